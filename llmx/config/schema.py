@@ -56,32 +56,34 @@ _IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslash
 
 @dataclass
 class ModelConfig:
-    """Which network, and whether its weights are loaded or drawn at random."""
+    """The network, and whether its weights are loaded or initialised at random."""
 
     name: str = text("", _FILE_NAME)
     """A short name for tables and run names."""
     kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt", "bert", "megatron-bert")
-    """Architecture. ``hf`` takes it from ``path``; the others need no network to plan or to
-    train from scratch."""
+    """Architecture. ``hf`` takes it from ``path``. The others need no internet access, to plan or
+    to train from scratch."""
     path: str | None = None
     """A Hub id or a local directory. Weights are loaded from it when ``init`` is pretrained."""
     revision: str | None = None
-    """A commit, tag or branch of ``path`` on the Hub; null: its main branch."""
+    """A commit, tag or branch of ``path`` on the Hub. Null: its main branch."""
     init: str = choice("pretrained", "scratch")
-    """``pretrained`` loads weights from ``path``; ``scratch`` draws them at random."""
+    """``pretrained`` loads weights from ``path``; ``scratch`` initialises them at random."""
     tokenizer: str | None = None
     """A Hub id or a local directory; default: ``path``. ``demo`` is the bundled tokenizer."""
     trust_remote_code: bool = False
-    """Let the Hub repository's own Python code run, on every host. Only for a repository you
+    """Run the Hub repository's own Python code, on every host. Only for a repository that you
     trust."""
     config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
-    """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). The
-    network itself when from scratch, overrides otherwise; also what the memory plan reads."""
+    """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). They define
+    a network from scratch, and override the config of a pretrained one. The memory plan reads them,
+    too."""
     license: str | None = None
-    """The licence in the model card (an id of the Hub, ``apache-2.0``); null: that of the base,
-    where its own card says it."""
+    """The licence for the model card, an id of the Hub (``apache-2.0``). Null: the licence of the
+    base model, if its card names one."""
     trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
-    """The precision the published weights were trained in, for a warning."""
+    """The precision in which the published weights were trained. llmx warns if a model trained in
+    bf16 is run in fp16."""
     attention: str = choice(
         "auto",
         "varlen",
@@ -92,42 +94,43 @@ class ModelConfig:
         "flash_attention_3",
         "flex_attention",
     )
-    """``auto`` takes the fastest that the devices and the packing allow; the others are what
-    ``transformers`` calls ``attn_implementation``."""
+    """``auto`` takes the fastest implementation that the devices and the packing allow. The others
+    are ``attn_implementation`` of ``transformers``."""
     activation_checkpointing: str = choice_or_flag(
         "none", "selective", "full", "auto", true="full", false="none"
     )
-    """What the backward pass computes again instead of keeping it: with ``selective`` all but the
-    results of matrix products and attention (little time); with ``full`` whole blocks (least
-    memory, about a third more time). ``true`` is ``full``, ``false`` is ``none``. ``auto``: the
-    plan chooses the fastest that fits (docs/planner.md)."""
+    """Which activations the backward pass recomputes instead of keeping them. ``selective`` keeps
+    the results of matrix products and attention and recomputes the rest (costs little time).
+    ``full`` recomputes whole blocks (least memory, about a third more time). ``true`` is ``full``,
+    ``false`` is ``none``. ``auto``: the plan chooses the fastest that fits (docs/planner.md)."""
     fused_loss: bool | None = None
-    """Compute the output head and the cross entropy together, a chunk of target positions at a
-    time, so that the logits are never whole in memory. Null: on for CUDA, off for CPU."""
+    """Compute the output head and the cross entropy together, in chunks of target positions, so
+    that the whole logits are never in memory. Null: on for CUDA, off for CPU."""
     liger_kernel: bool | None = None
-    """Liger-Kernel's fused RMSNorm, rotary embedding and SwiGLU (CUDA; ``pip install liger-kernel``
-    on every host). Null: used where it is installed everywhere and a tiny model of the same config
-    has the same loss and gradient with it; true refuses to train without it."""
+    """Use Liger-Kernel's fused RMSNorm, rotary embedding and SwiGLU (CUDA; ``pip install
+    liger-kernel`` on every host). Null: use it where every host has it and a tiny model of the same
+    config has the same loss and gradient with it. True: refuse to train without it."""
     compile: bool = False
-    """``torch.compile`` each block: fused kernels for norms, rotations and activation functions,
-    for a minute or two at the start. Not at stage 3, whose gathering it cannot look through."""
+    """Apply ``torch.compile`` to each block. It fuses norms, rotations and activation functions,
+    and takes a minute or two at the start. Not possible at ZeRO stage 3, because ``torch.compile``
+    cannot trace how that stage gathers parameters."""
     pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
-    """Rows of the embedding when from scratch, or grown by ``add_tokens``; the export is cut back
-    to the true size."""
+    """The number of embedding rows is rounded up to a multiple of this, if the model is from
+    scratch or ``add_tokens`` adds rows. The export has the true size."""
     add_tokens: list[str] = items(
         maximum=10_000, example="['<think>', '</think>']", rule=Text(1000, multiline=True)
     )
-    """Tokens that the tokenizer gets in addition, before the data is tokenized. They are found
-    wherever they stand in a text. Their rows of a pretrained embedding and head begin as the mean
-    of the others; beside an adapter embedding and head are then trained whole."""
+    """Tokens to add to the tokenizer before the data is tokenized. They match anywhere in a text.
+    Their rows of a pretrained embedding and head start as the mean of the other rows. With an
+    adapter, embedding and head are then trained whole."""
     add_special_tokens: list[str] = items(
         maximum=10_000, example="['<|tool|>']", rule=Text(1000, multiline=True)
     )
-    """The same as special tokens: the chat template writes them. In the text of a record they are
-    plain text, and a completion is shown without them."""
+    """Special tokens to add, in the same way. The chat template writes them. In the text of a
+    record they are plain text, and completions are shown without them."""
     freeze: list[str] = items(maximum=1000, example="['*.embed_tokens.*', '*.layers.[0-3].*']")
     """Parameters that are not trained, as patterns of their names (``*``, ``?``, ``[0-3]``). A
-    pattern that matches nothing is an error. They are kept and exported as they are."""
+    pattern that matches nothing is an error. Frozen parameters are saved and exported unchanged."""
 
 
 ALL_LINEAR = "all-linear"
@@ -135,39 +138,40 @@ ALL_LINEAR = "all-linear"
 
 @dataclass
 class AdapterConfig:
-    """What is trained beside frozen pretrained weights; ``kind=none`` trains the weights."""
+    """The adapter that is trained beside frozen pretrained weights; ``kind=none`` trains the
+    weights."""
 
     kind: str = choice("none", "lora")
     """``lora`` (the ``peft`` library) adds the product of two small matrices to the weights of
-    linear layers and trains nothing else: gradients, optimizer and checkpoints are those of the
-    adapter alone."""
+    linear layers and trains nothing else. Gradients, optimizer state and checkpoints contain only
+    the adapter."""
     rank: int = number(16, minimum=1, maximum=65536)
-    """The width between the two matrices."""
+    """The inner dimension of the two matrices."""
     alpha: float = number(32.0, above=0, maximum=10**6)
     """The product is multiplied by ``alpha / rank``."""
     dropout: float = number(0.0, minimum=0, below=1)
-    """Of what goes into the first matrix, in training."""
+    """Dropout on the input of the first matrix, in training."""
     targets: list[str] = items(maximum=10_000, example="[q_proj, v_proj]")
-    """Linear layers that are adapted, by their whole names or the ends of these (``q_proj``,
-    ``layers.0.mlp.down_proj``). ``[all-linear]``: all but the output head."""
+    """Linear layers to adapt, by full name or by the end of a name (``q_proj``,
+    ``layers.0.mlp.down_proj``). ``[all-linear]``: all except the output head."""
     rslora: bool = False
     """Multiply by ``alpha / sqrt(rank)`` instead, which keeps high ranks stable."""
     dora: bool = False
-    """Train the length of each row of the adapted weights apart from its direction (DoRA). Slower:
-    each forward pass computes the norms of all adapted weights."""
+    """Train the norm of each row of the adapted weights separately from its direction (DoRA).
+    Slower: each forward pass computes the norms of all adapted weights."""
     lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
-    """The adapter's own peak learning rate, with the schedule of ``optim``; null: ``optim.lr``, or
-    with ``optim.lr=auto`` that of the task (docs/training.md)."""
+    """The peak learning rate of the adapter, with the schedule of ``optim``. Null: ``optim.lr``, or
+    the task's default if ``optim.lr=auto`` (docs/training.md)."""
     quantize: str = choice("none", "nf4", "fp4")
-    """Keep the frozen weights of linear layers in 4 bits (QLoRA, ``bitsandbytes``): a quarter of
-    the memory of bf16, at the cost of unpacking them in each pass. CUDA, ZeRO stages 0 to 2.
-    ``nf4`` suits weights that are normally distributed, as pretrained ones are."""
+    """Keep the frozen weights of linear layers in 4 bits (QLoRA, ``bitsandbytes``). They take a
+    quarter of the memory of bf16, and are unpacked in each pass. Needs CUDA and ZeRO stage 0 to 2.
+    ``nf4`` is made for normally distributed weights, as pretrained ones are."""
     double_quant: bool = True
-    """With ``quantize``: the scales (one for 64 weights) in 8 bits, too, which saves 0.4 bits a
-    weight."""
+    """With ``quantize``: keep the scales (one for 64 weights) in 8 bits, too. This saves 0.4 bits
+    per weight."""
     modules_to_save: list[str] = items(maximum=1000, example="[embed_tokens, lm_head]")
-    """Modules that are trained whole beside the adapter and saved with it, by their whole names or
-    the ends of these; with the learning rate ``optim.lr``."""
+    """Modules to train whole beside the adapter and save with it, by full name or by the end of a
+    name. Their learning rate is ``optim.lr``."""
 
 
 FORMS = (
@@ -184,60 +188,60 @@ FORMS = (
 
 @dataclass
 class SourceConfig:
-    """One of several sources; what is not set is that of ``data``."""
+    """One of several sources. A key that is not set has the value of ``data``."""
 
     path: str = ""
     """A file, a directory, a glob, or a Hub id."""
     form: str = choice("auto", *FORMS)
-    """How its rows are laid out, as ``data.form``."""
+    """The format of its rows, as in ``data.form``."""
     text_key: str | None = None
-    """As ``data.text_key``; null: the same."""
+    """As ``data.text_key``; null: that value."""
     columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
     """As ``data.columns``, for this source."""
     weight: float = number(1.0, above=0, maximum=1000)
-    """How often its rows are taken: 2 takes each twice, 0.5 about half of them (chosen by
-    ``seed``). Never applied to rows held out for evaluation."""
+    """How often its rows are taken: 2 takes each row twice, 0.5 takes about half of them (chosen by
+    ``seed``). Rows held out for evaluation are not weighted."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
-    """Read only its first so many rows."""
+    """Read only the first rows of it, up to this number."""
     subset: str | None = None
-    """The subset (configuration) of a Hub data set."""
+    """The subset (configuration) of a Hub dataset."""
     split: str | None = None
-    """The split of a Hub data set; default: that of ``data``."""
+    """The split of a Hub dataset; default: that of ``data``."""
 
 
 @dataclass
 class DataConfig:
-    """What to train on and how rows become samples of ``seq_len`` tokens."""
+    """The training data, and how rows become samples of ``seq_len`` tokens."""
 
     name: str = text("", _FILE_NAME)
     """A short name for tables and for the directory of a tokenizer trained on it."""
     path: str = "demo"
-    """A file, a directory, a glob, a Hub id (``owner/name``, or ``hub:name``); ``demo`` is the
-    bundled set."""
+    """A file, a directory, a glob, or a Hub id (``owner/name``, or ``hub:name``). ``demo`` is the
+    bundled data."""
     form: str = choice("auto", *FORMS)
-    """How a row is laid out; ``auto`` recognises it from the keys of the first rows."""
+    """The format of a row. ``auto`` detects it from the keys of the first rows."""
     text_key: str = "text"
-    """The key or column that holds the text (``form: text``)."""
+    """The key or column that contains the text (``form: text``)."""
     text_unit: str = choice("file", "line", "paragraph")
-    """What a document is in a plain text file: the whole file, each line that is not empty, or
-    each paragraph (between empty lines)."""
+    """How a plain text file is divided into documents: the whole file, each line that is not empty,
+    or each paragraph (paragraphs are separated by empty lines)."""
     columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
     ignore_columns: list[str] = items(maximum=100, example="[score]")
-    """Columns that may be ignored although they change what a row means (``label``, ``images``,
-    ``weight``, ...; docs/data.md); otherwise such rows are rejected. E.g. ``[score]``."""
+    """Columns to ignore although they change what a row means (``label``, ``images``, ``weight``,
+    ...; docs/data.md). Without this, such rows are rejected. E.g. ``[score]``."""
     seq_len: int = number(1024, minimum=2, maximum=2**24)
-    """Tokens of one sample. The one sequence length of the whole run."""
+    """Tokens of one sample. The whole run has this one sequence length."""
     packing: str = choice("best_fit", "concat", "none")
-    """``best_fit`` packs whole rows into samples; ``concat`` joins documents with the EOS
-    token and cuts at ``seq_len``; ``none`` makes one sample of one row."""
+    """``best_fit`` packs whole rows into samples. ``concat`` joins documents with the EOS token and
+    cuts at ``seq_len``. ``none`` makes one sample from each row."""
     layout: str = choice("auto", "packed", "padded")
-    """How a sample's rows lie in a micro batch: ``packed`` into one line, isolated from each
-    other, or ``padded``, each in a line of its own. ``auto`` packs where a trial on a tiny model
-    of the same architecture shows that rows are isolated. Same loss."""
+    """How the rows of samples are placed in a micro batch. ``packed`` joins them into one line,
+    isolated from each other; ``padded`` gives each row a line of its own. ``auto`` packs if a trial
+    on a tiny model of the same architecture shows that rows are isolated. The loss is the same."""
     pad_to_multiple_of: int | None = number(None, minimum=1, maximum=2**16, example=64)
     """A micro batch is as long as its longest line, rounded up to a multiple of this, and at most
-    ``seq_len``. Null: 128 on CUDA, where few shapes are faster, 8 on a CPU."""
+    ``seq_len``. Null: 128 on CUDA, where a small number of shapes is faster, 8 on a CPU."""
     template: str = choice(
         "auto",
         "chatml",
@@ -249,55 +253,57 @@ class DataConfig:
         "human_assistant",
         "plain",
     )
-    """``auto`` is the tokenizer's own chat template, else chatml. ``plain`` writes nothing around
-    the turns but the EOS token after an answer: for prompts that are written out already."""
+    """``auto`` is the tokenizer's own chat template, or chatml if it has none. ``plain`` adds only
+    the EOS token after an answer: for prompts that already contain their markup."""
     system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
-    """A system message for rows that have none."""
+    """A system message for rows without one."""
     loss_on: str = choice("assistant", "all", "last")
-    """The tokens that are trained on: every assistant turn, only the ``last`` one, or ``all``
+    """The tokens that are trained on: every ``assistant`` turn, only the ``last`` one, or ``all``
     tokens, prompts included."""
     over_long: str = choice("split", "truncate", "drop", "error")
-    """A row with more tokens than ``seq_len``: ``split`` makes several sequences of a document
-    (``task=pretrain``, ``mlm``, ``distill``; nothing is lost) and truncates every other row. Counts
-    are reported, and more than 2 % of the rows or tokens lost is a warning."""
+    """What happens to a row with more tokens than ``seq_len``. ``split`` makes several sequences
+    from a document (``task=pretrain``, ``mlm``, ``distill``; nothing is lost) and truncates every
+    other row. Counts are reported. llmx warns if more than 2 % of the rows or tokens are lost."""
     truncate_prompt: str = choice("left", "right")
-    """Labelled rows over ``seq_len`` that are truncated: the label is never cut; the prompt loses
-    its beginning (``left``) or its end (``right``)."""
+    """How labelled rows longer than ``seq_len`` are truncated: the prompt loses its beginning
+    (``left``) or its end (``right``). The label is never cut."""
     last_batch: str = choice("wrap", "drop", "short")
-    """With ``task.epochs``, where the samples do not fill the last batch: ``wrap`` fills it with
-    the first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on
-    fewer. The loss stays the mean over the target tokens of the step."""
+    """With ``task.epochs``, if the samples do not fill the last batch: ``wrap`` fills it with the
+    first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on fewer
+    samples. The loss remains the mean over the target tokens of the step."""
     eval_path: str | None = None
-    """A source for evaluation; without it, ``eval_samples`` or ``eval_fraction`` holds rows out."""
+    """A source for evaluation. Without it, ``eval_samples`` or ``eval_fraction`` holds out rows of
+    ``path``."""
     eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)
     """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
     eval_fraction: float = number(0.0, minimum=0, below=1)
-    """The same as a fraction of the rows: 0.05 holds 5 % out. At least one row."""
+    """The fraction of the rows to hold out: 0.05 holds out 5 %, and at least one row."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
-    """Read only the first so many rows."""
+    """Read only the first rows, up to this number."""
     cache_dir: str | None = None
-    """Where prepared data lies; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
+    """Directory of prepared data; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
     num_workers: int = number(0, minimum=0, maximum=1024)
-    """Cores that tokenize; 0 takes those of the host."""
+    """Cores that tokenize; 0 uses all cores of the host."""
     share_from_mib: float | None = number(64.0, minimum=0, maximum=10**9)
-    """On several hosts: from how much source on each host prepares a shard of it, or one prepares
-    it and sends it. Below, and with null, each host prepares all, which gives the same bytes."""
+    """With several hosts: the size of the source from which the work is shared. Then each host
+    prepares a shard, or one host prepares all and sends it. Below this size, and with null, each
+    host prepares everything. The bytes are the same."""
     sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}]")
     """Several sources instead of ``path``, each with a weight and a limit."""
     subset: str | None = None
-    """The subset (configuration) of a Hub data set."""
+    """The subset (configuration) of a Hub dataset."""
     split: str | None = None
-    """The split of a Hub data set or of a ``save_to_disk`` directory; default: ``train``."""
+    """The split of a Hub dataset or of a ``save_to_disk`` directory; default: ``train``."""
     data_map: dict[str, str] = mapping(maximum=100, example="{prompt: question, label: answer}")
-    """Labelled rows: ``{prompt: prompt, label: label_id, history: context_info}``; the label is
-    the answer."""
+    """The columns of labelled rows, e.g. ``{prompt: prompt, label: label_id, history:
+    context_info}``. The label is the answer."""
     label_names: dict[str, str] = mapping(maximum=10**6, example="{0: negative, 1: positive}")
-    """What a label is called in an answer, e.g. ``{0: negative, 1: positive}``."""
+    """The text of each label in an answer, e.g. ``{0: negative, 1: positive}``."""
     on_bad_row: str = choice("fail", "skip")
-    """``fail`` stops at a row that cannot be used; ``skip`` counts it and writes it with the
-    reason to a file beside the prepared data."""
+    """``fail`` stops at a row that cannot be used. ``skip`` counts it and writes it, with the
+    reason, to a file beside the prepared data."""
     deduplicate: bool = False
-    """Take rows that are identical in what is trained only once; counts are reported."""
+    """Keep only one of several rows with the same training content; counts are reported."""
 
 
 COMPLETION_METRICS = ("exact_match", "rouge1", "rouge2", "rougeL")
@@ -305,13 +311,13 @@ COMPLETION_METRICS = ("exact_match", "rouge1", "rouge2", "rougeL")
 
 @dataclass
 class EarlyStoppingConfig:
-    """Ends training where a metric no longer improves."""
+    """Ends training when a metric no longer improves."""
 
     patience: int | None = number(None, minimum=1, maximum=10**6, example=3)
-    """Training ends after so many evaluations in a row without an improvement
-    (``task.eval_every_steps``); null: never."""
+    """End training after this many evaluations in a row without an improvement
+    (``task.eval_every_steps``). Null: never."""
     min_delta: float = number(0.0, minimum=0, maximum=10**9)
-    """An improvement is more than this."""
+    """A change counts as an improvement only if it is larger than this."""
     metric: str | None = text(
         None,
         Text(
@@ -321,13 +327,13 @@ class EarlyStoppingConfig:
         ),
         example="eval/loss",
     )
-    """What is looked at; null: ``checkpoint.metric``, with its ``checkpoint.mode``. Of another one
-    the task says which direction is better."""
+    """The metric to monitor. Null: ``checkpoint.metric``, with its ``checkpoint.mode``. For another
+    metric, the task declares which direction is better."""
 
 
 @dataclass
 class TaskConfig:
-    """What is learned, for how long, and what is reported on the way."""
+    """The task: what is learned, for how long, and how it is evaluated."""
 
     kind: str = choice_or(
         *shipped_tasks(),
@@ -336,34 +342,34 @@ class TaskConfig:
             rule="be a class of your own, package.module:Class",
         ),
     )
-    """``sft`` learns to answer (loss on completions); ``pretrain`` learns every token of text;
-    ``classify`` learns labels, or a number, of texts; ``mlm`` learns to fill in hidden tokens
-    (BERT); ``dpo`` learns to prefer the better of two answers; ``distill`` learns what a frozen
-    teacher says of every next token. A task of your own is named as Python finds it
-    (docs/tasks.md)."""
+    """``sft`` learns to answer (loss on completions). ``pretrain`` learns every token of text.
+    ``classify`` learns labels, or a number, of texts. ``mlm`` learns to fill in hidden tokens
+    (BERT). ``dpo`` learns to prefer the chosen of two answers. ``distill`` learns the next-token
+    distribution of a frozen teacher. For a task of your own, give the name by which Python imports
+    it (docs/tasks.md)."""
     code_path: str | None = None
-    """The directory that holds the package of a task, or of metrics, of your own. Null: the
-    directory where the command is typed, then PYTHONPATH. ``launch.sync=rsync`` brings the package
-    along."""
+    """The directory that contains the package of your own task or metrics. Null: the working
+    directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to the
+    hosts."""
     options: dict[str, Any] = mapping(example="{beta: 0.1}")
-    """What the task itself takes: the fields of its ``Options``. ``task=sft`` has
-    ``neftune_alpha``, ``dft``, ``z_loss`` and ``turn_weights`` (docs/tasks.md)."""
+    """Options of the task: the fields of its ``Options``. ``task=sft`` has ``neftune_alpha``,
+    ``dft``, ``z_loss`` and ``turn_weights`` (docs/tasks.md)."""
     steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=1000)
-    """Optimizer steps; when set, it wins over ``epochs``."""
+    """Optimizer steps. If set, it overrides ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)
-    """How often the data is gone through; fractions count. Used where ``steps`` is null."""
+    """Passes over the data; fractions are allowed. Used if ``steps`` is null."""
     log_every_steps: int = number(10, minimum=1, maximum=MAX_STEPS)
-    """A line on the console, in ``metrics.jsonl`` and in trackers every so many steps."""
+    """Log a line every N steps: on the console, in ``metrics.jsonl`` and in trackers."""
     evaluate: bool = True
-    """Measure the held-out data, before and after training and every ``eval_every_steps``. False
-    holds the same rows out and measures nothing."""
+    """Evaluate on the held-out data before and after training, and every ``eval_every_steps``.
+    False holds out the same rows and evaluates nothing."""
     eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
-    """0 evaluates only at the end (when there is evaluation data)."""
+    """Evaluate every N steps. 0 evaluates only at the end (if there is evaluation data)."""
     eval_generate: int = number(0, minimum=0, maximum=10**6)
-    """Eval prompts: held-out conversations completed before and after training (exact match, or
-    ``eval_metrics``)."""
+    """The number of eval prompts: held-out conversations that are completed before and after
+    training, and scored by exact match or ``eval_metrics``."""
     eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
-    """New tokens of a completion at most (``eval_generate``)."""
+    """The most new tokens of a completion (``eval_generate``)."""
     eval_metrics: list[str] = items(
         maximum=100,
         example="[exact_match, rougeL]",
@@ -375,21 +381,21 @@ class TaskConfig:
         ),
     )
     """Metrics of these completions, at every evaluation: ``exact_match``, ``rouge1``, ``rouge2``,
-    ``rougeL``, or a function of your own that takes the completions and the expected answers, two
-    lists of texts, and gives a number (docs/evaluation.md). Empty: exact match, before and after
-    training."""
+    ``rougeL``, or a function of your own. The function takes two lists of texts, the completions
+    and the expected answers, and returns a number (docs/evaluation.md). Empty: exact match, before
+    and after training."""
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
     stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
-    """End after this step, with the schedule of the whole run: for a quick check."""
+    """End after this step, with the learning-rate schedule of the whole run: for a quick check."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     on_divergence: str = choice("stop", "skip", "rollback")
-    """When the loss is not finite, or jumps, at a step, and again after a restart from the last
-    checkpoint: ``stop`` with the cause, ``skip`` that step's samples, or ``rollback``: skip all
-    samples from the checkpoint up to that step."""
+    """What to do if the loss is not finite, or jumps, at a step, and does so again after a restart
+    from the last checkpoint. ``stop`` ends the run with the cause. ``skip`` skips the samples of
+    that step. ``rollback`` skips all samples from the checkpoint up to that step."""
     spike_factor: float | None = number(None, above=1, maximum=10**6, example=3)
-    """A logged loss over so many times the median of the last 50 counts as divergence; null
-    looks at losses that are not finite only."""
+    """A logged loss of more than this many times the median of the last 50 counts as divergence.
+    Null: only a loss that is not finite counts."""
 
 
 @dataclass
@@ -398,48 +404,52 @@ class ZeroConfig:
 
     stage: int = number_or_auto(2, minimum=0, maximum=3)
     """0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters. ``zero=stageN``
-    sets it with what belongs to it. ``zero=auto``: the plan chooses stage and offload, the fastest
-    that fits (docs/planner.md)."""
+    sets this and the keys that belong to it. ``zero=auto``: the plan chooses the fastest stage and
+    offload that fit (docs/planner.md)."""
     offload_optimizer: str = choice("none", "cpu", "nvme")
-    """Where the optimizer state lives and is updated: on the device, in host RAM (``cpu``), or on
+    """Where the optimizer state is kept and updated: on the device, in host RAM (``cpu``), or on
     ``nvme_path``."""
     offload_param: str = choice("none", "cpu", "nvme")
-    """Where parameters wait until a layer needs them (stage 3): ``none`` is the device."""
+    """Where parameters are kept until a layer needs them (stage 3); ``none`` is the device."""
     nvme_path: str | None = None
     """A directory on a local NVMe disk of every host (offload to ``nvme``)."""
     hpz_partition_size: int = number(1, minimum=0, maximum=1024)
-    """ZeRO++ hpZ: ranks that share a second copy of the parameters; 1 is off, 0 is all ranks
-    of a host."""
+    """ZeRO++ hpZ: the number of ranks that share a second copy of the parameters. 1 is off, 0 is
+    all ranks of a host."""
     quantized_weights: bool = False
     """ZeRO++ qwZ (CUDA only)."""
     quantized_gradients: bool = False
-    """ZeRO++ qgZ (no effect on one node)."""
+    """ZeRO++ qgZ (no effect on one host)."""
     overlap_comm: bool | None = None
     """Null: on for CUDA, off for CPU."""
     grad_accum_dtype: str = choice("auto", "precision", "fp32", "bf16", "fp16")
-    """In what gradients are summed over micro steps. ``auto``: fp32 where it costs no memory, or
-    where there is memory for it and more than one micro step; else the run's precision.
-    ``precision``: always the run's. Over 64 micro steps a gradient summed in bf16 is 0.7 % off, in
-    fp32 0.1 %. Stage 0 sums in the run's precision only."""
+    """The precision in which gradients are summed over micro steps. ``auto``: fp32 if it costs no
+    memory, or if there is memory for it and more than one micro step; else the run's precision.
+    ``precision``: always the run's. Over 64 micro steps, a gradient summed in bf16 has an error of
+    0.7 %, in fp32 of 0.1 %. Stage 0 sums only in the run's precision."""
     reduce_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
-    """Elements. Null: from the model's width and the free memory."""
+    """Elements that are reduced at once. Null: derived from the model's width and the free
+    memory."""
     allgather_bucket_size: int | None = number(None, minimum=1, maximum=MAX_ELEMENTS, example=5e8)
-    """Elements that stages 1 and 2 gather at once after a step. Null: as ``reduce_bucket_size``."""
+    """Elements that stages 1 and 2 gather at once after a step. Null: the value of
+    ``reduce_bucket_size``."""
     prefetch_bucket_size: int | None = number(None, minimum=0, maximum=MAX_ELEMENTS, example=5e7)
-    """Elements that stage 3 fetches ahead of use. Null: from the model's width."""
+    """Elements that stage 3 fetches before they are needed. Null: derived from the model's
+    width."""
     param_persistence_threshold: int | None = number(
         None, minimum=0, maximum=MAX_ELEMENTS, example=1e5
     )
-    """Stage 3 keeps parameters with fewer elements whole on every rank. Null: from the model's
-    width."""
+    """Stage 3 keeps parameters with fewer elements whole on every rank. Null: derived from the
+    model's width."""
     max_live_parameters: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
-    """Parameters that stage 3 keeps gathered on a device at once, at most."""
+    """The most parameters that stage 3 keeps gathered on a device at once."""
     max_reuse_distance: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
-    """Stage 3 keeps a parameter that is needed again within so many parameters."""
+    """Stage 3 does not release a parameter that is needed again within this many parameters."""
     sub_group_size: int = number(1_000_000_000, minimum=1, maximum=MAX_ELEMENTS)
-    """Parameters that stage 3 updates at once: less needs less memory in the step."""
+    """Parameters that stage 3 updates at once. A lower value needs less memory in the step."""
     pin_memory: bool = True
-    """Page-locked host memory for offloading: faster copies, memory that cannot be swapped."""
+    """Use page-locked host memory for offloading. Copies are faster, but this memory cannot be
+    swapped."""
     extra: dict[str, Any] = mapping(example="{zero_optimization: {round_robin_gradients: true}}")
     """Further keys of DeepSpeed's JSON, checked against what DeepSpeed accepts, e.g.
     ``zero.extra.zero_optimization.round_robin_gradients=true``."""
@@ -447,34 +457,35 @@ class ZeroConfig:
 
 @dataclass
 class DeviceConfig:
-    """One type of accelerator, from its data sheet."""
+    """One type of accelerator, with values from its data sheet."""
 
     accelerator: str = choice("cuda", "cpu")
-    """What drives it: ``cuda``, or ``cpu`` for ranks without a GPU."""
+    """``cuda``, or ``cpu`` for ranks without a GPU."""
     memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
-    """Memory of one device, GiB; the plan holds its prediction against it."""
+    """Memory of one device, GiB. The plan compares its prediction with it."""
     precisions: list[str] = choices("fp32", "bf16", "fp16")
-    """What the device computes natively; default: what its ``compute_capability`` has."""
+    """Precisions that the device computes natively; default: those of its
+    ``compute_capability``."""
     compute_capability: float = number(0.0, minimum=0, maximum=100, example=8.0)
-    """NVIDIA's number of the generation: 7.0 for a V100, 8.0 for an A100, 9.0 for an H100. 0 is not
-    known."""
+    """NVIDIA's compute capability: 7.0 for a V100, 8.0 for an A100, 9.0 for an H100. 0 means
+    unknown."""
     peak_tflops: dict[str, float] = mapping(
         maximum=10, example="{bf16: 312}", values=Range(above=0, maximum=10**6)
     )
-    """Dense peak by precision, TFLOP/s; the denominator of MFU."""
+    """Dense peak by precision, TFLOP/s. MFU is computed against it."""
     memory_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=2000)
     """Memory bandwidth, GB/s."""
     link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=300)
-    """To the other devices of its host (NVLink, PCIe), GB/s in one direction, for predicted times.
-    0: as over PCIe 4."""
+    """Bandwidth to the other devices of its host (NVLink, PCIe), GB/s in one direction, for
+    predicted times. 0: that of PCIe 4."""
     host_link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=32)
-    """To its host's memory (PCIe), GB/s in one direction, for the predicted time of offloading. 0:
-    as over PCIe 4."""
+    """Bandwidth to the memory of its host (PCIe), GB/s in one direction, for the predicted time of
+    offloading. 0: that of PCIe 4."""
     activation_checkpointing: str | None = choice_or_null(
         "none", "selective", "full", true="full", false="none"
     )
-    """``model.activation_checkpointing`` of the ranks on this type of device; null: that of the
-    run. For small devices beside large ones, at ZeRO stages 0 to 2 (docs/unequal.md)."""
+    """``model.activation_checkpointing`` of the ranks on this type of device; null: the run's
+    value. For small devices beside large ones, at ZeRO stages 0 to 2 (docs/unequal.md)."""
 
 
 @dataclass
@@ -482,31 +493,31 @@ class HostConfig:
     """One machine."""
 
     name: str = ""
-    """What the hostfile calls it, one word; default: ``address``."""
+    """The name in the hostfile, one word; default: ``address``."""
     address: str | None = None
-    """Where the other hosts reach it: a DNS name, IPv4 or IPv6; default: ``name``."""
+    """The address at which other hosts reach it: a DNS name, IPv4 or IPv6; default: ``name``."""
     ssh_port: int = number(22, minimum=1, maximum=65535)
-    """Where its sshd listens."""
+    """The port of its sshd."""
     user: str | None = text(None, _USER)
-    """Who logs in there; default: whoever starts the run."""
+    """The user to log in as; default: the user who starts the run."""
     identity_file: str | None = text(None, _IDENTITY_FILE)
-    """The private key for it, on this machine; default: what ssh takes."""
+    """The private key for this host, a path on this machine; default: the key that ssh selects."""
     slots: int = number(1, minimum=1, maximum=1024)
-    """Ranks on this host, one a device."""
+    """The number of ranks on this host, one per device."""
     device_indices: list[int] = indices(maximum=1024, example=[2, 3])
-    """Which of its devices, one for each slot, by index (``nvidia-smi -L``); empty: the first ones.
-    For GPUs, on this machine and over ssh (pdsh)."""
+    """The devices to use, one per slot, by index (``nvidia-smi -L``); empty: the first ones. For
+    GPUs, on this machine and over ssh (pdsh)."""
     device: str = ""
-    """A key of ``hardware.devices``."""
+    """Its device type, a key of ``hardware.devices``."""
     interface: str | None = text(None, _INTERFACE)
-    """Network interface towards the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
+    """The network interface to the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
     memory_gib: float | None = number(None, above=0, maximum=10**6, example=512)
     """Host RAM, for the offload plan."""
 
 
 @dataclass
 class HardwareConfig:
-    """The cluster: hosts and what is in them."""
+    """The cluster: its hosts and their devices."""
 
     name: str = ""
     """A short name for tables."""
@@ -515,7 +526,7 @@ class HardwareConfig:
     path: str | None = None
     """An existing hostfile (``kind: hostfile``)."""
     device: str | None = None
-    """The device type of every host that does not name its own (needed with a hostfile)."""
+    """The device type of every host that does not name one (required with a hostfile)."""
     ssh_port: int = number(22, minimum=1, maximum=65535)
     """Default ssh port of hosts read from a hostfile."""
     user: str | None = text(None, _USER)
@@ -523,110 +534,116 @@ class HardwareConfig:
     interface: str | None = text(None, _INTERFACE)
     """Default interface of hosts read from a hostfile."""
     slots: int | None = number(None, minimum=1, maximum=1024, example=4)
-    """Use only so many devices of each host."""
+    """Use only this many devices of each host."""
     hosts: list[HostConfig] = items(maximum=4096, example="[{name: node-a, slots: 8}]")
     """The machines, in the order of their ranks (``kind: static``)."""
     devices: dict[str, DeviceConfig] = mapping(
         example="{mine: {accelerator: cuda, memory_gib: 80}}"
     )
-    """Device types by name, from the makers' data sheets; add yours beside the known ones."""
+    """Device types by name, with values from the vendors' data sheets. Add your own to the known
+    ones."""
     master_addr: str | None = None
-    """Where rank 0 is reached; default: the address of the first host."""
+    """The address of rank 0; default: the address of the first host."""
     network_gbit_per_s: float | None = number(None, above=0, maximum=10**6, example=100)
-    """Network of each host towards the others, Gbit/s in one direction, for predicted times: of
-    all its interfaces that NCCL uses. Null: 10 is assumed, and said."""
+    """Network bandwidth of each host to the others, Gbit/s in one direction, for predicted times.
+    Give the sum over all interfaces that NCCL uses. Null: 10 is assumed, and the plan says so."""
     price_per_hour: dict[str, float] = mapping(
         maximum=100, example="{a100_80g: 1.9}", values=Range(minimum=0, maximum=10**6)
     )
-    """What one device costs an hour, by device type, in any currency; ``plan`` then says what the
-    run costs."""
+    """The price of one device per hour, by device type, in any currency. ``plan`` then shows the
+    cost of the run."""
     env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
-    """Variables of this cluster's ranks, e.g. ``NCCL_IB_DISABLE: "1"``. Allow-listed."""
+    """Environment variables of the ranks on this cluster, e.g. ``NCCL_IB_DISABLE: "1"``. Only
+    variables on an allow list."""
 
 
 @dataclass
 class OptimConfig:
-    """Optimizer, learning rate and its schedule: pure functions of the step."""
+    """Optimizer, learning rate and schedule. All are functions of the step alone."""
 
     kind: str = choice(
         "adamw", "cpu_adam", "fused_adam", "lion", "sgd", "muon", "adafactor", "adam8bit"
     )
     """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
     no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions. ``lion`` keeps one
-    number a parameter instead of two, and wants a learning rate 3 to 10 times smaller. ``muon``
-    makes the updates of the matrices inside the layers orthogonal, one number a parameter; AdamW
-    does the rest. ``adafactor`` keeps a row and a column of each matrix; stage 0 only.
-    ``adam8bit`` is AdamW with moments in 8 bits (``bitsandbytes``): 2 bytes a parameter instead of
-    8; CUDA, stage 0 only."""
+    number per parameter instead of two, and needs a learning rate 3 to 10 times smaller. ``muon``
+    orthogonalises the updates of the matrices inside the layers and keeps one number per parameter;
+    AdamW updates the rest. ``adafactor`` keeps one row and one column per matrix; stage 0 only.
+    ``adam8bit`` is AdamW with 8-bit moments (``bitsandbytes``): 2 bytes per parameter instead of 8;
+    CUDA, stage 0 only."""
     lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=2e-5)
-    """The peak learning rate: reached at the end of the warm-up. ``auto``: by the task, and by
-    whether weights are pretrained, from scratch or an adapter (docs/training.md). A number holds
-    for an adapter, too."""
+    """The peak learning rate, which is reached at the end of the warm-up. ``auto``: the default of
+    the task for pretrained weights, for training from scratch, or for an adapter
+    (docs/training.md). A number applies to an adapter, too."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
-    """AdamW's decay rates of the two moments; Lion's of the update and of its momentum."""
+    """AdamW: decay rates of the two moments. Lion: decay rates of the update and of its
+    momentum."""
     eps: float = number(1e-8, above=0, maximum=1)
-    """AdamW's term in the denominator."""
+    """AdamW: the term added to the denominator."""
     weight_decay: float = number(0.0, minimum=0, maximum=100)
-    """Decoupled weight decay of matrices; biases and norms do not decay."""
+    """Decoupled weight decay of matrices. Biases and norms have none."""
     muon_lr: float | None = number(None, above=0, maximum=1000, example=0.02)
     """``muon``: the peak learning rate of the matrices inside the layers; null: ``lr``."""
     muon_momentum: float = number(0.95, minimum=0, below=1)
-    """``muon``: the decay rate of its momentum."""
+    """``muon``: the decay rate of the momentum."""
     muon_adjust_lr: str = choice("match_rms_adamw", "original")
-    """``muon``: updates as large as AdamW's, so that AdamW's ``lr`` fits (0.2 sqrt(longer side)),
-    or ``original`` (sqrt(rows / columns), at least 1), which wants a ``muon_lr`` of about 0.02."""
+    """``muon``: ``match_rms_adamw`` scales updates to the size of AdamW's (0.2 sqrt(longer side)),
+    so that AdamW's ``lr`` fits. ``original`` scales by sqrt(rows / columns), at least 1, and needs
+    a ``muon_lr`` of about 0.02."""
     layer_decay: float | None = number(None, above=0, maximum=1, example=0.9)
-    """Layer-wise learning rates: the head has ``lr``, the last layer ``lr * layer_decay``, each
-    layer below it that much less again, the embeddings least. 0.8 to 0.95 is usual for fine-tuning
-    an encoder. Null: one rate for all."""
+    """Layer-wise learning rates: the head has ``lr``, the last layer ``lr * layer_decay``. The rate
+    of each layer below is multiplied by ``layer_decay`` again; the embeddings have the lowest. 0.8
+    to 0.95 is usual for fine-tuning an encoder. Null: one rate for all."""
     lr_scale: dict[str, float] = mapping(
         maximum=1000,
         example="{*.embed_tokens.*: 0.1}",
         values=Range(above=0, maximum=10**6),
     )
-    """Factors of the learning rate by patterns of parameter names (``*``, ``?``, ``[0-3]``), beside
-    ``layer_decay``. A name that several match has their product; a pattern that matches nothing is
-    an error."""
+    """Factors of the learning rate by patterns of parameter names (``*``, ``?``, ``[0-3]``), in
+    addition to ``layer_decay``. If several patterns match a name, their factors are multiplied. A
+    pattern that matches nothing is an error."""
     clip_norm: float = number(1.0, minimum=0, maximum=10**6)
-    """Global gradient norm; 0 does not clip."""
+    """Clip gradients to this global norm; 0 does not clip."""
     schedule: str = choice(
         "cosine", "linear", "constant", "wsd", "polynomial", "cosine_restarts", "one_cycle"
     )
-    """After the warm-up: ``cosine``, ``linear`` or ``polynomial`` decay to ``lr * min_lr_ratio``;
-    ``constant``; ``wsd`` stays at ``lr`` and decays at the end (warm-up, stable, decay);
-    ``cosine_restarts`` jumps back to ``lr`` on the way; ``one_cycle`` rises and falls on cosines
-    (PyTorch's ``OneCycleLR``; the momentum is not cycled). docs/training.md has the values."""
+    """The schedule after the warm-up. ``cosine``, ``linear`` and ``polynomial`` decay to ``lr *
+    min_lr_ratio``. ``constant`` does not decay. ``wsd`` (warm-up, stable, decay) stays at ``lr``
+    and decays at the end. ``cosine_restarts`` returns to ``lr`` at each restart. ``one_cycle``
+    rises and falls along cosines (PyTorch's ``OneCycleLR``; the momentum is not cycled).
+    docs/training.md has the values."""
     warmup_steps: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
-    """Steps of linear warm-up, 0 allowed; when set, it wins over ``warmup_fraction``."""
+    """Steps of linear warm-up; 0 is allowed. If set, it overrides ``warmup_fraction``."""
     warmup_fraction: float | None = number(None, minimum=0, maximum=1, example=0.03)
-    """Warm-up as a part of all steps, where ``warmup_steps`` is null; null: none. The first update
-    has ``lr / warm-up steps``."""
+    """Warm-up as a fraction of all steps, if ``warmup_steps`` is null. Null: no warm-up. The first
+    update has ``lr / warm-up steps``."""
     decay_end_fraction: float = number(1.0, minimum=0, maximum=1)
-    """The schedule reaches its floor at this part of all steps, and stays there."""
+    """The schedule reaches its floor after this fraction of all steps, and stays there."""
     min_lr_ratio: float = number(0.0, minimum=0, maximum=1)
-    """The floor, as a part of ``lr``."""
+    """The floor, as a fraction of ``lr``."""
     decay_fraction: float = number(0.1, above=0, maximum=1)
-    """``wsd``: how long the decay is, as a part of all steps."""
+    """``wsd``: the length of the decay, as a fraction of all steps."""
     decay_shape: str = choice("linear", "cosine", "1-sqrt")
-    """``wsd``: how it falls."""
+    """``wsd``: the shape of the decay."""
     decay_power: float = number(1.0, above=0, maximum=100)
-    """``polynomial``: the power of the part that is left; 1 is ``linear``."""
+    """``polynomial``: the exponent of the remaining fraction; 1 is ``linear``."""
     cycles: int = number(2, minimum=1, maximum=10**6)
-    """``cosine_restarts``: cosines from ``lr`` to the floor, of equal length; 1 is ``cosine``."""
+    """``cosine_restarts``: the number of cosines from ``lr`` to the floor, of equal length; 1 is
+    ``cosine``."""
     start_lr_ratio: float = number(0.04, minimum=0, maximum=1)
-    """``one_cycle``: the first update's part of ``lr``."""
+    """``one_cycle``: the learning rate of the first update, as a fraction of ``lr``."""
 
 
 @dataclass
 class BatchConfig:
-    """One batch algebra: global batch = sum over ranks of the micro batch x accumulation."""
+    """The batch: global batch = sum over ranks of the micro batch x accumulation."""
 
     global_batch: int | None = number(None, minimum=1, maximum=2**24, example=64)
     """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
     tokens_per_step: int | None = number(None, minimum=1, maximum=10**12, example=2e6)
-    """Tokens of one optimizer step; rounded to whole samples of ``data.seq_len``."""
+    """Tokens of one optimizer step, rounded to whole samples of ``data.seq_len``."""
     micro_batch: int = number_or_auto(1, minimum=1, maximum=2**20)
-    """Samples that the strongest device takes at once, at most. ``auto``: the plan chooses the
+    """The most samples that the strongest device processes at once. ``auto``: the plan chooses the
     fastest that fits (docs/planner.md)."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
@@ -640,49 +657,52 @@ class BatchConfig:
         false="off",
         former={"speed": "spec"},
     )
-    """How the samples of a step are shared out: ``even``; in proportion to the speed of each rank,
-    by the data sheet (``spec``) or as each rank measures it at the start (``measured``). ``auto``:
-    ``measured`` where device types differ, else ``even``. ``off``: ``even``, and the time that each
-    rank computes is not measured either. docs/unequal.md."""
+    """How the samples of a step are split among the ranks. ``even``: equally. ``spec``: in
+    proportion to the speed of each device in its data sheet. ``measured``: in proportion to the
+    speed that each rank measures at the start. ``auto``: ``measured`` if device types differ, else
+    ``even``. ``off``: ``even``, and the compute time of the ranks is not measured. See
+    docs/unequal.md."""
     rebalance: bool = False
-    """Measure on while training, and share out anew where a device gets slower or faster for good
-    (throttling, a neighbour): at a step boundary, kept in ``balance.json``, repeated by resume and
-    reproduce. ZeRO stages 0 to 2."""
+    """Continue to measure while training, and split the samples anew if a device becomes slower or
+    faster for good (throttling, another job). The split changes at a step boundary and is kept in
+    ``balance.json``; resume and reproduce repeat it. ZeRO stages 0 to 2."""
     weights: dict[str, float] = mapping(
         example="{a100_40g: 2.5, v100_32g: 1}",
         values=Range(above=0, maximum=10**6),
     )
-    """Relative speeds that you know, by host name or device type; of those not named: 1. With
-    ``balance=auto`` only."""
+    """Relative speeds that you know, by host name or device type; 1 for those not named. Only with
+    ``balance=auto``."""
 
 
 @dataclass
 class KeepConfig:
-    """Which checkpoints stay; what none of the three names is removed after the next commit."""
+    """Which checkpoints are kept. One that none of the three keys selects is removed after the next
+    commit."""
 
     last: int = number(2, minimum=1, maximum=10**6)
-    """The newest so many, at least 1."""
+    """Keep the newest N, at least 1."""
     best: int = number(0, minimum=0, maximum=10**6)
-    """The best so many by ``checkpoint.metric``."""
+    """Keep the best N by ``checkpoint.metric``."""
     every: int = number(0, minimum=0, maximum=MAX_STEPS)
-    """Every checkpoint whose step is a multiple of this; 0 is none."""
+    """Keep every checkpoint whose step is a multiple of this; 0 keeps none."""
 
 
 @dataclass
 class CheckpointConfig:
-    """When the training state is saved, and what is kept of it."""
+    """When the training state is saved, and which checkpoints are kept."""
 
     every_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=500)
-    """A checkpoint at every multiple of so many steps."""
+    """Save a checkpoint at every multiple of this many steps."""
     every_minutes: float | None = number(None, above=0, maximum=10**6, example=30)
-    """A checkpoint when the last one is so old. Both may be set; neither saves on the way."""
+    """Save a checkpoint when the last one is this old. Both keys may be set. With neither, nothing
+    is saved while training."""
     at_end: bool = False
-    """Also after the last step, so that the run can be made longer."""
+    """Also save after the last step, so that the run can be extended."""
     on_signal: bool = True
-    """Also when the run is asked to end (Ctrl-C, SIGTERM, SIGUSR1), before it does."""
+    """Also save when the run is asked to stop (Ctrl-C, SIGTERM, SIGUSR1), before it exits."""
     background: str = choice("auto", "always", "never")
-    """Copy the state to host memory and write it while training goes on: ``auto`` where the
-    host's free memory allows it."""
+    """Copy the state to host memory and write it while training continues. ``auto``: if the host
+    has enough free memory."""
     metric: str = text(
         "eval/loss",
         Text(
@@ -692,17 +712,17 @@ class CheckpointConfig:
             "train/loss, or a metric of the task, e.g. eval/exact_match",
         ),
     )
-    """What ``best`` goes by: ``eval/loss``, ``train/loss``, or a metric that the task measures
-    (``eval/exact_match``)."""
+    """The metric that decides which checkpoint is best: ``eval/loss``, ``train/loss``, or a metric
+    of the task (``eval/exact_match``)."""
     mode: str = choice("auto", "min", "max")
-    """Whether less (``min``) or more (``max``) of ``metric`` is better; ``auto``: as the task
-    declares it, and less of a loss."""
+    """Whether a lower (``min``) or a higher (``max``) value of ``metric`` is better. ``auto``: as
+    the task declares it; a lower loss is better."""
     keep: KeepConfig = field(default_factory=KeepConfig)
 
 
 @dataclass
 class SlurmConfig:
-    """What ``srun`` is asked for when ``launch.transport=slurm``."""
+    """Arguments of ``srun`` when ``launch.transport=slurm``."""
 
     partition: str | None = None
     """``srun --partition``."""
@@ -718,56 +738,58 @@ class SlurmConfig:
         ),
         example="1-12:00:00",
     )
-    """As Slurm writes it, e.g. ``1-12:00:00``."""
+    """``srun --time``, in Slurm's format, e.g. ``1-12:00:00``."""
     cpus_per_task: int | None = number(None, minimum=1, maximum=4096, example=8)
-    """``srun --cpus-per-task``: cores of a rank; null: those of the allocation, or of the smallest
-    host, shared out among its ranks."""
+    """``srun --cpus-per-task``: cores per rank. Null: the cores of the allocation, or of the
+    smallest host, divided among its ranks."""
     extra_args: list[str] = items(maximum=100, example='["--qos=high"]')
     """Further arguments of ``srun``."""
 
 
 @dataclass
 class LaunchConfig:
-    """How ranks are started on the hosts, watched and ended."""
+    """How ranks are started on the hosts, watched and stopped."""
 
     transport: str = choice("auto", "local", "pdsh", "openmpi", "slurm")
-    """``auto`` is local for this machine alone, else pdsh."""
+    """``auto``: ``local`` if all ranks run on this machine, else ``pdsh``."""
     sync: str = choice("none", "rsync")
     """``rsync`` copies code, model and data to the same path on every host."""
     sync_extra: list[str] = items(example="[/data/more]")
     """Further absolute paths to copy."""
     sync_exclude: list[str] = items(example='["*.tmp"]')
     """Patterns of rsync: matching files of code, data and model are not copied. Credentials
-    (``.env``, ``.netrc``, ``.ssh``, ``*.pem``, ...) and what git ignores never are."""
+    (``.env``, ``.netrc``, ``.ssh``, ``*.pem``, ...) and files that git ignores are never copied."""
     python: str | None = None
-    """Python on the hosts; default: this one's path."""
+    """The path of Python on the hosts; default: the path of this Python."""
     master_port: int = number(0, minimum=0, maximum=65535)
-    """0 takes a free port of the master host."""
+    """The port of rank 0; 0 takes a free port of its host."""
     env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
-    """Variables of this run's ranks. Allow-listed; secrets are refused."""
+    """Environment variables of this run's ranks. Only variables on an allow list; secrets are
+    refused."""
     start_timeout_s: float = number(900.0, above=0, maximum=MAX_SECONDS)
-    """From the start to the first sign of life of every rank."""
+    """The longest time from the start to the first sign of life of every rank."""
     heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
-    """A host whose agent is silent for so long counts as lost."""
+    """A host whose agent is silent for this long counts as lost."""
     comm_timeout_s: float = number(14400.0, above=0, maximum=MAX_SECONDS)
-    """How long a rank waits for the others in one collective (NCCL, gloo) before it gives up. Long,
-    since ranks rightly wait while one of them exports a model or reads from a slow disk; dead and
-    hanging ranks are found sooner, by ``heartbeat_timeout_s`` and ``hang_timeout_s``."""
+    """How long a rank waits for the others in one collective (NCCL, gloo) before it gives up. The
+    default is long, because ranks must wait while one of them exports a model or reads from a slow
+    disk. ``heartbeat_timeout_s`` and ``hang_timeout_s`` find dead and hanging ranks sooner."""
     stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS)
-    """For the ranks to save and exit when the run is asked to end; after it they are killed."""
+    """The time that ranks have to save and exit when the run is asked to stop; then they are
+    killed."""
     max_restarts: int = number(3, minimum=0, maximum=10**6)
-    """Automatic restarts in a row without a new checkpoint; 0 never restarts."""
+    """The most automatic restarts in a row without a new checkpoint; 0 never restarts."""
     restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS)
-    """Before the first restart; doubled for each further one without progress."""
+    """The wait before the first restart; it doubles for each further restart without progress."""
     restart_backoff_max_s: float = number(600.0, minimum=0, maximum=MAX_SECONDS)
     """The longest wait before a restart."""
     hang_timeout_s: float | None = number(None, minimum=0, maximum=MAX_SECONDS, example=1800)
-    """Without a step for so long a run counts as hung; null: 20 times the usual step, at least
-    600 s. 0 never."""
+    """A run without a step for this long counts as hung. Null: 20 times the usual step, at least
+    600 s. 0: never."""
     host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
     """How long to wait for a lost host to come back."""
     elastic: bool = False
-    """Go on with the hosts that are left, at the same global batch, when one is lost."""
+    """When a host is lost, continue on the remaining hosts, at the same global batch."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     openmpi_args: list[str] = items(maximum=100, example='["--mca btl_tcp_if_include eth0"]')
     """Further arguments of ``mpirun`` (``transport: openmpi``)."""
@@ -775,25 +797,26 @@ class LaunchConfig:
 
 @dataclass
 class TrackingConfig:
-    """Where metrics are sent. ``metrics.jsonl`` in the run directory is the truth."""
+    """Where metrics are sent. ``metrics.jsonl`` in the run directory has all of them."""
 
     kinds: list[str] = choices("wandb", "tensorboard", "csv", "mlflow", "swanlab")
-    """Trackers that get the metrics; empty: none."""
+    """Trackers that receive the metrics; empty: none."""
     project: str = "llmx"
     """The project of Weights & Biases and SwanLab, the experiment of MLflow."""
     entity: str | None = None
-    """The user or team of Weights & Biases, the workspace of SwanLab; null: the key's own."""
+    """The user or team of Weights & Biases, the workspace of SwanLab; null: the default of the API
+    key."""
     group: str | None = None
     """Groups runs in Weights & Biases and SwanLab; a tag in MLflow."""
     tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
     """Tags of the run in Weights & Biases, MLflow and SwanLab."""
     mode: str = choice("auto", "online", "offline")
-    """``auto``: online with a key and a server that answers, else offline."""
+    """``auto``: online if there is a key and the server answers, else offline."""
     uri: str | None = None
-    """MLflow's server (``http://host:5000``) or store (``sqlite:////data/mlflow.db``, a directory);
-    null: MLFLOW_TRACKING_URI, else a store in the run directory."""
+    """MLflow's server (``http://host:5000``) or store (``sqlite:////data/mlflow.db``, a directory).
+    Null: MLFLOW_TRACKING_URI, or a store in the run directory if it is not set."""
     finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
-    """How long the end of the run may wait for a tracker."""
+    """How long a run waits for a tracker at its end."""
 
 
 @dataclass
@@ -801,23 +824,26 @@ class TokenizerConfig:
     """A tokenizer to train: ``python -m llmx tokenizer data=... tokenizer.vocab_size=64000``."""
 
     kind: str = choice("bbpe", "sentencepiece", "wordpiece")
-    """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3); ``sentencepiece`` a BPE over
-    characters that falls back to bytes (Llama 2); ``wordpiece`` is BERT's, with ``[MASK]``."""
+    """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3). ``sentencepiece`` is a BPE over
+    characters with byte fallback (Llama 2). ``wordpiece`` is BERT's, with ``[MASK]``."""
     vocab_size: int = number(32000, minimum=300, maximum=10**7)
-    """Special tokens included; reported with its padding to 64."""
+    """The number of tokens, special tokens included. The size padded to a multiple of 64 is
+    reported, too."""
     output: str | None = None
-    """The directory to write; default ``tokenizers/<data>-<kind>-<vocab_size>`` here."""
+    """The output directory; default ``tokenizers/<data>-<kind>-<vocab_size>`` in the working
+    directory."""
     max_bytes: int = number(256 << 20, minimum=1 << 16, maximum=2**50)
-    """Text to learn from at most; more is sampled row by row, by ``seed``."""
+    """The most text to train on. A larger source is sampled by row, with ``seed``."""
     max_memory_gib: float = number(4.0, minimum=0.5, maximum=10**6)
-    """What the training may take, about: the sample is made smaller until its different words
-    fit. English rarely comes near; Chinese, where a sentence is a word, does."""
+    """Approximate memory limit of the training. The sample is made smaller until its distinct words
+    fit. English rarely reaches the limit; Chinese does, because a sentence counts as a word."""
     min_frequency: int = number(2, minimum=1, maximum=10**9)
-    """Pairs that are rarer are not merged (bbpe, wordpiece)."""
+    """Pairs that are rarer than this are not merged (bbpe, wordpiece)."""
     character_coverage: float = number(0.9995, minimum=0.98, maximum=1)
-    """Part of all characters that get a token of their own (sentencepiece); the rest is bytes."""
+    """The fraction of all characters that get their own token (sentencepiece); the rest is encoded
+    as bytes."""
     lowercase: bool = False
-    """Letters are made small and lose their accents, as in ``bert-base-uncased`` (wordpiece)."""
+    """Convert letters to lower case and remove accents, as in ``bert-base-uncased`` (wordpiece)."""
 
 
 FAILURES = (
@@ -832,8 +858,8 @@ class SweepConfig:
     """How the trials of a sweep (``-m``, ``sweep``) are run and compared (docs/sweeps.md)."""
 
     trial_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=20)
-    """Short trials: each ends after so many steps, with the schedule of the whole run, and writes
-    neither checkpoints nor a model. Held-out data is measured only if ``objective`` asks for it."""
+    """Short trials: each ends after this many steps, with the schedule of the whole run, and writes
+    no checkpoints and no model. Held-out data is evaluated only if ``objective`` needs it."""
     objective: str | None = text(
         None,
         Text(
@@ -844,56 +870,57 @@ class SweepConfig:
         ),
         example="tokens_per_s",
     )
-    """What the best trial is best at. Null: ``tokens_per_s`` of short trials, else
+    """The metric by which the best trial is selected. Null: ``tokens_per_s`` for short trials, else
     ``checkpoint.metric``."""
     halving: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=200)
-    """Successive halving for a loss or a metric: all trials train so many steps, the better half
-    goes on from its checkpoints to twice as many, and so on; the last one trains in full. Null:
+    """Successive halving for a loss or a metric: all trials train this many steps, the better half
+    continues from its checkpoints to twice as many, and so on. The last trial trains in full. Null:
     every trial trains in full."""
     halving_factor: int = number(2, minimum=2, maximum=100)
-    """One of so many trials goes on, and to so many times the steps."""
+    """One of N trials continues, to N times the steps."""
     prune: bool = True
-    """Leave out trials that cannot fit by the memory plan, that need more than one that ran out of
-    memory, and that are the same as another one."""
+    """Skip trials that cannot fit by the memory plan, that need more memory than one that ran out
+    of it, or that equal another trial."""
     fail_fast: bool = False
-    """End the sweep at the first trial that fails; trials that run beside it are stopped. A
-    ``tune`` goes on where a trial runs out of memory: that tells it how much fits."""
+    """End the sweep at the first trial that fails, and stop the trials that run beside it. ``tune``
+    continues when a trial runs out of memory, because that shows how much fits."""
     slots_per_trial: int | None = number(None, minimum=1, maximum=10**6, example=1)
-    """Trials at the same time: each gets so many free slots of ``hardware``, of one device type, on
-    one host where they fit. Null: each has all of them, one after another."""
+    """Run trials at the same time: each gets this many free slots of ``hardware``, of one device
+    type, and on one host if they fit. Null: trials run one after another, each on all slots."""
     max_jobs: int = number(4, minimum=1, maximum=10**4)
-    """Slurm (``launch.transport=slurm``), outside an allocation: trials that wait in the queue or
-    run at a time, each a job of its own."""
+    """With Slurm (``launch.transport=slurm``) and outside an allocation: the most trials that are
+    queued or running at a time. Each is a job of its own."""
     max_trials: int | None = number(None, minimum=1, maximum=10**4, example=20)
-    """A search (``tune``) ends after so many trials; null: when nothing promising is left."""
+    """A search (``tune``) ends after this many trials. Null: when no promising candidate is
+    left."""
     max_minutes: float | None = number(None, above=0, maximum=10**6, example=60)
-    """A search starts no further trial after so long."""
+    """A search starts no further trial after this time."""
     resume: bool = True
     """The same command, typed again in the same directory, continues a sweep that is not finished;
     false starts a new one."""
     retry: list[str] = choices(*FAILURES, "refused")
-    """Which failed trials run again when a sweep is continued; empty: all of them. ``refused`` were
-    never started."""
+    """Which failed trials run again when a sweep is continued; empty: all of them. ``refused``
+    trials were never started."""
 
 
 @dataclass
 class Experiment:
-    """One run, whole. What ``config.yaml`` of a run directory holds."""
+    """One complete run: the content of ``config.yaml`` in a run directory."""
 
     schema_version: int = number(SCHEMA_VERSION, minimum=1, maximum=10**6)
     name: str = ""
-    """A short name for tables and trackers; default: that of the run directory."""
+    """A short name for tables and trackers; default: the name of the run directory."""
     run_dir: str = ""
     """Absolute path of the run directory."""
     seed: int = number(0, minimum=0, maximum=2**63 - 1)
-    """Fixes the sample order, scratch weights, dropout and which rows are held out. Same seed, same
-    config: same numbers."""
+    """Fixes the sample order, the weights of a model from scratch, dropout and which rows are held
+    out. The same seed and config give the same numbers."""
     precision: str = choice("auto", "fp32", "bf16", "fp16")
-    """``auto`` is the best that the weakest device supports."""
+    """``auto`` is the best precision that the weakest device supports."""
     deterministic: bool | None = None
-    """Null: on for CPU, off for CUDA."""
+    """Use deterministic algorithms. Null: on for CPU, off for CUDA."""
     dry_run: bool = False
-    """Render the run directory, print the plan and the command, launch nothing."""
+    """Write the run directory, print the plan and the command, start nothing."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -54,7 +54,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["zero=stage4"], 'zero=stage4: no such option. Did you mean "stage3"? Options of zero'),
         (["zero=4"], 'zero=4: no such option. Did you mean "stage'),
         (["zero_stage=7"], "zero=7: no such option."),
-        (["experiment=none"], "opt_1_3b_sft, or null for none;"),
+        (["experiment=none"], "reward, or null for none;"),
         (["data.seq_len=2"], "data.seq_len=2: no question with its answer is so short"),
         (["zreo=stage3"], 'zreo: no such key. Did you mean "zero"?'),
         (["data=file"], "data.path has no value yet, and this choice needs one: set data.path=..."),
