@@ -27,6 +27,7 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.run.rundir import read_mapping, write_json, write_text
 
+COPY_AGAIN = "Copy the model again, or export it again: python -m llmx export RUN."
 EDITED = ("README.md", MANIFEST)
 """Files that are not listed: a model card is for people to edit."""
 

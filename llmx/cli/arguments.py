@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -178,14 +179,11 @@ def experiment_words(path: Path) -> list[str]:
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
-    read_yaml(path)  # for its messages, with file and line
+    node = read_yaml(path)  # for its messages, with file and line
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}, line 1: must be lines of key: value.")
-    words = []
-    for entry in values.pop("defaults", None) or []:
-        for group, option in entry.items() if isinstance(entry, dict) else ():
-            words.append(f"{str(group).split()[-1].lstrip('/')}={option}")
+    words = list(_chosen(path, node, values.pop("defaults", [])))
     free = free_mappings(Experiment)
 
     def flatten(value: object, key: str) -> None:
@@ -197,6 +195,23 @@ def experiment_words(path: Path) -> list[str]:
 
     flatten(values, "")
     return words
+
+
+def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
+    """The overrides that a defaults list stands for. ``node``: of the whole file."""
+    at = next((value for key, value in node.value if key.value == "defaults"), node)
+    entries = zip(defaults, at.value, strict=True) if isinstance(defaults, list) else [({}, at)]
+    for entry, place in entries:
+        if entry == "_self_":
+            continue
+        pairs = list(entry.items()) if isinstance(entry, dict) else []
+        if len(pairs) != 1 or not isinstance(pairs[0][1], str):
+            raise ConfigError(
+                f"{path}, line {place.start_mark.line + 1}: write - GROUP: OPTION. An experiment "
+                "file takes no other entry of defaults."
+            )
+        group, option = pairs[0]
+        yield f"{str(group).split()[-1].lstrip('/')}={option}"
 
 
 def _quoted(value: object) -> str:

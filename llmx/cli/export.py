@@ -34,9 +34,8 @@ from llmx.checkpoint.manifest import (
     step_of,
 )
 from llmx.checkpoint.pointers import BEST, read_pointer
-from llmx.checkpoint.sealed import check_sealed, seal
+from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed, seal
 from llmx.cli.flags import Parser, add_trust, positive_number, whole_number
-from llmx.cli.target import AGAIN
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
@@ -175,7 +174,7 @@ def check_models(models: Sequence[Path], *, start: Path) -> int:
     for path in models:
         name = os.path.relpath(path, start)
         try:
-            check_sealed(path, fix=AGAIN, whole=True)
+            check_sealed(path, fix=COPY_AGAIN, whole=True)
             print(f"{name}  as it was written")
         except CheckpointError as error:
             print(f"{name}  damaged: {printable(str(error))}")
@@ -323,7 +322,7 @@ def convert_model(
         raise ConfigError(
             f"{model} is an adapter. Export the run that trained it, which merges it first."
         )
-    check_sealed(source, fix=AGAIN)
+    check_sealed(source, fix=COPY_AGAIN)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.model_files import check_model_files
-from llmx.checkpoint.sealed import check_sealed
+from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed
 from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError, did_you_mean
@@ -98,7 +98,7 @@ def find_target(
     if _holds_model(root):
         if model:
             raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
-        check_sealed(root, fix=AGAIN)
+        check_sealed(root, fix=COPY_AGAIN)
         return _checked(Target(root, None, None, _base(root, None)))
     if not root.is_dir():
         hub = ""
@@ -111,14 +111,11 @@ def find_target(
     )
 
 
-AGAIN = "Copy the model again, or export it again: python -m llmx export RUN."
-
-
 def _write_again(run: RunDir, *, asked: bool) -> str:
     """How to get a model of a run again."""
     steps = list_steps(run.checkpoints)
     if asked or not steps:
-        return AGAIN
+        return COPY_AGAIN
     here = shlex.quote(str(run.root))
     return (
         f"Write it again with `python -m llmx export {here} --step {steps[-1]}`, and give --model "
@@ -152,7 +149,7 @@ def _base(directory: Path, exp: Experiment | None) -> ModelConfig | None:
     if path.is_absolute() and not path.is_dir():
         raise ConfigError(_no_base(directory, found, "no such directory"))
     if path.is_dir():
-        check_sealed(path, fix=AGAIN)
+        check_sealed(path, fix=COPY_AGAIN)
     return found
 
 

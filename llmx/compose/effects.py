@@ -126,6 +126,12 @@ RULES = (
     ),
     Rule("optim.lr", _optim_lr_is_read, "beside adapter.lr", "adapter.lr=null"),
     Rule("data.path", lambda exp: not exp.data.sources, "beside data.sources", "data=file"),
+    Rule(
+        "data.eval_samples data.eval_fraction",
+        lambda exp: exp.data.path != "demo" or bool(exp.data.sources),
+        "with data.path=demo, which has evaluation rows of its own",
+        "data=file",
+    ),
     Rule("data.text_unit", _form("text"), "on rows of another form", "data=text"),
     Rule("data.data_map", _form("labelled"), "on rows of another form", "data=labelled"),
     Rule("data.truncate_prompt", _form("labelled", "preference"), "on rows of another form",

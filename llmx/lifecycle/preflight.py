@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.checkpoint.model_files import damaged_files
+from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed
 from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
@@ -39,6 +40,7 @@ def with_checked_inputs(composed: Composed) -> Composed:
     """The same; a plan gets a warning where only the network is missing.
 
     Raises:
+        CheckpointError: a file of a model that llmx wrote is not as it was written.
         ConfigError: a model or the task cannot be used.
         DataError: a source cannot be read, or one of its first rows is wrong.
     """
@@ -67,6 +69,7 @@ def _model_problems(exp: Experiment) -> Iterator[str]:
         directory = Path(path)
         if not directory.is_dir():
             continue
+        check_sealed(directory, fix=COPY_AGAIN)
         weights = key.startswith("task.") or (
             key == "model.path" and exp.model.init == "pretrained"
         )
@@ -95,9 +98,9 @@ def _unreached(exp: Experiment) -> Iterator[str]:
         why = why_no_answer(endpoint, timeout_s=PROBE_TIMEOUT_S)
     for key, name in missing.items() if why else ():
         yield (
-            f"{key}={name}: not in the Hub's cache on this machine, and {endpoint} cannot be "
-            f"reached ({why}). Download it where there is a network (hf download {name} "
-            f"--local-dir DIR) and set {key}=DIR."
+            f"{key}={name}: no such directory and not in the Hub's cache on this machine, and "
+            f"{endpoint} cannot be reached ({why}). Download it where there is a network (hf "
+            f"download {name} --local-dir DIR) and set {key}=DIR."
         )
 
 

@@ -134,7 +134,7 @@ def test_options_that_make_no_sense(typed: str, message: str) -> None:
 def test_an_experiment_file(tmp_path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
-        "defaults:\n  - override /model: tiny\ntask: sft\noptim: {lr: 1e-4}\n"
+        "defaults:\n  - override /model: tiny\n  - _self_\ntask: sft\noptim: {lr: 1e-4}\n"
         'data:\n  columns: {instruction: question}\n  system: It\'s "so", {really}\n'
         "model.config: {hidden_size: 64}\ntask.evaluate: false\n"
     )
@@ -152,6 +152,26 @@ def test_an_experiment_file(tmp_path) -> None:
     assert exp.model.config["hidden_size"] == 64
     assert exp.optim.lr == 1e-3
     assert split_command([str(file)], ("plan",)) == ("train", [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("defaults", "line"),
+    [
+        ("\n  - model: tiny\n  - base", 3),
+        ("\n  - data: [a, b]", 2),
+        ("\n  - {model: tiny, zero: stage1}", 2),
+        ("\n  - task:", 2),
+        (" tiny", 1),
+        ("\n  model: tiny", 2),
+    ],
+)
+def test_an_experiment_file_with_an_entry_of_defaults_that_is_not_read(
+    defaults, line, tmp_path
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"defaults:{defaults}\n")
+    with pytest.raises(ConfigError, match=rf"my\.yaml, line {line}: write - GROUP: OPTION"):
+        experiment_words(file)
 
 
 def test_an_experiment_file_that_is_not_there() -> None:

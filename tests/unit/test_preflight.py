@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.model_files import check_model_files, damaged_files
+from llmx.checkpoint.sealed import seal
 from llmx.cli.target import find_target
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config.tasks import shipped_tasks
@@ -117,7 +119,9 @@ def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     given = composed(tmp_path, [ROWS["alpaca"]], model={"tokenizer": "somebody/model"})
-    with pytest.raises(ConfigError, match=r"model\.tokenizer=somebody/model: not in the Hub's"):
+    with pytest.raises(
+        ConfigError, match=r"model\.tokenizer=somebody/model: no such directory and not in"
+    ):
         with_checked_inputs(given)
     given.experiment.dry_run = True
     assert "hf download somebody/model" in with_checked_inputs(given).plan.warnings[-1]
@@ -125,6 +129,20 @@ def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.M
     commit.parent.mkdir(parents=True)
     commit.write_text("1" * 40)
     assert with_checked_inputs(given) == given
+
+
+def test_a_model_that_llmx_wrote_is_checked_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    directory = model_directory(tmp_path / "model")
+    (directory / "tokenizer.json").write_text('{"kept": 1}')
+    seal(directory)
+    exp = composed(tmp_path, [ROWS["alpaca"]], model={"path": str(directory)}).experiment
+    assert not list(preflight._model_problems(exp))
+    (directory / "tokenizer.json").write_text('{"kept": 2}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        list(preflight._model_problems(exp))
 
 
 def model_directory(path: Path) -> Path:

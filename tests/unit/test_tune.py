@@ -16,6 +16,7 @@ from llmx.errors import ConfigError, RunFailed
 from llmx.run import snapshot
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
+from tests.unit.test_checkpoint_export import make_model
 
 pytestmark = pytest.mark.long
 
@@ -23,7 +24,7 @@ SMALL = [
     *("hardware=cpu2", "model.config.num_hidden_layers=1", "batch.global_batch=32"),
     *("zero=stage0,stage1,stage2", "model.activation_checkpointing=none,full"),
 ]
-SPEEDS = {"1": 1.0, "2": 1.5, "4": 1.8, "8": 1.7, "16": 1.6}
+SPEEDS = {"3": 1.6, "1": 1.0, "2": 1.5, "4": 1.8, "8": 1.7, "16": 1.6}
 
 
 class Trials(Deaths):
@@ -32,10 +33,12 @@ class Trials(Deaths):
     def __init__(self) -> None:
         super().__init__()
         self.run: list[str] = []
+        self.batches: list[int | None] = []
 
     def __call__(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
         exp = trial.experiment
         self.may_die(len(self.run))
+        self.batches.append(exp.batch.global_batch)
         micro = str(exp.batch.micro_batch)
         self.run.append(f"stage{exp.zero.stage} {micro} {exp.model.activation_checkpointing}")
         run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides)
@@ -183,6 +186,24 @@ def test_mistakes_are_said(
     assert main(["tune", *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
     assert not trials.run
+
+
+def test_the_default_batch_of_a_task_is_the_same_for_all_candidates(
+    trials: Trials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks of 3 take 30 of the 32, two of 8 would take 32."""
+    make_model().save_pretrained(tmp_path / "base")
+    words = [
+        f"model.path={tmp_path / 'base'}",
+        "model.tokenizer=demo",
+        "hardware=cpu2",
+        "data=demo",
+        "zero=stage1",
+    ]
+    words += ["data.seq_len=16", "model.activation_checkpointing=none", "batch.micro_batch=3,8"]
+    assert main(["tune", *words]) == 0, capsys.readouterr().err
+    assert trials.batches == [30, 30]
+    assert "every candidate trains 30 samples a step" in capsys.readouterr().out
 
 
 def test_a_free_batch_is_said(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:

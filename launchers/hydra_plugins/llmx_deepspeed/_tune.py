@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llmx.observe.report.sweep_table import Trial
 
 TRIAL_STEPS, SPEED = 10, "tokens_per_s"
+SIZES = ("batch.global_batch", "batch.tokens_per_step", "batch.accumulation")
 MAY_FAIL = ("oom", "pruned")
 """Outcomes that tell the search how much fits, and are no failure of it."""
 
@@ -52,7 +53,12 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> list[Sequence[JobRe
     planned = _given(compose, typed)
     given = planned.experiment
     _check(given)
-    chosen = [word.partition("=")[0] for word in fixed] + [axis.key for axis in typed]
+    size, varied = given.batch.global_batch, [axis.key for axis in typed]
+    if size is not None and not {*varied} & {"batch", "experiment", *SIZES}:
+        # The default of the task follows the micro batch, which differs between candidates.
+        fixed = [*fixed, f"batch.global_batch={size}"]
+        compose = _Compose(sweeper, fixed)
+    chosen = [word.partition("=")[0] for word in fixed] + varied
     axes = [*(in_order(axis, compose) for axis in typed), *default_axes(planned, chosen)]
     axes.sort(key=lambda axis: USUAL.index(axis.key) if axis.key in USUAL else len(USUAL))
     found = plan_candidates(axes, compose, ram_gib=_ram_gib())
