@@ -86,17 +86,22 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
     """Run a program's work; its exit code. What it raises for the user is printed as one message.
 
     ``interrupted``: what to say after Ctrl-C. ``reads``: what it only looks at; an error in a value
-    is one of these files.
+    is one of these files. ``LLMX_DEBUG=1`` shows the traceback of whatever ends it.
     """
     try:
-        code = program()
+        try:
+            code = program()
+        except Exception:
+            if os.environ.get("LLMX_DEBUG") == "1":
+                traceback.print_exc()
+            raise
         sys.stdout.flush()
         return code
     except LlmxError as error:
         # What was typed, or is in a file, must not steer the terminal.
         text = for_terminal(f"llmx: {printable(str(error))}", sys.stderr)
         print(text, file=sys.stderr)
-        return error.exit_code
+        return DiskFullError.exit_code if disk_is_full(error) else error.exit_code
     except KeyboardInterrupt:
         if interrupted:
             print(f"llmx: interrupted; {interrupted}", file=sys.stderr)
@@ -130,7 +135,8 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
         where = f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
         print(
             f"llmx: {printable(reads)}: a file in it has a value that llmx does not write "
-            f"({printable(str(error), keep='')}; {where}). Restore the file, or report this line.",
+            f"({printable(str(error), keep='')}; {where}). Restore the file. If none is damaged, "
+            "this is a defect of llmx: report the traceback that LLMX_DEBUG=1 shows.",
             file=sys.stderr,
         )
         return DataError.exit_code

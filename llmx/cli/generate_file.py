@@ -32,7 +32,7 @@ from llmx.data.format.turns import Message, turns
 from llmx.data.source.digests import digest_of
 from llmx.data.source.records import Where
 from llmx.data.store.spec import cache_directory
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError, DataError, disk_is_full
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.run.provenance.content import fingerprint
 from llmx.run.rundir import is_stream, replacing
@@ -281,7 +281,8 @@ class _Partial:
             found._read(len(first))
             return found
         except BaseException:
-            stream.close()
+            with contextlib.suppress(OSError):
+                stream.close()
             raise
 
     def _read(self, start: int) -> None:
@@ -338,7 +339,8 @@ class _Partial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # of what ``_append`` has reported
+            self._stream.close()
 
 
 def _compare(path: Path, then: dict[str, Any], now: dict[str, Any], *, own_seed: bool) -> None:
@@ -354,7 +356,7 @@ def _compare(path: Path, then: dict[str, Any], now: dict[str, Any], *, own_seed:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         return ConfigError(
             f"{path}: the disk is full. Free some, and give the same command again: it goes on "
             "from there."

@@ -184,7 +184,7 @@ def _compose(
             raise
         raise ConfigError(explain_hydra(error, overrides)) from error
     except OSError as error:
-        if inside:
+        if inside or not error.filename:
             raise
         parent = Path(str(error.filename)).absolute().parent
         if _outputs() in (parent, *parent.parents):  # Hydra made it on the way

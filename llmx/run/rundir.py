@@ -276,9 +276,11 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         # A full disk: the old content stays, and nothing else.
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)  # a failed write names no file
         raise
 
 

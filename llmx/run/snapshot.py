@@ -18,12 +18,12 @@ import yaml
 
 from llmx.compose.user_files import read_yaml
 from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_dict
-from llmx.config.build import shown
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
 from llmx.run import trust
 from llmx.run.provenance import record
 from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, write_json, write_text
+from llmx.text import one_line
 
 
 def write(
@@ -61,10 +61,11 @@ def write(
 
 
 def _unwritable(run: RunDir, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"run_dir={shown(str(run.root))}: cannot be written ({error.strerror or error}). Set "
-        "run_dir to a directory where you may write."
-    )
+    fix = "Free some space, or set run_dir to another disk."
+    if not disk_is_full(error):
+        fix = "Set run_dir to a directory where you may write."
+    place = one_line(str(run.root), limit=200)
+    return ConfigError(f"run_dir={place}: cannot be written ({error.strerror or error}). {fix}")
 
 
 def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:

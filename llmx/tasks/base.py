@@ -47,7 +47,9 @@ class Loss:
     """fp32 scalar with a graph."""
     weight: float
     """What the sum is divided by, on this micro batch: its target tokens, its examples, ..."""
-    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, float]] = field(default_factory=dict)
+    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]] = field(
+        default_factory=dict
+    )
     """Sums (scalars without a graph) that have ``weight``, or (sum, weight). The same names for
     every micro batch, also an empty one."""
 

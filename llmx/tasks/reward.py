@@ -91,7 +91,7 @@ class Reward(Task):
 
         scores = models.main.logits(batch).view(-1, 2)
         margin = scores[:, 0] - scores[:, 1]
-        wanted = batch["margin"].to(scores.device) + self.options.margin
+        wanted = batch["margin"].to(scores.device, non_blocking=True) + self.options.margin
         losses = -torch.nn.functional.logsigmoid(margin - wanted)
         if self.options.center:
             losses = losses + self.options.center * scores.sum(dim=1) ** 2

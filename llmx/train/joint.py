@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,9 +27,12 @@ from llmx.train.step import LossOf, RandomState, random_state, set_random_state
 EXAMPLES = "example_ids"
 
 
-def loss_of_step(task: Task, models: Models, step: Step) -> LossOf:
-    """The loss of each micro batch of ``step``, to be asked for in their order."""
-    return JointStep(task, models, step.micro_batches) if task.joint else task.loss
+def loss_of_step(task: Task, models: Models, step: Step, *, group: Any = None) -> LossOf:
+    """The loss of each micro batch of ``step``, to be asked for in their order.
+
+    ``group``: a gloo group of all ranks. Objects in NCCL make the host wait for the GPU.
+    """
+    return JointStep(task, models, step.micro_batches, group=group) if task.joint else task.loss
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,15 @@ class Whole:
 class JointStep:
     """The losses of one step. Collective: the first call, on all ranks."""
 
-    def __init__(self, task: Task, models: Models, micro_batches: tuple[Batch, ...]) -> None:
+    def __init__(
+        self, task: Task, models: Models, micro_batches: tuple[Batch, ...], *, group: Any = None
+    ) -> None:
         if task.normaliser != "examples":
             raise ConfigError(
                 f"task={task.name} is joint, and its normaliser is {task.normaliser!r}: a joint "
                 'loss is a mean over examples. Set normaliser = "examples".'
             )
-        self._task, self._models = task, models
+        self._task, self._models, self._group = task, models, group
         self._micro_batches = micro_batches
         self._states: list[RandomState] = []
         self._whole: Whole | None = None
@@ -106,7 +112,7 @@ class JointStep:
 
     def _compute(self, outputs: list[torch.Tensor]) -> None:
         parts = [part_of(self._task, batch) for batch in self._micro_batches]
-        whole = gathered(outputs, parts)
+        whole = gathered(outputs, parts, group=self._group)
         with torch.enable_grad():
             found = self._task.joint_loss(whole.outputs, whole.columns)
             (self._gradient,) = torch.autograd.grad(found.losses.sum(), whole.outputs)
@@ -116,10 +122,10 @@ class JointStep:
 
 def _sum_over(
     values: torch.Tensor | tuple[torch.Tensor, torch.Tensor], examples: slice
-) -> torch.Tensor | tuple[torch.Tensor, float]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A metric of ``Loss``, of a metric of ``JointLoss``."""
     if isinstance(values, tuple):
-        return values[0][examples].sum().detach(), float(values[1][examples].sum())
+        return values[0][examples].sum().detach(), values[1][examples].sum()
     return values[examples].sum().detach()
 
 
@@ -132,14 +138,14 @@ def part_of(task: Task, batch: Batch) -> Part:
     return Part(len(ids), examples, {EXAMPLES: ids, **{name: batch[name] for name in names}})
 
 
-def gathered(outputs: list[torch.Tensor], parts: list[Part]) -> Whole:
+def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = None) -> Whole:
     """The step of all ranks, in the order of its samples: by micro batch, then by rank. Collective.
 
     Args:
         outputs: of this rank, by micro batch; without a graph.
     """
     rank = torch.distributed.get_rank()
-    everyone = all_gather([_on_host(part) for part in parts])
+    everyone = all_gather([_on_host(part) for part in parts], group=group)
     by_rank = _gathered_outputs(torch.cat(outputs), [_count(each) for each in everyone])
     places = [0] * len(everyone)
     found: list[torch.Tensor] = []
@@ -162,10 +168,16 @@ def gathered(outputs: list[torch.Tensor], parts: list[Part]) -> Whole:
     device = outputs[0].device
     return Whole(
         torch.cat(found).requires_grad_(),
-        {name: torch.cat(values).to(device) for name, values in columns.items()},
+        {name: _moved(torch.cat(values), device) for name, values in columns.items()},
         own_sequences,
         own_examples,
     )
+
+
+def _moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without a wait of the host."""
+    pinned = values.pin_memory() if device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)
 
 
 def _on_host(part: Part) -> Part:

@@ -109,7 +109,7 @@ def train(session: Session) -> None:
                 saver.post_flags()
             else:
                 step_log.wait_for_data()
-                step = with_weight(upcoming.next(), session.task, device=engine.device)
+                step = with_weight(upcoming.next(), session.task, group=session.consensus.group)
                 step_log.data_is_here()
                 engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
@@ -117,7 +117,9 @@ def train(session: Session) -> None:
                     engine,
                     step,
                     world=session.plan.world_size,
-                    loss_of=loss_of_step(session.task, engine.models, step),
+                    loss_of=loss_of_step(
+                        session.task, engine.models, step, group=session.consensus.group
+                    ),
                     metrics=step_log.metrics,
                     before_update=saver.post_flags,
                     timed=step_log.timed,

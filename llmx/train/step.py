@@ -128,15 +128,15 @@ def transform_of(task: Task, *, seed: int) -> Transform | None:
     return lambda sample, step, place: task.transform(sample, SampleKey(seed, step, place))
 
 
-def with_weight(step: Step, task: Task, *, device: torch.device) -> Step:
+def with_weight(step: Step, task: Task, *, group: Any = None) -> Step:
     """With the step's weight and target tokens, where the task knows them from its micro batches.
-    Collective then."""
+    Collective then, in a gloo ``group``: nothing waits for a GPU."""
     if task.normaliser != "batch":
         return step
     mine = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
     targets = sum(int((micro["labels"] != IGNORE).sum()) for micro in step.micro_batches)
-    both = torch.tensor([mine, targets], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(both)
+    both = torch.tensor([mine, targets], dtype=torch.float64)
+    torch.distributed.all_reduce(both, group=group)
     weight, target_tokens = both.tolist()
     return replace(step, weight=weight, target_tokens=int(target_tokens))
 

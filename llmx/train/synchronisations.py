@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -28,18 +28,20 @@ class SynchronisationWatch:
         self._end = last_step - 1
         self._path = path
         self._counts: Counter[str] = Counter()
+        self._shown: Any = None
+        """``warnings.showwarning`` as it was, while this counts."""
 
     def after_step(self, step: int) -> None:
         """Begin or end counting, where it is time."""
         if self._begin is None:
             return
-        if step == self._begin:
+        if self._shown is None and self._begin <= step < self._end:  # later after a resume
             warnings.simplefilter("always")
             self._shown, warnings.showwarning = warnings.showwarning, self._count
             torch.cuda.set_sync_debug_mode("warn")
-        elif step == self._end:
+        elif self._shown is not None and step == self._end:
             torch.cuda.set_sync_debug_mode("default")
-            warnings.showwarning = self._shown
+            warnings.showwarning, self._shown = self._shown, None
             self._path.write_text(json.dumps(self._counts), encoding="utf-8")
 
     def _count(

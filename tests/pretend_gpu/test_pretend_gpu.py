@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import llmx
+from llmx.plan.types import Plan, RankSpeed
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, read_json
+from llmx.train.rebalance import Change, record_change
 from tests.forked_ranks import Server
 from tests.pretend_gpu.collectives import differences
 from tests.pretend_gpu.runs import gpus, reports, run_of
-from tests.rundirs import logs
+from tests.rundirs import TINY_LLAMA, logs
 
 pytestmark = pytest.mark.deepspeed
 
@@ -33,6 +38,15 @@ WHOLE = {
 }
 """Completions, checkpoints and an export beside the training and its evaluations."""
 PAIRS = {"path": "{rows}/pairs.jsonl", "packing": "none", "over_long": "truncate"}
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "stage0": {"zero": {"stage": 0}},
@@ -72,6 +86,27 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"path": "{rows}/labelled.jsonl", "form": "labelled"},
         "checkpoint": {"every_steps": 7},
     },
+    "classify-multi": {
+        "zero": {"stage": 2},
+        "task": {"kind": "classify", "options": {"problem": "multi_label"}},
+        "data": {"path": "{rows}/tagged.jsonl", "form": "labelled"},
+    },
+    "reward": {"zero": {"stage": 2}, "task": {"kind": "reward"}, "data": PAIRS},
+    "kto": {
+        "zero": {"stage": 2},
+        "task": {"kind": "dpo", "options": {"loss": "kto"}},
+        "data": {**PAIRS, "path": "{rows}/marked.jsonl"},
+    },
+    "distill": {
+        "zero": {"stage": 2},
+        "task": {"kind": "distill", "options": {"teacher": "{rows}/teacher", "top_k": 8}},
+    },
+    "mlm": {
+        "zero": {"stage": 2},
+        "model": {"kind": "bert", "tokenizer": "{rows}/masked", "config": BERT},
+        "task": {"kind": "mlm"},
+        "data": {"path": "{rows}/documents.jsonl", "seq_len": 32},
+    },
     "mixed-hpz-fp16": {
         "hosts": MIXED,
         "zero": {"stage": 3, "hpz_partition_size": 2},
@@ -103,10 +138,21 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pairs": [{"prompt": w, "chosen": f"yes, {w}", "rejected": f"no, {w}"} for w in words],
         "answers": [{"instruction": w, "output": f"it is {w}"} for w in words],
         "labelled": [{"prompt": w, "label": "ab"[n % 2]} for n, w in enumerate(words)],
+        "tagged": [{"prompt": w, "label": list("abc"[: n % 3])} for n, w in enumerate(words)],
+        "marked": [{"prompt": w, "response": w, "label": n % 2 == 0} for n, w in enumerate(words)],
+        "documents": [{"text": f"{w}, " * 8} for w in words],
     }
     for name, values in files.items():
         text = "".join(json.dumps(value) + "\n" for value in values)
         (directory / f"{name}.jsonl").write_text(text)
+    demo = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    torch.manual_seed(1)
+    teacher = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, vocab_size=len(tokenizer)))
+    teacher.save_pretrained(directory / "teacher")
+    tokenizer.save_pretrained(directory / "teacher")
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    tokenizer.save_pretrained(directory / "masked")
     return directory
 
 
@@ -151,6 +197,45 @@ def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
         assert [value[:2] for value in losses(run)] == [value[:2] for value in expected]
         for ours, theirs in zip(losses(run), expected, strict=True):
             assert ours[2] == pytest.approx(theirs[2], rel=1e-4), ours
+
+
+def test_a_resumed_run_shares_out_anew_and_stops_early(
+    pretended: Server, ranks: Server, tmp_path: Path
+) -> None:
+    def until(directory: Path, hardware: dict[str, Any] | None, stop: int | None) -> RunDir:
+        early = {"patience": 2, "min_delta": 100.0}  # ended by the evaluations at 0, 3 and 6
+        task = {"eval_every_steps": 3, "early_stopping": early, "save_model": True}
+        return run_of(
+            directory,
+            hardware,
+            task={**task, "log_every_steps": 1, "stop_at_step": stop},
+            batch={"global_batch": 8, "micro_batch": 8, "accumulation": None, "rebalance": True},
+            checkpoint={"at_end": True},
+        )
+
+    def slower_after_step_4(run: RunDir) -> RunDir:
+        """What a run keeps whose rank 1 has been throttled."""
+        plan = Plan.from_dict(read_json(run.plan))
+        assert plan.balance is not None
+        one, other = plan.balance.speeds
+        change = Change(4, (one, RankSpeed(3 * other.fixed_fs, 3 * other.token_fs)))
+        record_change(run, plan, plan, [change], log=lambda _: None)
+        return run
+
+    run, on_cpus = tmp_path / "run", tmp_path / "cpu"
+    trained_on(pretended, until(run, gpus(*TWO), 2), TWO)
+    ended = trained_on(pretended, slower_after_step_4(until(run, gpus(*TWO), None)), TWO)
+    lines = read_metrics(ended.metrics)
+    happened = {line["event"]: line for line in lines if line["kind"] == "event"}
+    assert happened["resumed"]["step"] == 2
+    assert (happened["rebalanced"]["step"], happened["rebalanced"]["sizes"]) == (4, [[6], [2]])
+    assert happened["early_stopped"]["step"] == lines[-1]["step"] == 6
+    assert ended.final_model.is_dir()
+    ranks.start(until(on_cpus, None, 2)).finish()
+    theirs = ranks.start(slower_after_step_4(until(on_cpus, None, None))).finish()
+    assert [loss for *_, loss in losses(ended)] == pytest.approx(
+        [loss for *_, loss in losses(theirs)], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def step_of(engine: Engine, task: Task, store: Any, number: int, *, plan: Plan, 
         step = rollout_step(engine, task, store, number, **common)
     else:
         step = make_step(store, number, normaliser=task.normaliser, **common)
-    return with_weight(step, task, device=engine.device)
+    return with_weight(step, task)
 
 
 def save(engine: Engine, directory: Path, *, step: int) -> None:

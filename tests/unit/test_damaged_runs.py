@@ -23,13 +23,18 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_a_value_of_another_kind(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_another_kind(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = read_json(run.plan)
     write_json(run.plan, {**plan, "batch": {**plan["batch"], "accumulation": "x"}})
     assert report.main([str(run.root)]) == DataError.exit_code
     err = capsys.readouterr().err
     assert f"{run.root}: a file in it has a value that llmx does not write" in err
     assert err.count("\n") == 1
+    monkeypatch.setenv("LLMX_DEBUG", "1")
+    report.main([str(run.root)])
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,8 @@ def test_a_worker_that_cannot_be_imported(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("outcome", "launched", "code"),
     [("ok", True, 0), ("crash", True, 1), ("oom", True, 1), ("config", False, 2), ("data", True, 3),
-     ("interrupted", True, 130), ("comm", False, 4), ("comm", True, 1)],
+     ("interrupted", True, 130), ("comm", False, 4), ("comm", True, 1),
+     ("disk_full", True, 3)],
 )  # fmt: skip
 def test_exit_codes(outcome: str, launched: bool, code: int) -> None:
     assert exit_code_of(outcome, launched=launched) == code

@@ -143,7 +143,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, without a process group."""
     distributed = torch.distributed
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr("llmx.train.joint.all_gather", lambda value: [value])
+    monkeypatch.setattr("llmx.train.joint.all_gather", lambda value, group: [value])
     monkeypatch.setattr(distributed, "all_gather", lambda found, own: found[0].copy_(own))
 
 

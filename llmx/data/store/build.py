@@ -218,11 +218,12 @@ def _disk_full(spec: DatasetSpec, staging: Staging, progress: PreparationProgres
     written = times * sum(file.stat().st_size for file in partial.iterdir())
     done = progress.fraction()
     need = f"about {human.size(written / done)}" if done else f"more than {human.size(written)}"
+    need = f"needs {need} in all, " if written else "has no room: "
     directory = partial.parent
     stays = _kept(spec, staging)
     free = human.size(shutil.disk_usage(directory).free)
     return DataError(
-        f"The disk of {directory} is full: {spec.path.name} needs {need} in all, "
+        f"The disk of {directory} is full: {spec.path.name} {need}"
         f"{free} are free now. {stays} What was prepared earlier is untouched. Free some space, or "
         "set data.cache_dir to another disk."
     )

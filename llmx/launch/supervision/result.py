@@ -6,12 +6,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.errors import INTERRUPTED, ConfigError, DataError, LaunchError, RunFailed
+from llmx.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    DiskFullError,
+    LaunchError,
+    RunFailed,
+)
 
 OUTCOME_EXIT_CODES = {
     "ok": 0,
     "config": ConfigError.exit_code,
     "data": DataError.exit_code,
+    "disk_full": DiskFullError.exit_code,
     "interrupted": INTERRUPTED,
 }
 """``RunFailed.exit_code`` for all others; ``LaunchError.exit_code`` where no rank was started."""

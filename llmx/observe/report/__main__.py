@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.cli.flags import Parser, whole_number
-from llmx.errors import ConfigError, did_you_mean, exit_code
+from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full, exit_code
 from llmx.observe.report.figure import draw_loss
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
@@ -156,13 +156,15 @@ def best_lines_of(sweep: Sweep) -> list[str]:
 
 def _report(run_dir: Path, *, width: int | None) -> int:
     data = load_run(run_dir)
+    code = 0
     try:
         write_files(data)
     except OSError as error:
         # A full or read-only disk: what can be printed is printed all the same.
         data.warnings.append(f"{error.filename or data.run.root}: not written ({error.strerror}).")
+        code = DiskFullError.exit_code if disk_is_full(error) else 0
     print_report(data, stream=sys.stdout, width=width)
-    return 0
+    return code
 
 
 def write_files(data: RunData) -> None:

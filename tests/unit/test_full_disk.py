@@ -1,0 +1,99 @@
+"""A full disk is exit code 3 and one line with the path, whatever was to be written there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import llmx
+from llmx.cli import data, evaluate, generate
+from llmx.cli.main import main
+from llmx.config import to_dict
+from llmx.data.tokenize import train as tokenizer
+from llmx.errors import ConfigError, DiskFullError, exit_code
+from llmx.observe.report import __main__ as report
+from tests import tracked_run
+from tests.rundirs import TINY_LLAMA, experiment
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "llmx-test", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", 0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_is_3_with_the_path(
+    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tracked_run.write_start(disk / "run")
+    tracked_run.append(run, tracked_run.lines())
+    fill(disk)
+    words = AutoTokenizer.from_pretrained(Path(llmx.__file__).parent / "assets/demo/tokenizer")
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, vocab_size=len(words)))
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    config = tmp_path / "config.yaml"
+    exp = to_dict(experiment(tmp_path / "other", data={"cache_dir": str(disk / "cache")}))
+    exp["tokenizer"]["output"] = str(disk / "tokenizer")
+    config.write_text(yaml.safe_dump(exp))
+    measured = ["data=demo", "data.max_rows=8", f"data.cache_dir={tmp_path}/cache"]
+    place = f"{disk}/out.jsonl"
+    for command, expected in (
+        (lambda: main(["plan", "experiment=demo", f"run_dir={disk}/new"]), f"{disk}/new"),
+        (lambda: data.main([str(config)]), f"{disk}/cache"),
+        (lambda: tokenizer.main([str(config), "vocab_size=400"]), f"{disk}/tokenizer"),
+        (lambda: evaluate.main([f"{tmp_path}/model", *measured, "--out", place]), place),
+        (
+            lambda: generate.main(
+                [
+                    f"{tmp_path}/model",
+                    "--prompts",
+                    f"{prompts}",
+                    "--max-new-tokens=2",
+                    "--out",
+                    place,
+                ]
+            ),
+            place,
+        ),
+        (lambda: report.main([str(run.root)]), f"{run.root}"),
+    ):
+        code = command()
+        said = "".join(capfd.readouterr())
+        assert code == DiskFullError.exit_code, (expected, said)
+        assert expected in "".join(said.split("\n")), said
+        assert "Traceback" not in said
+
+
+def test_an_error_that_a_full_disk_has_caused() -> None:
+    def program() -> int:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise ConfigError("it cannot be written") from error
+
+    assert exit_code(program) == DiskFullError.exit_code
