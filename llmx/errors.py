@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -82,6 +83,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f' Did you mean "{match[0]}"?' if match else ""
 
 
+def _written(error: OSError) -> str:
+    """The file that a failed write was for, of the streams on the stack: the system names none."""
+    names = [
+        value.name
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in frame.f_locals.values()
+        if isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+    ]
+    return names[-1] if names else "the disk that is written to"
+
+
 def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str = "") -> int:
     """Run a program's work; its exit code. What it raises for the user is printed as one message.
 
@@ -112,7 +124,7 @@ def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str =
         return 0
     except OSError as error:
         if disk_is_full(error):
-            where = printable(str(error.filename or "the disk that is written to"), keep="")
+            where = printable(str(error.filename or _written(error)), keep="")
             print(f"llmx: {where}: {error.strerror}. Free some space.", file=sys.stderr)
             return DiskFullError.exit_code
         if not error.filename:

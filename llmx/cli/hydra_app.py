@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
-from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.errors import ConfigError, LlmxError, did_you_mean, disk_is_full
 from llmx.text import one_line, plural
 
 _READERS = ("hydra", "omegaconf", "antlr4")
@@ -184,7 +184,7 @@ def _compose(
             raise
         raise ConfigError(explain_hydra(error, overrides)) from error
     except OSError as error:
-        if inside or not error.filename:
+        if inside or not error.filename or disk_is_full(error):
             raise
         parent = Path(str(error.filename)).absolute().parent
         if _outputs() in (parent, *parent.parents):  # Hydra made it on the way

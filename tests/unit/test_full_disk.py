@@ -64,6 +64,10 @@ def test_a_full_disk_is_3_with_the_path(
     place = f"{disk}/out.jsonl"
     for command, expected in (
         (lambda: main(["plan", "experiment=demo", f"run_dir={disk}/new"]), f"{disk}/new"),
+        (
+            lambda: main(["-m", "experiment=demo", "seed=1,2", f"hydra.sweep.dir={disk}/s"]),
+            f"{disk}/s",
+        ),
         (lambda: data.main([str(config)]), f"{disk}/cache"),
         (lambda: tokenizer.main([str(config), "vocab_size=400"]), f"{disk}/tokenizer"),
         (lambda: evaluate.main([f"{tmp_path}/model", *measured, "--out", place]), place),
