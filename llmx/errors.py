@@ -86,12 +86,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def _written(error: OSError) -> str:
     """The file that a failed write was for, of the streams on the stack: the system names none."""
     names = [
-        value.name
+        str(getattr(value, "name", ""))
         for frame, _ in traceback.walk_tb(error.__traceback__)
         for value in frame.f_locals.values()
-        if isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+        if isinstance(value, io.IOBase)
     ]
-    return names[-1] if names else "the disk that is written to"
+    return next((name for name in reversed(names) if name), "the disk that is written to")
 
 
 def exit_code(program: Callable[[], int], *, interrupted: str = "", reads: str = "") -> int:
