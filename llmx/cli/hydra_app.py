@@ -118,7 +118,7 @@ def _compose(
             values = {str(key): value for key, value in composed.items()}
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
-                # Of a sweep, some words are for some of its trials.
+                # Of a sweep, the launcher looks at all trials together.
                 check_effects(experiment_from_dict(values), words, command=command)
             named = values.get("run_dir") != str(made)
             if command or named:

@@ -10,7 +10,7 @@ read ends the command with the choice that would read it. A key that names a cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmx.compose.task_rules import specs
@@ -52,9 +52,8 @@ def check_effects(exp: Experiment, overrides: Sequence[str], *, command: str | N
     ``exp``: as composed, before anything is completed. ``command``: what the config is for, where
     it is not a training.
     """
-    problems = list(_without_effect(exp, overrides, command))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    if problems := without_effect(exp, overrides, command=command):
+        raise ConfigError("\n".join(problems.values()))
 
 
 @dataclass(frozen=True)
@@ -244,9 +243,11 @@ _BY_COMMAND = (
 )
 
 
-def _without_effect(
-    exp: Experiment, overrides: Sequence[str], command: str | None
-) -> Iterator[str]:
+def without_effect(
+    exp: Experiment, overrides: Sequence[str], *, command: str | None = None
+) -> dict[str, str]:
+    """Key -> the message, of each override that nothing of this experiment reads."""
+    problems = {}
     rules = RULES if command else (*RULES, *_BY_COMMAND)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
@@ -257,5 +258,6 @@ def _without_effect(
                 continue
             if not rule.is_read(exp):
                 fix = f"Set {rule.fix}; or leave it out."
-                yield f"{shown(word)}: has no effect {rule.because}. {fix}"
+                problems[key] = f"{shown(word)}: has no effect {rule.because}. {fix}"
                 break
+    return problems

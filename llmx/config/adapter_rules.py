@@ -87,14 +87,7 @@ def quantize_problems(
     adapter: AdapterConfig, model: ModelConfig, zero: ZeroConfig, accelerators: Collection[str]
 ) -> Iterator[str]:
     """One message for each reason why frozen weights cannot be kept in 4 bits."""
-    if adapter.kind == "none":
-        return
-    if adapter.quantize == "none":
-        if not adapter.double_quant:
-            yield (
-                "adapter.double_quant=false has no effect without adapter.quantize. Set "
-                "adapter.quantize=nf4, or leave it out."
-            )
+    if "none" in (adapter.kind, adapter.quantize):
         return
     key = f"adapter.quantize={adapter.quantize}"
     if "cpu" in accelerators:

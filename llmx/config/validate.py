@@ -251,11 +251,6 @@ def _whole_matrices(optim: OptimConfig, zero: ZeroConfig) -> Iterator[str]:
             "optim.kind=muon exchanges parts of matrices between ranks, and is not made for states "
             "that are swapped to NVMe. Use zero=stage3_offload, or optim.kind=adamw."
         )
-    if optim.kind != "muon" and optim.muon_lr is not None:
-        yield (
-            f"optim.muon_lr={optim.muon_lr:g} has no effect with optim.kind={optim.kind}. Add "
-            "optim.kind=muon, or leave it out."
-        )
 
 
 def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Iterator[str]:

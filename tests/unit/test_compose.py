@@ -199,7 +199,6 @@ def test_recipes_are_what_they_say() -> None:
         (["optim=adam8bit", "hardware=a100x8"], "a scale for each 256.*Use zero=stage0"),
         (["optim=adafactor"], "keeps a row and a column of each matrix.*Use zero=stage0"),
         (["optim=muon", "zero=infinity", "hardware=a100x8", "zero.nvme_path=/x"], "muon exchanges"),
-        (["optim.muon_lr=0.02"], "no effect with optim.kind=adamw"),
         (["launch.transport=slurm", "launch.sync=rsync"], "shared file system"),
         (["tracking.kinds=[wandbb]"], 'Did you mean "wandb"'),
     ],

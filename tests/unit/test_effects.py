@@ -71,6 +71,8 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
         ["optim=sgd", "optim.betas=[0.9, 0.9]"],
         ["tracking=none", "tracking.project=mine"],
         ["sweep.slots_per_trial=1"],
+        ["optim.muon_lr=0.02"],
+        ["adapter=lora", "adapter.double_quant=false"],
         ["data=demo", "data.eval_samples=5"],
         ["data=demo", "data.eval_fraction=0.1"],
     ],

@@ -154,7 +154,6 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
         ({"modules_to_save": ["q_proj"], "targets": ["q_proj"]}, ["q_proj is one of adapter.tar"]),
         ({"kind": "none", "rank": 8, "targets": []}, ["adapter.rank=8 has no effect", "=lora"]),
         ({"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
-        ({"double_quant": False}, ["adapter.double_quant=false has no effect without"]),
     ],
 )
 def test_what_is_wrong_is_said(adapter: dict[str, Any], words: list[str]) -> None:

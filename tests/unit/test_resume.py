@@ -73,6 +73,11 @@ def going_on(run: RunDir, *overrides: str):
     return next_run(run, snapshot.load(run), words, read_state(run))
 
 
+def test_an_override_that_nothing_reads_is_refused(run) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.cycles=3: has no effect"):
+        going_on(run, "optim.cycles=3")
+
+
 def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
     groups = {key for key in known_keys() if any(k.startswith(f"{key}.") for k in known_keys())}
     for key in known_keys():

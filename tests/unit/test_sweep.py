@@ -56,6 +56,16 @@ def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
     assert len(list((here / "outputs" / "sweeps").iterdir())) == 1
 
 
+def test_a_word_that_no_trial_reads_ends_the_sweep_before_its_first(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "optim.cycles=3", *PLAN_ONLY]
+    assert main([*words, "optim.lr=1e-3,1e-4"]) == 2
+    assert capsys.readouterr().err.count("optim.cycles=3: has no effect") == 1
+    assert not list(here.rglob("config.yaml"))
+    assert main([*words, "optim.schedule=constant,cosine_restarts"]) == 0
+
+
 def test_one_look_ahead_for_each_choice_of_files(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,15 @@ from hydra.core.utils import (
     run_job,
     setup_globals,
 )
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from llmx import text as human
+from llmx.compose.effects import without_effect
 from llmx.compose.overrides import resolve_alias
-from llmx.errors import LlmxError
+from llmx.config import Experiment, experiment_from_dict
+from llmx.errors import ConfigError, LlmxError
 from llmx.observe.report.__main__ import best_lines_of, write_report
 from llmx.observe.report.sweep_data import CSV, STOPPED, load_sweep, objective_of
 from llmx.observe.report.sweep_page import PAGE
@@ -48,6 +52,7 @@ from llmx.sweep.screen import Screen
 from llmx.sweep.sweep import Sweep, Taken
 
 if TYPE_CHECKING:
+    from hydra.types import HydraContext
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
 
@@ -82,9 +87,42 @@ def launch(
     ]
     if "schema_version" not in config:  # Hydra runs any function with its launchers
         return [_plain(launcher, index, overrides) for index, overrides in jobs]
+    if str(config.hydra.sweeper._target_).endswith(".GridSweeper"):
+        _check_effects(launcher, jobs)  # other sweepers do not tell all their trials beforehand
     with held(sweep_dir):
         launcher.sweep = launcher.sweep or _open(config, sweep_dir)
         return Batch(launcher, launcher.sweep, jobs).run()
+
+
+def _check_effects(launcher: DeepSpeedLauncher, jobs: Sequence[tuple[int, list[str]]]) -> None:
+    """ConfigError for words that no trial reads: some are for some of the trials."""
+    config, context = launcher.config, launcher.hydra_context
+    assert config is not None
+    assert context is not None
+    unread: dict[str, str] | None = None
+    for _, overrides in jobs:
+        try:
+            exp = composed_trial(context, config, overrides, run_dir="")
+        except (LlmxError, HydraException, OmegaConfBaseException):
+            continue  # says so itself when it begins
+        of_trial = without_effect(exp, filter_overrides(overrides), command="sweep")
+        unread = {k: text for k, text in (unread or of_trial).items() if k in of_trial}
+        if not unread:
+            return
+    if unread:
+        raise ConfigError("\n".join(unread.values()))
+
+
+def composed_trial(
+    context: HydraContext, config: DictConfig, overrides: Sequence[str], *, run_dir: str
+) -> Experiment:
+    """The experiment of these words, as the trial will be composed; not completed."""
+    composed = context.config_loader.load_sweep_config(config, list(overrides))
+    with open_dict(composed):
+        del composed["hydra"]
+        composed.run_dir = run_dir
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return experiment_from_dict(values)
 
 
 class Batch:

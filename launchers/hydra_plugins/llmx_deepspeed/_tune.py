@@ -9,14 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra_plugins.llmx_deepspeed._core import finish
-from omegaconf import OmegaConf, open_dict
+from hydra_plugins.llmx_deepspeed._core import composed_trial, finish
 
 from llmx.compose.complete import Composed, complete, plan_experiment
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment
 from llmx.errors import ConfigError, LlmxError
 from llmx.plan.choices import AUTO_KEYS
 from llmx.run.rundir import write_text
@@ -157,12 +156,9 @@ class _Compose:
         context, config = self._sweeper.hydra_context, self._sweeper.config
         assert context is not None
         assert config is not None
-        composed = context.config_loader.load_sweep_config(config, [*self._fixed, *words])
-        with open_dict(composed):
-            del composed["hydra"]
-            composed.run_dir = str(Path(str(config.hydra.sweep.dir)).absolute() / "candidate")
-        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        return complete(experiment_from_dict(values))
+        run_dir = str(Path(str(config.hydra.sweep.dir)).absolute() / "candidate")
+        words = [*self._fixed, *words]
+        return complete(composed_trial(context, config, words, run_dir=run_dir))
 
 
 def _given(compose: _Compose, typed: Sequence[Axis]) -> Composed:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from llmx.compose.apply_overrides import RunCommand, apply
+from llmx.compose.effects import check_effects
 from llmx.config import Experiment, to_dict
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
@@ -30,6 +31,7 @@ def next_experiment(
     """The experiment of the reproduction, and every change; ConfigError for what may not be."""
     exp = dataclasses.replace(exp, dry_run=False)
     asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
+    check_effects(asked, words.overrides, command="reproduce")
     found = changes(to_dict(exp), to_dict(asked))
     refused = [
         f"{change.key}: {change.values}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
 from llmx.compose.complete import Composed, plan_experiment
+from llmx.compose.effects import check_effects
 from llmx.compose.task_defaults import with_default_lr
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
 from llmx.errors import ConfigError
@@ -65,6 +66,7 @@ def next_run(
     refuse([change for change in found if not _is_the_same_batch(change, old_plan)])
     keys = {change.key for change in found}
     new = _completed(run, exp, asked, keys, old_plan)
+    check_effects(new, words.overrides, command="resume")
     composed = keep_choice(plan_experiment(new), old_plan, keys)
     new = composed.experiment
     _refuse_other_batch(old_plan, composed.plan)
