@@ -50,14 +50,14 @@ COMMANDS = {
 HELP = """\
 keys:
   temperature=0.7      divides the logits; 0 is greedy. Default: 0, or 1 with one of the keys below
-  top_p=0.9            draw from the most probable tokens that sum to this probability
-  top_k=50             draw from so many most probable tokens; 0: from all
+  top_p=0.9            sample from the most probable tokens up to this total probability
+  top_k=50             sample from this many most probable tokens; 0: from all
   seed=1               the same messages get the same answers. Default: a new one for each answer
   max_new_tokens=1024  of an answer; the same as --max-new-tokens
 
 in the chat:
 {commands}
-  Ctrl-C               end this answer; what was said of it stays
+  Ctrl-C               end this answer; the part written so far is kept
 A message of several lines: end a line with \\, or put it between two lines of \"\"\". Text that is
 pasted stays one message. A blank in front of / sends it as a message.
 
@@ -152,9 +152,9 @@ def layout_of(
             )
         if exp is None and not has_template(tokenizer):
             raise ConfigError(
-                f"{target.directory}: its tokenizer has no chat template, so it has hardly learned "
-                "to chat. Add --plain to continue text, or --template chatml (or another of "
-                f"{', '.join(TEMPLATES)})."
+                f"{target.directory}: its tokenizer has no chat template, so it was probably not "
+                "trained to chat. Add --plain to continue text, or --template chatml (or another "
+                f"of {', '.join(TEMPLATES)})."
             )
         template = exp.data.template if exp is not None else "auto"
     return PromptLayout(tokenizer, template=template, system=system or None)
@@ -431,7 +431,7 @@ def say(
             f"{human.plural(chat.left_out, 'turn')} of the conversation were left out)"
         )
     if answer.ended == "interrupted":
-        _note("(ended)" if text else "(nothing was said: the message is forgotten)")
+        _note("(ended)" if text else "(no answer: the message is forgotten)")
     elif answer.ended == LENGTH:
         _note(f"(cut: max_new_tokens={sampling.max_new_tokens})")
     elif answer.ended == POSITIONS:

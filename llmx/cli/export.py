@@ -541,7 +541,7 @@ def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
         )
     return ConfigError(
         f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "
-        "--out to a directory that can be made."
+        "--out to a directory that can be created."
     )
 
 

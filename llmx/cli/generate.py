@@ -39,8 +39,8 @@ KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
 HELP = """\
 keys:
   temperature=0.7      divides the logits; 0 is greedy. Default: 0, or 1 with one of the keys below
-  top_p=0.9            draw from the most probable tokens that sum to this probability
-  top_k=50             draw from so many most probable tokens; 0: from all
+  top_p=0.9            sample from the most probable tokens up to this total probability
+  top_k=50             sample from this many most probable tokens; 0: from all
   seed=1               the same prompt, keys and seed give the same completion. Default: a new one
   n=2                  completions of each prompt
   max_new_tokens=64    the same as --max-new-tokens

@@ -124,7 +124,7 @@ def complete_file(
             if work.places:
                 print(
                     f"{work.path}: {human.plural(len(work.places), 'completion')} of "
-                    f"{len(prompts) * n:,} found; going on.",
+                    f"{len(prompts) * n:,} found; continuing.",
                     file=sys.stderr,
                 )
             _generate(
@@ -184,7 +184,7 @@ def _prompt_of(line: str, where: Where) -> Prompt:
         raise DataError(f"{where}: is not a JSON object ({said}).") from error
     rule = 'A line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.'
     if not isinstance(row, dict):
-        raise DataError(f"{where}: is JSON, but no object. {rule}")
+        raise DataError(f"{where}: is JSON, but not an object. {rule}")
     key = "messages" if "messages" in row else "prompt"
     value = row.get(key)
     kept = {name: each for name, each in row.items() if name != "completion"}
@@ -273,8 +273,7 @@ class _Partial:
                 then = None
             if not isinstance(then, dict) or "max_new_tokens" not in then:
                 raise ConfigError(
-                    f"{path} is not what generate leaves behind. Remove it, or set --out to "
-                    "another name."
+                    f"{path} was not written by generate. Remove it, or set --out to another name."
                 )
             _compare(path, then, header, own_seed=own_seed)
             found = cls(path, stream, then)
@@ -350,8 +349,8 @@ def _compare(path: Path, then: dict[str, Any], now: dict[str, Any], *, own_seed:
         if then.get(name) != value:
             why = CHANGED.get(name) or f"it has {name}={then.get(name)}, and now {name}={value}"
             raise ConfigError(
-                f"{path} was begun by another command: {why}. Give the same command to go on, "
-                "remove the file to start anew, or set --out to another name."
+                f"{path} was started by another command: {why}. Give the same command to continue, "
+                "remove the file to start again, or set --out to another name."
             )
 
 
@@ -362,7 +361,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
             "from there."
         )
     return ConfigError(
-        f"{path}: cannot be written ({error.strerror or error}). Set --out to a place that can be."
+        f"{path}: cannot be written ({error.strerror or error}). Set --out to a writable path."
     )
 
 
@@ -436,14 +435,15 @@ def _generate(
             progress.add(len(batch), sum(len(one.tokens) for one in found))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the GPU's memory is too small for batches of --batch-tokens {batch_tokens}. Give the "
-            f"same command with --batch-tokens {max(1, batch_tokens // 2)}: it goes on from there."
+            f"the GPU's memory is too small for batches of --batch-tokens {batch_tokens}. Give "
+            f"the same command with --batch-tokens {max(1, batch_tokens // 2)}: "
+            "it continues from there."
         ) from error
     except KeyboardInterrupt:
         progress.end()
         print(
             f"llmx: interrupted; {len(work.places):,} of {len(prompts) * n:,} completions are in "
-            f"{work.path}. The same command goes on from there.",
+            f"{work.path}. The same command continues from there.",
             file=sys.stderr,
         )
         raise

@@ -191,7 +191,7 @@ def _compose(
             _remove_if_empty(parent)
         where = one_line(str(error.filename), limit=200)
         raise ConfigError(
-            f"{where}: the run directory cannot be made ({error.strerror}). Set run_dir=DIR, or "
+            f"{where}: cannot create the run directory ({error.strerror}). Set run_dir=DIR, or "
             "LLMX_OUTPUTS=DIR for all runs."
         ) from error
     finally:

@@ -40,19 +40,19 @@ def resume(words: Sequence[str]) -> int:
     journal = journals.load(directory)
     if journal is None:
         raise ConfigError(
-            f"{directory}: is no sweep's directory: it has no {journals.FILE}. Sweeps lie in "
+            f"{directory}: not a sweep directory: it has no {journals.FILE}. Sweeps are in "
             "outputs/sweeps."
         )
     other = [word for word in more if not word.startswith(journals.NOT_OF_A_SWEEP)]
     if other:
         raise ConfigError(
-            f"{shown(other[0])}: would make another sweep. A sweep is continued with sweep.*, "
-            "launch.* and tracking.* changed; start a new one for the rest."
+            f"{shown(other[0])}: would make it a different sweep. To continue a sweep, change only "
+            "sweep.*, launch.* and tracking.*; for other changes start a new one."
         )
     if not Path(journal.cwd).is_dir():
         raise ConfigError(
-            f"{journal.cwd}: the directory where the sweep was typed is gone, and its relative "
-            "paths with it. Make it again, or start a new sweep."
+            f"{journal.cwd}: the directory where the sweep was started no longer exists, and "
+            "relative paths start there. Create it again, or start a new sweep."
         )
     os.chdir(journal.cwd)
     changed = {word.partition("=")[0] for word in more}

@@ -167,8 +167,8 @@ def _named_base(directory: Path) -> ModelConfig:
 
 def _no_base(directory: Path, base: ModelConfig, why: str) -> str:
     return (
-        f"{directory} is an adapter of {base.path}, which cannot be loaded here ({why}). Bring "
-        "that model to its place; or copy the adapter elsewhere, set base_model_name_or_path in "
+        f"{directory} is an adapter of {base.path}, which cannot be loaded here ({why}). Copy "
+        "that model to this path; or copy the adapter elsewhere, set base_model_name_or_path in "
         f"its {CONFIG_FILE} and give that directory; or write a whole model where the run trained: "
         "python -m llmx export RUN --to merged."
     )
@@ -255,7 +255,8 @@ def load_tokenizer(target: Target) -> Any:
     except Exception as error:  # of a damaged file, libraries raise anything
         raise ConfigError(
             f"{source} has no tokenizer that can be loaded ({_first_line(error)}). A model and its "
-            "tokenizer lie in one directory: copy tokenizer.json and tokenizer_config.json there."
+            "tokenizer must be in one directory: copy tokenizer.json and tokenizer_config.json "
+            "there."
         ) from error
 
 

@@ -71,7 +71,7 @@ class Column:
             raise ConfigError(f"The column {self.name}: per={self.per!r} is not in {PER}.")
         if np.dtype(self.dtype).kind not in "biuf":
             raise ConfigError(
-                f"The column {self.name}: dtype={self.dtype!r} is no type of numbers, e.g. float32."
+                f"The column {self.name}: dtype={self.dtype!r} is not a numeric type, e.g. float32."
             )
         if self.name == WEIGHT and (self.per, self.dtype, self.shape) != ("token", "float32", ()):
             raise ConfigError(

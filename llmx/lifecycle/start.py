@@ -109,7 +109,7 @@ def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
     if model.init == "scratch":
         print(
             f"From scratch: {model.name or model.kind}, {human.count(size) if size else 'its'} "
-            "parameters drawn at random. Fine-tune a model: model.path=DIR_OR_HUB_ID",
+            "parameters initialised at random. Fine-tune a model: model.path=DIR_OR_HUB_ID",
             file=stream,
             flush=True,
         )

@@ -200,7 +200,7 @@ def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -
         except OSError as error:
             if place is places[-1]:
                 raise ConfigError(
-                    f"{place}: the picture cannot be written ({error.strerror or error}). Set "
+                    f"{place}: cannot write the picture ({error.strerror or error}). Set "
                     "--out to another file, e.g. --out compare.png."
                 ) from error
     return None

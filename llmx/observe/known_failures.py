@@ -100,7 +100,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "ninja",
         "config",
         r"Ninja is required to load C\+\+ extensions",
-        "DeepSpeed builds an extension and finds no ninja",
+        "DeepSpeed cannot build an extension: ninja is missing",
         "pip install ninja on that host, or use optim=adamw, which needs no extension",
     ),
     _known(
@@ -109,7 +109,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         r"No such file or directory: '(?P<a>g\+\+|c\+\+|gcc|cc)'"
         r"|(?P<b>g\+\+|c\+\+|gcc): (command )?not found"
         r"|Command '\['which', '(?P<c>g\+\+|c\+\+)'\]' returned non-zero",
-        "DeepSpeed builds an extension and finds no C++ compiler",
+        "DeepSpeed cannot build an extension: a C++ compiler is missing",
         "apt-get install g++ on that host, or use optim=adamw, which needs no extension",
     ),
     _known(
@@ -117,14 +117,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "config",
         r"CUDA_HOME environment variable is not set|CUDA_HOME does not exist|nvcc: not found"
         r"|No such file or directory: '[^']*nvcc'",
-        "DeepSpeed builds a CUDA extension and finds no CUDA toolkit",
+        "DeepSpeed cannot build a CUDA extension: the CUDA toolkit is missing",
         "install the toolkit and export CUDA_HOME, or use optim=adamw, which needs no extension",
     ),
     _known(
         "cuda_mismatch",
         "config",
         r"CUDAMismatchException|Installed CUDA version (?P<a>\S+) does not match",
-        "the CUDA toolkit of the host is not the one torch was built with",
+        "the CUDA toolkit of the host differs from the one torch was built with",
         "install the toolkit of torch.version.cuda, or export DS_SKIP_CUDA_CHECK=1 for a minor "
         "difference",
     ),
@@ -133,7 +133,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "config",
         r"(?P<lib>lib(cudart|nccl|cublas|cublasLt|cudnn|cusparse|curand|nvrtc)[^:\s]*\.so[.\d]*): "
         r"cannot open shared object file",
-        "{lib} is missing on a host, or another version of it is there",
+        "a host lacks {lib}, or has another version of it",
         "reinstall torch with the CUDA wheels of this host, and rebuild the extension: "
         "rm -r ~/.cache/torch_extensions",
     ),
@@ -141,7 +141,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "stale_extension",
         "config",
         r"undefined symbol: \S+.{0,300}|cannot open shared object file: .{0,200}torch_extensions",
-        "an extension was built against another torch",
+        "an extension was built against another version of torch",
         "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host",
     ),
     _known(
@@ -172,7 +172,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "ssh_name",
         "config",
         r"Could not resolve hostname (?P<host>[^\s:]+)",
-        "the name {host} has no address",
+        "the name {host} cannot be resolved",
         "set the address of the host (hardware.hosts[i].address), or add it to /etc/hosts",
     ),
     _known(
@@ -186,8 +186,8 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "ssh_host_key",
         "config",
         r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "the host answers with another key than before",
-        "if it was reinstalled: ssh-keygen -R HOST; else somebody else answers",
+        "the host key has changed",
+        "if it was reinstalled: ssh-keygen -R HOST; else another machine answers",
     ),
     _known(
         "launcher_missing",
@@ -297,7 +297,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "config",
         r"Unable to find address for: (?P<name>\S+)|Unable to find interface for: (?P<b>\S+)"
         r"|no (socket )?interface found|NCCL WARN Bootstrap : no socket interface",
-        "a host does not have the interface that was named",
+        "a host does not have the configured network interface",
         "correct hardware.hosts[i].interface; `ip -br addr` on the host lists them",
     ),
     _known(
@@ -341,8 +341,8 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "index",
         "data",
         r"device-side assert triggered|index out of range in self|srcIndex < srcSelectDimSize",
-        "a token or a position is outside of the model's tables",
-        "model.tokenizer must be the one of the model, and data.seq_len within its limit; "
+        "a token id or a position is outside the model's embedding tables",
+        "model.tokenizer must be the model's own, and data.seq_len within its limit; "
         "launch.env.CUDA_LAUNCH_BLOCKING=1 makes the traceback name the operation",
     ),
     _known(

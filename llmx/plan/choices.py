@@ -369,7 +369,7 @@ def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_r
         return LARGER_DEVICES
     texts = _that_fit(exp, found)
     if texts:
-        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
+        return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
     least = min(found, key=lambda one: one.most_gib)
     return f"No {_what(found)} fits. {least_text(least)} {next_steps(least, traces, allows)}"
 
@@ -412,7 +412,7 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
     planned."""
     exp, plan = least.experiment, least.plan
     if texts := _that_fit(exp, choices(exp, plan, traces, allows=allows)):
-        return f"What fits, each planned, the fastest first: {'; '.join(texts)}."
+        return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
     found = []
     larger = _on_more_hosts(exp, plan, traces, allows)
     if larger is not None:
@@ -442,7 +442,7 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
             length //= 2
     if not found:
         return LARGER_DEVICES
-    return f"What fits, planned: {'; '.join(found)}; or devices with more memory."
+    return f"These fit by the plan: {'; '.join(found)}; or devices with more memory."
 
 
 def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) -> Choice | None:
@@ -671,7 +671,7 @@ def _why(
     part = best.fullest
     least = "the fastest"
     if best.cost > AS_FAST * fitting[0].cost:
-        least = f"within {SURELY_FASTER - 1:.0%} of the fastest, and plainer,"
+        least = f"within {SURELY_FASTER - 1:.0%} of the fastest, and simpler,"
     texts = [
         f"{least} by the plan of {len(fitting)} that fit, of {len(ordered)}: "
         f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "

@@ -120,7 +120,7 @@ REFUSED = {
     "data_types": _COMPUTED.format("zero.grad_accum_dtype"),
     "dataloader_drop_last": "acts in DeepSpeed's data loader. Set data.last_batch=drop.",
     "datastates_ckpt": _CHECKPOINTS,
-    "disable_allgather": "DeepSpeed 0.19.8 reads it and uses it nowhere. Leave it out.",
+    "disable_allgather": "DeepSpeed 0.19.8 reads it but never uses it. Leave it out.",
     "dump_state": "prints what ds_config.json in the run directory says. Read it there.",
     "eigenvalue": "Removed from DeepSpeed, with nothing in its place.",
     "elasticity": "Removed from DeepSpeed; change hardware.* and resume at the same global batch.",
@@ -169,7 +169,7 @@ REFUSED = {
     "aio.use_gds": "needs DeepSpeed's GPUDirect extension, which llmx neither builds nor checks. "
     "Leave it out.",
     "zero_optimization.allgather_bucket_size": "set zero.allgather_bucket_size instead.",
-    "zero_optimization.allgather_partitions": "DeepSpeed 0.19.8 reads it and uses it nowhere. "
+    "zero_optimization.allgather_partitions": "DeepSpeed 0.19.8 reads it but never uses it. "
     "Leave it out.",
     "zero_optimization.compute_grad_norm": "llmx clips by the norm and logs it. Leave it out.",
     "zero_optimization.cpu_offload": "Deprecated; set zero.offload_optimizer=cpu.",
@@ -186,7 +186,7 @@ REFUSED = {
     "zero_optimization.offload_optimizer": "set zero.offload_optimizer instead.",
     "zero_optimization.offload_param": "set zero.offload_param instead.",
     "zero_optimization.overlap_comm": "set zero.overlap_comm instead.",
-    "zero_optimization.override_module_apply": "llmx draws first weights in its own way, without "
+    "zero_optimization.override_module_apply": "llmx initialises weights itself, without "
     "nn.Module.apply. Leave it out.",
     "zero_optimization.pipeline_loading_checkpoint": _ONLY_DEEPSPEED,
     "zero_optimization.reduce_bucket_size": "set zero.reduce_bucket_size instead.",
@@ -232,7 +232,7 @@ def problems(extra: dict[str, Any], config: dict[str, Any]) -> Iterable[str]:
             for name, each in value.items():
                 yield from _problem(f"{key}.{name}", each, config, extra)
         elif key in SECTIONS and key not in REFUSED:
-            yield f"zero.extra.{key}={shown(value)}: must be a mapping of keys of DeepSpeed's."
+            yield f"zero.extra.{key}={shown(value)}: must be a mapping of DeepSpeed's keys."
         else:
             yield from _problem(key, value, config, extra)
 
@@ -257,7 +257,7 @@ def _problem(
         known = [each.rpartition(".")[2] for each in TAKEN if each.rpartition(".")[0] == section]
         known += [] if section else SECTIONS
         yield (
-            f"{where}: DeepSpeed knows no such key{'' if section else ' and would ignore it'}."
+            f"{where}: DeepSpeed has no such key{'' if section else ' and would ignore it'}."
             f"{did_you_mean(name, known)}"
         )
     elif not _fits(value, taken.values):

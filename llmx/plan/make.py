@@ -313,8 +313,8 @@ def _warnings(
         )
     if unpriced := without_price(exp.hardware, hosts):
         found.append(
-            f"hardware.price_per_hour has no price of {', '.join(unpriced)}, so what the run costs "
-            "is not known."
+            f"hardware.price_per_hour has no price for {', '.join(unpriced)}, so the cost of the "
+            "run is unknown."
         )
     if exp.zero.quantized_gradients and len(hosts) == 1:
         found.append("zero.quantized_gradients (qgZ) has no effect on one node.")

@@ -1,7 +1,7 @@
 """The run directory: its paths, its snapshot, where the run comes from, its metrics.
 
 ``rundir`` names every file and writes one atomically. ``snapshot`` writes, before anything is
-launched, and refuses a directory that holds a run already:
+launched, and refuses a directory that already contains a run:
 
     config.yaml        the whole resolved config, with ``schema_version``; read back and compared
     overrides.yaml     what the user typed

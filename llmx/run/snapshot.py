@@ -34,7 +34,7 @@ def write(
     overrides: list[str],
     parent: RunDir | None = None,
 ) -> RunDir:
-    """Write the snapshot into ``exp.run_dir``; refuses a directory that holds a run already.
+    """Write the snapshot into ``exp.run_dir``; refuses a directory that already contains a run.
 
     ``parent``: the run that this one repeats.
     """
@@ -47,8 +47,8 @@ def write(
         raise _unwritable(run, error) from error
     if held:
         raise ConfigError(
-            f"run_dir={run.root} holds a run already; a run is never overwritten. Choose another "
-            "directory, or move that one away."
+            f"run_dir={run.root} already contains a run; a run is never overwritten. Choose "
+            "another directory, or move that one away."
         )
     try:
         write_config(run, exp, plan, ds_config)

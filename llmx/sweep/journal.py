@@ -181,8 +181,8 @@ def open_journal(
         )
     if identity(found.words) != identity(words) or found.cwd != str(cwd):
         raise ConfigError(
-            f"hydra.sweep.dir={directory}: holds another sweep ({' '.join(found.words)}). Give a "
-            "directory of its own, or continue that one: python -m llmx sweep resume "
+            f"hydra.sweep.dir={directory}: contains another sweep ({' '.join(found.words)}). Give "
+            "a directory of its own, or continue that one: python -m llmx sweep resume "
             f"{directory}"
         )
     found.complete = False

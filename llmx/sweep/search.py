@@ -248,7 +248,7 @@ class Search:
             return None
         found = [candidate for candidate in self.at.values() if self._open(candidate)]
         if not found:
-            self.ended = "nothing is left that could fit"
+            self.ended = "no remaining candidate could fit"
             return None
         fitting = [candidate for candidate in found if candidate.fits]
         if not all(candidate.memory_gib and candidate.capacity_gib for candidate in found):
@@ -256,9 +256,11 @@ class Search:
             like = [c for c in found if own and self._micro_of(c) == self._micro_of(own)]
             if like:
                 first = max(like, key=lambda c: c.speed)
-                return Step(first, "the micro batch of the config: what fits is not known here")
+                return Step(
+                    first, "the micro batch of the config: the plan does not know what fits"
+                )
             first = min(found, key=lambda c: (self._micro_of(c), -c.speed))
-            return Step(first, "the smallest micro batch: what fits is not known here")
+            return Step(first, "the smallest micro batch: the plan does not know what fits")
         if not fitting:
             least = min(found, key=lambda c: c.memory_gib)
             return Step(least, "needs the least memory; by the plan nothing fits")

@@ -581,7 +581,7 @@ class Sweep:
             mine, theirs = vars(self.settings), vars(settings)
             keys = [f"sweep.{key}" for key in mine if mine[key] != theirs[key]]
             raise ConfigError(
-                f"{', '.join(keys)}: differs between trials, but is the sweep's. Set it once."
+                f"{', '.join(keys)}: must be the same for all trials of a sweep. Set it once."
             )
         self.settings, self._told = settings, True
         self.journal.objective = objective_of(settings, metric)

@@ -97,7 +97,7 @@ def _note(candidate: Candidate) -> str:
 def to_markdown(found: Candidates, search: Search) -> str:
     """Every candidate and what became of it: ``tune.md`` in the sweep's directory."""
     head = ["trial", *(axis.key for axis in found.axes), "tokens/s", "GiB", "GiB by the plan",
-            "what became of it"]  # fmt: skip
+            "outcome"]  # fmt: skip
     lines = [_row(head), _row(["---"] * len(head))]
     order = sorted(
         _by_plan(found),
@@ -135,7 +135,7 @@ def conclusion(search: Search, trials: Sequence[Trial], journal: Journal | None)
     lines.append(f"  ended because {search.ended}")
     best = best_of(trials, "tokens_per_s", "max")
     if best is None or best.tokens_per_s is None:
-        lines.append("  nothing ran to its end; the causes stand above")
+        lines.append("  no trial finished; the causes are listed above")
         return lines
     candidate = search.best
     speed = human.count(best.tokens_per_s)

@@ -128,7 +128,7 @@ class WandbTracker(Tracker):
             self._run.finish(exit_code=0 if outcome in ("ok", "pruned") else 1)
         except TimeoutError:
             self._online = False
-            self._notify_mode("the server did not take everything before the time was up")
+            self._notify_mode("the server did not accept everything in time")
             return
         if self._online:
             self.report("finished", str(self._run.url))

@@ -82,8 +82,8 @@ def test_a_picture_that_cannot_be_written_is_one_line(runs, tmp_path, capsys) ->
     a, b = runs
     log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
     for out, reason in (
-        ("/dev/null/x.png", "the picture cannot be written (Not a directory)"),
-        (str(tmp_path / "none" / "x.png"), "the picture cannot be written (No such file"),
+        ("/dev/null/x.png", "cannot write the picture (Not a directory)"),
+        (str(tmp_path / "none" / "x.png"), "cannot write the picture (No such file"),
         (str(tmp_path), "is a directory. Name a file"),
         ("", "is a directory. Name a file"),
         (str(tmp_path / ("x" * 300)), "the name is too long"),

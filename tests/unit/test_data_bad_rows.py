@@ -211,7 +211,7 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, tokenizer, monkey
         before = {path.name: path.read_bytes() for path in first.path.iterdir()}
         large = experiment(tmp_path, "b.jsonl", LINES * 10, cache_dir=str(disk))
         full = rf"disk of {disk}/data is full: b-train-[\w-]+ needs about [\d.]+ [KM]iB in all, "
-        with pytest.raises(DataError, match=full + r".* Nothing of it is kept.*data\.cache_dir"):
+        with pytest.raises(DataError, match=full + r".* No part of it is kept.*data\.cache_dir"):
             prepare(large, tokenizer)
         assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
         kept = [path for path in first.path.parent.iterdir() if path.suffix != ".lock"]

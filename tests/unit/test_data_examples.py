@@ -532,7 +532,7 @@ def test_values_that_are_no_values_of_a_column(
         ({"name": "labels", "per": "example"}, "The column 'labels' of a task: a name is"),
         ({"name": "a b", "per": "example"}, "a name is a Python identifier"),
         ({"name": "a", "per": "row"}, "per='row' is not in"),
-        ({"name": "a", "per": "token", "dtype": "object"}, "is no type of numbers"),
+        ({"name": "a", "per": "token", "dtype": "object"}, "is not a numeric type"),
         ({"name": "weight", "per": "example"}, "The column weight is that of the targets"),
     ],
 )

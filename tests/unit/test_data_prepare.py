@@ -172,7 +172,7 @@ def test_a_store_of_other_options_is_never_used(tmp_path: Path, tokenizer):
     for changes, other, difference in others:
         changed = experiment(tmp_path, numbered(20), **changes)
         place = place.rename(store_path(changed, other))
-        with pytest.raises(DataError, match=f"prepared otherwise: {difference}"):
+        with pytest.raises(DataError, match=f"prepared differently: {difference}"):
             prepare(changed, other)
 
 

@@ -95,7 +95,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     out, partial = tmp_path / "a.jsonl", tmp_path / "a.jsonl.partial"
     monkeypatch.setattr(service, "generate", killed)
     command(run, *words, "--out", out, code=130)
-    assert "The same command goes on from there." in capsys.readouterr().err
+    assert "The same command continues from there." in capsys.readouterr().err
     assert not out.exists()
     # kill -9 amid a batch: some of its lines, the last one torn.
     lines = partial.read_bytes().splitlines(keepends=True)
@@ -104,7 +104,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     monkeypatch.setattr(service, "generate", real)
     monkeypatch.setattr(service, "_complete", counted := Counted(service._complete))
     command(run, *words, "--out", out)
-    assert "found; going on." in capsys.readouterr().err
+    assert "found; continuing." in capsys.readouterr().err
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert counted.rows == len(rows(out)) - sum(calls[:2])
 
@@ -162,7 +162,7 @@ def test_another_command_is_refused_with_what_differs(
     for own in ("my own file\n", "my own file", '{"mine": 1}\n'):
         (tmp_path / "b.jsonl.partial").write_text(own)
         command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", code=2)
-        assert "is not what generate leaves behind" in capsys.readouterr().err
+        assert "was not written by generate" in capsys.readouterr().err
         assert (tmp_path / "b.jsonl.partial").read_text() == own
     (tmp_path / "b.jsonl.partial").write_text('{"format": 1, "prom')  # killed at the very start
     command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", "max_new_tokens=2")

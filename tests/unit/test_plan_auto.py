@@ -220,7 +220,7 @@ def test_what_was_set_may_be_what_does_not_fit() -> None:
     assert found.plan.chosen is not None
     said = found.plan.chosen.problem
     assert "The least memory has zero=stage0 model.activation_checkpointing=full" in said
-    assert "What fits, each planned, the fastest first: zero=stage" in said
+    assert "These fit by the plan, the fastest first: zero=stage" in said
 
 
 def test_advice_without_traces_is_planned_too() -> None:
@@ -250,13 +250,13 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     run_composed(composed([*words, "dry_run=false"], run_dir=run), overrides=words, stream=stream)
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("! ")]
     assert "expect it to run out of memory" in lines[0]
-    assert "What fits, each planned, the fastest first: " in lines[1]
+    assert "These fit by the plan, the fastest first: " in lines[1]
     assert Plan.from_dict(read_json(RunDir(run).plan)).warnings[:2] == tuple(
         line[2:] for line in lines
     )
     resume([str(run)])
     said = capsys.readouterr().out
-    assert "  !         What fits, each planned, the fastest first: " in said
+    assert "  !         These fit by the plan, the fastest first: " in said
 
 
 @pytest.mark.parametrize(

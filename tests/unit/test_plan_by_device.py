@@ -241,7 +241,7 @@ def test_the_plan_says_what_each_type_does_and_why() -> None:
     found = composed([*MIXED, "batch.micro_batch=16"])
     lines = device_lines(found.plan, found.experiment)
     assert lines[0].startswith("a100_40g: micro batch ")
-    assert lines[0].endswith("at most 10 by memory), nothing computed again")
+    assert lines[0].endswith("at most 10 by memory), nothing recomputed")
     assert lines[1].endswith("full activation checkpointing")
     assert lines[2].startswith("all alike: offload (none), since DeepSpeed")
     assert len(lines) == 3

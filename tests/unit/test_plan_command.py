@@ -55,7 +55,7 @@ def test_one_table_and_no_run_directory(here: Path) -> None:
     assert rows["step"].split()[-1] == "unknown"
     assert len(rows["cost"].split()) == 2
     assert "cpu2: the time is not known: hardware.devices.cpu.peak_tflops.fp32" in text
-    assert "cpu2: no price of cpu (hardware.price_per_hour)." in text
+    assert "cpu2: no price for cpu (hardware.price_per_hour)." in text
 
 
 def test_one_plan_leaves_a_run_directory_only_where_it_is_asked_for(

@@ -220,7 +220,7 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     found = with_traces(plan, exp, traces)
     assert found.memory[0].traced
     assert not found.memory[0].fits
-    assert "What fits, each planned, the fastest first: " in found.warnings[1]
+    assert "These fit by the plan, the fastest first: " in found.warnings[1]
     every = choices(exp, plan, traces)
     assert [one.chosen for one in every].count(True) == 1
     assert [one.cost for one in every] == sorted(one.cost for one in every)

@@ -55,7 +55,7 @@ def mixed_plan() -> Plan:
         ),
         warnings=(
             "v100_32g: 38.2 GiB predicted, 32 GiB available: expect it to run out of memory.",
-            "What fits, each planned, the fastest first: zero=stage3_offload (21.0 GiB, about +40% "
+            "These fit by the plan, the fastest first: zero=stage3_offload (21.0 GiB, about +40% "
             "time).",
         ),
     )

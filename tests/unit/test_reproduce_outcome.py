@@ -156,7 +156,7 @@ def test_what_breaks_equality_is_repeated_beside_the_result() -> None:
     ]
     text = said(outcome, [], rows)
     assert text.startswith("\n= reproduction: bitwise identical")
-    assert "breaks bitwise equality:\n    model: 1111 then, 2222 now\n" in text
+    assert "break bitwise equality:\n    model: 1111 then, 2222 now\n" in text
     assert "no effect on what was compared" in text
     assert "Python" not in text
 

@@ -43,7 +43,7 @@ def test_a_run_is_never_overwritten(written) -> None:
     done, run = written
     before = run.config.read_bytes()
     other = dataclasses.replace(done.experiment, seed=7)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         snapshot.write(other, done.plan, done.ds_config, overrides=[])
     assert run.config.read_bytes() == before
 

@@ -260,7 +260,7 @@ def test_watch_follows_to_the_end(tmp_path: Path) -> None:
         assert "training  step 24/40  loss 1.282" in watching.stdout.readline()
         saved = {"kind": "event", "event": "saved", "step": 26, "stall_s": 0.25}
         tracked_run.append(run, [{**saved, "time": time.time()}])
-        assert watching.stdout.readline().endswith("saved step 26, training waited 0.25 s\n")
+        assert watching.stdout.readline().endswith("saved step 26, training paused for 0.25 s\n")
         tracked_run.append(run, recent([tracked_run.train_line(38)]))
         ranks(run, step=38)
         assert "step 38/40" in watching.stdout.readline()

@@ -204,21 +204,21 @@ def test_settings_of_the_sweep_are_not_swept(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "sweep.prune=true,false", *PLAN_ONLY]) == 2
-    assert "sweep.prune: differs between trials" in capsys.readouterr().err
+    assert "sweep.prune: must be the same for all trials" in capsys.readouterr().err
 
 
 def test_what_is_no_sweep_or_another_one_is_said(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", "resume", "nowhere"]) == 2
-    assert "is no sweep's directory: it has no sweep.json" in capsys.readouterr().err
+    assert "not a sweep directory: it has no sweep.json" in capsys.readouterr().err
     assert main(GRID) == 2
     directory = only_sweep().directory
     capsys.readouterr()
     assert main(["sweep", "resume", str(directory), "seed=3"]) == 2
-    assert "seed=3: would make another sweep" in capsys.readouterr().err
+    assert "seed=3: would make it a different sweep" in capsys.readouterr().err
     assert main(["-m", "seed=1,2", *PLAN_ONLY, f"hydra.sweep.dir={directory}"]) == 2
-    assert "holds another sweep" in capsys.readouterr().err
+    assert "contains another sweep" in capsys.readouterr().err
 
 
 def test_a_short_trial_keeps_the_schedule_and_writes_nothing() -> None:

@@ -144,7 +144,7 @@ def _records(
 
 def _damaged(file: Path, error: Exception) -> RecordError:
     return RecordError(
-        f"{file}: the compressed file is damaged or cut off ({error}). Fetch it again.",
+        f"{file}: the compressed file is damaged or cut off ({error}). Download it again.",
         where=Where(file, 0, "end"),
         reason="damaged or cut off; the file ends here",
     )

@@ -150,7 +150,7 @@ class _Elements:
         around = excerpt(self._text[max(0, at - 40) : at + 40])
         return RecordError(
             f"{self._file}, line {line}, column {column}: not JSON ({problem}): {around}. Correct "
-            "it; a file cut off in the middle must be fetched again.",
+            "it; a file cut off in the middle must be downloaded again.",
             where=Where(self._file, line, "line"),
             reason="not JSON; the array ends here",
             content=around,

@@ -188,7 +188,7 @@ def _not_json(line: str, where: Where, error: Exception) -> RecordError:
     around = excerpt(line[max(0, column - 41) : column + 39])
     return RecordError(
         f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "
-        "off in the middle must be fetched again.",
+        "off in the middle must be downloaded again.",
         where=where,
         reason="not JSON",
         content=line,
@@ -196,7 +196,7 @@ def _not_json(line: str, where: Where, error: Exception) -> RecordError:
 
 
 def no_object(value: Any, where: Where) -> RecordError:
-    """For a record that is JSON, but no object."""
+    """For a record that is JSON, but not an object."""
     return RecordError(
         f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
         '{"text": "..."}.',

@@ -31,7 +31,7 @@ def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{file}, after row {number}: not a readable {file.suffix[1:]} file ({line}). It is "
-            "damaged, cut off or of another kind; fetch it again."
+            "damaged, cut off or of another kind; download it again."
         ) from error
 
 

@@ -71,7 +71,7 @@ def found(spec: DatasetSpec) -> SampleStore | None:
             if there.get(key) != value
         ]
         raise DataError(
-            f"{spec.path} holds data prepared otherwise: "
+            f"{spec.path} contains data that was prepared differently: "
             f"{'; '.join(different) or 'by another llmx'}. A store lies under the name of what it "
             "is; this one was put there by hand. Remove the directory; it is prepared again."
         )
@@ -242,7 +242,7 @@ def _kept(spec: DatasetSpec, staging: Staging) -> str:
             "there. Remove the directory to start again."
         )
     staging.remove()
-    return "Nothing of it is kept."
+    return "No part of it is kept."
 
 
 # Finalize: from staged examples to a store with its meta.json; the same on one host and on many

@@ -63,7 +63,7 @@ def _byte_level(directory: Path) -> tuple[Any, str]:
     if missing := [c for c in map(chr, byte_of_character()) if c not in vocab]:
         raise ConfigError(
             f"{place}: vocab.json and merges.txt are no byte-level BPE ({len(missing)} of 256 "
-            f"bytes have no token), and which other tokenizer they belong to is not said. {HOW}."
+            f"bytes have no token), and which other tokenizer they belong to is unknown. {HOW}."
         )
     ends = ("</s>", "<|endoftext|>") if "<s>" in vocab else ("<|endoftext|>", "</s>")
     end = next((token for token in ends if token in vocab), None)
@@ -152,9 +152,7 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
     place, shown = Path(source), printable(name, keep="")
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if place.is_file():
-        raise ConfigError(
-            f"{key}={shown} is a file. Give the directory that it lies in, with {HOW_NAMED}."
-        )
+        raise ConfigError(f"{key}={shown} is a file. Give its directory, with {HOW_NAMED}.")
     if not place.is_dir() and place.is_absolute():
         raise ConfigError(f"{key}={shown}: no such directory.")
     alone = vocabulary_tokenizer(place) if place.is_dir() else None

@@ -176,7 +176,7 @@ class Trained:
                 f"of {PAD_TO}, as llmx does from scratch",
                 f"  learned     from {self.sample_bytes / 2**20:.1f} MiB{sampled}, "
                 f"{self.seconds:.1f} s",
-                f"  text        {self.bytes_per_token:.2f} bytes a token",
+                f"  text        {self.bytes_per_token:.2f} bytes per token",
                 f"  use it      model.tokenizer={self.path}",
             ]
         )
@@ -351,7 +351,7 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if back != text and "\u2581" not in text:
             raise DataError(
-                f"The tokenizer does not give back a text as it was: {json.dumps(text[:80])} "
+                f"The tokenizer does not restore a text exactly: {json.dumps(text[:80])} "
                 f"became {json.dumps(back[:80])}. Use tokenizer.kind=bbpe."
             )
     return tokens

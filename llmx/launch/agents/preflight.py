@@ -245,7 +245,7 @@ def check_environments(
     ):
         if isinstance(reply, AgentError):
             raise LaunchError(
-                f"{connection.name}: {spec.python} cannot list what is installed there: {reply}"
+                f"{connection.name}: {spec.python} cannot list the installed packages: {reply}"
             ) from reply
         surveys[connection.name] = reply["facts"]
         records[connection.name].note_survey(name, reply["facts"])

@@ -135,9 +135,9 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool) -> str:
     for name, value in env.items():
         if not is_variable_name(name) or not is_one_line(value):
             raise ConfigError(
-                f"{name[:60]!r}: the name is not that of a variable, or the value has a line break "
-                "or another control character. It cannot be passed to other hosts: unset or change "
-                "it."
+                f"{name[:60]!r}: the name is not a valid variable name, or the value has a line "
+                "break or another control character. It cannot be passed to other hosts: unset or "
+                "change it."
             )
         if not _PLAIN.fullmatch(value):
             if not shell:

@@ -221,7 +221,7 @@ def _hung(hang: Hang, plan: Plan) -> Outcome:
         "hang",
         f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}; {who}",
         "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if a step may take "
-        "so long, raise launch.hang_timeout_s",
+        "this long, raise launch.hang_timeout_s",
         hang.rank,
         host,
         hang.stack,

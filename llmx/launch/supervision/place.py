@@ -58,7 +58,7 @@ class RunPlace:
                 root.parent.mkdir(parents=True, exist_ok=True)
                 root.symlink_to(place)
                 self._log.warning(
-                    f"the run directory was moved from {root} to {place}. The run goes on there: "
+                    f"the run directory was moved from {root} to {place}. The run continues there: "
                     f"{root} is a link to it now. Keep the link until the run has ended."
                 )
                 return
@@ -75,8 +75,8 @@ class RunPlace:
                 (root / name).write_bytes(content)
             os.close(self._descriptor)
             self._descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-            end = f"{root} was made again with its config; its metrics and checkpoints are lost."
+            end = f"{root} was created again with its config; its metrics and checkpoints are lost."
         except OSError as error:
-            end = f"{root} cannot be made again ({error.strerror})."
+            end = f"{root} cannot be created again ({error.strerror})."
         self._log.warning(f"{what} while the run trained. {end} The run ends with a checkpoint.")
         self._shutdown.request(REMOVED)

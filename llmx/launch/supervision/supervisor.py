@@ -243,7 +243,7 @@ class Supervisor:
         try:
             write_json(self.run_dir.result, result.to_dict())
         except OSError as error:  # a full disk must not hide what happened
-            self.log.warning(f"result.json cannot be written: {error}")
+            self.log.warning(f"cannot write result.json: {error}")
         self.log.debug(f"{result.outcome}: {result.cause}")
 
     def _finalize(self) -> None:

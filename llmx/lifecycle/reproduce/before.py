@@ -67,7 +67,7 @@ def _of_the_run_itself(
         found.append(
             Difference(
                 MAY, "deterministic=false: kernels may differ from run to run", "so", "so",
-                "train with deterministic=true what is to be repeated bit for bit",
+                "train with deterministic=true to repeat a run bit for bit",
             )
         )  # fmt: skip
     for directory in history(run):
@@ -81,7 +81,7 @@ def _of_the_run_itself(
                 Difference(
                     BREAKS, f"resumed at step {change['step']}",
                     f"other {', '.join(other)}", "from the start as it is",
-                    f"{os.path.relpath(directory, run.root)}/ has the config of before",
+                    f"{os.path.relpath(directory, run.root)}/ has the previous config",
                 )
             )  # fmt: skip
     return found

@@ -52,7 +52,7 @@ def help_text() -> str:
         "                  also where the numbers differ at the end\n"
         "  checkout=true   run the recorded commit with the recorded changes, from a worktree\n"
         "  dry_run=true    list what differs, start nothing\n"
-        "  run_dir=DIR     where the new run goes\n"
+        "  run_dir=DIR     directory of the new run\n"
         "  trust=true      run the code that somebody else's run directory names\n\n"
         "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
         f"compared):\n{textwrap.indent(textwrap.fill(', '.join(ALLOWED[:-1]), 86), '  ')}\n"
@@ -75,7 +75,9 @@ def reproduce(words: RunCommand) -> int:
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
     if target.config.exists():
-        raise ConfigError(f"run_dir={target.root} holds a run already. Choose another directory.")
+        raise ConfigError(
+            f"run_dir={target.root} already contains a run. Choose another directory."
+        )
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
     composed = keep_choice(plan_experiment(new), old_plan, {change.key for change in changed})

@@ -69,12 +69,13 @@ def print_outcome(
         )
     if breaking:
         console.print(
-            "  It differs from the first run in what breaks bitwise equality:", style="bold red"
+            "  These differences from the first run break bitwise equality:", style="bold red"
         )
         for row in breaking:
             console.print(Text(f"    {row.what}: {row.then} then, {row.now} now", style="red"))
         if outcome.identical:
             console.print(
-                "  Equal values nevertheless: it had no effect on what was compared.", style="red"
+                "  The values are equal nevertheless: these had no effect on what was compared.",
+                style="red",
             )
     console.print(Text(f"  written to {where}"), soft_wrap=True)

@@ -151,7 +151,7 @@ def _refuse_other_batch(old: Plan, new: Plan) -> None:
     if new.batch.global_batch != old.batch.global_batch:
         raise ConfigError(
             f"the global batch would be {new.batch.global_batch}, but it was "
-            f"{old.batch.global_batch}: step k would no longer be the samples it was. Choose "
+            f"{old.batch.global_batch}: step k would no longer have the same samples. Choose "
             "batch.micro_batch and hardware so that it can stay."
         )
 

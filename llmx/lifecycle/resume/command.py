@@ -47,8 +47,8 @@ def help_text() -> str:
         "directory. On the same hardware the result is bitwise that of the undisturbed run.\n\n"
         "  step=N          resume from that checkpoint; newer ones are moved to history/\n"
         "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
-        "  task.steps=N    make the run longer, a finished one too\n"
-        "  dry_run=true    say what would happen, change nothing\n"
+        "  task.steps=N    extend the run, also a finished one\n"
+        "  dry_run=true    show what would happen, change nothing\n"
         "  trust=true      run the code that somebody else's run directory names\n\n"
         f"What may change, and what it does to the numbers\n\n{table()}"
     )
@@ -106,7 +106,9 @@ def resume(
     if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return 0
-    check_writable(run.config, fix="Copy the run to a place where you may write, and resume that.")
+    check_writable(
+        run.config, fix="Copy the run to a directory that you can write to, and resume the copy."
+    )
     severe = [row for row in found if row.severity != HARMLESS]
     _rewrite(
         run, upcoming, state, severe,

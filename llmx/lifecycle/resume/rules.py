@@ -91,11 +91,11 @@ RULES = (
     Rule(("precision",), OTHER, "the master weights stay, the arithmetic changes"),
     Rule(("deterministic",), ROUNDING, "other kernels"),
     Rule(("optim.kind",), REFUSED, "the checkpoint holds the states of that optimizer"),
-    Rule(("optim.*",), OTHER, "read anew at each step"),
+    Rule(("optim.*",), OTHER, "read again at each step"),
     Rule(("data.cache_dir", "data.num_workers", "data.share_from_mib"), SAME, "where and how "
          "the same samples are prepared"),
     Rule(PLACES, SAME, "where the same content lies; it is compared"),
-    Rule(("data.seq_len",), REFUSED, "another length makes other samples"),
+    Rule(("data.seq_len",), REFUSED, "another length makes different samples"),
     Rule(("data.layout", "data.pad_to_multiple_of"), ROUNDING, "the same rows in other batches"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),
     Rule(("seed",), REFUSED, "the order of the samples follows from it"),
@@ -104,18 +104,18 @@ RULES = (
         REFUSED,
         "a step would take other samples",
     ),
-    Rule(("adapter.lr",), OTHER, "read anew at each step"),
+    Rule(("adapter.lr",), OTHER, "read again at each step"),
     Rule(("adapter.*",), REFUSED, "the checkpoint holds that adapter"),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
     Rule(("task.kind",), REFUSED, "another task is another run"),
     Rule(("task.options", "task.options.*"), REFUSED, "they decide the task's samples and loss"),
     Rule(("task.code_path",), SAME, "where the task's code lies; it is compared"),
     Rule(("sweep.*",), SAME, "how a sweep runs its trials"),
-    Rule(("tokenizer.*",), REFUSED, "for the command tokenizer alone"),
+    Rule(("tokenizer.*",), REFUSED, "only for the tokenizer command"),
     Rule(("name",), SAME, "what it is called"),
     Rule(("run_dir",), SAME, "a run is resumed where its directory is"),
     Rule(("dry_run",), SAME, "dry_run=true shows what would happen"),
-    Rule(("schema_version",), REFUSED, "it is the version of the snapshot's form"),
+    Rule(("schema_version",), REFUSED, "it is the version of the snapshot's format"),
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def rule_of(key: str) -> Rule:
     for rule in RULES:
         if any(fnmatchcase(key, pattern) for pattern in rule.keys):
             return rule
-    return Rule((key,), REFUSED, "it is not known what it would do to the numbers")
+    return Rule((key,), REFUSED, "its effect on the numbers is unknown")
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path,
-        help="where the files of a sweep go (default: its own directory)",
+        help="directory for the files of a sweep (default: its own directory)",
     )  # fmt: skip
     parser.add_argument(
         "--objective", metavar="NAME",

@@ -103,11 +103,13 @@ def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
     if len(set(tokens.values())) > 1:
         each = ", ".join(f"{value:,} on {name}" for name, value in tokens.items())
         lines.append(
-            f"A step has not the same number of tokens: {each}. Set batch.global_batch to compare "
-            "the same training."
+            f"The steps do not have the same number of tokens: {each}. Set batch.global_batch to "
+            "compare the same training."
         )
     if plans and not all(plan.total_steps for plan in plans.values()):
-        lines.append("The number of steps follows from the samples: set task.steps for the whole.")
+        lines.append(
+            "The number of steps is unknown until the data is read: set task.steps for a total."
+        )
     for name, plan in plans.items():
         if plan.time is not None and plan.time.unknown:
             lines.append(f"{name}: the time is not known: {plan.time.unknown}.")
@@ -115,7 +117,7 @@ def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
         if isinstance(one, str):
             lines.append(f"{name}: {one}")
         elif unpriced := without_price(one.experiment.hardware, one.plan.hosts):
-            lines.append(f"{name}: no price of {', '.join(unpriced)} (hardware.price_per_hour).")
+            lines.append(f"{name}: no price for {', '.join(unpriced)} (hardware.price_per_hour).")
     sources = [text for plan in plans.values() if plan.time for text in plan.time.sources]
     if sources:
         lines.append(f"From: {'; '.join(dict.fromkeys(sources))} (docs/planner.md).")

@@ -87,7 +87,7 @@ def _loss(data: RunData) -> str:
     lines = []
     if means:
         lines.append(Line("train, each logged step", train, "blue", "faint"))
-        lines.append(Line("mean since the one before", means, "blue"))
+        lines.append(Line("mean since the previous line", means, "blue"))
     elif len(train) >= SMOOTHED_FROM:
         smooth = smoothed([value for _, value in train])
         steps = [step for step, _ in train]

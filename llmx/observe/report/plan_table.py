@@ -256,7 +256,7 @@ def device_lines(plan: Plan, exp: Experiment) -> list[str]:
     for name in names:
         ranks = [rank for rank in plan.ranks if rank.device == name]
         how = checkpointing_on(exp, name)
-        again = "nothing computed again" if how == "none" else f"{how} activation checkpointing"
+        again = "nothing recomputed" if how == "none" else f"{how} activation checkpointing"
         size = max(rank.micro_batch for rank in ranks)
         found.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {again}")
     return [*found, _alike(exp)]

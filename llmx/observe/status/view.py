@@ -317,7 +317,7 @@ def event_text(event: Facts) -> str:
     at = f" step {step:,}" if isinstance(step, int) else ""
     if kind == "saved":
         stall = event.get("stall_s")
-        return f"saved{at}" + (f", training waited {stall:.2g} s" if stall is not None else "")
+        return f"saved{at}" + (f", training paused for {stall:.2g} s" if stall is not None else "")
     if kind == "resumed":
         return f"resumed from{at}, attempt {event.get('attempt', '?')}"
     if kind == "skipped":

@@ -473,8 +473,8 @@ def check_source(model: ModelConfig) -> None:
     except Exception as error:  # the Hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
-            f"it is no directory with a config.json on this host, and the Hub did not give it: "
-            f"{reason} Set the source to a directory that every host has, or to a Hub id."
+            f"it is not a directory with a config.json on this host, and cannot be loaded from the "
+            f"Hub: {reason} Set the source to a directory that every host has, or to a Hub id."
         ) from error
 
 
@@ -500,7 +500,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     if other:
         token = min(other, key=lambda one: ours[one])
         raise ConfigError(
-            f"its tokenizer is another one: {len(other)} of {len(ours)} tokens have other ids "
+            f"its tokenizer differs: {len(other)} of {len(ours)} tokens have other ids "
             f"there, e.g. {token!r}, which is {ours[token]} here and {found.get(token, 'none')} "
             "there. All networks of a task read the same tokens: choose a source with the "
             "tokenizer of the run."
