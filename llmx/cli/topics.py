@@ -94,6 +94,7 @@ ENVIRONMENT = {
         "skipped and benchmarks refuse to start.",
         "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
         "of code, where a training waits for the GPU (python -m llmx bench does).",
+        "LLMX_DEBUG": "1 shows the traceback behind an error message.",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
         "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",
         "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it, except those "

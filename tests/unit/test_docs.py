@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from llmx.__main__ import main
@@ -77,8 +79,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("reader")
     (place / "chats.jsonl").write_text(CHATS)
     (place / "PATH").mkdir()
-    for name in ("a.jsonl", "b.parquet", "corpus.txt", "PATH/rows.jsonl"):
+    for name in ("a.jsonl", "corpus.txt", "PATH/rows.jsonl"):
         (place / name).write_text(CHATS)
+    chats = [json.loads(line) for line in CHATS.splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), place / "b.parquet")
+    (place / "llmx" / "data").mkdir(parents=True)
+    for name in ("support", "refunds", "web"):
+        (place / "llmx" / "data" / f"{name}.yaml").write_text(f"path: {place}/chats.jsonl\n")
     for name in ("train.tsv", "dev.tsv"):
         (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
     (place / "corpus").mkdir()
