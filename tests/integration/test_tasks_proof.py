@@ -25,17 +25,19 @@ from tests.rundirs import TINY_LLAMA
 pytestmark = pytest.mark.deepspeed
 
 STEPS, SAVED = 4, 2
+ALPACA = "data=alpaca data.path={data}/alpaca_zh_demo.json data.seq_len=512"
 PAIRS = "data=file data.path={data}/dpo_en_demo.json data.seq_len=512 data.over_long=truncate"
 WORDS = {
-    "classify": "data=labelled data.path={data}/book_review/train.tsv data.data_map.prompt=text_a",
-    "distill": "data=alpaca data.path={data}/alpaca_zh_demo.json task.options.teacher={teacher}",
+    "classify": "data=labelled data.path={data}/book_review/train.tsv data.data_map.prompt=text_a"
+    " data.seq_len=512",
+    "distill": f"{ALPACA} task.options.teacher={{teacher}}",
     "dpo": PAIRS,
-    "embed": "data=alpaca data.path={data}/alpaca_zh_demo.json data.packing=none",
+    "embed": f"{ALPACA} data.packing=none",
     "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
     " data.path={data}/CLUECorpusSmall_sampled.txt data.seq_len=64",
     "pretrain": "data=text data.path={data}/c4_demo.jsonl",
     "reward": PAIRS,
-    "sft": "data=alpaca data.path={data}/alpaca_zh_demo.json",
+    "sft": ALPACA,
 }
 """What each is trained on, beside ``task=NAME``."""
 
