@@ -177,10 +177,6 @@ def measured_of(options: argparse.Namespace) -> Measured:
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
     out = target.run.root if target.run else Path()
-    if options.out is not None and options.out.is_dir():
-        raise ConfigError(
-            f"--out {options.out}: is a directory. Name a file: {options.out}/eval.json."
-        )
     return Measured(target, exp, options.out or out / f"eval-{name}.json")
 
 

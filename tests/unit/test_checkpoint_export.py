@@ -25,9 +25,11 @@ from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
 from llmx.cli.export import export, main
+from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError, DataError, DiskFullError, LlmxError
 from llmx.models.conversion import effective_conversions
 from llmx.run.rundir import RunDir
+from llmx.run.snapshot import dump_config
 from tests.checkpoint_saves import flip_bit, tree
 
 VOCABULARY, PADDED = 50, 64
@@ -359,8 +361,11 @@ def test_an_architecture_of_its_own_code_is_exported_as_the_run_trusts_it(
     save_model(run, model, 1, precision="fp32")
     with pytest.raises(ValueError, match="trust_remote_code"):
         export(run)  # its config does not say so
-    run.config.write_text("model: {trust_remote_code: true}\n")
-    directory = export(run)
+    exp = experiment_from_dict({"model": {"trust_remote_code": True}})
+    run.config.write_text(dump_config(exp))
+    with pytest.raises(ConfigError, match="--trust"):
+        export(run)  # nor is it known to be a run of this user
+    directory = export(run, trusted=True)
     again = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).state_dict()
     for name, tensor in expected(model, torch.float32).items():
         assert torch.equal(again[name], tensor), name

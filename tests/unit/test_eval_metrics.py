@@ -18,7 +18,7 @@ from llmx.tasks import completion_metrics, completion_scores
 from tests.composing import composed
 
 OWN = "own_eval_metrics_of_a_test"
-PROMPTS = [EvalPrompt((1,), "?", "a b c"), EvalPrompt((1,), "?", "d")]
+PROMPTS = [EvalPrompt((1,), "?", "a b c", 3), EvalPrompt((1,), "?", "d", 1)]
 
 
 @pytest.fixture

@@ -167,7 +167,9 @@ def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> 
     from llmx.train.evaluation import write_samples
 
     run_dir = RunDir(tmp_path)
-    prompts = [EvalPrompt(tokens=(), prompt=f"q{n}", expected=f"a{n}") for n in range(2)]
+    prompts = [
+        EvalPrompt((), prompt=f"q{n}", expected=f"a{n}", expected_tokens=2) for n in range(2)
+    ]
     write_samples(run_dir, prompts, ["x", "a1"], {"exact_match": 0.5}, when="before")
     if when == "after":
         write_samples(run_dir, prompts, ["a0", "a1"], {"exact_match": 1.0}, when="after")

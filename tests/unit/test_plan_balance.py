@@ -228,7 +228,7 @@ def test_a_slow_network_is_met_less_often() -> None:
 
 def test_what_is_not_measured_yet_does_not_decide_how_many_samples_a_step_has() -> None:
     words = ["hardware=a100x2_v100x2", "model=llama3_8b", "batch.micro_batch=8", "zero=stage3"]
-    words += ["batch.global_batch=null", "batch.tokens_per_step=null"]
+    words += ["batch.accumulation=1"]
     by_sheet, measured, even = (
         composed([*words, f"batch.balance={how}"]).plan.batch.global_batch
         for how in ("spec", "measured", "even")

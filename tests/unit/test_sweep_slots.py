@@ -84,7 +84,7 @@ def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
 
 def gpus(*indices: list[int], transport: str = "auto") -> Experiment:
     """On hosts of which only some GPUs are used."""
-    exp = composed([*TWO_TYPES, f"launch.transport={transport}"]).experiment
+    exp = composed([*TWO_TYPES, "batch.accumulation=1", f"launch.transport={transport}"]).experiment
     chosen = [
         dataclasses.replace(host, slots=len(part), device_indices=part)
         for host, part in zip(exp.hardware.hosts, indices, strict=False)
