@@ -315,7 +315,7 @@ def test_server_lost_during_the_run(
     assert_whole(only_wandb_file(run, prefix=""), run, records)
     first, last = out.splitlines()
     assert first.startswith("wandb: online: ")
-    assert "did not take everything" in last
+    assert "did not accept everything" in last
     assert "wandb sync " in last
 
 

@@ -94,7 +94,7 @@ def test_the_second_copy_of_hpz_goes_with_an_offload() -> None:
     overrides += ["model.activation_checkpointing=full", "zero.hpz_partition_size=2"]
     overrides += ["batch.global_batch=4"]
     advised, _ = with_traced_memory(composed(overrides), make=False)
-    (text,) = [each for each in advised.plan.warnings if "What fits, each planned" in each]
+    (text,) = [each for each in advised.plan.warnings if "These fit by the plan" in each]
     typed = text.partition("first: ")[2].partition(" (")[0]
     assert typed == "zero=stage3_offload zero.hpz_partition_size=1"
     again = composed([*overrides, *typed.split()])

@@ -91,7 +91,7 @@ def test_a_directory_that_is_none_of_these(tmp_path: Path):
     (tmp_path / "empty" / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(ConfigError, match=r"vocab\.txt has no \[UNK\]"):
         loaded(tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"vocab\.txt is a file\. Give the directory"):
+    with pytest.raises(ConfigError, match=r"vocab\.txt is a file\. Give its directory"):
         loaded(tmp_path / "empty" / "vocab.txt")
     with pytest.raises(ConfigError, match="no such directory"):
         loaded(tmp_path / "missing")

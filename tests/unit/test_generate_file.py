@@ -192,7 +192,7 @@ def test_what_may_stand_in_a_file(run: RunDir, tmp_path: Path, capsys: Any) -> N
     assert [prompt.text for prompt in read_prompts(text)] == ["Why?", "No?"]
     for content, problem in (
         ("", "there is no prompt in it"),
-        ("[1]\n", "is JSON, but no object"),
+        ("[1]\n", "is JSON, but not an object"),
         ('{"text": "x"}\n', "has no prompt. A line is"),
         ('{"prompt": ""}\n{"a": 1}\n', "line 1: has no prompt"),
         ('{"prompt": "a"}\n{"prompt\n', "line 2: is not a JSON object"),

@@ -228,7 +228,7 @@ def test_advice_without_traces_is_planned_too() -> None:
     words = [*LLAMA, "zero=stage1", "batch.micro_batch=8"]
     found = composed(words)
     advised, _ = with_traced_memory(found, make=False)
-    (said,) = [text for text in advised.plan.warnings if "What fits, each planned" in text]
+    (said,) = [text for text in advised.plan.warnings if "These fit by the plan" in text]
     first = said.partition("first: ")[2].partition(" (")[0]
     assert "% time" in said
     fitting = composed([*words, *first.split()])

@@ -200,7 +200,7 @@ def test_typed_overrides_lead_from_one_to_the_other() -> None:
 def test_advice_for_one_type_fits_when_typed() -> None:
     """The V100s have no room for one sample, the A100s for four."""
     advised, _ = with_traced_memory(composed(SMALL), make=False)
-    (text,) = [text for text in advised.plan.warnings if "What fits, each planned" in text]
+    (text,) = [text for text in advised.plan.warnings if "These fit by the plan" in text]
     overrides = text.partition("first: ")[2].split("; ")[0].partition(" (")[0]
     assert overrides == f"{OWN}=full"
     fitting = composed([*SMALL, overrides])

@@ -136,7 +136,7 @@ def test_nothing_that_fits_ends_the_search() -> None:
     search = Search(AXES, candidates())
     trials = searched(search, needed=lambda place: 1000.0)
     assert search.best is None
-    assert "nothing is left" in search.ended
+    assert "no remaining candidate could fit" in search.ended
     assert len(trials) <= 16
 
 
