@@ -56,9 +56,12 @@ class DiskFullError(LlmxError, RuntimeError):
 
 def disk_is_full(error: BaseException | None) -> bool:
     """Whether a full disk (or a quota) is the cause of an error, whatever its message."""
-    while error is not None:
+    looked_at = set()
+    # Hydra's sweeper raises a stored error from itself: a chain may be a circle.
+    while error is not None and id(error) not in looked_at:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
+        looked_at.add(id(error))
         error = error.__cause__
     return False
 

@@ -18,7 +18,7 @@ from llmx.cli import data, evaluate, generate
 from llmx.cli.main import main
 from llmx.config import to_dict
 from llmx.data.tokenize import train as tokenizer
-from llmx.errors import ConfigError, DiskFullError, exit_code
+from llmx.errors import ConfigError, DiskFullError, disk_is_full, exit_code
 from llmx.observe.report import __main__ as report
 from tests import tracked_run
 from tests.rundirs import TINY_LLAMA, experiment
@@ -101,3 +101,10 @@ def test_an_error_that_a_full_disk_has_caused() -> None:
             raise ConfigError("it cannot be written") from error
 
     assert exit_code(program) == DiskFullError.exit_code
+
+
+def test_an_error_that_is_its_own_cause() -> None:
+    """Hydra's sweeper raises such; looking for a full disk in it went on for ever."""
+    error = ValueError("a trial failed")
+    error.__cause__ = error
+    assert not disk_is_full(error)
