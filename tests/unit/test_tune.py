@@ -132,7 +132,7 @@ def test_keys_that_are_given_stay_or_are_the_axes(
     assert len(trials.run) <= 6
     if "max_trials=1" in words:
         assert len(trials.run) == 1
-        assert "sweep.max_trials=1" in capsys.readouterr().out
+        assert "sweep.max_trials=1 was reached" in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_the_candidates_and_leaves_nothing(
