@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -79,8 +80,8 @@ class Server:
         self.directory = Path(tempfile.mkdtemp(prefix="llmx-ranks-"))
         self.python, self.deepspeed = shadow(self.directory)
         place = self.directory / "socket"
-        words = f"{sys.executable} -S -E {CLIENT} {place}"
-        self.deepspeed.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        words = [sys.executable, "-S", "-E", str(CLIENT), str(place)]
+        self.deepspeed.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         self.deepspeed.chmod(0o755)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(place)],
