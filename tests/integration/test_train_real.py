@@ -37,11 +37,12 @@ def tokenizer(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return real_tokenizer_dir(real_data, tmp_path_factory.mktemp("tokenizer"))
 
 
-def check(run: Finished, *, tokenizer: Path, fall: float, prompt: str) -> None:
-    """It ended well without a warning, it learned, and its model loads and answers."""
+def check(run: Finished, *, tokenizer: Path, fall: float, prompt: str, warning: str = "") -> None:
+    """It ended well with no other warning, it learned, and its model loads and answers."""
     assert run.exit_code == 0, run.said
     assert run.result["outcome"] == "ok"
-    assert run.warnings() == []
+    assert bool(warning) == bool(run.warnings())
+    assert [line for line in run.warnings() if warning not in line] == []
     losses = run.losses
     assert len(losses) == STEPS
     # Uniform over the 50,265 tokens is ln 50265 = 10.82; the demo's initialisation adds some.
@@ -107,4 +108,5 @@ def test_instructions_in_chinese(real_data: Path, tokenizer: Path, tmp_path: Pat
         "data.seq_len=256",
         "task=sft",
     )
-    check(run, tokenizer=tokenizer, fall=3.0, prompt="你好")
+    warning = "data.seq_len=960 keeps 95 %"
+    check(run, tokenizer=tokenizer, fall=3.0, prompt="你好", warning=warning)

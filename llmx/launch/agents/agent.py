@@ -320,15 +320,9 @@ class Agent:
 
     def do_survey(self, message: Message) -> Message:
         """Facts of this host, from a program of the supervisor, run by the Python of the ranks."""
-        done = subprocess.run(
-            [message["python"], "-c", message["program"], *message["arguments"]],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=150,
-            check=True,
-        )
+        argv = [message["python"], "-c", message["program"], *message["arguments"]]
         # The last line: the start of an environment may print something.
-        return {"facts": json.loads(done.stdout.splitlines()[-1])}
+        return {"facts": json.loads(_printed(argv, timeout_s=150).splitlines()[-1])}
 
     def do_reserve_port(self, message: Message) -> Message:
         """A free port, reserved against other runs as long as this process lives."""
@@ -701,17 +695,19 @@ def _python_info(python: str, modules: list[str]) -> Message:
         "[m for m in sys.argv[1:] if u.find_spec(m) is None]]))"
     )
     try:
-        done = subprocess.run(
-            [python, "-c", code, *modules],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=60,
-            check=True,
-        )
-        version, missing = json.loads(done.stdout)
+        version, missing = json.loads(_printed([python, "-c", code, *modules], timeout_s=60))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return {"error": str(error)}
     return {"version": version, "missing": missing}
+
+
+def _printed(argv: list[str], *, timeout_s: float) -> bytes:
+    """What a program prints; ValueError with its last line on stderr where it fails."""
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"exit code {done.returncode}: {lines[-1] if lines else 'no message'}")
+    return done.stdout
 
 
 def _disk_free(path: str) -> int | None:
