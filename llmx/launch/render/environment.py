@@ -116,13 +116,13 @@ def launcher_env(spec: LaunchSpec) -> dict[str, str]:
 
 def tool_env() -> dict[str, str]:
     """For the agents, ssh and rsync: without secrets, which they do not need, without a token,
-    since they are not processes of the run, and with messages in English. The C locale alone would
-    be ASCII to Python, which then cannot read a path with "ë" in an environment's ``.pth`` file."""
+    since they are not processes of the run, and with messages in English. Not by ``LC_ALL=C``, which
+    ssh passes on: Python would take it for ASCII and not read a ``.pth`` file with "ë" in it."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name != "LLMX_RUN_TOKEN" and not is_secret(name, value)
-    } | {"LC_ALL": "C", "PYTHONUTF8": "1"}
+        if name not in ("LLMX_RUN_TOKEN", "LC_ALL", "LANGUAGE") and not is_secret(name, value)
+    } | {"LC_MESSAGES": "C"}
 
 
 def render_ds_env(env: Mapping[str, str], *, shell: bool) -> str:
