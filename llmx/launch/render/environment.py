@@ -116,8 +116,8 @@ def launcher_env(spec: LaunchSpec) -> dict[str, str]:
 
 def tool_env() -> dict[str, str]:
     """For the agents, ssh and rsync: without secrets, which they do not need, without a token,
-    since they are not processes of the run, and with messages in English. Not by ``LC_ALL=C``, which
-    ssh passes on: Python would take it for ASCII and not read a ``.pth`` file with "ë" in it."""
+    since they are not processes of the run, and with messages in English. Not by ``LC_ALL=C``: ssh
+    passes it on, and Python then reads ``.pth`` files as ASCII, whatever path is in them."""
     return {
         name: value
         for name, value in os.environ.items()
