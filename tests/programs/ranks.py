@@ -38,13 +38,18 @@ import llmx.train.loop  # noqa: F401
 from llmx import worker
 from tests.programs.leaving import run_and_leave
 
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+
 
 def start(run_dirs: list[str], *, port: int, env: dict[str, str]) -> list[int]:
     """One child a rank."""
     pids = []
     for rank, run_dir in enumerate(run_dirs):
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            end_with(parent)
             place = rank_place(rank, len(run_dirs), address="127.0.0.1", port=port)
             os.environ.update(place, **env)
             sys.path += filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
@@ -62,6 +67,14 @@ def start(run_dirs: list[str], *, port: int, env: dict[str, str]) -> list[int]:
     return pids
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends. DeepSpeed's shared-memory collectives
+    wait for a dead peer in a busy loop in which no signal handler of Python ever runs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
 def rank_place(rank: int, world: int, *, address: str, port: int) -> dict[str, str]:
     """What DeepSpeed's launcher tells a rank of one host."""
     values = {
@@ -73,6 +86,19 @@ def rank_place(rank: int, world: int, *, address: str, port: int) -> dict[str, s
         "MASTER_PORT": port,
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def wait(pid: int) -> int:
+    """The exit code of a rank. Where the tests have ended meanwhile, this process ends as well,
+    and its ranks with it."""
+    tests = select.poll()
+    tests.register(0, 0)  # reports that the pipe was closed, and nothing else
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if tests.poll(10):
+            os._exit(1)
 
 
 def take(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -106,8 +132,10 @@ def launch(connection: socket.socket) -> int:
         (world,) = map(int, re.findall(r"slots=(\d+)", options.hostfile.read_text()))
     running = {}
     for rank in range(world):
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            end_with(parent)
             connection.close()
             place = rank_place(rank, world, address=options.master_addr, port=options.master_port)
             run_program(options.program, {**asked["env"], **place}, asked["cwd"])
@@ -181,10 +209,11 @@ def main() -> None:
         launches = [pid for pid in launches if os.waitpid(pid, os.WNOHANG)[0] == 0]
         if listener in ready:
             connection, _ = listener.accept()
-            pid = os.fork()
+            server, pid = os.getpid(), os.fork()
             if pid == 0:
                 code = 1
                 try:
+                    end_with(server)
                     listener.close()
                     code = launch(connection)
                 except BaseException:
@@ -203,8 +232,7 @@ def main() -> None:
         if "start" in asked:
             answer = {"pids": start(asked["start"], port=asked["port"], env=asked["env"])}
         else:
-            statuses = [os.waitpid(pid, 0)[1] for pid in asked["wait"]]
-            answer = {"codes": [os.waitstatus_to_exitcode(status) for status in statuses]}
+            answer = {"codes": [wait(pid) for pid in asked["wait"]]}
         print(json.dumps(answer), flush=True)
 
 
