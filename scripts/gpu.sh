@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What the GPUs of this machine do, in about ten minutes: sets up, then runs `python -m llmx bench`.
+# What the GPUs of this machine do, in ten minutes: sets up, then runs `python -m benchmarks.gpu`.
 #
 #   scripts/gpu.sh                      packages from the index
 #   scripts/gpu.sh --wheels DIR         from the wheels in DIR, on a machine without an index
-#   scripts/gpu.sh ... --parts mfu      further words go to `python -m llmx bench`
+#   scripts/gpu.sh ... --parts mfu      further words go to `python -m benchmarks.gpu`
 #
 # The torch of this machine's python is used where it has one (PYTHON= names another python); what
 # is missing is installed into VENV (default .venv-gpu). The table lands in benchmarks/results/.
@@ -61,4 +61,4 @@ if [ -n "$missing" ]; then
 fi
 # DeepSpeed's launcher is looked for beside python.
 export PATH="$PWD/$VENV/bin:$PATH"
-exec "$VENV/bin/python" -m llmx bench --out benchmarks/results ${words[@]+"${words[@]}"}
+exec "$VENV/bin/python" -m benchmarks.gpu --out benchmarks/results ${words[@]+"${words[@]}"}

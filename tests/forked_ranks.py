@@ -132,7 +132,7 @@ class Server:
 def shadow(directory: Path) -> tuple[Path, Path]:
     """An environment with all of this one, but its ``deepspeed``: its Python, and the path of that.
 
-    What this Python starts (a sweep's trials, ``bench``) is found beside it, too.
+    What this Python starts (a sweep's trials, ``benchmarks/gpu``) is found beside it, too.
     """
     here, programs = Path(sys.prefix), directory / "bin"
     programs.mkdir()

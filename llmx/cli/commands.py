@@ -59,7 +59,6 @@ HEAVY = {
     "eval": "llmx.cli.evaluate",
     "export": "llmx.cli.export",
     "serve": "llmx.cli.serve",
-    "bench": "llmx.bench",
 }
 """Commands that load heavy libraries -> the module that ``python -m`` runs in a process of its own,
 which also prints their help."""
@@ -374,17 +373,6 @@ COMMANDS = {
             _TRUST,
         ),
         arguments=("run",),
-    ),
-    "bench": Command(
-        "measure kernels, training speed and memory of this machine: bench [--parts A,B]",
-        "[--parts A,B] [--tiny] [--minutes N] [--out DIR]",
-        words=(
-            Word("--parts", "run only these parts", "A,B"),
-            Word("--tiny", "tiny sizes, to test that it runs"),
-            Word("--minutes", "start no new part after N minutes", "N"),
-            Word("--out", "directory for gpu-CHIP.md and gpu-CHIP.json", "DIR", takes="directory"),
-            Word("--work-dir", "directory for runs and data", "DIR", takes="directory"),
-        ),
     ),
     "help": Command(
         "explain a key, a group, an option or a command: help optim.lr",

@@ -87,7 +87,7 @@ def _help(words: list[str]) -> str:
 
 def _module(command: str, words: list[str]) -> int:
     """Commands that load heavy libraries run in a process of their own."""
-    if not words and command != "bench":
+    if not words:
         needs = "two run directories" if command == "compare" else "a run directory"
         names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
         if command in TAKES_CTRL_C:

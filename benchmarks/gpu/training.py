@@ -6,9 +6,8 @@ import json
 import shutil
 from collections.abc import Sequence
 
-from llmx.bench import material
-from llmx.bench.context import Context, PartFailed, Run
-from llmx.bench.measure import Measure, NotHere, at_least, at_most, must
+from benchmarks.gpu import material
+from benchmarks.gpu.part import Context, Measure, NotHere, PartFailed, Run, at_least, at_most, must
 from llmx.plan.types import MemoryPlan
 from llmx.run.metrics import declared_in
 
@@ -175,7 +174,7 @@ def _speed_and_memory(
 def saves(context: Context) -> list[Measure]:
     """Background saves of 1.7B parameters (20 GB): training waits for the copy only."""
     if not context.tiny:
-        from llmx.bench.kernels import free_gib
+        from benchmarks.gpu.kernels import free_gib
 
         free = free_gib(context.root)
         if free < 50:

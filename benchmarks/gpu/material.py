@@ -12,7 +12,7 @@ import random
 import string
 from pathlib import Path
 
-from llmx.bench.context import Context
+from benchmarks.gpu.part import Context
 
 CHATML = (
     "{% for m in messages %}"

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from llmx.bench.context import Context
-from llmx.bench.measure import Measure, at_least, at_most, must
+from benchmarks.gpu.part import Context, Measure, at_least, at_most, must
 from llmx.plan.cuda_builds import has_code_for
 
 PACKAGES = "torch deepspeed transformers datasets triton flash-attn liger-kernel trl".split()

@@ -1,6 +1,6 @@
 """The peer of the ``peers`` part: TRL's or Hugging Face's trainer on one GPU, at its best.
 
-    python -m llmx.bench.peer_trainer JOB.json
+    python -m benchmarks.gpu.peer_trainer JOB.json
 
 As their documentation advises: bf16, fused AdamW, FlashAttention 2 and Liger where they are
 installed, packing (TRL) or padding-free batches. Writes tokens and seconds of every step.

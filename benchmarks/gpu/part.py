@@ -1,4 +1,4 @@
-"""Where a part runs: its directory, its sizes, the device; and real runs of llmx made there."""
+"""What every part of this benchmark is given (``Context``) and gives (``Measure``, ``Outcome``)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import shutil
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmx.config.schema import DeviceConfig
+from llmx.run.metrics.lines import read_metrics
+
+
+class NotHere(Exception):
+    """This machine cannot run the part; the message says what is missing."""
 
 
 class PartFailed(Exception):
@@ -86,8 +91,6 @@ class Run:
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` of one kind."""
-        from llmx.run.metrics.lines import read_metrics
-
         lines = read_metrics(self.directory / "metrics.jsonl")
         return [line for line in lines if line["kind"] == kind]
 
@@ -117,3 +120,59 @@ class Run:
     def peak_memory_gib(self) -> float:
         """The largest that any rank reported."""
         return float(max(max(line["memory_gib"]) for line in self.lines("train")))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number (or word) beside what is expected."""
+
+    name: str
+    value: float | str
+    unit: str = ""
+    expected: str = ""
+    """In words: ``at least 60 %``. Empty where there is nothing to hold it against."""
+    ok: bool | None = None
+    """Whether it is as expected; None where nothing is expected (or sizes are shrunken)."""
+
+    def shown(self) -> str:
+        """``788 TFLOP/s``."""
+        if isinstance(self.value, str):
+            return self.value
+        text = f"{self.value:,.0f}" if abs(self.value) >= 100 else f"{self.value:,.3g}"
+        return f"{text} {self.unit}".strip()
+
+
+def at_least(name: str, value: float, bound: float, unit: str = "") -> Measure:
+    """A measure that must not be below ``bound``."""
+    expected = Measure("", bound, unit).shown()
+    return Measure(name, value, unit, expected=f"at least {expected}", ok=value >= bound)
+
+
+def at_most(name: str, value: float, bound: float, unit: str = "") -> Measure:
+    """A measure that must not be above ``bound``."""
+    expected = Measure("", bound, unit).shown()
+    return Measure(name, value, unit, expected=f"at most {expected}", ok=value <= bound)
+
+
+def must(name: str, holds: bool, *, yes: str = "yes", no: str = "no") -> Measure:
+    """A measure that is a fact."""
+    return Measure(name, yes if holds else no, expected=yes, ok=holds)
+
+
+@dataclass
+class Outcome:
+    """How a part ended."""
+
+    part: str
+    title: str
+    state: str
+    """``done``, ``failed`` or ``not run``."""
+    seconds: float = 0.0
+    why: str = ""
+    """Of a part that failed or was not run, in one line."""
+    measures: list[Measure] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed and nothing is below what is expected."""
+        return self.state != "failed" and all(m.ok is not False for m in self.measures)

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from typing import Any
 
-from llmx.bench import material
-from llmx.bench.context import Context, PartFailed
-from llmx.bench.measure import Measure, at_least
-from llmx.bench.training import QUICK, llama_1_7b
+from benchmarks.gpu import material
+from benchmarks.gpu.part import Context, Measure, PartFailed, at_least
+from benchmarks.gpu.training import QUICK, llama_1_7b
 
 TARGET = 1.3
 """Times the useful tokens/s of TRL at its best configuration."""
@@ -97,7 +96,7 @@ def _peer(
     }
     path = out.with_suffix(".job.json")
     path.write_text(json.dumps(job), encoding="utf-8")
-    command = [sys.executable, "-m", "llmx.bench.peer_trainer", str(path)]
+    command = [sys.executable, "-m", "benchmarks.gpu.peer_trainer", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", flush=True)
     if done.returncode != 0 or not out.is_file():
