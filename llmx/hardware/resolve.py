@@ -48,7 +48,7 @@ def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
 
 
 def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:
-    from llmx.launch.render.hostfile import parse_hostfile
+    from llmx.hardware.hostfile import parse_hostfile
 
     if not hardware.path:
         raise ConfigError(

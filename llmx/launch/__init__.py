@@ -47,7 +47,7 @@ the background, so that a host that never comes back costs one save interval.
 
 from __future__ import annotations
 
-from llmx.launch.render.files import check_launch, write_launch_files
+from llmx.launch.files import check_launch, write_launch_files
 from llmx.launch.supervision.finalize import start_report
 from llmx.launch.supervision.supervisor import supervise
 

@@ -71,10 +71,10 @@ def run_composed(
     run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
     launch = write_launch_files(exp, plan, run)
     if exp.dry_run:
-        from llmx.hardware.space import problems_here
+        from llmx.hardware.compare import problems_here
         from llmx.hardware.survey import space_facts
-        from llmx.launch.render.files import path_problems, render_command
-        from llmx.launch.sync.files import sync_sizes
+        from llmx.launch.files import path_problems, render_command
+        from llmx.launch.sync import sync_sizes
         from llmx.observe.report.plan_table import print_plan
 
         command = render_command(launch)

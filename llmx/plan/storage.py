@@ -4,7 +4,7 @@
 
 Bytes that follow from the model, the ZeRO stage and ``checkpoint.keep``; what is assumed beside
 them is a constant below. What is not known before data and model are there is None, and shown as
-unknown. ``llmx.hardware.space`` compares it with what a host has.
+unknown. ``llmx.hardware.compare`` compares it with what a host has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROCESS_BYTES = {"cpu": math.ceil(CONTEXT_GIB["cpu"] * GIB), "cuda": 2048 * MIB}
 docs/planner.md); with CUDA also what its driver and NCCL take in host memory, which is assumed."""
 PINNED = 2
 """Checkpoints that are not removed yet, since they are being collected from disks of other hosts
-(``llmx.launch.sync.checkpoints``)."""
+(``llmx.launch.checkpoint_sync``)."""
 TEXT_BYTES = 96 * 1024
 """Manifest, state, config, plan and tokenizer in a checkpoint: assumed."""
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from llmx.launch.supervision.result import Result
+from llmx.launch.supervision.outcome import Result
 from llmx.observe.compare import config_rows, main, short_names
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json

@@ -15,8 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.observe.diagnose import OUTCOMES, OWN_ERRORS, Failure, diagnose, signal_in_log
-from llmx.observe.known_failures import KNOWN_FAILURES
+from llmx.launch.diagnose import (
+    KNOWN_FAILURES,
+    OUTCOMES,
+    OWN_ERRORS,
+    Failure,
+    diagnose,
+    signal_in_log,
+)
 
 # (row, outcome, message)
 MESSAGES = [
@@ -183,7 +189,7 @@ def test_an_error_of_llmx_is_its_message_which_has_the_fix() -> None:
 
 def test_by_hand() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmx.observe.diagnose"],
+        [sys.executable, "-m", "llmx.launch.diagnose"],
         input="CUDA out of memory",
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from llmx.checkpoint.manifest import CheckpointError
 from llmx.cli.arguments import sweep_overrides
 from llmx.cli.hydra_app import _of_hydra
 from llmx.errors import EXIT_CODES, DataError, LlmxError, exit_code
-from llmx.launch.supervision.result import OUTCOME_EXIT_CODES
+from llmx.launch.supervision.outcome import OUTCOME_EXIT_CODES
 from tests.fuzz.check import FOREIGN
 
 LONG = "x" * 300

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.hardware.space import DiskUse, disk_problem, disk_use, problems_here, ram_problem
+from llmx.hardware.compare import DiskUse, disk_problem, disk_use, problems_here, ram_problem
 from llmx.hardware.survey import ram_available, space_facts
 from tests.composing import composed
 

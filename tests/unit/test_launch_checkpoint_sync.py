@@ -10,10 +10,9 @@ from typing import Any
 
 from llmx.checkpoint.manifest import digest_bytes, make_manifest
 from llmx.checkpoint.selection import list_steps
-from llmx.launch.supervision.console import Console
+from llmx.launch.checkpoint_sync import CheckpointSync
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.journal import write_resume
-from llmx.launch.supervision.log import RunLog
-from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.run.rundir import RunDir
 
 

@@ -21,9 +21,8 @@ from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.supervision import attempt as attempt_module
 from llmx.launch.supervision import monitor as watch_module
 from llmx.launch.supervision.attempt import Attempt
-from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.journal import Journal
-from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, write_json

@@ -11,8 +11,7 @@ import pytest
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.supervision.attempt import launch_failure
-from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, classify
-from llmx.launch.supervision.result import exit_code_of
+from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, classify, exit_code_of
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from tests.unit.test_launch_render import experiment

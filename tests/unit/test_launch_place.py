@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.launch.supervision.console import Console
-from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.place import REMOVED, RunPlace
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, write_json

@@ -26,17 +26,17 @@ from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.detect import Gpu
-from llmx.launch.render.environment import launcher_env, rank_env, render_ds_env
-from llmx.launch.render.files import (
+from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
+from llmx.launch.environment import launcher_env, rank_env, render_ds_env
+from llmx.launch.files import (
     check_launch,
     check_programs,
     path_problems,
     rendered_files,
     runner_env,
 )
-from llmx.launch.render.hostfile import HostSlots, parse_hostfile, render_hostfile
-from llmx.launch.render.ssh_config import render_ssh_config
 from llmx.launch.spec import LaunchSpec, make_spec, share_of_cores, slurm_cores
+from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import TRANSPORTS, transport_of
 from llmx.launch.transports.base import deepspeed_argv
 from llmx.plan import make_plan
@@ -533,7 +533,7 @@ def test_plan_is_typed() -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The control process starts in well under a second because of it."""
     code = (
-        "import sys, llmx.launch, llmx.observe.diagnose;"
+        "import sys, llmx.launch, llmx.launch.diagnose;"
         "heavy = {'torch', 'deepspeed', 'transformers', 'datasets', 'wandb', 'matplotlib', 'numpy',"
         "'hydra', 'omegaconf', 'rich', 'psutil'};"
         "print(sorted(heavy & set(sys.modules)))"

@@ -17,10 +17,9 @@ import pytest
 
 from llmx.config.schema import LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.supervision.backoff import Backoff
-from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.backoff import Backoff, HostSelection, without_hosts
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
-from llmx.launch.supervision.hosts import HostSelection, without_hosts
 from llmx.launch.supervision.journal import (
     Journal,
     read_attempts,
@@ -28,7 +27,6 @@ from llmx.launch.supervision.journal import (
     supervisor_lock,
     write_resume,
 )
-from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Hang, Outcome, classify
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest

@@ -18,8 +18,15 @@ from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync.files import SyncHost, _source, differing, paths_to_push, push, sync_sizes
-from llmx.launch.sync.record import HostRecord
+from llmx.launch.sync import (
+    HostRecord,
+    SyncHost,
+    _source,
+    differing,
+    paths_to_push,
+    push,
+    sync_sizes,
+)
 from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 

@@ -19,7 +19,7 @@ from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
-from llmx.launch.render.hostfile import parse_hostfile
+from llmx.hardware.hostfile import parse_hostfile
 from tests.composing import composed
 from tests.fuzz.check import FOREIGN
 

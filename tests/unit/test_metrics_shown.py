@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llmx.launch.supervision.console import Console
-from llmx.launch.supervision.progress import AttemptProgress
-from llmx.launch.supervision.result import Result
+from llmx.launch.supervision.hang import AttemptProgress
+from llmx.launch.supervision.outcome import Result
 from llmx.observe.compare import outcome_rows
 from llmx.observe.report import wording
 from llmx.observe.report.page import page

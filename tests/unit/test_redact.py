@@ -15,10 +15,9 @@ import yaml
 
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
-from llmx.launch.render.environment import rank_env
-from llmx.launch.render.files import check_launch, write_rendered
-from llmx.launch.supervision.console import Console
-from llmx.launch.supervision.log import RunLog
+from llmx.launch.environment import rank_env
+from llmx.launch.files import check_launch, write_rendered
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.outcome import Outcome
 from llmx.observe.report.run_data import load_run
 from llmx.plan import make_plan

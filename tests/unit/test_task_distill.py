@@ -22,7 +22,7 @@ from llmx.data.examples import Schema
 from llmx.data.store.precomputed import check_values
 from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError
-from llmx.launch.sync.files import _configured_paths
+from llmx.launch.sync import _configured_paths
 from llmx.models.model import Batch, Model, Models
 from llmx.tasks import task_class
 from llmx.tasks.base import Loss

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.hardware.remote import BOOTSTRAP, framed
-from llmx.launch.render.ssh_config import ssh_argv
+from llmx.launch.ssh_config import ssh_argv
 
 AGENT = Path(__file__).with_name("agent.py")
 AGENT_SOURCE = AGENT.read_bytes()

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.hardware.compare import asked_of_hosts, compare_hosts, extensions, storage_of
+from llmx.hardware.compare import (
+    asked_of_hosts,
+    compare_hosts,
+    disk_problem,
+    disk_use,
+    extensions,
+    ram_problem,
+    storage_of,
+)
 from llmx.hardware.remote import SurveyError, run_survey, survey_source
-from llmx.hardware.space import disk_problem, disk_use, ram_problem
 from llmx.hardware.survey import space_facts
 from llmx.launch.agents.connection import (
     AgentError,
@@ -27,15 +34,14 @@ from llmx.launch.agents.connection import (
     remote_connection,
     request_all,
 )
-from llmx.launch.render.environment import rank_env, tool_env
-from llmx.launch.render.files import write_rendered
-from llmx.launch.render.ssh_config import render_ssh_config
+from llmx.launch.diagnose import Failure, diagnose
+from llmx.launch.environment import rank_env, tool_env
+from llmx.launch.files import write_rendered
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.log import RunLog
-from llmx.launch.sync.files import SyncHost, push
-from llmx.launch.sync.record import HostRecord, survey_request
+from llmx.launch.ssh_config import render_ssh_config
+from llmx.launch.supervision.console import RunLog
+from llmx.launch.sync import HostRecord, SyncHost, push, survey_request
 from llmx.launch.transports import transport_of
-from llmx.observe.diagnose import Failure, diagnose
 from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from llmx.errors import LlmxError
 from llmx.launch.agents.connection import AgentError, Connection, Message
 from llmx.launch.agents.preflight import handshake_message
-from llmx.launch.render.environment import tool_env
+from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.log import RunLog
-from llmx.launch.sync.files import pull
+from llmx.launch.supervision.console import RunLog
+from llmx.launch.sync import pull
 from llmx.text import plural
 
 REPLY_S = 15.0

@@ -1,6 +1,5 @@
 """The supervisor: attempts, what it monitors, how they end, and what follows.
 
 ``supervisor.py`` runs attempts (``attempt.py``). ``monitor.py`` observes one, ``outcome.py``
-classifies how it ended, ``restart.py`` decides what follows; ``backoff.py`` and ``hosts.py``
-prepare the next one.
+classifies how it ended, ``restart.py`` decides what follows; ``backoff.py`` prepares the next one.
 """

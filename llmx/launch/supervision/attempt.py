@@ -24,17 +24,17 @@ from llmx.launch.agents.preflight import (
     start_agents,
 )
 from llmx.launch.agents.shutdown import pull_outputs, shut_down
-from llmx.launch.render.files import check_launch, check_programs, runner_env
+from llmx.launch.checkpoint_sync import CheckpointSync
+from llmx.launch.diagnose import NOTES
+from llmx.launch.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
-from llmx.launch.supervision.log import RunLog
 from llmx.launch.supervision.monitor import RankMonitor
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
 from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
-from llmx.launch.sync.checkpoints import CheckpointSync
 from llmx.launch.transports import transport_of
-from llmx.observe.diagnose import NOTES
 from llmx.run.rundir import RunDir
 from llmx.text import plural
 

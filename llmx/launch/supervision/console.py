@@ -1,4 +1,4 @@
-"""The console of a run: the log of rank 0 and the progress of training.
+"""What a supervisor says: messages, the log of rank 0 and the progress of training.
 
 On a terminal a bar with loss, tokens/s, MFU and the time left; elsewhere one line a logged
 step. Both come from ``metrics.jsonl``, the truth.
@@ -11,7 +11,9 @@ import io
 import math
 import re
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -216,3 +218,27 @@ def _values(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]
     if record.get("mfu") is not None:
         parts.append(f"mfu {human.percent(record['mfu'], decimals=1)}")
     return parts
+
+
+class RunLog:
+    """Three levels, as in ``logging``: ``debug`` goes to the file alone, ``info`` also to the
+    console, and ``warning`` also into ``result.json``."""
+
+    def __init__(self, path: Path, console: Console, warnings: list[str] | None = None) -> None:
+        self.path, self.console = path, console
+        self.warnings = [] if warnings is None else warnings
+
+    def debug(self, text: str) -> None:
+        with (
+            contextlib.suppress(OSError),  # a full disk
+            self.path.open("a", encoding="utf-8") as stream,
+        ):
+            stream.write(f"{time.strftime('%H:%M:%S')} {redact(text)}\n")
+
+    def info(self, text: str) -> None:
+        self.console.print(redact(text))
+        self.debug(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(redact(text))
+        self.info(f"warning: {text}")

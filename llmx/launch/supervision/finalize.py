@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.result import Result
+from llmx.launch.supervision.outcome import Result
 from llmx.launch.supervision.tail import tail_text
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.text import plural

@@ -1,4 +1,5 @@
-"""Detects a hang, dumps the stacks of all ranks, and finds the rank that the others wait for.
+"""Follows the progress of an attempt, detects a hang, dumps the stacks of all ranks, and finds the
+rank that the others wait for.
 
 A rank that exited is not a hang, and neither is a step that takes as long as usual.
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llmx.launch.agents.connection import Connection
-from llmx.launch.supervision.outcome import Hang
+from llmx.launch.supervision.outcome import Hang, Result
 from llmx.launch.supervision.tail import tail_text
+from llmx.run.metrics.declared import Metric, declared_in, is_declaration, measured
 from llmx.run.rundir import RunDir
 
 MIN_TIMEOUT_S = 600.0
@@ -184,3 +186,71 @@ def dump_stacks(
 def _size(run_dir: RunDir, rank: int) -> int:
     path = run_dir.rank_log(rank)
     return path.stat().st_size if path.exists() else 0
+
+
+Record = Mapping[str, Any]
+
+
+class AttemptProgress:
+    """From ``metrics.jsonl`` and the statuses. ``earlier``: records of earlier attempts."""
+
+    def __init__(self, *, hang_timeout_s: float | None, earlier: Iterable[Record]) -> None:
+        self.first_step: int | None = None
+        """The step that this attempt began at; None before training."""
+        self.saved_step: int | None = None
+        """The newest checkpoint that this attempt committed."""
+        self.hang = HangDetector(hang_timeout_s)
+        self._step = 0
+        self._rates: list[float] = []
+        self._last: dict[str, Record] = {}
+        self._declared: dict[str, Metric] = {}
+        for record in earlier:
+            self._remember(record)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is known to be trained in this attempt; None before the first."""
+        last, first = max(self._step, self.saved_step or 0), self.first_step
+        return last if first is not None and last > first else None
+
+    def take_record(self, record: Record) -> None:
+        """A new record of this attempt."""
+        self._remember(record)
+        kind, event = record.get("kind"), record.get("event")
+        if kind == "start":
+            self.first_step = int(record.get("resumed_from") or 0)
+        elif event == "resumed":
+            self.first_step = int(record["step"])
+        elif event == "saved":
+            self.saved_step = max(int(record["step"]), self.saved_step or 0)
+        elif kind == "train":
+            self._step = max(int(record["step"]), self._step)
+            if record.get("step_time_s"):
+                self.hang.add_step_time(float(record["step_time_s"]), time.monotonic())
+
+    def update(self, statuses: Mapping[int, Record]) -> None:
+        """The current statuses of the ranks."""
+        self.hang.update(statuses, time.monotonic())
+        for status in statuses.values():
+            self._step = max(int(status.get("step") or 0), self._step)
+            saved = status.get("saved_step")
+            if self.first_step is not None and isinstance(saved, int) and saved > self.first_step:
+                self.saved_step = max(saved, self.saved_step or 0)
+
+    def fill(self, result: Result) -> None:
+        """Set the metrics of a result that are known."""
+        train, evaluation = self._last.get("train", {}), self._last.get("eval", {})
+        result.steps = int(train.get("step") or 0)
+        result.final_loss = train.get("loss")
+        names = [name for name, metric in self._declared.items() if "eval" in metric.kinds]
+        result.metrics = {**dict.fromkeys(names), **measured(evaluation, self._declared)}
+        # The first half includes warm-up.
+        late = sorted(self._rates[len(self._rates) // 2 :])
+        result.tokens_per_s = late[len(late) // 2] if late else None
+
+    def _remember(self, record: Record) -> None:
+        self._last[str(record.get("kind"))] = record
+        if is_declaration(record):
+            self._declared = declared_in(record)
+        if record.get("kind") == "train" and record.get("tokens_per_s"):
+            self._rates.append(float(record["tokens_per_s"]))

@@ -12,10 +12,9 @@ import time
 
 from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.hang import dump_stacks
-from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.console import RunLog
+from llmx.launch.supervision.hang import AttemptProgress, dump_stacks
 from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
-from llmx.launch.supervision.progress import AttemptProgress
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,

@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from llmx.launch.supervision.log import RunLog
+from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir
 

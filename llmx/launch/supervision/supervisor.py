@@ -21,8 +21,8 @@ from typing import TextIO
 from llmx.config.schema import Experiment
 from llmx.launch.spec import LaunchSpec, make_spec
 from llmx.launch.supervision.attempt import Attempt, local_disk_failure
-from llmx.launch.supervision.backoff import Backoff
-from llmx.launch.supervision.console import Console
+from llmx.launch.supervision.backoff import Backoff, HostSelection
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.finalize import (
     finish_tracker,
     print_failure,
@@ -30,12 +30,9 @@ from llmx.launch.supervision.finalize import (
     restarts_line,
     start_tracker,
 )
-from llmx.launch.supervision.hosts import HostSelection
 from llmx.launch.supervision.journal import Journal, read_resume, supervisor_lock
-from llmx.launch.supervision.log import RunLog
-from llmx.launch.supervision.outcome import AttemptRecord, Outcome
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome, Result, exit_code_of
 from llmx.launch.supervision.restart import Decision, decide
-from llmx.launch.supervision.result import Result, exit_code_of
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, write_json

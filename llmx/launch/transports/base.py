@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llmx.errors import LaunchError
 from llmx.hardware.detect import detect_gpus, visible_gpus
-from llmx.launch.render.environment import render_ds_env
-from llmx.launch.render.hostfile import HostSlots
+from llmx.hardware.hostfile import HostSlots
+from llmx.launch.environment import render_ds_env
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan
 from llmx.text import plural

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmx.launch.render.hostfile import HostSlots
+from llmx.hardware.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports.base import (
     Transport,

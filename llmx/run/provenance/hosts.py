@@ -35,7 +35,7 @@ def hosts_then_and_now(
 
 def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
-    from llmx.launch.render.ssh_config import render_ssh_config, ssh_argv
+    from llmx.launch.ssh_config import render_ssh_config, ssh_argv
 
     python = launch.python or sys.executable
     with scratch_directory() as directory:

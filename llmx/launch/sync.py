@@ -8,35 +8,120 @@ it to each other, of this run only (``llmx/data/distributed``).
 ``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and verifies every file that
 it sends. Afterwards a dry run compares again: by content for paths of up to
 ``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones. What has not changed since then, here
-and there, is not looked at again (``record.py``): the next trial of a sweep costs one question.
+and there, is not looked at again (``HostRecord``): the next trial of a sweep costs one question.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
+import hashlib
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from llmx.config.fields import MAX_PATH
 from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig, TaskConfig
 from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
+from llmx.hardware.remote import survey_source
 from llmx.launch.agents.agent import tree_stamp
-from llmx.launch.render.environment import tool_env
+from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync.record import HostRecord
+from llmx.plan.types import HostPlan
 from llmx.run.provenance.code import git
+from llmx.run.rundir import read_mapping, write_json
 from llmx.text import plural, size
+
+MAX_SURVEYS = 8
+"""Kept of a host; each of another environment or request."""
+
+
+class HostRecord:
+    """The record of one host. Without a cache that can be written it stays empty."""
+
+    def __init__(self, host: HostPlan) -> None:
+        root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser() / "hosts"
+        user = f"{host.user}@" if host.user else ""
+        name = "localhost" if host.is_local else f"{user}{host.address}-{host.ssh_port}"
+        self.path = root / f"{re.sub(r'[^A-Za-z0-9._@-]+', '-', name)}.json"
+
+    @contextlib.contextmanager
+    def alone(self, *, cancelled: Callable[[], bool]) -> Iterator[None]:
+        """Two launches do not sync one host at once: the second finds it done."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(_lock(self.path.with_suffix(".sync"), cancelled))
+            yield
+
+    def is_synced(self, path: str, here: str | None, there: str | None) -> bool:
+        """Whether the path was verified on the host, and neither side has changed since."""
+        known = self._read("synced").get(path)
+        return bool(here and there) and known == [here, there]
+
+    def note_synced(self, path: str, here: str | None, there: str | None) -> None:
+        """The path was verified; with a stamp missing it will be looked at again."""
+        self._note("synced", path, [here, there] if here and there else None)
+
+    def survey(self, request: str) -> dict[str, Any]:
+        """The facts of the last survey that was asked the same; empty where there is none."""
+        facts = self._read("surveys").get(request)
+        return facts if isinstance(facts, dict) else {}
+
+    def note_survey(self, request: str, facts: Mapping[str, Any]) -> None:
+        self._note("surveys", request, dict(facts))
+
+    def _read(self, part: str) -> dict[str, Any]:
+        found = read_mapping(self.path).get(part)
+        return found if isinstance(found, dict) else {}
+
+    def _note(self, part: str, key: str, value: Any) -> None:
+        with contextlib.suppress(OSError), _lock(self.path.with_suffix(".lock"), lambda: False):
+            values = read_mapping(self.path)
+            kept = {name: each for name, each in self._read(part).items() if name != key}
+            if value is not None:
+                kept[key] = value
+            if part == "surveys":
+                kept = dict(list(kept.items())[-MAX_SURVEYS:])
+            write_json(self.path, {**values, part: kept})
+
+
+def survey_request(python: str, asked: Mapping[str, Any]) -> str:
+    """Names a survey: another program, Python or question has other facts."""
+    text = json.dumps([survey_source(), python, asked], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def _lock(path: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock, which the kernel releases however its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if cancelled():
+                    break
+                time.sleep(0.05)
+        try:
+            yield
+        finally:
+            fcntl.flock(stream, fcntl.LOCK_UN)
+
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
 DENIED = (
@@ -310,7 +395,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     """Copy the outputs of the ranks of one host into the run directory; returns bytes received.
 
     Of ``logs`` and ``ranks`` only the files of this host; ``model`` as a whole. For checkpoints see
-    ``llmx/launch/sync/checkpoints.py``.
+    ``llmx/launch/checkpoint_sync.py``.
     """
     root, received, pool = spec.run_dir.root, 0, RsyncPool(spec.run_dir.ssh_config)
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]

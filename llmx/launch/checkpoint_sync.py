@@ -28,9 +28,9 @@ from llmx.checkpoint.selection import newest_usable, verify
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import read_rollbacks
-from llmx.launch.supervision.log import RunLog
-from llmx.launch.sync.files import RsyncPool
+from llmx.launch.sync import RsyncPool
 from llmx.text import plural
 
 PULL_EVERY_S = 5.0

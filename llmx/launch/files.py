@@ -14,10 +14,10 @@ import sys
 
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.launch.render.environment import COPIED_NAMES, launcher_env, rank_env
-from llmx.launch.render.hostfile import render_hostfile
-from llmx.launch.render.ssh_config import render_ssh_config
+from llmx.hardware.hostfile import render_hostfile
+from llmx.launch.environment import COPIED_NAMES, launcher_env, rank_env
 from llmx.launch.spec import LaunchSpec, make_spec
+from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
 from llmx.redact import is_secret
