@@ -29,11 +29,13 @@ def _is_task(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskDefaults:
-    """Of a task: learning rates for AdamW, and a batch."""
+    """Of a task: learning rates for AdamW, and samples of a step."""
 
     full: float = 2e-5
     """Pretrained weights, all of them trained."""
     adapter: float = 2e-4
     scratch: float = 3e-4
     batch: int = 32
-    """Samples of a step, where weights are pretrained. From scratch nothing is assumed."""
+    """Samples of a step, where weights are pretrained."""
+    scratch_batch: int | None = None
+    """The same from scratch; None: one micro step of all ranks."""

@@ -46,7 +46,7 @@ class Options:
 class Mlm(Task):
     """The hidden tokens of a document are predicted from all the others."""
 
-    defaults = TaskDefaults(full=5e-5, scratch=1e-4, batch=64)
+    defaults = TaskDefaults(full=5e-5, scratch=1e-4, batch=64, scratch_batch=256)
     Options = Options
     takes: ClassVar[tuple[type, ...]] = (Document,)
     loss_on = "all"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Pretrain(Task):
     """Every token but the first of a sequence is a target, of conversations too."""
 
-    defaults = TaskDefaults(adapter=1e-4, batch=64)
+    defaults = TaskDefaults(adapter=1e-4, batch=64, scratch_batch=256)
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     loss_on = "all"
     splits_documents = True

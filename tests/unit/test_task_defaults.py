@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.compose.task_defaults import origin_of_lr
+from llmx.compose.task_defaults import origin_of_batch, origin_of_lr
 from llmx.compose.task_rules import defaults_of
 from llmx.config.groups import conf_dir
 from llmx.config.tasks import shipped_tasks
@@ -19,14 +19,19 @@ MODEL = ["model=llama3_8b", "hardware=a100x8"]
 
 def test_the_docs_have_the_table() -> None:
     page = Path(__file__).parents[2].joinpath("docs/training.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\d+) \| (\d+) \|", page, re.M)
-    written = {name: tuple(map(float, numbers)) for name, *numbers in rows}
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\d+) \| (\S+) \| (\d+) \|", page, re.M
+    )
+    written = {
+        name: tuple(None if number == "-" else float(number) for number in numbers)
+        for name, *numbers in rows
+    }
     epochs = {
         path.stem: yaml.safe_load(path.read_text())["epochs"]
         for path in (conf_dir() / "task").glob("*.yaml")
     }
     assert written == {
-        name: (row.full, row.adapter, row.scratch, row.batch, epochs[name])
+        name: (row.full, row.adapter, row.scratch, row.batch, row.scratch_batch, epochs[name])
         for name, row in ((name, defaults_of(name)) for name in shipped_tasks())
     }
 
@@ -52,16 +57,45 @@ def test_the_learning_rate_and_what_set_it(words, rate, adapter_rate, origin) ->
     assert origin_of_lr(exp, words) == origin
 
 
+STEP = "default of task=sft, pretrained"
+SCRATCH = ["model=tiny", "hardware=a100x8"]
+
+
 @pytest.mark.parametrize(
-    ("words", "samples"),
+    ("words", "samples", "origin"),
     [
-        (MODEL, 32),
-        ([*MODEL, "batch.micro_batch=3"], 24),
-        ([*MODEL, "batch.micro_batch=16"], 128),
-        ([*MODEL, "batch.global_batch=16"], 16),
-        ([*MODEL, "batch.accumulation=1"], 8),
-        (["model=tiny", "hardware=a100x8"], 8),
+        (MODEL, 32, f"{STEP}; micro batch: default"),
+        ([*MODEL, "batch.micro_batch=3"], 24, f"{STEP}; micro batch: typed: batch.micro_batch=3"),
+        (
+            [*MODEL, "batch.micro_batch=16"],
+            128,
+            f"{STEP}; micro batch: typed: batch.micro_batch=16",
+        ),
+        ([*MODEL, "batch.micro_batch=auto"], 32, f"{STEP}; micro batch: chosen by the plan"),
+        (
+            [*MODEL, "batch.global_batch=16"],
+            16,
+            "typed: batch.global_batch=16; micro batch: default",
+        ),
+        ([*MODEL, "batch.accumulation=1"], 8, "typed: batch.accumulation=1; micro batch: default"),
+        (
+            [*MODEL, "batch=tokens_2m", "data.seq_len=2048"],
+            1024,
+            "set by batch=tokens_2m; micro batch: set by batch=tokens_2m",
+        ),
+        (
+            SCRATCH,
+            8,
+            "one micro step of all ranks, since batch.global_batch is not set; micro batch: default",
+        ),
+        (
+            [*SCRATCH, "task=pretrain", "batch.micro_batch=3"],
+            264,
+            "default of task=pretrain, from scratch; micro batch: typed: batch.micro_batch=3",
+        ),
     ],
 )
-def test_the_batch_of_pretrained_weights(words, samples) -> None:
-    assert composed(words).plan.batch.global_batch == samples
+def test_the_batch_and_what_set_it(words, samples, origin) -> None:
+    done = composed(words)
+    assert done.plan.batch.global_batch == samples
+    assert origin_of_batch(done.experiment, words) == origin

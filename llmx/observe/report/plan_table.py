@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import refusal
-from llmx.compose.task_defaults import origin_of_lr
+from llmx.compose.task_defaults import origin_of_batch, origin_of_lr
 from llmx.config import (
     AdapterConfig,
     BatchConfig,
@@ -165,7 +165,7 @@ def facts_table(
     table.add_column(overflow="fold")
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
-        ("batch", batch_line(plan)),
+        ("batch", f"{batch_line(plan)} ({origin_of_batch(exp, overrides)})"),
         *([("balance", balance_line(plan))] if plan.balance is not None else []),
         *([("by device", "\n".join(lines))] if (lines := device_lines(plan, exp)) else []),
         ("steps", _steps_line(plan, exp.task)),
