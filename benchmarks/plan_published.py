@@ -32,6 +32,7 @@ gradient. llmx's loss takes logits in chunks."""
 FOUNDRY = "llm-foundry"
 QWEN = "Qwen"
 LONG = "LongLoRA"
+FACTORY = "LLaMA-Factory"
 SOURCES = {
     FOUNDRY: "MPT, FSDP: github.com/mosaicml/llm-foundry, scripts/train/benchmarking, commit "
     "061f2c7; tokens/s by GPU",
@@ -39,10 +40,13 @@ SOURCES = {
     "commit 03cd81f; seconds of 8 micro steps",
     LONG: "Llama-2-7B, 8 A100-80G, rows of 8,192, checkpointing: arXiv:2309.12307, table 12; "
     "memory only",
+    FACTORY: "estimates for models of 7B: github.com/hiyouga/LLaMA-Factory, README, commit 00409ff; "
+    "planned for Llama-2-7B on one GPU, LoRA of rank 8, checkpointing",
 }
 LAUNCHES = "the kernels of LoRA's small products take longer to launch than to run"
 GPTQ = "GPTQ's kernels, not NF4; the rows beside it suggest 6 s"
 HEADS = "20 heads of one row occupy a fifth of the GPU in attention kernels of 2023"
+FLAT = "the update copies gradients flat, in 16 bits and in fp32: 40 GB that it leaves out"
 EXPOSED = "4,096 tokens hide little of FSDP's communication, which sums in fp32"
 
 
@@ -82,7 +86,7 @@ class Row:
     seq_len: int
     micro_batch: int
     accumulation: int
-    published: float
+    published: float = 0.0
     """0: its memory alone."""
     checkpointing: str = "full"
     stage: int = 3
@@ -100,6 +104,15 @@ def foundry(model: str, device: str, *numbers: float, none: bool = False, why: s
     return Row(
         FOUNDRY, model, device, 8, int(seq_len), int(micro_batch), int(accumulation), published,
         "none" if none else "full", why=why,
+    )  # fmt: skip
+
+
+def factory(gb: float, why: str = "", **adapter: Any) -> Row:
+    """An estimate of its README, which names no row length."""
+    adapter = {"kind": "lora", "targets": ["all-linear"], **adapter} if adapter else {}
+    return Row(
+        FACTORY, "Llama-2-7B", "a100_80g", 1, 512, 1, 1, stage=2, memory_gb=gb, why=why,
+        adapter=adapter,
     )  # fmt: skip
 
 
@@ -148,10 +161,13 @@ ROWS = (
     qwen(2048, 7.0, 13.9, nf4=True, why=GPTQ),
     qwen(4096, 11.6, 16.9, nf4=True),
     Row(
-        LONG, "Llama-2-7B", A100, 8, 8192, 1, 8, 0.0, stage=2, memory_gb=25.7,
+        LONG, "Llama-2-7B", A100, 8, 8192, 1, 8, stage=2, memory_gb=25.7,
         adapter={"kind": "lora", "rank": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
         of_model={"fused_loss": False},
     ),
+    factory(120.0, FLAT),
+    factory(16.0, rank=8),
+    factory(6.0, rank=8, quantize="nf4"),
 )  # fmt: skip
 
 
@@ -198,6 +214,21 @@ def memory_gb(row: Row) -> float:
     return memory_of(exp, plan, trace, row.device).total_gib * 1.073741824
 
 
+def details(row: Row, *, gpus: bool) -> str:
+    """A row in words."""
+    device = f" on {row.gpus} {row.device.split('_')[0].upper()}" if gpus else ""
+    words = f"{row.model}{device}, {row.micro_batch} x {row.seq_len:,}"
+    words += ", no checkpointing" if gpus and row.checkpointing == "none" else ""
+    if row.adapter:
+        words += ", QLoRA" if "quantize" in row.adapter else ", LoRA"
+    return words
+
+
+def note(row: Row, ratio: float) -> str:
+    """Why the plan is far off, where it is."""
+    return (row.why or "unexplained") if abs(ratio - 1) > NEAR else ""
+
+
 def speeds() -> list[str]:
     """The table of speeds."""
     lines = [
@@ -206,19 +237,10 @@ def speeds() -> list[str]:
     ]
     for row in (row for row in ROWS if row.published):
         value = planned(row, make_plan(experiment(row)))
-        method = row.adapter and ("QLoRA" if "quantize" in row.adapter else "LoRA")
-        details = (
-            f"{row.model} on {row.gpus} {row.device.split('_')[0].upper()}, "
-            f"{row.micro_batch} x {row.seq_len:,}"
-        )
-        details += "" if row.checkpointing == "full" else ", no checkpointing"
-        details += f", {method}" if method else ""
         ratio = value / row.published
-        far = abs(ratio - 1) > NEAR
-        note = row.why or "unexplained" if far else ""
         lines.append(
-            f"| {row.source} | {details} | {shown(row.published)} | {shown(value)} | {ratio:.2f} "
-            f"| {note} |"
+            f"| {row.source} | {details(row, gpus=True)} | {shown(row.published)} | {shown(value)} "
+            f"| {ratio:.2f} | {note(row, ratio)} |"
         )
     return lines
 
@@ -226,23 +248,23 @@ def speeds() -> list[str]:
 def memories() -> list[str]:
     """The table of memory."""
     lines = [
-        "| source | what | published GB | planned GB | with whole logits in fp32 |",
-        "|---|---|---|---|---|",
+        "| source | what | published GB | planned GB | with whole logits in fp32 | |",
+        "|---|---|---|---|---|---|",
     ]
     fits = next(row for row in ROWS if (row.model, row.seq_len) == ("7B", 2048))
     for row in [fits, *(row for row in ROWS if row.memory_gb)]:
         value = memory_gb(row)
-        details = f"{row.model}, {row.micro_batch} x {row.seq_len:,}"
-        stated, planned_gb, whole = "fits 80 GiB (85.9)", f"{value:.1f}", ""
+        stated, planned_gb, whole, why = "fits 80 GiB (85.9)", f"{value:.1f}", "", ""
         if row.memory_gb:
-            quantized = "quantize" in row.adapter
-            details += ", QLoRA" if quantized else ", LoRA"
             stated = f"{row.memory_gb:.1f}"
             planned_gb = f"{value:.1f} ({value / row.memory_gb:.2f})"
-            vocab = MODELS[row.model]["config"]["vocab_size"]
-            value += FP32_LOGITS * vocab * row.micro_batch * row.seq_len / 1e9
-            whole = "" if quantized else f"{value:.1f} ({value / row.memory_gb:.2f})"
-        lines.append(f"| {row.source} | {details} | {stated} | {planned_gb} | {whole} |")
+            if row.source != FACTORY and "quantize" not in row.adapter:
+                vocab = MODELS[row.model]["config"]["vocab_size"]
+                value += FP32_LOGITS * vocab * row.micro_batch * row.seq_len / 1e9
+                whole = f"{value:.1f} ({value / row.memory_gb:.2f})"
+            why = note(row, value / row.memory_gb)
+        what = details(row, gpus=False)
+        lines.append(f"| {row.source} | {what} | {stated} | {planned_gb} | {whole} | {why} |")
     return lines
 
 

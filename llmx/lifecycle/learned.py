@@ -22,7 +22,7 @@ from typing import Any
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.plan.choices import KnownFor, no_runs
-from llmx.plan.learned import Measured, Observation, known_of, observe
+from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
 from llmx.plan.step_time import with_time
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json, read_mapping, write_json
@@ -61,6 +61,11 @@ def known_runs() -> KnownFor:
     path = learned_file()
     found = [] if _is_off() else read_observations(path)
     return partial(known_of, found, path=str(path)) if found else no_runs
+
+
+def known_contexts() -> dict[str, float]:
+    """GiB of the CUDA context that finished runs have shown, by type of device."""
+    return {} if _is_off() else contexts_gib(read_observations(learned_file()))
 
 
 def learn(run: RunDir, exp: Experiment) -> list[Observation]:
@@ -131,7 +136,7 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
         if line.get("kind") == "start" or line.get("event") in OTHERWISE:
             begun, before = number, line.get("resumed_from") or line.get("step") or 0
     lines = [record for record in records[begun:] if record.get("kind") == "train"]
-    counts, steps, tokens, forward = [], [], [], []
+    counts, steps, tokens, forward, contexts = [], [], [], [], []
     for line in lines:
         count, before = line["step"] - before, line["step"]
         if count < 1 or not line.get("step_time_s"):
@@ -140,6 +145,7 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
         steps.append(line["step_time_s"] - (line.get("data_wait_s") or 0.0) / count)
         tokens.append(line["tokens_per_s"] * line["step_time_s"])
         forward.append(line.get("forward_s") or [])
+        contexts.append(line.get("context_gib") or [])
     if sum(counts[1:]) < LEAST_STEPS:
         return None
     timed = [each for each in forward[1:] if each]
@@ -150,6 +156,7 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
         forward_s=tuple(statistics.median(rank) for rank in zip(*timed, strict=True))
         if same
         else (),
+        context_gib=tuple(map(min, zip(*contexts[1:], strict=True))),
     )
 
 

@@ -28,7 +28,7 @@ from llmx.lifecycle.aside import (
     keep,
     package_version,
 )
-from llmx.lifecycle.learned import known_runs
+from llmx.lifecycle.learned import known_contexts, known_runs
 from llmx.lifecycle.vocabulary import with_true_vocabulary
 from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import no_runs, traced_memory, with_traces
@@ -145,7 +145,7 @@ def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Tra
             found[key] = StepTrace.from_dict(answer["trace"])
         except (KeyError, TypeError, ValueError):
             problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
-    return Traces(found, problem)
+    return Traces(found, problem, known_contexts())
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:

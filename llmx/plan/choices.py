@@ -197,7 +197,8 @@ def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPl
         trace = traces.get(plan.attention_on(device), checkpointing_on(exp, device), size)
         if trace is None:
             return None
-        found.append(memory_of(exp, plan, trace, device))
+        context_gib = traces.context_gib.get(device)
+        found.append(memory_of(exp, plan, trace, device, context_gib=context_gib))
     return tuple(found)
 
 

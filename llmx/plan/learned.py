@@ -41,6 +41,8 @@ class Measured:
     """In a step, without padding."""
     forward_s: tuple[float, ...] = ()
     """Of each rank; empty where they were not timed."""
+    context_gib: tuple[float, ...] = ()
+    """The least that each rank's device held outside PyTorch's allocator; empty on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Observation:
     hosts: tuple[str, ...] = ()
     link_gb_per_s: float | None = None
     """None: not told from noise."""
+    context_gib: float | None = None
+    """The least of its devices: other processes on a device would only add to it. None on CPUs."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,7 +84,8 @@ class Observation:
             found = cls(**{**values, "hosts": tuple(values.get("hosts", ()))})
         except TypeError as error:
             raise ValueError(str(error)) from error
-        numbers = (found.size, found.tflops, found.fill, found.link_gb_per_s or 1.0)
+        numbers = [found.size, found.tflops, found.fill]
+        numbers += [n for n in (found.link_gb_per_s, found.context_gib) if n is not None]
         if not all(isinstance(n, (int, float)) and math.isfinite(n) and n > 0 for n in numbers):
             raise ValueError(f"not positive: {numbers}")
         if not all(isinstance(n, int) and n > 0 for n in (found.slots, found.tokens)):
@@ -147,6 +152,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
             stage=exp.zero.stage,
             hosts=hosts,
             link_gb_per_s=link,
+            context_gib=_least_context(plan, measured, name),
         )
         for name in devices
     ]
@@ -180,6 +186,23 @@ def known_of(found: Sequence[Observation], exp: Experiment, plan: Plan, *, path:
         tokens=tokens,
         source=f"learned from {runs}{f' in {path}' if path else ''}",
     )
+
+
+def contexts_gib(observations: Sequence[Observation]) -> dict[str, float]:
+    """By type of device, the largest context of the newest runs on it. ``observations``: the oldest
+    first."""
+    sizes: dict[str, list[float]] = {}
+    for observation in observations:
+        if observation.context_gib is not None:
+            sizes.setdefault(observation.device, []).append(observation.context_gib)
+    return {device: max(seen[-MOST_USED:]) for device, seen in sizes.items()}
+
+
+def _least_context(plan: Plan, measured: Measured, device: str) -> float | None:
+    if len(measured.context_gib) != plan.world_size:
+        return None
+    sizes = (measured.context_gib[rank.rank] for rank in plan.ranks if rank.device == device)
+    return min(sizes, default=0.0) or None
 
 
 def _of_whole_rows(one: Observation, exp: Experiment) -> float:

@@ -39,6 +39,8 @@ class Traces:
     found: Mapping[TraceKey, StepTrace]
     problem: str = ""
     """Why there are none."""
+    context_gib: Mapping[str, float] = field(default_factory=dict)
+    """Of the CUDA context, by type of device, where finished runs have shown it."""
     _between: dict[TraceKey, StepTrace | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -107,8 +109,10 @@ def rules_of(exp: Experiment, plan: Plan) -> StepRules:
     )
 
 
-def memory_of(exp: Experiment, plan: Plan, trace: StepTrace, device: str) -> MemoryPlan:
-    """Of the ranks on one type of device."""
+def memory_of(
+    exp: Experiment, plan: Plan, trace: StepTrace, device: str, *, context_gib: float | None = None
+) -> MemoryPlan:
+    """Of the ranks on one type of device. ``context_gib``: measured; None: assumed."""
     config = exp.hardware.devices[device]
     peaks = peak_of(trace, rules_of(exp, plan))
     slots = max(host.slots for host in plan.hosts if host.device == device)
@@ -122,7 +126,7 @@ def memory_of(exp: Experiment, plan: Plan, trace: StepTrace, device: str) -> Mem
         activations_gib=part["activations"],
         logits_gib=0.0,
         buffers_gib=part["buffers"],
-        context_gib=CONTEXT_GIB[config.accelerator]
+        context_gib=(context_gib or CONTEXT_GIB[config.accelerator])
         + (peaks.freed / GIB if config.accelerator == "cpu" else 0.0),
         host_gib=peaks.host * slots / GIB,
         capacity_gib=config.memory_gib,

@@ -105,6 +105,17 @@ def truncate_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
+def context_gib() -> float:
+    """What the device holds outside PyTorch's allocator, GiB: the CUDA context, NCCL's buffers, and
+    whatever other processes have there; 0 without CUDA."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved()) / GIB
+
+
 def memory_gib(device_type: str) -> float:
     """Peak memory of this process, GiB: of the device under CUDA, resident RAM on CPU."""
     if device_type == "cuda":

@@ -14,7 +14,7 @@ from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
 from llmx.train.batches import Step
 from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
-from llmx.train.metrics import memory_gib
+from llmx.train.metrics import context_gib, memory_gib
 from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
@@ -142,6 +142,7 @@ class StepLog:
                 self.work,
                 time.perf_counter(),
                 self.probe.at_line(),
+                context_gib(),
                 *(float(value) for value in self.metrics.values()),
             ],
             dtype=torch.float64,
@@ -162,11 +163,13 @@ class StepLog:
         done = step.step + 1
         samples = self.length.samples_at(done)
         loss = loss_sum / (step.weight or 1)
-        totals = table[:, 13:].sum(dim=0).tolist()
+        totals = table[:, 14:].sum(dim=0).tolist()
         clock, probe_s = float(table[0, 11]), table[:, 12].tolist()
         probed = self.drift is not None and min(probe_s) > 0
         forward_s, *others, work = table[:, 7:11].T.tolist()
         waits: dict[str, Any] = {}
+        if engine.device.type == "cuda":
+            waits["context_gib"] = [round(value, 3) for value in table[:, 13].tolist()]
         if self.timed.active:
             idle = idle_share(forward_s)
             for name, seconds in zip(PHASES, (forward_s, *others), strict=True):

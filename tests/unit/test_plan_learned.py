@@ -23,7 +23,7 @@ from llmx.lifecycle.learned import (
 from llmx.lifecycle.reproduce.command import main as reproduce
 from llmx.lifecycle.resume.command import main as resume
 from llmx.plan.geometry import model_geometry
-from llmx.plan.learned import Measured, Observation, known_of, observe
+from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
 from llmx.plan.step_time import LAYER_S, Known, flops_by_device, step_time, token_flops
 from llmx.plan.types import Plan
 from llmx.run import snapshot
@@ -155,6 +155,12 @@ def test_the_most_alike_run_counts() -> None:
     assert known_of(found[3:5], done.experiment, done.plan) == Known()
 
 
+def test_the_context_of_a_type_of_device_is_the_largest_of_the_newest_runs() -> None:
+    shown = [9.0, 0.5, 0.7, 0.6, 0.5, 0.5]
+    found = [an_observation(device="a100_80g", context_gib=size) for size in shown]
+    assert contexts_gib([*found, an_observation(context_gib=None)]) == {"a100_80g": 0.7}
+
+
 def records(count: int, **values: object) -> list[dict[str, object]]:
     line = {"kind": "train", "step_time_s": 0.5, "tokens_per_s": 4000.0, "data_wait_s": 0.2}
     first = {**line, "step": 1, "step_time_s": 9.0, "forward_s": [5.0, 5.0]}
@@ -171,6 +177,21 @@ def test_medians_of_a_run_without_its_warm_up_and_waiting_for_data() -> None:
     stage_3 = measured_of(records(6, forward_s=None))
     assert stage_3 is not None
     assert stage_3.forward_s == ()
+    assert stage_3.context_gib == ()
+
+
+def test_the_least_context_of_each_rank_counts() -> None:
+    """What another process held at the first line of step 3 is not a run's own."""
+    lines = [*records(6, context_gib=[0.6, 0.7])]
+    lines[2] = {**lines[2], "context_gib": [9.0, 0.5]}
+    lines[1] = {**lines[1], "context_gib": [0.1, 0.1]}  # before NCCL had its buffers
+    found = measured_of(lines)
+    assert found is not None
+    assert found.context_gib == (0.6, 0.5)
+    done = composed(["hardware=cpu2"])
+    (shown,) = observe(done.experiment, done.plan, found)
+    assert shown.context_gib == 0.5
+    assert Observation.from_dict(json.loads(json.dumps(shown.to_dict()))) == shown
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ KINDS = ("train", "eval")
 TRAIN_KEYS = (
     *("samples", "tokens", "target_tokens", "epoch", "loss", "loss_mean", "lr", "grad_norm"),
     *("loss_scale", "skipped_steps", "step_time_s", "tokens_per_s", "mfu", "memory_gib"),
-    *("data_wait_s", "forward_s", "backward_s", "update_s", "idle_share", "probe_s"),
+    *("context_gib", "data_wait_s", "forward_s", "backward_s", "update_s", "idle_share", "probe_s"),
     *("aux_loss", "expert_load_max", "experts_idle"),
 )
 """What the training loop writes into every ``train`` line, whatever the task."""
