@@ -40,8 +40,8 @@ SOURCES = {
     "commit 03cd81f; seconds of 8 micro steps",
     LONG: "Llama-2-7B, 8 A100-80G, rows of 8,192, checkpointing: arXiv:2309.12307, table 12; "
     "memory only",
-    FACTORY: "estimates for models of 7B: github.com/hiyouga/LLaMA-Factory, README, commit 00409ff; "
-    "planned for Llama-2-7B on one GPU, LoRA of rank 8, checkpointing",
+    FACTORY: "estimates for models of 7B: github.com/hiyouga/LLaMA-Factory, README, commit "
+    "00409ff; planned for Llama-2-7B on one GPU, LoRA of rank 8, checkpointing",
 }
 LAUNCHES = "the kernels of LoRA's small products take longer to launch than to run"
 GPTQ = "GPTQ's kernels, not NF4; the rows beside it suggest 6 s"

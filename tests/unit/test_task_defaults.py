@@ -86,7 +86,8 @@ SCRATCH = ["model=tiny", "hardware=a100x8"]
         (
             SCRATCH,
             8,
-            "one micro step of all ranks, since batch.global_batch is not set; micro batch: default",
+            "one micro step of all ranks, since batch.global_batch is not set; "
+            "micro batch: default",
         ),
         (
             [*SCRATCH, "task=pretrain", "batch.micro_batch=3"],
