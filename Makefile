@@ -65,7 +65,7 @@ chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
 
 docs: venv ## write docs/config.md anew from the schema
-	$(BIN)/python -m llmx.cli.topics > docs/config.md
+	$(BIN)/python -m llmx.cli.help > docs/config.md
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit

@@ -21,110 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.cli.flags import Parser, add_trust, whole_number
-from llmx.cli.generate import KEYS, Stream, load, split_words, wanted
+from llmx.cli.commands import CHAT_COMMANDS
+from llmx.cli.generate import Stream, load, wanted
 from llmx.cli.prompts import PromptLayout, has_template, learns_chats
 from llmx.cli.target import Target, check_generates, find_target
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.format.turns import Message
-from llmx.errors import ConfigError, LlmxError, did_you_mean, exit_code
+from llmx.errors import ConfigError, LlmxError, did_you_mean
 from llmx.models.sampling import Sampling
 from llmx.run.rundir import is_stream, replacing
 from llmx.run.trust import state_dir
 from llmx.text import printable
 
-OWN_KEYS = tuple(name for name in KEYS if name != "n")
 MAX_NEW_TOKENS = 1024
 """Of an answer."""
 LEAST_ROOM = 4
 """A prompt leaves this part of the positions, one of so many, to an answer (or max_new_tokens)."""
-
-COMMANDS = {
-    "/reset": "forget the conversation",
-    "/undo": "forget the last message and its answer",
-    "/system TEXT": "set the system prompt (without TEXT: show it)",
-    "/save FILE": "write the conversation as a line of JSONL, as training reads it",
-    "/help": "these lines",
-    "/exit": "end (as Ctrl-D does)",
-}
-HELP = """\
-keys:
-  temperature=0.7      divides the logits; 0 is greedy. Default: 0, or 1 with one of the keys below
-  top_p=0.9            sample from the most probable tokens up to this total probability
-  top_k=50             sample from this many most probable tokens; 0: from all
-  seed=1               the same messages get the same answers. Default: a new one for each answer
-  max_new_tokens=1024  of an answer; the same as --max-new-tokens
-
-in the chat:
-{commands}
-  Ctrl-C               end this answer; the part written so far is kept
-A message of several lines: end a line with \\, or put it between two lines of \"\"\". Text that is
-pasted stays one message. A blank in front of / sends it as a message.
-
-examples:
-  python -m llmx chat outputs/my-run temperature=0.7 top_p=0.9
-  python -m llmx chat ~/models/Qwen3-0.6B --system "Answer in one sentence."
-  python -m llmx chat outputs/my-run < questions.txt > answers.txt
-""".format(commands="\n".join(f"  {name:<20} {line}" for name, line in COMMANDS.items()))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse, load, chat; returns the exit code."""
-    parser = Parser(
-        prog="python -m llmx chat",
-        usage="python -m llmx chat RUN|MODEL [key=value ...] [--system TEXT] [--model DIR]",
-        description=__doc__,
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
-    )
-    parser.add_argument(
-        "--system", metavar="TEXT", help="the system prompt (default: the run's data.system)"
-    )
-    parser.add_argument(
-        "--template",
-        metavar="NAME",
-        choices=("auto", *TEMPLATES),
-        help="how a chat is written, as data.template: auto (the tokenizer's own), "
-        f"{', '.join(TEMPLATES)} (default: as the run was trained, or auto)",
-    )
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="for a model that has not learned to chat: the text so far is continued",
-    )
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=whole_number(1), help="of an answer (default 1024)"
-    )
-    add_trust(parser)
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
-    )
-
-    def work() -> int:
-        words, keys, behind = split_words(
-            sys.argv[1:] if argv is None else argv, command="chat", known=OWN_KEYS
-        )
-        options = parser.parse_args([*words, *behind])
-        if options.max_new_tokens is not None:
-            keys.setdefault("max_new_tokens", str(options.max_new_tokens))
-        keys.setdefault("max_new_tokens", str(MAX_NEW_TOKENS))
-        how = wanted(keys)
-        target = find_target(
-            options.target, command="chat", model=options.model, trusted=options.trust
-        )
-        check_generates(target)
-        for stream in (sys.stdin, sys.stdout):
-            with contextlib.suppress(AttributeError, ValueError):  # what a test has put there
-                stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-        return run(target, options, sampling=how.sampling, seed=how.seed)
-
-    return exit_code(work)
 
 
 def layout_of(
@@ -350,22 +262,29 @@ class Presses:
             raise Interrupted
 
 
-def run(
-    target: Target, options: argparse.Namespace, *, sampling: Sampling, seed: int | None
-) -> int:
+def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
+    if options.max_new_tokens is not None:
+        options.keys.setdefault("max_new_tokens", str(options.max_new_tokens))
+    options.keys.setdefault("max_new_tokens", str(MAX_NEW_TOKENS))
+    how = wanted(options.keys)
+    target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
+    check_generates(target)
+    for stream in (sys.stdin, sys.stdout):
+        with contextlib.suppress(AttributeError, ValueError):  # what a test has put there
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     from llmx.models.generate import decoder_of
 
     model, tokenizer, stops = load(target)
     layout = layout_of(
         target, tokenizer, template=options.template, plain=options.plain, system=options.system
     )
-    sampling = dataclasses.replace(sampling, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(how.sampling, stop_ids=stops | layout.stop_ids)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=seed)
+    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=how.seed)
     typed, presses = sys.stdin.isatty(), Presses()
     if typed:
         size = sum(p.numel() for p in model.parameters())
@@ -448,7 +367,7 @@ def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
     if name in ("/exit", "/quit", "/bye"):
         return False
     if name == "/help":
-        _note("\n".join(f"{each:<14} {line}" for each, line in COMMANDS.items()))
+        _note("\n".join(f"{each:<14} {line}" for each, line in CHAT_COMMANDS.items()))
         _note('a line that ends with \\ goes on; """ begins and ends a message of several lines')
     elif name == "/reset":
         chat.reset()
@@ -464,7 +383,7 @@ def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
     elif name == "/save":
         _save(chat, rest, saved=saved)
     else:
-        names = [each.partition(" ")[0] for each in COMMANDS]
+        names = [each.partition(" ")[0] for each in CHAT_COMMANDS]
         raise ConfigError(
             f"{printable(name)}: no such command.{did_you_mean(name, names)} There are "
             f"{', '.join(names)}. To send it as a message, put a blank in front."
@@ -576,7 +495,3 @@ def _line_editing() -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
             readline.write_history_file(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,24 @@
-"""The commands of ``python -m llmx``: one table for ``--help``, ``help COMMAND`` and completion.
+"""The commands of ``python -m llmx``: one table for dispatch, parsing, help and completion.
 
-A command that reads its flags itself (``export``, ``status``, ...) prints its own help; a test
-holds that help and this table equal.
+A new command is an entry here and a module with ``main(words)`` or, where its words are flags,
+``run(options)``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+
+from llmx.config.fields import Range
+
+
+@dataclass(frozen=True)
+class Number:
+    """The value of a flag that is a number."""
+
+    kind: type[int] | type[float]
+    limits: Range
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,32 @@ class Word:
     choices: tuple[str, ...] = ()
     takes: str = ""
     """What completion offers: ``path``, ``directory``, ``step``; empty for the choices."""
+    number: Number | None = None
+    """What the value is; None for text or a path."""
+    default: float | None = None
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A bare word of a command."""
+
+    kind: str
+    """What completion offers: ``run``, ``shown`` (a run, or the directory of a sweep), ``sweep``,
+    ``topic``, ``shell``; empty for nothing."""
+    name: str = ""
+    """Of the option that a parsed command gets."""
+    metavar: str = ""
+    count: str = ""
+    """How many, as ``nargs`` of argparse has it; empty for one."""
+
+
+class Runs(Enum):
+    """How a command is run."""
+
+    CONFIG = "composes a config, and starts a run or ``python -m MODULE CONFIG [OWN WORDS]``"
+    WORDS = "``main(words)`` of its module, in this process"
+    FLAGS = "``run(options)`` of its module, in this process"
+    PROCESS = "``run(options)`` of its module, in a process of its own: it loads heavy libraries"
 
 
 @dataclass(frozen=True)
@@ -28,84 +66,109 @@ class Command:
 
     line: str
     """Its line in ``--help``."""
-    usage: str = ""
-    """What follows its name; empty where the command prints its help itself."""
-    about: str = ""
-    """What it does, for its own help; empty where the command prints that itself."""
+    usage: str
+    """What follows its name."""
+    about: str
+    """What it does, for its own help."""
+    runs: Runs = Runs.CONFIG
+    module: str = ""
+    """Where it is; empty for the one that starts a run."""
     words: tuple[Word, ...] = ()
     """Its own flags (each has ``--help``, too) and keys."""
-    arguments: tuple[str, ...] = ()
-    """What its bare words are, in order: ``run``, ``run+`` (any number), ``shown`` (a run, or the
-    directory of a sweep), ``sweep``, ``topic``."""
+    arguments: tuple[Argument, ...] = ()
+    """What its bare words are, in order."""
     overrides: bool = False
     """Whether it takes ``group=option`` and ``key=value``."""
+    trains: bool = True
+    """The config that it composes is one to train with, and checked as such."""
+    takes_ctrl_c: bool = False
+    """A process of its own that is asked to end by Ctrl-C itself, and is waited for."""
+    passes_on: bool = False
+    """Words behind ``--`` are not its flags (``options.behind``)."""
+    reads_only: bool = False
+    """It looks at directories: an error in a value is one of their files."""
+    interrupted: str = ""
+    """What it says after Ctrl-C."""
     section: str = ""
     """The group of keys that its help lists."""
+    notes: str | Callable[[], str] = ""
+    """What its help says behind its words."""
     examples: tuple[str, ...] = ()
 
+    @property
+    def own_keys(self) -> tuple[str, ...]:
+        """Names of words ``KEY=VALUE`` that are the command's, not the config's."""
+        return tuple(word.name[:-1] for word in self.words if word.name.endswith("="))
 
-LIGHT = {
-    "resume": "llmx.lifecycle.resume",
-    "reproduce": "llmx.lifecycle.reproduce",
-    "status": "llmx.observe.status",
-    "watch": "llmx.observe.watch",
+
+CHAT_COMMANDS = {
+    "/reset": "forget the conversation",
+    "/undo": "forget the last message and its answer",
+    "/system TEXT": "set the system prompt (without TEXT: show it)",
+    "/save FILE": "write the conversation as a line of JSONL, as training reads it",
+    "/help": "these lines",
+    "/exit": "end (as Ctrl-D does)",
 }
-"""Commands that run in this process -> the module with ``main(words)`` and ``help_text()``."""
-HEAVY = {
-    "report": "llmx.observe.report",
-    "compare": "llmx.observe.compare",
-    "generate": "llmx.cli.generate",
-    "chat": "llmx.cli.chat",
-    "eval": "llmx.cli.evaluate",
-    "export": "llmx.cli.export",
-    "serve": "llmx.cli.serve",
-}
-"""Commands that load heavy libraries -> the module that ``python -m`` runs in a process of its own,
-which also prints their help."""
-TAKES_CTRL_C = ("generate", "chat", "eval", "serve")
-"""Those of them that are asked to end by Ctrl-C themselves, and are waited for."""
 
 
-@dataclass(frozen=True)
-class ConfigCommand:
-    """A command that takes a composed config and starts no run."""
+def _resume_notes() -> str:
+    from llmx.lifecycle.resume.rules import table
 
-    module: str
-    """Run as ``python -m MODULE CONFIG.yaml [OWN WORDS]``, in a process of its own."""
-    own_keys: tuple[str, ...] = ()
-    """Words ``KEY=VALUE`` that are the command's, not the config's."""
-    trains: bool = True
-    """The config is one to train with, and checked as such."""
+    return f"What may change, and what it does to the numbers\n\n{table()}"
 
 
-CONFIG_COMMANDS = {
-    "data": ConfigCommand("llmx.cli.data", ("preview", "split")),
-    "tokenizer": ConfigCommand(
-        "llmx.data.tokenize.train", ("vocab_size", "kind", "output"), trains=False
-    ),
-}
+def _reproduce_notes() -> str:
+    import textwrap
+
+    from llmx.lifecycle.reproduce.target import ALLOWED
+
+    keys = textwrap.indent(textwrap.fill(", ".join(ALLOWED[:-1]), 86), "  ")
+    return (
+        "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
+        f"compared):\n{keys}"
+    )
+
 
 _OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
 _DRY_RUN = Word("dry_run=", "show what would happen, start nothing", "true", _TRUE)
 _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
-_TRUST = Word("--trust", "run code that is named in somebody else's run directory")
+_TRUST = Word(
+    "--trust", "run code that is named in somebody else's run directory (docs/security.md)"
+)
 _TRUST_WORD = Word(
     "trust=", "run code that is named in somebody else's run directory", "true", _TRUE
 )
-_WIDTH = Word("--width", "width of the tables, in columns", "N")
+_WIDTH = Word(
+    "--width", "width of the tables, in columns", "N", number=Number(int, Range(20, 1000))
+)
 _SSH_CONFIG = Word(
     "--ssh-config", "ssh config for user@host:RUN, as in ssh -F", "FILE", takes="path"
 )
-_EVERY = Word("--every", "seconds between updates", "S")
-_TEMPLATES = (
-    "chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain",
-)  # fmt: skip
+_EVERY = Word(
+    "--every",
+    "seconds between updates (default 1)",
+    "S",
+    default=1.0,
+    number=Number(float, Range(minimum=0.1)),
+)
+_COUNT = Number(int, Range(1, 10**9))
+_MODEL = Word(
+    "--model",
+    "use this exported checkpoint of the run (default: RUN/model)",
+    "DIR",
+    takes="directory",
+)
+_TEMPLATES = ("chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain")
 _SAMPLING = (
-    Word("temperature=", "sampling temperature; 0 is greedy", "T"),
+    Word(
+        "temperature=",
+        "sampling temperature; 0 is greedy (default: 0, or 1 with one of the keys below)",
+        "T",
+    ),
     Word("top_p=", "sample from the most probable tokens up to total probability P", "P"),
-    Word("top_k=", "sample from the K most probable tokens", "K"),
-    Word("seed=", "the same seed gives the same completion", "N"),
+    Word("top_k=", "sample from the K most probable tokens; 0: from all", "K"),
+    Word("seed=", "the same seed gives the same completion (default: a new one)", "N"),
 )
 HELP = Word("--help", "show what the command does and its options")
 
@@ -143,6 +206,8 @@ COMMANDS = {
         "ranks, micro batches, steps, memory a rank, predicted time and cost, precision and why,\n"
         "the exact command. Starts nothing. The same as dry_run=true. Several clusters\n"
         "(hardware=A,B,C) are compared in one table, and nothing is written.",
+        Runs.WORDS,
+        "llmx.cli.plan",
         overrides=True,
         examples=(
             "python -m llmx plan hardware=a100x2_v100x2 zero=stage3",
@@ -153,19 +218,17 @@ COMMANDS = {
         "run a grid of trainings: sweep NAME|FILE.yaml [overrides]; sweep resume DIR",
         f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",
         "Runs every combination of a grid as a trial, then prints a table of the results (also in\n"
-        "sweep.csv and sweep.md). A file contains a grid and optional overrides:\n\n"
-        "  grid:\n"
-        "    zero: [stage1, stage2]\n"
-        "    batch.micro_batch: [8, 16]\n"
-        "  overrides: [experiment=demo, task.steps=20]\n\n"
+        "sweep.csv and sweep.md). A file contains a grid and optional overrides: grid: zero:\n"
+        "[stage1, stage2] batch.micro_batch: [8, 16] overrides: [experiment=demo, task.steps=20]\n"
         "A trial that fails does not stop the others. A trial that cannot fit in memory, or that\n"
-        "equals another, is skipped. Without a file:\n"
-        "  python -m llmx -m zero=stage1,stage2 batch.micro_batch=8,16\n\n"
-        "sweep resume DIR runs the missing and failed trials of the sweep in DIR; so does the\n"
-        "same command, typed again in the same directory. To train the best trial in full:\n"
-        "  python -m llmx experiment=DIR/best\n\n"
-        "Keys: python -m llmx help sweep; docs/sweeps.md.",
-        arguments=("sweep",),
+        "equals another, is skipped. Without a file: python -m llmx -m zero=stage1,stage2\n"
+        "batch.micro_batch=8,16 sweep resume DIR runs the missing and failed trials of the sweep\n"
+        "in DIR; so does the same command, typed again in the same directory. To train the best\n"
+        "trial in full: python -m llmx experiment=DIR/best Keys: python -m llmx help sweep;\n"
+        "docs/sweeps.md.",
+        Runs.WORDS,
+        "llmx.cli.sweep",
+        arguments=(Argument("sweep"),),
         overrides=True,
         examples=(
             "python -m llmx sweep lr task.steps=50",
@@ -181,14 +244,15 @@ COMMANDS = {
         "first; a candidate that cannot fit is never started. The promising ones run as short\n"
         "trials, one axis at a time, until no neighbour of the best one can be faster.\n"
         "batch.global_batch is not changed. Prints a table and writes an experiment that trains\n"
-        "with the best configuration:\n"
-        "  python -m llmx experiment=SWEEP_DIR/best\n\n"
-        "A key that you set is fixed; a key with several values is searched over those values. So\n"
-        "zero=stage1,stage2 batch.micro_batch=8 searches two stages with a micro batch of 8. Type\n"
-        "the same command again to continue a search. More: docs/tuning.md.\n\n"
-        "To minimise a loss (objective=eval/loss), give the values yourself: all trials train for\n"
-        "sweep.halving=N steps, the better half continues from its checkpoints, and so on. The\n"
-        "last one trains in full.",
+        "with the best configuration: python -m llmx experiment=SWEEP_DIR/best A key that you set\n"
+        "is fixed; a key with several values is searched over those values. So zero=stage1,stage2\n"
+        "batch.micro_batch=8 searches two stages with a micro batch of 8. Type the same command\n"
+        "again to continue a search. More: docs/tuning.md. To minimise a loss\n"
+        "(objective=eval/loss), give the values yourself: all trials train for sweep.halving=N\n"
+        "steps, the better half continues from its checkpoints, and so on. The last one trains in\n"
+        "full.",
+        Runs.WORDS,
+        "llmx.cli.tune",
         words=(
             Word("objective=", "what to optimise", "NAME", ("tokens_per_s", "eval/loss")),
             Word("max_trials=", "the same as sweep.max_trials=", "N"),
@@ -204,73 +268,185 @@ COMMANDS = {
     ),
     "resume": Command(
         "resume a run that ended early: resume RUN_DIR [launch.* hardware.* ...]",
+        "RUN_DIR [overrides] [step=N] [--config-dir DIR]",
+        "Resumes a run that ended early, from its newest usable checkpoint, in the same\n"
+        "directory. On the same hardware the result is bitwise that of the undisturbed run.\n"
+        "hardware=NAME composes a whole group anew; also launch=, zero=, tracking=, ...\n"
+        "task.steps=N extends the run, also a finished one.",
+        Runs.WORDS,
+        "llmx.lifecycle.resume",
         words=(
-            Word("step=", "resume from the checkpoint of step N", "N", takes="step"),
+            Word(
+                "step=",
+                "resume from the checkpoint of step N; newer ones are moved to history/",
+                "N",
+                takes="step",
+            ),
             _TRUST_WORD,
             _DRY_RUN,
             _CONFIG_DIR,
         ),
-        arguments=("run",),
+        arguments=(Argument("run"),),
         overrides=True,
+        notes=_resume_notes,
     ),
     "reproduce": Command(
         "repeat a run from its snapshot: reproduce RUN_DIR",
+        "RUN_DIR [overrides] [to_step=K] [strict=true]",
+        "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
+        "start it lists what differs from the recorded run, by severity; at the end it says\n"
+        "whether the numbers are bitwise identical, or which step differs first and how much.",
+        Runs.WORDS,
+        "llmx.lifecycle.reproduce",
         words=(
-            Word("to_step=", "train only the first K steps", "K"),
-            Word("strict=", "refuse if anything differs", "true", _TRUE),
-            Word("checkout=", "run the recorded commit", "true", _TRUE),
+            Word(
+                "to_step=", "train only the first K steps, with the schedule of the whole run", "K"
+            ),
+            Word(
+                "strict=",
+                "refuse if anything differs that may change numbers; exit code 1 also where "
+                "the numbers differ at the end",
+                "true",
+                _TRUE,
+            ),
             _TRUST_WORD,
             _DRY_RUN,
             Word("run_dir=", "directory of the new run", "DIR", takes="directory"),
             _CONFIG_DIR,
         ),
-        arguments=("run",),
+        arguments=(Argument("run"),),
         overrides=True,
+        notes=_reproduce_notes,
     ),
     "status": Command(
         "show the state of runs and sweeps: status [RUN_DIR | SWEEP_DIR | user@host:RUN]",
+        "[RUN_DIR | SWEEP_DIR | DIR | user@host:RUN] [--all] [--json]",
+        "Shows what runs are doing, from the files of their directories. For a run directory it\n"
+        "shows all details; for a sweep directory (on this machine) its trials, the time left and\n"
+        "the best result so far. For any other directory, or without one (then outputs/), it\n"
+        "lists the runs in it, two lines each, running ones first.",
+        Runs.FLAGS,
+        "llmx.observe.status",
         words=(
             Word("--all", "list all runs, not only the newest"),
             Word("--json", "print JSON, for scripts"),
             _SSH_CONFIG,
         ),
-        arguments=("shown",),
+        arguments=(Argument("shown", "location", "RUN", "?"),),
+        reads_only=True,
+        notes="""\
+The exit code is 1 if the run failed or is dead, or if a sweep has ended with a trial that failed
+or never ran; else 0.""",
     ),
     "watch": Command(
         "show the state live: watch RUN_DIR|SWEEP_DIR",
+        "[RUN_DIR | SWEEP_DIR | DIR | user@host:RUN] [--every S]",
+        "Shows a run or a sweep live, until it ends. Without a run directory it takes the run in\n"
+        "outputs/ (or DIR) that is training, else the newest. Over ssh it reconnects by itself;\n"
+        "the other machine needs only Python 3. Ctrl-C stops watching; the run continues.",
+        Runs.FLAGS,
+        "llmx.observe.watch",
         words=(_EVERY, _SSH_CONFIG),
-        arguments=("shown",),
+        arguments=(Argument("shown", "location", "RUN", "?"),),
+        reads_only=True,
+        notes="""\
+If the output is not a terminal, it prints one line for each logged step, and for each change of a
+sweep. The exit code is 0 if the run finished, or if no trial of the sweep failed; else 1.""",
     ),
     "compare": Command(
         "compare the configs and loss curves of two runs: compare RUN_A RUN_B",
         "RUN_A RUN_B [--out FILE.png] [--width N]",
-        words=(Word("--out", "file of the picture", "FILE.png", takes="path"), _WIDTH),
-        arguments=("run", "run"),
+        "Prints what differs between two runs: config, environment, outcome, and every logged\n"
+        "loss. Draws both loss curves into one picture. Also takes runs that are still training\n"
+        "or have failed.",
+        Runs.PROCESS,
+        "llmx.observe.compare",
+        words=(
+            Word("--out", "file of the picture (default: in RUN_B)", "FILE.png", takes="path"),
+            _WIDTH,
+        ),
+        arguments=(Argument("run", "run_a", "RUN_A"), Argument("run", "run_b", "RUN_B")),
+        reads_only=True,
     ),
     "export": Command(
         "write a checkpoint as a Hugging Face model: export RUN_DIR [--step N] [--check]",
         "RUN_DIR [--step N] [--out DIR] [--check]",
+        "Writes a checkpoint as a Hugging Face model directory. RUN_DIR may also be one of the\n"
+        "checkpoints of a run, or with --to onnx or gguf a Hugging Face model directory.",
+        Runs.PROCESS,
+        "llmx.cli.export",
         words=(
-            Word("--step", "step of the checkpoint", "N", takes="step"),
-            Word("--out", "directory to write", "DIR", takes="path"),
+            Word(
+                "--step",
+                "step of the checkpoint (default: the newest usable)",
+                "N",
+                takes="step",
+                number=Number(int, Range(0, 10**9)),
+            ),
+            Word(
+                "--out",
+                "directory to write (default: RUN/export/step-N); must not exist",
+                "DIR",
+                takes="path",
+            ),
             Word("--best", "use the best checkpoint by checkpoint.metric"),
-            Word("--to", "output format", "FORMAT", ("adapter", "gguf", "hf", "merged", "onnx")),
-            Word("--dtype", "data type of the weights", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
-            Word("--shard-gib", "largest size of one weights file, in GiB", "X"),
-            Word("--check", "verify the checkpoints and models, write nothing"),
+            Word(
+                "--to",
+                "output format (default: hf, or adapter of a run with an adapter)",
+                "FORMAT",
+                ("adapter", "gguf", "hf", "merged", "onnx"),
+            ),
+            Word(
+                "--dtype",
+                "data type of the weights (default: what the run trains in; of onnx fp32); "
+                "q8_0 only with --to gguf",
+                "DTYPE",
+                ("bf16", "fp16", "fp32", "q8_0"),
+            ),
+            Word(
+                "--shard-gib",
+                "largest size of one weights file, in GiB (default 2)",
+                "X",
+                default=2,
+                number=Number(float, Range(above=0, maximum=10**6)),
+            ),
+            Word(
+                "--check",
+                "verify the checkpoints, the final model and the exports, write nothing",
+            ),
             _TRUST,
         ),
-        arguments=("run",),
+        arguments=(Argument("run", "run", "RUN_DIR"),),
+        notes="""\
+Of a run with an adapter, --to adapter (the default) writes it in the format of peft, and --to
+merged the whole model with the adapter in its weights. --to onnx and --to gguf write the whole
+model in that format, and compare it with transformers before the directory gets its name.""",
+        interrupted="nothing was left at the place of the export",
     ),
     "report": Command(
         "write tables, curves and an HTML page: report RUN_DIR|SWEEP_DIR",
         "RUN_DIR | SWEEP_DIR ... [--out DIR] [--objective NAME] [--width N]",
+        "Reports on a run: prints tables, and writes loss.png and report.html in its directory.\n"
+        "Of a sweep, or several together, prints the table and writes sweep.csv, sweep.md and\n"
+        "sweep.html. Also takes runs that are still training or have failed.",
+        Runs.PROCESS,
+        "llmx.observe.report.command",
         words=(
-            Word("--out", "directory for the files of a sweep", "DIR", takes="directory"),
-            Word("--objective", "metric that ranks the trials", "NAME"),
+            Word(
+                "--out",
+                "directory for the files of a sweep (default: its own directory)",
+                "DIR",
+                takes="directory",
+            ),
+            Word(
+                "--objective",
+                "metric that ranks the trials, e.g. tokens_per_s or eval/loss",
+                "NAME",
+            ),
             _WIDTH,
         ),
-        arguments=("shown+",),
+        arguments=(Argument("shown", "run_dir", "RUN_DIR|SWEEP_DIR", "+"),),
+        reads_only=True,
     ),
     "data": Command(
         "prepare the data and report on it; preview=3 shows samples token by token",
@@ -278,6 +454,7 @@ COMMANDS = {
         "Reads, tokenizes and packs the data as a training with the same overrides would. Prints\n"
         "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
         "for the training.",
+        module="llmx.cli.data",
         words=(
             Word("preview=", "show N samples token by token, with target tokens marked", "N"),
             Word(
@@ -300,6 +477,8 @@ COMMANDS = {
         "Trains a tokenizer on the text of the data and writes it to a directory for\n"
         "model.tokenizer=DIR. Checks that AutoTokenizer loads it and that decoding restores the\n"
         "text.",
+        module="llmx.data.tokenize.train",
+        trains=False,
         words=(
             Word("vocab_size=", "the same as tokenizer.vocab_size=", "N"),
             Word("kind=", "the same as tokenizer.kind=", "KIND", ("bbpe", "sentencepiece")),
@@ -316,63 +495,215 @@ COMMANDS = {
     "generate": Command(
         'complete a prompt or a file of prompts: generate RUN|MODEL "What ...?"',
         "RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
+        "Completes prompts with a trained model: that of a run directory, or of a directory of a\n"
+        "model or an adapter. Greedy unless a key of sampling is given; on one process. A prompt\n"
+        "is rendered as in training (of a MODEL by its chat template; without one it is plain\n"
+        "text), and a completion ends where it ends in the evaluation of the run. Without a\n"
+        "prompt, prompts are read from the terminal, one a line.",
+        Runs.PROCESS,
+        "llmx.cli.generate",
         words=(
             *_SAMPLING,
             Word("n=", "completions per prompt", "N"),
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
-            Word("--max-new-tokens", "longest completion, in tokens", "N"),
-            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
+            Word(
+                "--max-new-tokens",
+                "longest completion, in tokens (default 64; the evaluation of a run has "
+                "task.eval_max_new_tokens)",
+                "N",
+                number=_COUNT,
+            ),
+            _MODEL,
             _TRUST,
             Word("--json", "print tokens and log-probabilities as JSON"),
             Word("--plain", "take prompts as plain text, without a chat template"),
             Word("--prompts", "file of prompts, text or JSONL", "FILE", takes="path"),
-            Word("--out", "file for the completions", "FILE", takes="path"),
-            Word("--batch-tokens", "most tokens in one batch", "N"),
+            Word("--out", "file for the completions, as JSONL", "FILE", takes="path"),
+            Word(
+                "--batch-tokens",
+                "most tokens in one batch of --prompts, max_new_tokens of each prompt "
+                "included (default 16384); less memory with fewer",
+                "N",
+                default=16384,
+                number=_COUNT,
+            ),
         ),
-        arguments=("run",),
+        arguments=(Argument("run", "target", "RUN|MODEL"), Argument("", "prompt", "PROMPT", "*")),
+        takes_ctrl_c=True,
+        passes_on=True,
+        notes="""\
+A word like x=1 is a key; behind -- it is a prompt. On a terminal a completion appears while it is
+generated. --json prints a line for each completion: prompt, completion, ended (stop: a stop token,
+length: max_new_tokens, positions: the last position of the model), tokens, logps (of the model
+itself), sampled_logps (with temperature, top_k, top_p) and seed (n=1 with it gives that one again).
+
+A file of prompts (--prompts FILE --out FILE) is text with one prompt a line, or JSONL of
+{"prompt": "..."} or {"messages": [...]}; other columns are kept. Prompts of similar length are
+completed together; the lines of --out are in the order of the prompts, and have the completion and
+how it ended. What is done stands in OUT.partial meanwhile: the same command goes on there.""",
+        examples=(
+            'python -m llmx generate outputs/my-run "Which of these is a bird: oak, wren?"',
+            "python -m llmx generate ~/models/Qwen3-0.6B --prompts test.jsonl --out answers.jsonl",
+        ),
     ),
     "chat": Command(
         "chat with a trained model in this terminal: chat RUN|MODEL",
         "RUN|MODEL [key=value ...] [--system TEXT] [--model DIR]",
+        "Chats with a trained model in the terminal: that of a run directory, or of a directory\n"
+        "of a model or an adapter. The model's own chat template, the conversation so far, and\n"
+        "answers that appear while they are generated. Greedy unless a key of sampling is given;\n"
+        "on the GPU where there is one, in the precision of the model's files. Where the input is\n"
+        "no terminal, every line of it is a message, and the answers go to stdout.",
+        Runs.PROCESS,
+        "llmx.cli.chat",
         words=(
             *_SAMPLING,
             Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
-            Word("--system", "system prompt", "TEXT"),
-            Word("--template", "chat template", "NAME", ("auto", *_TEMPLATES)),
+            Word("--system", "system prompt (default: the run's data.system)", "TEXT"),
+            Word(
+                "--template",
+                "chat template, as data.template; auto is the tokenizer's own (default: as "
+                "the run was trained, or auto)",
+                "NAME",
+                ("auto", *_TEMPLATES),
+            ),
             Word("--plain", "continue plain text, for a model that is not a chat model"),
-            Word("--max-new-tokens", "longest answer, in tokens", "N"),
-            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
+            Word(
+                "--max-new-tokens", "longest answer, in tokens (default 1024)", "N", number=_COUNT
+            ),
+            _MODEL,
             _TRUST,
         ),
-        arguments=("run",),
+        arguments=(Argument("run", "target", "RUN|MODEL"),),
+        takes_ctrl_c=True,
+        notes="In the chat\n"
+        + "".join(f"  {name:<20} {line}\n" for name, line in CHAT_COMMANDS.items())
+        + "  Ctrl-C               end this answer; the part written so far is kept\n"
+        'A message of several lines: end a line with \\, or put it between two lines of """. Text\n'
+        "that is pasted stays one message. A blank in front of / sends it as a message.",
+        examples=(
+            "python -m llmx chat outputs/my-run temperature=0.7 top_p=0.9",
+            'python -m llmx chat ~/models/Qwen3-0.6B --system "Answer in one sentence."',
+            "python -m llmx chat outputs/my-run < questions.txt > answers.txt",
+        ),
     ),
     "eval": Command(
         "measure a trained model on any data: eval RUN|MODEL data.path=FILE",
         "RUN|MODEL [group=option] [key=value] ... [--generate N]",
+        "Measures a trained model on any data. Of a run directory it takes the final model, the\n"
+        "task and the data; of a Hugging Face model directory the model alone. On one process:\n"
+        "one GPU, or the CPU. Measured are the loss, the perplexity and what the task measures,\n"
+        "by the code that evaluates during training; and with --generate exact match, ROUGE and\n"
+        "metrics of your own on greedy completions.",
+        Runs.PROCESS,
+        "llmx.cli.evaluate",
         words=(
-            Word("--model", "use this model of the run", "DIR", takes="directory"),
-            Word("--generate", "also generate completions for N prompts of the data", "N"),
-            Word("--max-new-tokens", "longest completion, in tokens", "N"),
-            Word("--metrics", "metrics of completions: names, or package.module:function", "A,B"),
-            Word("--lm-eval", "run these lm-eval tasks instead, e.g. hellaswag", "A,B"),
-            Word("--batch", "samples per batch", "N"),
+            Word(
+                "--model",
+                "use this model of the run (default: RUN/model)",
+                "DIR",
+                takes="directory",
+            ),
+            Word(
+                "--generate",
+                "also generate completions for N prompts of the data",
+                "N",
+                number=_COUNT,
+            ),
+            Word("--max-new-tokens", "longest completion, in tokens", "N", number=_COUNT),
+            Word(
+                "--metrics",
+                "metrics of completions: names, or package.module:function (default: the "
+                "run's task.eval_metrics, else exact_match,rouge1,rouge2,rougeL)",
+                "A,B",
+            ),
+            Word(
+                "--lm-eval",
+                "run these lm-eval tasks instead, e.g. hellaswag; words behind -- are passed "
+                "to lm-eval (EleutherAI's harness)",
+                "A,B",
+            ),
+            Word(
+                "--batch",
+                "samples per batch (default 8)",
+                "N",
+                default=8,
+                number=Number(int, Range(1, 4096)),
+            ),
             _TRUST,
-            Word("--out", "JSON file for the results", "FILE", takes="path"),
+            Word(
+                "--out",
+                "JSON file for the results (default: eval-DATA.json in RUN, else here)",
+                "FILE",
+                takes="path",
+            ),
         ),
-        arguments=("run",),
+        arguments=(
+            Argument("run", "target", "RUN|MODEL"),
+            Argument("", "overrides", "KEY=VALUE", "*"),
+        ),
+        takes_ctrl_c=True,
+        passes_on=True,
+        notes="""\
+Data
+  RUN                        what the run has held out (data.eval_path, data.eval_fraction)
+  RUN data.path=FILE         all rows of another file, read as the run reads its own
+  MODEL data=messages data.path=FILE
+                             data=OPTION and data.* as in training; task=pretrain for plain text
+
+Metrics on completions (--generate N completes the first N prompts, greedily)
+  exact_match rouge1 rouge2 rougeL      F1; words, of Chinese and Japanese characters
+  package.module:function               your own: function(completions, references) gives a number,
+                                        or numbers by name""",
+        examples=(
+            "python -m llmx eval outputs/my-run",
+            "python -m llmx eval outputs/my-run data.path=test.jsonl --generate 200",
+            "python -m llmx eval ~/models/Qwen3-0.6B data=messages data.path=test.jsonl "
+            "data.seq_len=1024",
+            "python -m llmx eval outputs/my-run --generate 50 --metrics rougeL,my_metrics:bleu",
+            "python -m llmx eval outputs/my-run --lm-eval hellaswag,arc_easy",
+        ),
     ),
     "serve": Command(
         "serve a trained model with vLLM: serve RUN|MODEL",
         "RUN|MODEL [--print] [-- OPTIONS OF VLLM]",
+        "Prints the command of vLLM that serves a trained model, and where vLLM is installed\n"
+        "becomes it: an HTTP server with OpenAI's interface on port 8000. An adapter is served on\n"
+        "its base. The precision is that of the model's files, the chat template that of\n"
+        "training, the GPUs as few of this machine as hold the weights. Words behind -- are\n"
+        "passed to vLLM.",
+        Runs.PROCESS,
+        "llmx.cli.serve",
         words=(
             Word("--print", "only print the command"),
-            Word("--name", "name of the model for clients", "NAME"),
-            Word("--gpus", "number of GPUs for tensor parallelism", "N"),
-            Word("--max-model-len", "longest prompt and answer together, in tokens", "N"),
-            Word("--model", "use this exported checkpoint of the run", "DIR", takes="directory"),
+            Word(
+                "--name", "name of the model for clients (default: that of the directory)", "NAME"
+            ),
+            Word(
+                "--gpus",
+                "number of GPUs for tensor parallelism (default: as few of this machine as "
+                "hold the weights)",
+                "N",
+                number=Number(int, Range(1, 1024)),
+            ),
+            Word(
+                "--max-model-len",
+                "longest prompt and answer together, in tokens (default: all positions of the "
+                "model); fewer take less memory",
+                "N",
+                number=_COUNT,
+            ),
+            _MODEL,
             _TRUST,
         ),
-        arguments=("run",),
+        arguments=(Argument("run", "target", "RUN|MODEL"),),
+        takes_ctrl_c=True,
+        passes_on=True,
+        examples=(
+            "python -m llmx serve outputs/my-run",
+            "python -m llmx serve outputs/my-run --print",
+            "python -m llmx serve ~/models/Qwen3-0.6B --max-model-len 8192",
+        ),
     ),
     "help": Command(
         "explain a key, a group, an option or a command: help optim.lr",
@@ -380,7 +711,9 @@ COMMANDS = {
         "Explains a key (type, range, default, meaning, example), a group (its options and keys),\n"
         "an option (its file), a command, or the environment variables. For a part of a name it\n"
         "lists the matches. docs/config.md has all keys on one page.",
-        arguments=("topic+",),
+        Runs.WORDS,
+        "llmx.cli.help",
+        arguments=(Argument("topic", count="+"),),
         examples=(
             "python -m llmx help optim.lr",
             "python -m llmx help zero",
@@ -393,11 +726,12 @@ COMMANDS = {
         "bash|zsh|fish",
         "Prints a script that completes commands, groups, options (also those of --config-dir),\n"
         "keys, values, paths and run directories after `llmx` and `python -m llmx`. Type the line\n"
-        "of your shell, or add it to the start-up file:\n\n"
-        '  bash  eval "$(llmx completion bash)"                 (~/.bashrc)\n'
-        '  zsh   eval "$(llmx completion zsh)"                  (~/.zshrc, after compinit)\n'
-        "  fish  llmx completion fish | source                  (~/.config/fish/config.fish)",
-        arguments=("shell",),
+        'of your shell, or add it to the start-up file: bash eval "$(llmx completion bash)"\n'
+        '(~/.bashrc) zsh eval "$(llmx completion zsh)" (~/.zshrc, after compinit) fish llmx\n'
+        "completion fish | source (~/.config/fish/config.fish)",
+        Runs.WORDS,
+        "llmx.cli.completion",
+        arguments=(Argument("shell"),),
         examples=("python -m llmx completion bash",),
     ),
 }

@@ -109,10 +109,10 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
 
 def _arguments(command: Command, given: int, current: str) -> Iterator[Candidate]:
     """Bare words: a run, the name of a sweep, a topic of help, a shell."""
-    kinds = command.arguments
-    if not kinds or (given >= len(kinds) and not kinds[-1].endswith("+")):
+    arguments = command.arguments
+    if not arguments or (given >= len(arguments) and arguments[-1].count not in ("+", "*")):
         return
-    kind = kinds[min(given, len(kinds) - 1)].rstrip("+")
+    kind = arguments[min(given, len(arguments) - 1)].kind
     if kind in ("run", "shown"):
         found = _runs(sweeps=kind == "shown")
         runs = [Candidate(run) for run in found if run.startswith(current)]
@@ -164,7 +164,7 @@ def _names(word: str) -> Iterator[Candidate]:
 
     head = word.rpartition(".")[0]
     if not head:
-        from llmx.cli.topics import GROUP_LINES
+        from llmx.cli.help import GROUP_LINES
 
         yield from (Candidate(f"{group}=", GROUP_LINES[group]) for group in GROUPS)
         for alias, group in ALIASES.items():
@@ -214,7 +214,7 @@ def _override_values(name: str, value: str, config_dirs: Sequence[Path]) -> Iter
 
 
 def _options(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
-    from llmx.cli.topics import all_options
+    from llmx.cli.help import all_options
 
     group, head = ALIASES.get(name, name), value[: value.rfind(",") + 1]
     if group not in GROUPS:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import (
     Target,
     check_generates,
@@ -35,92 +34,12 @@ from llmx.cli.target import (
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
-from llmx.errors import ConfigError, exit_code
+from llmx.errors import ConfigError
 from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
 from llmx.run.rundir import check_writable, write_json
 from llmx.text import plural, printable
-
-HELP = """\
-data:
-  RUN                        what the run has held out (data.eval_path, data.eval_fraction)
-  RUN data.path=FILE         all rows of another file, read as the run reads its own
-  MODEL data=messages data.path=FILE
-                             data=OPTION and data.* as in training; task=pretrain for plain text
-
-metrics on completions (--generate N completes the first N prompts, greedily):
-  exact_match rouge1 rouge2 rougeL      F1; words, of Chinese and Japanese characters
-  package.module:function               your own: function(completions, references) gives a number,
-                                        or numbers by name
-
-examples:
-  python -m llmx eval outputs/my-run
-  python -m llmx eval outputs/my-run data.path=test.jsonl --generate 200
-  python -m llmx eval ~/models/Qwen3-0.6B data=messages data.path=test.jsonl data.seq_len=1024
-  python -m llmx eval outputs/my-run --generate 50 --metrics rougeL,my_metrics:bleu
-  python -m llmx eval outputs/my-run --lm-eval hellaswag,arc_easy
-"""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse, load, measure; returns the exit code."""
-    parser = Parser(
-        prog="python -m llmx eval",
-        usage="python -m llmx eval RUN|MODEL [group=option] [key=value] ... [--generate N]",
-        description=__doc__,
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("target", type=Path, help="a run directory, or a directory of a model")
-    parser.add_argument(
-        "overrides", nargs="*", help="what differs: data=..., data.path=..., task=..."
-    )
-    add_trust(parser)
-    parser.add_argument(
-        "--model", metavar="DIR", type=Path, help="another model of the run (default: RUN/model)"
-    )
-    parser.add_argument(
-        "--generate", metavar="N", type=whole_number(1), help="also complete N prompts of the data"
-    )
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=whole_number(1), help="of a completion at most"
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="A,B",
-        help="of completions (default: those of the run, "
-        f"task.eval_metrics, else {','.join(METRICS)})",
-    )
-    parser.add_argument(
-        "--lm-eval",
-        metavar="A,B",
-        help="tasks of lm-eval (EleutherAI's harness) instead, e.g. hellaswag,arc_easy;\n"
-        "arguments after a bare -- are passed to it",
-    )
-    parser.add_argument(
-        "--batch", metavar="N", type=whole_number(1, 4096), default=8, help="samples at once (8)"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the JSON file (default: eval-DATA.json in RUN, "
-        "else here)"
-    )  # fmt: skip
-
-    def work() -> int:
-        words, more = list(sys.argv[1:] if argv is None else argv), []
-        if "--" in words:
-            at = words.index("--")
-            words, more = words[:at], words[at + 1 :]
-        options = parser.parse_intermixed_args(words)
-        if options.lm_eval is not None:
-            return run_lm_eval(options, more)
-        if more:
-            raise ConfigError(
-                f"{' '.join(more)}: arguments after -- are passed to lm-eval. Add --lm-eval TASKS."
-            )
-        return run(options)
-
-    return exit_code(work)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +120,14 @@ def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write."""
+    """Measure, print, write; returns the exit code."""
+    if options.lm_eval is not None:
+        return run_lm_eval(options)
+    if options.behind:
+        raise ConfigError(
+            f"{' '.join(options.behind)}: arguments after -- are passed to lm-eval. Add --lm-eval "
+            "TASKS."
+        )
     if options.metrics and not options.generate:
         raise ConfigError("--metrics measures completions. Add --generate 100.")
     measured = measured_of(options)
@@ -279,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
 # --- lm-eval ---------------------------------------------------------------------------------
 
 
-def run_lm_eval(options: argparse.Namespace, more: Sequence[str]) -> int:
+def run_lm_eval(options: argparse.Namespace) -> int:
     """Measure with lm-eval, in a process of its own; its exit code."""
     if options.overrides or options.generate or options.metrics:
         raise ConfigError(
@@ -294,7 +220,7 @@ def run_lm_eval(options: argparse.Namespace, more: Sequence[str]) -> int:
     command = lm_eval_command(
         target, options.lm_eval, batch=options.batch, out=out, cuda=torch.cuda.is_available()
     )
-    command += more
+    command += options.behind
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             'lm-eval is not installed here. Run pip install "lm_eval[hf]", and this command again; '
@@ -552,7 +478,3 @@ def table(values: dict[str, float], declared: dict[str, Metric], *, title: str) 
     }
     width = max(map(len, shown), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@ read, joined and written a piece at a time. The directory gets its name only whe
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -35,8 +36,7 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed, seal
-from llmx.cli.flags import Parser, add_trust, positive_number, whole_number
-from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full, exit_code
+from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
 from llmx.run.card import write_card
@@ -52,91 +52,32 @@ QUANTIZED = ("q8_0",)
 """Precisions of GGUF alone."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, export; returns the exit code."""
-    parser = Parser(
-        prog="python -m llmx export",
-        description="Write a checkpoint as a Hugging Face model directory.",
-    )
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        type=Path,
-        help="a run directory, or one of its checkpoints; for --to onnx and gguf a Hugging Face\n"
-        "directory, too",
-    )
-    parser.add_argument(
-        "--step",
-        metavar="N",
-        type=whole_number(0),
-        help="which checkpoint; default: the newest usable",
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="the checkpoint that is best by checkpoint.metric"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="default: RUN/export/step-N; must not exist"
-    )
-    parser.add_argument(
-        "--to",
-        choices=FORMS,
-        help="of a run with an adapter: adapter (in the format of peft; default), or merged, the\n"
-        "whole model with the adapter in its weights; of every other run: hf. onnx, gguf: the\n"
-        "whole model in that format, compared with transformers before it gets its name",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=[*sorted(NAMES), *QUANTIZED],
-        help="default: what the run trains in (onnx: fp32); q8_0: gguf alone",
-    )
-    parser.add_argument(
-        "--shard-gib",
-        metavar="X",
-        type=positive_number(),
-        default=SHARD_BYTES / 2**30,
-        help="largest file, in GiB (default 2)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="verify the checkpoints, the final model and the exports instead, write nothing",
-    )
-    add_trust(parser)
-    options = parser.parse_args(_as_flags(sys.argv[1:] if argv is None else argv))
-
-    def work() -> int:
-        if options.check and _is_model(options.run):
-            if not (options.run / MANIFEST).is_file():
-                raise CheckpointError(
-                    f"{options.run} has no {MANIFEST}: llmx did not write it, and cannot check it."
-                )
-            return check_models([options.run], start=Path.cwd())
-        if options.to in CONVERTED and _is_model(options.run):
-            convert_model(options.run, to=options.to, out=options.out, dtype=options.dtype)
-            return 0
-        run, step = _which(options.run, options.step)
-        if options.best:
-            step = _best(run, step)
-        if options.check:
-            return check(run)
-        export(
-            run,
-            step=step,
-            out=options.out,
-            to=options.to,
-            dtype=options.dtype,
-            shard_bytes=int(options.shard_gib * 2**30),
-            trusted=options.trust,
-        )
+def run(options: argparse.Namespace) -> int:
+    """Export or check; returns the exit code."""
+    if options.check and _is_model(options.run):
+        if not (options.run / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{options.run} has no {MANIFEST}: llmx did not write it, and cannot check it."
+            )
+        return check_models([options.run], start=Path.cwd())
+    if options.to in CONVERTED and _is_model(options.run):
+        convert_model(options.run, to=options.to, out=options.out, dtype=options.dtype)
         return 0
-
-    return exit_code(work, interrupted="nothing was left at the place of the export")
-
-
-def _as_flags(words: Sequence[str]) -> list[str]:
-    """``to=gguf`` is ``--to=gguf``, as other commands take KEY=VALUE."""
-    keys = ("to=", "step=", "dtype=", "out=")
-    return [f"--{word}" if word.startswith(keys) else word for word in words]
+    run, step = _which(options.run, options.step)
+    if options.best:
+        step = _best(run, step)
+    if options.check:
+        return check(run)
+    export(
+        run,
+        step=step,
+        out=options.out,
+        to=options.to,
+        dtype=options.dtype,
+        shard_bytes=int(options.shard_gib * 2**30),
+        trusted=options.trust,
+    )
+    return 0
 
 
 def _is_model(path: Path) -> bool:
@@ -543,7 +484,3 @@ def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
         f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "
         "--out to a directory that can be created."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,17 +12,14 @@ import argparse
 import dataclasses
 import itertools
 import json
-import re
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
-from llmx.errors import ConfigError, did_you_mean, exit_code
+from llmx.errors import ConfigError
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.text import plural, printable
 
@@ -36,32 +33,6 @@ KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 """Own keys of the command: type, and an example for messages."""
 
-HELP = """\
-keys:
-  temperature=0.7      divides the logits; 0 is greedy. Default: 0, or 1 with one of the keys below
-  top_p=0.9            sample from the most probable tokens up to this total probability
-  top_k=50             sample from this many most probable tokens; 0: from all
-  seed=1               the same prompt, keys and seed give the same completion. Default: a new one
-  n=2                  completions of each prompt
-  max_new_tokens=64    the same as --max-new-tokens
-
-A word like x=1 is a key; behind -- it is a prompt. On a terminal a completion appears while it is
-generated. --json prints a line for each completion: prompt, completion, ended (stop: a stop token,
-length: max_new_tokens, positions: the last position of the model), tokens, logps (of the model
-itself), sampled_logps (with temperature, top_k, top_p) and seed (n=1 with it gives that one again).
-
-A file of prompts (--prompts FILE --out FILE) is text with one prompt a line, or JSONL of
-{"prompt": "..."} or {"messages": [...]}; other columns are kept. Prompts of similar length are
-completed together; the lines of --out are in the order of the prompts, and have the completion and
-how it ended. What is done stands in OUT.partial meanwhile: the same command goes on there.
-
-examples:
-  python -m llmx generate outputs/my-run "Which of these is a bird: oak, wren?"
-  python -m llmx generate ~/models/Qwen3-0.6B --prompts test.jsonl --out answers.jsonl
-"""
-
-BATCH_TOKENS = 16384
-"""Of a batch of ``--prompts``: prompts and ``max_new_tokens`` for each."""
 REDRAW_S = 0.05
 """Between two looks at what to show of a completion on a terminal."""
 
@@ -75,60 +46,12 @@ class Wanted:
     seed: int | None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse, load, complete; returns the exit code."""
-    parser = Parser(
-        prog="python -m llmx generate",
-        usage="python -m llmx generate RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
-        description=__doc__,
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
-    )
-    parser.add_argument("prompt", nargs="*", help="prompts; none reads the terminal")
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=whole_number(1),
-        help="where a completion that does not stop by itself is cut (default 64;\n"
-        "the evaluation of a run has task.eval_max_new_tokens)",
-    )
-    add_trust(parser)
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
-    )
-    parser.add_argument("--json", action="store_true", help="a JSON object for each completion")
-    parser.add_argument(
-        "--plain", action="store_true", help="prompts are plain text: no chat template"
-    )
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help="a file of prompts")
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="where their completions go, as JSONL"
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        metavar="N",
-        type=whole_number(1),
-        default=BATCH_TOKENS,
-        help="of --prompts: tokens completed together at most, max_new_tokens of each included\n"
-        f"(default {BATCH_TOKENS}); less memory with fewer",
-    )
-    return exit_code(lambda: _run(parser, sys.argv[1:] if argv is None else argv))
-
-
-def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    words, keys, more = split_words(argv)
-    # Prompts may stand before and behind the options.
-    options = parser.parse_intermixed_args(words)
-    options.prompt += more
+def run(options: argparse.Namespace) -> int:
+    """Load, complete; returns the exit code."""
+    options.prompt += options.behind
     if options.max_new_tokens is not None:
-        keys.setdefault("max_new_tokens", str(options.max_new_tokens))
-    how = wanted(keys)
+        options.keys.setdefault("max_new_tokens", str(options.max_new_tokens))
+    how = wanted(options.keys)
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
@@ -153,31 +76,6 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         details=options.json,
         batch_tokens=options.batch_tokens,
     )
-
-
-def split_words(
-    argv: Sequence[str], *, command: str = "generate", known: Sequence[str] = tuple(KEYS)
-) -> tuple[list[str], dict[str, str], list[str]]:
-    """(flags, run directory and prompts; own keys, of those that are ``known``; what stands behind
-    ``--``)."""
-    words, behind = list(argv), []
-    if "--" in words:
-        at = words.index("--")
-        words, behind = words[:at], words[at + 1 :]
-    rest, keys = [], {}
-    for word in words:
-        name, _, value = word.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][\w.]*=\S*", word) or Path(word).exists():
-            rest.append(word)
-        elif name in known:
-            keys[name] = value
-        else:
-            as_prompt = f" To complete {word} as a prompt, put it behind -- ."
-            raise ConfigError(
-                f"{word}: {command} has no key {name}.{did_you_mean(name, known)} It has "
-                f"{', '.join(known)}.{as_prompt if command == 'generate' else ''}"
-            )
-    return rest, keys, behind
 
 
 def wanted(keys: dict[str, str]) -> Wanted:
@@ -354,7 +252,3 @@ def _lines() -> Iterable[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

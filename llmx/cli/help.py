@@ -1,16 +1,40 @@
-"""``python -m llmx --help``: commands, groups with every option, examples.
+"""``python -m llmx --help`` and ``help TOPIC``, and the page ``docs/config.md``.
 
-Made from the files of ``conf/`` and ``sweeps/`` themselves.
+    python -m llmx help optim.lr         type, range, default, meaning, an example
+    python -m llmx help zero             its options and all of its keys
+    python -m llmx help zero=stage3      the file of an option
+    python -m llmx help seq_len          a part of a name lists what it may mean
+
+``make docs`` writes ``docs/config.md`` with ``markdown()``.
 """
 
 from __future__ import annotations
 
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmx import __version__
-from llmx.cli.commands import COMMANDS
-from llmx.cli.topics import GROUP_LINES
-from llmx.config.groups import GROUPS, conf_dir, first_comment, options, sweeps_dir
+from llmx.cli.commands import COMMANDS, Word
+from llmx.compose.user_files import read_text
+from llmx.config.groups import (
+    ALIASES,
+    GROUPS,
+    OPTIONAL_GROUPS,
+    conf_dir,
+    find_option,
+    first_comment,
+    no_such_option,
+    options,
+    sweeps_dir,
+)
+from llmx.config.reference import Key, keys, sections, typed
+from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
+
+WIDTH = 92
 
 EXAMPLES = (
     ("python -m llmx", "the demo, on this machine's GPUs or on two CPU ranks"),
@@ -47,6 +71,90 @@ group's keys, help environment the variables. All keys on one page: docs/config.
 Exit codes (help exit-codes): 0 went well, 1 the run did not end well, 2 config or usage,
 3 data, 4 launch or host, 5 checkpoint, 130 Ctrl-C.
 """
+
+GROUP_LINES = {
+    "experiment": "a complete recipe; experiment=null for none",
+    "model": "the network, pretrained or from scratch",
+    "adapter": "adapters on frozen weights (adapter=lora)",
+    "data": "the training data",
+    "task": "the training objective and length",
+    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",
+    "hardware": "hosts and devices",
+    "optim": "optimizer and schedule",
+    "batch": "global batch, micro batch, accumulation",
+    "checkpoint": "when checkpoints are saved and which are kept",
+    "launch": "how ranks are started on the hosts",
+    "tracking": "where metrics are sent",
+}
+
+ENVIRONMENT = {
+    "Set by you": {
+        "LLMX_OUTPUTS": "Directory of run directories; default: outputs in the current directory. "
+        "status and watch look there. run_dir=DIR overrides it for one run.",
+        "LLMX_CACHE": "Directory of prepared data; default: ~/.cache/llmx. data.cache_dir "
+        "overrides it.",
+        "LLMX_TRACES": "off: the plan's memory by formula alone, without tracing the network "
+        "(docs/planner.md); default: on.",
+        "LLMX_LEARNED": "off: plans neither use nor leave what finished runs have shown of a "
+        "device's speed (learned.json in the cache, docs/planner.md); default: on.",
+        "LLMX_TOKENIZER": "The tokenizer of experiment=llama_1_7b_pretrain; default: "
+        "/data/tokenizer-64k. model.tokenizer overrides it.",
+        "LLMX_BERT_TOKENIZER": "The tokenizer of experiment=megatron_bert_3_9b; default: "
+        "/data/bert-zh-vocab. model.tokenizer overrides it.",
+        "LLMX_CORPUS": "The data of experiment=llama_1_7b_pretrain and megatron_bert_3_9b; "
+        "default: /data/corpus. data.path overrides it.",
+        "LLMX_SFT_DATA": "The data of experiment=opt_1_3b_sft; default: Dahoas/rm-static "
+        "on the Hub. data.sources overrides it.",
+        "LLMX_FINCORPUS": "The data of experiment=llama2_7b_fincorpus; default: "
+        "/data/FinCorpus. data.path overrides it.",
+        "LLMX_BOOK_REVIEWS": "The data of experiment=book_reviews, a directory with train.tsv and "
+        "dev.tsv; default: /data/book_review. data.path and data.eval_path override it.",
+        "LLMX_ZH_TOKENIZER": "The tokenizer of experiment=book_reviews; default: "
+        "bert-base-chinese on the Hub. model.tokenizer overrides it.",
+    },
+    "Other variables that llmx reads": {
+        "WANDB_API_KEY": "For tracking=wandb. It stays in the control process; ranks never see it.",
+        "WANDB_MODE": "offline or disabled overrides tracking.mode=auto.",
+        "MLFLOW_TRACKING_URI": "For tracking=mlflow: the server or store. tracking.uri overrides "
+        "it. "
+        "MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN: as for MLflow; ranks never see them.",
+        "SWANLAB_API_KEY": "For tracking=swanlab. It stays in the control process. "
+        "SWANLAB_API_HOST: a server of your own.",
+        "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE overrides it.",
+        "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that a local run may use.",
+        "TORCH_EXTENSIONS_DIR": "Where DeepSpeed builds its extensions.",
+        "COLUMNS": "The width of tables where there is no terminal to ask.",
+    },
+    "For development": {
+        "LLMX_REAL_DATA": "The folder of real data sets. Without it, tests that need it are "
+        "skipped and benchmarks refuse to start.",
+        "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
+        "of code, where a training waits for the GPU (benchmarks/gpu does).",
+        "LLMX_DEBUG": "1 shows the traceback behind an error message.",
+        "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
+        "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",
+        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it, except those "
+        "in FIRST of tests/conftest.py (CI).",
+    },
+    "Set by llmx for its own processes; do not set them": {
+        "LLMX_RUN_TOKEN": "The id of a run. All its processes have it in their environment, "
+        "so that leftovers can be found and ended.",
+        "LLMX_INTERFACES": "The network interface of each host in order, if they differ.",
+        "LLMX_RANKS_PER_HOST": "Ranks that share the cores of a host with those of other trials.",
+    },
+}
+
+COMMAND_TOPICS = ("environment", "exit-codes")
+
+
+def main(words: Sequence[str]) -> int:
+    """Print help on every topic; ConfigError for one that is not known."""
+    config_dirs, topics = _config_dirs(words)
+    if not topics:
+        print(help_text())
+        return 0
+    print("\n\n".join(topic(word, config_dirs=config_dirs).rstrip("\n") for word in topics))
+    return 0
 
 
 def help_text(*, conf: Path | None = None) -> str:
@@ -90,3 +198,344 @@ def _wrap_command(command: str, width: int = 96) -> list[str]:
         return [f"  {command}"]
     cut = command.rfind(" ", 0, width - 4)
     return [f"  {command[:cut]} \\", f"      {command[cut + 1 :]}"]
+
+
+def topic(word: str, *, config_dirs: Sequence[Path] = ()) -> str:
+    """The help on one word; raises ConfigError where nothing is known by that name."""
+    name, equal, option = word.strip().lstrip("+~").partition("=")
+    name = ALIASES.get(name, name).rstrip(".").lstrip("-")
+    if equal and option and name in GROUPS:
+        return _option(name, option, config_dirs)
+    found = []
+    if name in COMMANDS and not equal:
+        found.append(command_help(name, brief=name in sections()))
+    own = next((key for key in keys() if key.name == name), None)
+    if own is not None and name in sections():
+        found.append(key_help(own))
+    if name in GROUPS or name in sections():
+        found.append(section_help(name, config_dirs))
+    if name in ("environment", "env"):
+        found.append(environment_help())
+    if name == "exit-codes":
+        found.append(exit_codes_help())
+    if found:
+        return "\n\n".join(found)
+    exact = _named(name) or _around(name)
+    if len(exact) == 1:
+        return key_help(exact[0])
+    if exact:
+        return _several(name, exact)
+    return _search(name)
+
+
+def command_help(name: str, *, brief: bool = False) -> str:
+    """What ``python -m llmx NAME --help`` and ``help NAME`` print.
+
+    ``brief``: without the keys of its section, which follow.
+    """
+    command = COMMANDS[name]
+    lines = [f"python -m llmx {name} {command.usage}", "", command.about]
+    if command.words:
+        rows = [
+            (f"{word.name}{' ' * (word.name[-1] != '=')}{word.value}", word)
+            for word in command.words
+        ]
+        lines += ["", *_rows([(head.strip(), _with_choices(word)) for head, word in rows])]
+    if command.overrides and not command.notes:
+        lines += ["", "Overrides: any group=option and key=value; python -m llmx help lists them."]
+    if command.notes:
+        notes = command.notes if isinstance(command.notes, str) else command.notes()
+        lines += ["", notes.rstrip("\n")]
+    if command.examples:
+        lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
+    if command.section and not brief:
+        lines += ["", *_key_lines(command.section)]
+    return "\n".join(lines)
+
+
+def _with_choices(word: Word) -> str:
+    """The line of a flag, with the values that it takes where those are a closed set."""
+    if not word.choices or set(word.choices) == {"true", "false"}:
+        return word.line
+    return f"{word.line}; one of {', '.join(word.choices)}"
+
+
+def section_help(name: str, config_dirs: Sequence[Path] = ()) -> str:
+    """A group's options, and all keys under it."""
+    about = GROUP_LINES.get(name)
+    doc = sections().get(name, "")
+    lines = [f"{name}: {about or doc}"]
+    if name in GROUPS:
+        lines += ["", f"Options: {name}=NAME"]
+        lines += _rows(list(all_options(name, config_dirs).items()))
+    if name in sections():
+        lines += ["", *_key_lines(name)]
+    return "\n".join(lines)
+
+
+def key_help(key: Key) -> str:
+    """One key: what it means, what it takes, where it is set."""
+    lines = [key.name, "", *_wrapped(key.doc, "  "), ""]
+    lines += _rows([("takes", key.takes()), ("default", typed(key.default))])
+    lines.append(f"  {'example':<20}{_example(key)}")  # on one line: it is there to be copied
+    setters = [f"{where} ({typed(value)})" for where, value in _set_by(key)]
+    if setters:
+        lines += _rows([("set by", ", ".join(setters))])
+    return "\n".join(lines)
+
+
+def environment_help() -> str:
+    """The table of environment variables."""
+    lines = ["Environment variables"]
+    for title, variables in ENVIRONMENT.items():
+        lines += ["", title, *_rows(list(variables.items()), indent=24)]
+    return "\n".join(lines)
+
+
+def exit_codes_help() -> str:
+    """The table of exit codes."""
+    rows = [(str(code), when) for code, when in EXIT_CODES.items()]
+    return "\n".join(["Exit codes, of every command", "", *_rows(rows, indent=8)])
+
+
+def all_options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, str]:
+    """Option -> its line: the shipped ones, and those of the user's directories."""
+    found = options(group)
+    for directory in config_dirs:
+        own = options(group, directory=directory)
+        found |= {name: f"{line} ({directory})".lstrip() for name, line in own.items()}
+    return found
+
+
+def markdown() -> str:
+    """``docs/config.md``: every key on one page."""
+    lines = [
+        "# Every key of the config",
+        "",
+        "Made from the schema (`llmx/config/schema.py`) by `make docs`; do not edit. The same on",
+        "a terminal: `python -m llmx help KEY`, `help GROUP`, `help GROUP=OPTION`. A key is set by",
+        "its name (`optim.lr=1e-4`), a group by one of its options (`zero=stage3`); what is not",
+        "set has the value of the group's option, else the default below.",
+        "",
+        "Values with spaces, brackets or braces are quoted for the shell, as in",
+        "`'optim.betas=[0.9, 0.95]'`. Entries of lists (`hardware.hosts[]`) and of mappings",
+        "(`hardware.devices.NAME`) are written in a YAML file of your own",
+        "([cluster.md](cluster.md)).",
+        "",
+        "## Top level",
+        "",
+        *_markdown_table(key for key in keys() if not key.group),
+    ]
+    for name in dict.fromkeys([*GROUPS, *sections()]):
+        prefix = _prefix(name)
+        mine = [key for key in keys() if _home(key) == prefix]
+        about = _sentence(GROUP_LINES.get(name) or sections()[name]).rstrip(".")
+        lines += ["", f"## {name}", "", f"{about}.", ""]
+        if name in GROUPS:
+            lines += ["| option | what it is, when to use it |", "|---|---|"]
+            lines += [
+                f"| `{name}={each}` | {_cell(line)} |" for each, line in options(name).items()
+            ]
+            lines.append("")
+        lines += _markdown_table(mine) if mine else []
+    lines += ["", "## Environment variables", ""]
+    for title, variables in ENVIRONMENT.items():
+        lines += [f"{title}:", "", "| variable | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {_cell(line)} |" for name, line in variables.items()]
+        lines.append("")
+    text = "\n".join(lines).rstrip("\n") + "\n"
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text
+
+
+def _markdown_table(found: Iterator[Key] | Sequence[Key]) -> list[str]:
+    lines = ["| key | takes | default | meaning | example |", "|---|---|---|---|---|"]
+    for key in found:
+        cells = (
+            f"`{key.name}`",
+            _cell(key.takes()),
+            f"`{_cell(typed(key.default))}`",
+            _cell(key.doc),
+            f"`{_cell(key.example)}`",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _prefix(section: str) -> str:
+    """The part of a key's name that says it is of this section."""
+    return {
+        "data.sources": "data.sources[]",
+        "hardware.hosts": "hardware.hosts[]",
+        "hardware.devices": "hardware.devices.NAME",
+    }.get(section, section)
+
+
+def _home(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def _option(group: str, name: str, config_dirs: Sequence[Path]) -> str:
+    if path := find_option(group, name, config_dirs):
+        return f"{group}={name}  {path}\n\n{read_text(path)}"
+    known = all_options(group, config_dirs)
+    if group == "zero" and f"stage{name}" in known:
+        return _option(group, f"stage{name}", config_dirs)
+    if group in OPTIONAL_GROUPS and name == "null":
+        return (
+            f"{group}=null: none. Each group has the option that conf/config.yaml names, or the "
+            "one that you choose."
+        )
+    raise ConfigError(no_such_option(group, name, config_dirs))
+
+
+def _named(name: str) -> list[Key]:
+    """The key of that name, or those whose last part it is; list marks may be left out."""
+    flat = [(key, key.name.replace("[]", "").replace(".NAME.", ".")) for key in keys()]
+    plain = name.replace("[]", "").replace(".NAME.", ".")
+    exact = [key for key, known in flat if plain in (known, key.name)]
+    return exact or [key for key, known in flat if known.endswith(f".{plain}")]
+
+
+def _around(name: str) -> list[Key]:
+    """The mapping that a key of the user's choice lies in: ``launch.env.NCCL_DEBUG``."""
+    mappings = [key for key in keys() if key.type.startswith("mapping")]
+    return [key for key in mappings if name.startswith(f"{key.name}.")][:1]
+
+
+def _search(name: str) -> str:
+    """Keys with ``name`` in theirs, options of that name, then texts that speak of it."""
+    chosen = [group for group in GROUPS if name in options(group)]
+    if len(chosen) == 1:
+        return _option(chosen[0], name, ())
+    if len(name) > 1:
+        found = [key for key in keys() if name.lower() in key.name]
+        rows = [(f"{group}={name}", options(group)[name]) for group in chosen]
+        rows += [(key.name, key.doc) for key in found]
+        if path := sweeps_dir() / f"{name}.yaml":
+            rows += [(f"sweep {name}", first_comment(path))] if path.is_file() else []
+        if not rows and len(name) > 3:
+            rows = [(key.name, key.doc) for key in keys() if name.lower() in key.doc.lower()]
+        if rows:
+            return "\n".join([f'"{name}" is in', "", *_rows(rows, indent=34)])
+    known = [*(key.name for key in keys()), *GROUPS, *sections(), *COMMANDS, *COMMAND_TOPICS]
+    near = did_you_mean(name, known)
+    if not near:
+        last = {key.name.rpartition(".")[2]: key.name for key in keys()}
+        near = did_you_mean(name, last)
+        for short, full in last.items():
+            near = near.replace(f'"{short}"', f'"{full}"')
+    raise ConfigError(
+        f"help {name}: no key, group, option or command has this name.{near} "
+        "python -m llmx help lists commands and groups; python -m llmx help GROUP its keys."
+    )
+
+
+def _several(name: str, found: Sequence[Key]) -> str:
+    rows = [(key.name, key.doc) for key in found]
+    return "\n".join([f'"{name}" may be one of', "", *_rows(rows, indent=34)])
+
+
+def _key_lines(name: str) -> list[str]:
+    """All keys of a section and below, each with its meaning."""
+    prefix = _prefix(name)
+    lines = [f"Keys: {name}.KEY=VALUE" if prefix == name else f"Keys of one entry: {prefix}.KEY"]
+    for key in keys():
+        if key.name.startswith((f"{name}.", f"{name}[].")):
+            head = f"{key.name}  ({key.takes()}; default {typed(key.default)})"
+            lines += ["", *_wrapped(head, "  ", "      "), *_wrapped(key.doc, "      ")]
+    return lines
+
+
+def _set_by(key: Key) -> Iterator[tuple[str, Any]]:
+    """The shipped options that set this key: ``("optim=pretrain", 3e-4)``."""
+    import yaml
+
+    if key.is_list_item:
+        return
+    if not key.group:
+        parts, folders = [key.name], ["experiment"]
+    else:
+        parts, folders = key.name.split("."), [key.group, "experiment"]
+    for folder in folders:
+        inside = parts[1:] if folder != "experiment" else parts
+        for path in sorted((conf_dir() / folder).glob("*.yaml")):
+            value = yaml.safe_load(path.read_text(encoding="utf-8"))
+            for part in inside:
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                yield f"{folder}={path.stem}", "to be given" if value == "???" else value
+
+
+def _example(key: Key) -> str:
+    if key.is_list_item:
+        return f"{key.name.rpartition('.')[2]}: {key.example}  (in a YAML file: docs/cluster.md)"
+    return f"python -m llmx {shell_word(f'{key.name}={key.example}')}"
+
+
+def shell_word(word: str) -> str:
+    """``word`` as it is typed in a shell: quoted only where it must be."""
+    plain = all(char.isalnum() or char in "=._-/+:,@~" for char in word)
+    return word if plain else shlex.quote(word) if "'" not in word else f'"{word}"'
+
+
+def _config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    directories, topics, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        option, equal, value = word.partition("=")
+        if option in ("--config-dir", "-cd"):
+            if not equal and not rest:
+                raise ConfigError("--config-dir needs a directory: --config-dir DIR")
+            directories.append(Path(value if equal else rest.pop(0)).expanduser())
+        elif word in ("-h", "--help"):
+            topics.append("help")
+        else:
+            topics.append(word)
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigError(f"--config-dir {directory}: no such directory.")
+    return directories, topics
+
+
+def _sentence(line: str) -> str:
+    return line[:1].upper() + line[1:]
+
+
+def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:
+    lines = []
+    for name, text in rows:
+        first = f"  {name:<{indent - 2}}"
+        if len(first) > indent or not first.endswith(" "):
+            first = f"{first.rstrip()}  "
+        wrapped = textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=first,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += wrapped or [first.rstrip()]
+    return lines
+
+
+def _wrapped(text: str, indent: str, further: str = "") -> list[str]:
+    """``text`` in lines; ``further``: the indent of all but the first, where it is another."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=further or indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
+from llmx.cli.commands import COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean, disk_is_full
 from llmx.text import one_line, plural
 
@@ -234,7 +234,7 @@ def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) ->
     from llmx.run.scratch import scratch_directory
     from llmx.run.snapshot import dump_config
 
-    chosen = CONFIG_COMMANDS[command]
+    chosen = COMMANDS[command]
     exp, problems = complete(experiment_from_dict(values))
     if chosen.trains:
         check(exp, problems)

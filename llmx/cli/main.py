@@ -1,7 +1,8 @@
-"""The command line: which command the words name, and where it is.
+"""The command line: which command the words name, and where it runs.
 
 Light on purpose: the control process imports neither torch nor deepspeed, and starts
-``deepspeed`` within a second.
+``deepspeed`` within a second. ``python -m llmx.cli.main COMMAND WORDS`` is how it starts a command
+that loads heavy libraries.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS, HEAVY, LIGHT, TAKES_CTRL_C
+from llmx.cli.commands import COMMANDS, Runs
 from llmx.cli.hydra_app import run_hydra, run_module
-from llmx.errors import ConfigError, exit_code
+from llmx.errors import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,18 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     # Before --help: words that are being completed may hold one.
-    if words[:1] == ["help"]:
-        from llmx.cli.topics import main as help_main
+    answers = words[:2] == ["completion", "--answer"]
+    if words[:1] != ["help"] and not answers and any(word in ("-h", "--help") for word in words):
+        from llmx.cli.help import command_help, help_text
 
-        return help_main(words[1:])
-    if words[:1] == ["completion"] and words[1:2] not in (["-h"], ["--help"]):
-        from llmx.cli.completion import main as completion_main
-
-        return completion_main(words[1:])
-    if any(word in ("-h", "--help") for word in words):
-        if words[0] in HEAVY:
-            return _module(words[0], ["--help"])
-        print(_help(words))
+        print(command_help(words[0]) if words[0] in COMMANDS else help_text())
         return 0
     if words == ["--version"]:
         from llmx import __version__
@@ -49,48 +43,36 @@ def _dispatch(words: list[str]) -> int:
         return 0
     from llmx.cli.arguments import split_command, split_own
 
-    command, rest = split_command(words, tuple(COMMANDS))
-    if command == "plan":
-        from llmx.cli.plan import main as plan_main
+    name, rest = split_command(words, tuple(COMMANDS))
+    command = COMMANDS[name]
+    if command.runs == Runs.CONFIG:
+        if not command.module:
+            return run_hydra(rest)
+        own, overrides = split_own(rest, command.own_keys)
+        return run_hydra(overrides, command=name, own=own)
+    if command.runs == Runs.WORDS:
+        return int(importlib.import_module(command.module).main(rest))
+    from llmx.cli.flags import parse
 
-        return plan_main(rest)
-    if command == "sweep":
-        from llmx.cli.sweep import main as sweep_main
-
-        return sweep_main(rest)
-    if command == "tune":
-        from llmx.cli.tune import main as tune_main
-
-        return tune_main(rest)
-    if command in LIGHT:
-        main_of_command = importlib.import_module(LIGHT[command]).main
-        code: int = main_of_command(rest)
-        return code
-    if command in HEAVY:
-        return _module(command, rest)
-    if command in CONFIG_COMMANDS:
-        own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
-        return run_hydra(overrides, command=command, own=own)
-    return run_hydra(rest)
+    options = parse(name, rest)
+    if command.runs == Runs.PROCESS:
+        return run_module(__name__, [name, *rest], takes_ctrl_c=command.takes_ctrl_c)
+    return int(importlib.import_module(command.module).run(options))
 
 
-def _help(words: list[str]) -> str:
-    """A command's own help where one is named, else the whole."""
-    if words[0] in COMMANDS:
-        from llmx.cli.topics import command_help
+def run_here(name: str, words: Sequence[str]) -> int:
+    """Run a command of flags in this process; returns the exit code."""
+    from llmx.cli.flags import parse
 
-        return command_help(words[0])
-    from llmx.cli.help import help_text
+    command = COMMANDS[name]
 
-    return help_text()
+    def program() -> int:
+        options = parse(name, words)
+        return int(importlib.import_module(command.module).run(options))
+
+    reads = ", ".join(words) if command.reads_only else ""
+    return exit_code(program, interrupted=command.interrupted, reads=reads)
 
 
-def _module(command: str, words: list[str]) -> int:
-    """Commands that load heavy libraries run in a process of their own."""
-    if not words:
-        needs = "two run directories" if command == "compare" else "a run directory"
-        names = "RUN_A RUN_B" if command == "compare" else "RUN_DIR"
-        if command in TAKES_CTRL_C:
-            needs, names = "a run directory, or that of a model", "RUN|MODEL"
-        raise ConfigError(f"{command} needs {needs}: python -m llmx {command} {names}")
-    return run_module(HEAVY[command], words, takes_ctrl_c=command in TAKES_CTRL_C)
+if __name__ == "__main__":
+    sys.exit(run_here(sys.argv[1], sys.argv[2:]))

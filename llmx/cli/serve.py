@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.flags import Parser, add_trust, whole_number
 from llmx.cli.target import Target, check_generates, dtype_of, find_target
-from llmx.errors import ConfigError, exit_code
+from llmx.errors import ConfigError
 from llmx.hardware.detect import Gpu, detect_gpus, visible_gpus
 from llmx.models.adapter_names import CONFIG_FILE
 from llmx.run.rundir import read_mapping
@@ -28,83 +27,32 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``--max-lora-rank`` (vllm/config/lora.py)."""
 WEIGHTS_SHARE = 0.6
 """Of a GPU's memory, at most for weights; the rest is for the caches of requests."""
-HELP = """\
-Arguments after a bare -- are passed to vLLM.
-
-examples:
-  python -m llmx serve outputs/my-run
-  python -m llmx serve outputs/my-run --print
-  python -m llmx serve ~/models/Qwen3-0.6B --max-model-len 8192
-"""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse, print, become vLLM; returns the exit code where it is not installed."""
-    parser = Parser(
-        prog="python -m llmx serve",
-        usage="python -m llmx serve RUN|MODEL [--print] [-- OPTIONS OF VLLM]",
-        description=__doc__,
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def run(options: argparse.Namespace) -> int:
+    """Print, become vLLM; returns the exit code where it is not installed."""
+    target = find_target(
+        options.target, command="serve", model=options.model, trusted=options.trust
     )
-    parser.add_argument(
-        "target", type=Path, help="a run directory, or a directory of a model or an adapter"
+    check_generates(target)
+    gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    command = vllm_command(
+        target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
     )
-    parser.add_argument("--print", action="store_true", help="only print the command")
-    parser.add_argument(
-        "--name", help="what clients call the model (default: the name of the directory)"
-    )
-    parser.add_argument(
-        "--gpus",
-        metavar="N",
-        type=whole_number(1, 1024),
-        help="GPUs that share the model (default: as few of this machine as hold the weights)",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        metavar="N",
-        type=whole_number(1),
-        help="tokens of a prompt and its answer at most (default: all positions of the model);\n"
-        "fewer take less memory",
-    )
-    add_trust(parser)
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="a model of this run, e.g. a checkpoint that `export` wrote (default: RUN/model)",
-    )
-
-    def work() -> int:
-        words, more = list(sys.argv[1:] if argv is None else argv), []
-        if "--" in words:
-            at = words.index("--")
-            words, more = words[:at], words[at + 1 :]
-        options = parser.parse_args(words)
-        target = find_target(
-            options.target, command="serve", model=options.model, trusted=options.trust
+    command += options.behind
+    print(printed(command), flush=True)
+    program = shutil.which(PROGRAM)
+    if options.print:
+        return 0
+    if program is None:
+        print(
+            "llmx: vLLM is not installed here. Install it in an environment of its own (pip "
+            "install vllm), and run the command above there.",
+            file=sys.stderr,
         )
-        check_generates(target)
-        gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        command = vllm_command(
-            target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
-        )
-        command += more
-        print(printed(command), flush=True)
-        program = shutil.which(PROGRAM)
-        if options.print:
-            return 0
-        if program is None:
-            print(
-                "llmx: vLLM is not installed here. Install it in an environment of its own (pip "
-                "install vllm), and run the command above there.",
-                file=sys.stderr,
-            )
-            return 0
-        os.execv(program, command)
-        raise AssertionError("unreachable")
-
-    return exit_code(work)
+        return 0
+    os.execv(program, command)
+    raise AssertionError("unreachable")
 
 
 def vllm_command(
@@ -224,7 +172,3 @@ def printed(command: Sequence[str]) -> str:
         else:
             lines[-1] += f" {shlex.quote(word)}"
     return " \\\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@ Reads the two run directories; works for runs that still train, and for those th
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmx.cli.flags import Parser, whole_number
 from llmx.config import migrate, to_dict
 from llmx.config.build import experiment_from_dict
-from llmx.errors import ConfigError, exit_code
+from llmx.errors import ConfigError
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_both
 from llmx.observe.report.run_data import RunData, load_run
@@ -33,7 +33,7 @@ from llmx.run.provenance.differences import (
     plan_differences,
     short_value,
 )
-from llmx.run.rundir import read_mapping
+from llmx.run.rundir import check_writable, read_mapping
 from llmx.text import plural
 
 if TYPE_CHECKING:
@@ -44,35 +44,15 @@ OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
 NOT_SET = "not set"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code (0 also where the runs differ: it is reported)."""
-    parser = Parser(
-        prog="python -m llmx compare",
-        description="What differs between two runs: config, environment, outcome, every logged "
-        "loss; and both loss curves in one picture. Works for runs that are still training, and "
-        "for failed ones.",
-    )
-    parser.add_argument("run_a", metavar="RUN_A", type=Path, help="a run directory")
-    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="another one")
-    parser.add_argument(
-        "--out", metavar="FILE.png", type=Path, help="the picture; default: in RUN_B"
-    )
-    parser.add_argument(
-        "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
-    )
-    options = parser.parse_args(argv)
-    return exit_code(
-        lambda: compare(options.run_a, options.run_b, out=options.out, width=options.width),
-        reads=f"{options.run_a}, {options.run_b}",
-    )
+def run(options: argparse.Namespace) -> int:
+    """The command; returns the exit code (0 also where the runs differ: it is reported)."""
+    return compare(options.run_a, options.run_b, out=options.out, width=options.width)
 
 
 def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | None = None) -> int:
     """Print everything, write the picture, say where."""
-    if out is not None and out.is_dir():
-        raise ConfigError(
-            f"--out {out}: is a directory. Name a file, e.g. --out {out}/compare.png."
-        )
+    if out is not None:
+        check_writable(out, fix="Set --out to a file, e.g. --out compare.png.")
     a, b = load_run(run_a), load_run(run_b)
     if a.run.root.resolve() == b.run.root.resolve():
         raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
@@ -270,7 +250,3 @@ def _rows(data: RunData) -> list[tuple[str, str]]:
     if ranks:
         rows.append(("ranks", f"{len(ranks):,} on {plural(len(hosts), 'host')}"))
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,14 +10,15 @@ Ctrl-C ends the watching, never the run. The exit code is 0 for a run that finis
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.observe.status import Options, gather, outputs, parse
+from llmx.observe.status import gather, location_of, outputs
 from llmx.observe.status.observer import Observer, find_runs, is_over
 from llmx.observe.status.remote import RunLocation, stream_facts
 from llmx.observe.status.view import View, interpret
@@ -28,34 +29,19 @@ START_S = 30.0
 """A run that has a snapshot and no supervisor for so long was only planned."""
 
 
-def help_text() -> str:
-    """What ``python -m llmx watch --help`` prints."""
-    return (
-        "python -m llmx watch [RUN | SWEEP_DIR | DIR | user@host:RUN] [options]\n\n"
-        "A run or a sweep, live, until it is over. Without a run: the one under outputs/ (or DIR)\n"
-        "that lives, else the newest. Over ssh it connects again by itself, and needs nothing but\n"
-        "a Python 3 there. Ctrl-C ends the watching, never the run.\n\n"
-        "  --every S          seconds between two looks (default 1)\n"
-        "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
-        "Off a terminal it prints a line for every logged step, and for every change of a sweep.\n"
-        "The exit code is 0 for a run that finished and a sweep of which no trial failed, else 1.\n"
-    )
-
-
-def main(words: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Watch until the run is over; 0 where it finished, 1 where not."""
     from llmx.observe.status import sweep
 
-    options = parse(words, command="watch")
-    location = options.location or _newest()
+    location = location_of(options) or _newest()
     if sweep.is_here(location):
-        return sweep.watch(location.path, every_s=options.every_s)
+        return sweep.watch(location.path, every_s=options.every)
     if not location.host:
         facts = gather(location, most=1)
         if "runs" in facts:
             location = _newest(location.path)
     show = _live if sys.stdout.isatty() else _lines
-    view = show(_views(location, options))
+    view = show(_views(location, every_s=options.every))
     return 0 if view is not None and view.state == "finished" else 1
 
 
@@ -71,7 +57,7 @@ def _newest(base: str | None = None) -> RunLocation:
     return RunLocation((live or runs)[0])
 
 
-def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
+def _views(location: RunLocation, *, every_s: float) -> Iterator[View | str]:
     """What is seen, again and again; a text while there is no connection. Ends with the run."""
     if not location.host:
         observer = Observer(location.path)
@@ -81,11 +67,11 @@ def _views(location: RunLocation, options: Options) -> Iterator[View | str]:
             yield view
             if view.is_over or _only_planned(view):
                 return
-            pause.wait(options.every_s)
+            pause.wait(every_s)
     tries = 0
     while True:
         try:
-            for facts in stream_facts(location, every_s=options.every_s):
+            for facts in stream_facts(location, every_s=every_s):
                 if "runs" in facts:
                     raise ConfigError(
                         f"{location} is not a run directory. Runs there: "

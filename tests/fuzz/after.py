@@ -4,7 +4,6 @@ and ``eval``, ``generate``, ``chat``, ``export``, ``serve``, ``report``, ... in 
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -18,7 +17,8 @@ from unittest import mock
 import yaml
 
 from llmx.__main__ import main
-from llmx.cli.commands import HEAVY
+from llmx.cli.commands import COMMANDS, Runs
+from llmx.cli.main import run_here
 
 NASTY: tuple[Any, ...] = (
     None, True, "", " ", "x", -1, 0, 1.5, 10**30, float("nan"), float("inf"), [], {}, [1], {"a": 1}, "\x1b[2J", "x" * 3000,
@@ -232,14 +232,8 @@ def call(argv: list[str]) -> int:
     command, *words = argv
     with mock.patch.object(sys, "stdin", io.StringIO("hello\n/save chat.jsonl\n/exit\n")):
         try:
-            if command in HEAVY:
-                code: int = importlib.import_module(_module(command)).main(words)
-                return code
+            if COMMANDS[command].runs == Runs.PROCESS:
+                return run_here(command, words)
             return main(argv)
         except SystemExit as error:  # of argparse
             return int(error.code or 0)
-
-
-def _module(command: str) -> str:
-    name = HEAVY[command]
-    return f"{name}.__main__" if command == "report" else name

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.cli import generate
+from llmx.cli.main import run_here
 from llmx.config import Experiment
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.data.tokenize.train import train_tokenizer
@@ -74,7 +74,7 @@ def test_the_command_answers_as_the_evaluation_did(
     _, run_dir = trained
     rows = read_json(run_dir.samples)["rows"]
     words = [str(run_dir.root), *(row["prompt"] for row in rows)]
-    assert generate.main([*words, "--max-new-tokens", str(NEW_TOKENS)]) == 0
+    assert run_here("generate", [*words, "--max-new-tokens", str(NEW_TOKENS)]) == 0
     assert capsys.readouterr().out.splitlines() == [row["after"] for row in rows]
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_does_not_fit_is_said_and_the_next_is_answered(
     trained: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, run_dir = trained
-    assert generate.main([str(run_dir.root), "x y " * 600, "Number 1?"]) == 2
+    assert run_here("generate", [str(run_dir.root), "x y " * 600, "Number 1?"]) == 2
     said = capsys.readouterr()
     assert "the model 512 positions. Ask something shorter." in said.err
     assert len(said.out.splitlines()) == 1
@@ -119,7 +119,7 @@ def test_a_terminal_gets_no_control_characters(
     _, run_dir = trained
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *_, **__: "a\x1b[2Jb")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert generate.main([str(run_dir.root), "Number 1?"]) == 0
+    assert run_here("generate", [str(run_dir.root), "Number 1?"]) == 0
     assert capsys.readouterr().out == "a\\x1b[2Jb\n"
 
 
@@ -133,5 +133,5 @@ def test_an_older_final_model_stops_there_too(
     path = old / "generation_config.json"
     values = read_json(path)
     path.write_text(json.dumps({**values, "eos_token_id": min(values["eos_token_id"])}))
-    assert generate.main([str(run_dir.root), "--model", str(old), "Number 3?"]) == 0
+    assert run_here("generate", [str(run_dir.root), "--model", str(old), "Number 3?"]) == 0
     assert capsys.readouterr().out == "Lima Lima Lima Lima\n"

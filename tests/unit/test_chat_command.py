@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.cli import chat as chat_command
-from llmx.cli.chat import OWN_KEYS, Chat, Interrupted, TooLong
+from llmx.cli.chat import Chat, Interrupted, TooLong
 from llmx.cli.commands import COMMANDS
+from llmx.cli.generate import KEYS
+from llmx.cli.main import run_here
 from llmx.cli.prompts import PromptLayout
 from llmx.data.format.templates import TEMPLATES
 from llmx.models.generate import decoder_of
@@ -192,7 +193,7 @@ def piped(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, lines: str, *words: Any, code: int = 0
 ) -> tuple[list[str], str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    assert chat_command.main([str(word) for word in words]) == code
+    assert run_here("chat", [str(word) for word in words]) == code
     found = capsys.readouterr()
     return found.out.splitlines(), found.err
 
@@ -436,4 +437,4 @@ def test_a_terminal_streams_stops_and_remembers(run: RunDir, tmp_path: Path) -> 
 def test_the_table_of_commands_knows_templates_and_keys() -> None:
     words = {word.name: word for word in COMMANDS["chat"].words}
     assert words["--template"].choices == ("auto", *TEMPLATES)
-    assert {f"{key}=" for key in OWN_KEYS} == {name for name in words if name.endswith("=")}
+    assert set(COMMANDS["chat"].own_keys) == set(KEYS) - {"n"}

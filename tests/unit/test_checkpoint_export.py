@@ -24,7 +24,8 @@ from llmx.checkpoint.fragments import fragment_key
 from llmx.checkpoint.manifest import make_manifest, rank_file
 from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
-from llmx.cli.export import export, main
+from llmx.cli.export import export
+from llmx.cli.main import run_here
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError, DataError, DiskFullError, LlmxError
 from llmx.models.conversion import effective_conversions
@@ -187,7 +188,7 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     for step, model in models.items():
         save_model(run, model, step)
     flip_bit(run.checkpoint(3) / rank_file(1), -3)
-    assert main([str(run.root)]) == 0
+    assert run_here("export", [str(run.root)]) == 0
     said = capsys.readouterr()
     assert "step-00000003 cannot be used: rank-00001.safetensors: damaged, it has" in said.err
     assert "export/step-00000002: step 2, 55,872 parameters in bf16, 109.1 KiB" in said.out
@@ -195,23 +196,23 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     for key, tensor in expected(models[2], torch.bfloat16).items():
         assert torch.equal(found.state_dict()[key], tensor), key
     # The same again: it is there.
-    assert main([str(run.root)]) == 2
+    assert run_here("export", [str(run.root)]) == 2
     assert "exists already. Remove it" in capsys.readouterr().err
-    assert main([str(run.root), "--step", "3"]) == 5
+    assert run_here("export", [str(run.root), "--step", "3"]) == 5
     assert "Other steps: 1, 2." in capsys.readouterr().err
-    assert main([str(run.root), "--step", "4"]) == 2
+    assert run_here("export", [str(run.root), "--step", "4"]) == 2
     assert "no checkpoint of step 4. It has: 1, 2, 3." in capsys.readouterr().err
-    assert main([str(run.root), "--check"]) == 5
+    assert run_here("export", [str(run.root), "--check"]) == 5
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step-00000003   466.9 KiB  cannot be used: rank-00001.safetensors")
     assert lines[1:] == [f"step-0000000{step}   466.9 KiB  usable" for step in (2, 1)]
     # A checkpoint may be named instead of the run.
-    assert main([str(run.checkpoint(1)), "--out", str(run.root / "one")]) == 0
+    assert run_here("export", [str(run.checkpoint(1)), "--out", str(run.root / "one")]) == 0
     assert json.loads((run.root / "one" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert main([str(run.checkpoint(1)), "--step", "2"]) == 2
+    assert run_here("export", [str(run.checkpoint(1)), "--step", "2"]) == 2
     for step in (1, 2):
         (run.checkpoint(step) / "state.json").unlink()
-    assert main([str(run.root), "--out", str(run.root / "two")]) == 5
+    assert run_here("export", [str(run.root), "--out", str(run.root / "two")]) == 5
     said = capsys.readouterr()
     assert said.err.count("cannot be used") == 3
     assert not (run.root / "two").exists()
@@ -275,7 +276,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
         (tmp_path / ("x" * 300), "File name too long"),
         (tmp_path / "file", "exists already. Remove it, or set --out to another name"),
     ):
-        assert main([str(run.root), "--out", str(out)]) == ConfigError.exit_code
+        assert run_here("export", [str(run.root), "--out", str(out)]) == ConfigError.exit_code
         said = [line for line in capsys.readouterr().err.splitlines() if "llmx:" in line]
         assert len(said) == 1
         assert str(out) in said[0]
@@ -302,7 +303,7 @@ def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
     commit.publish(run.checkpoints, 1)
     done = subprocess.run(
         [sys.executable, "-c",
-         "import sys; from llmx.cli.export import main; code = main(sys.argv[1:]); "
+         "import sys; from llmx.cli.main import run_here; code = run_here('export', sys.argv[1:]); "
          "assert 'torch' not in sys.modules; "
          "print(open('/proc/self/status').read()); sys.exit(code)",
          str(run.root)],

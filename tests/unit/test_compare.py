@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
+from llmx.cli.main import run_here
 from llmx.launch.supervision.outcome import Result
-from llmx.observe.compare import config_rows, main, short_names
+from llmx.observe.compare import config_rows, short_names
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
@@ -45,7 +46,7 @@ def test_config_environment_outcome_and_curves(runs, capsys) -> None:
     record = json.loads(a.provenance.read_text())
     record["packages"]["torch"] = "1.0"
     write_json(a.provenance, record)
-    assert main([str(a.root), str(b.root)]) == 0
+    assert run_here("compare", [str(a.root), str(b.root)]) == 0
     said = capsys.readouterr().out
     assert "zero.stage" in said
     assert "launch.env.NCCL_X  not set  1" in said
@@ -62,7 +63,7 @@ def test_config_environment_outcome_and_curves(runs, capsys) -> None:
 def test_runs_that_never_logged_and_are_the_same(runs, tmp_path, capsys) -> None:
     a, _ = runs
     shutil.copytree(a.root, tmp_path / "copy")
-    assert main([str(a.root), str(tmp_path / "copy")]) == 0
+    assert run_here("compare", [str(a.root), str(tmp_path / "copy")]) == 0
     said = capsys.readouterr().out
     assert "config: no difference" in said
     assert "environment: no difference" in said
@@ -73,7 +74,7 @@ def test_runs_that_never_logged_and_are_the_same(runs, tmp_path, capsys) -> None
 def test_identical_curves_are_said_so(runs, tmp_path, capsys) -> None:
     a, b = runs
     log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
-    assert main([str(a.root), str(b.root), "--out", str(tmp_path / "x.png")]) == 0
+    assert run_here("compare", [str(a.root), str(b.root), "--out", str(tmp_path / "x.png")]) == 0
     assert "losses: equal over the 2 logged lines up to step 2" in capsys.readouterr().out
     assert (tmp_path / "x.png").is_file()
 
@@ -82,13 +83,13 @@ def test_a_picture_that_cannot_be_written_is_one_line(runs, tmp_path, capsys) ->
     a, b = runs
     log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
     for out, reason in (
-        ("/dev/null/x.png", "cannot write the picture (Not a directory)"),
+        ("/dev/null/x.png", "/dev/null is a file"),
         (str(tmp_path / "none" / "x.png"), "cannot write the picture (No such file"),
-        (str(tmp_path), "is a directory. Name a file"),
-        ("", "is a directory. Name a file"),
+        (str(tmp_path), "is a directory. Set --out to a file"),
+        ("", "is a directory. Set --out to a file"),
         (str(tmp_path / ("x" * 300)), "the name is too long"),
     ):
-        assert main([str(a.root), str(b.root), "--out", out]) == 2
+        assert run_here("compare", [str(a.root), str(b.root), "--out", out]) == 2
         said = capsys.readouterr().err
         assert said.startswith("llmx: ")
         assert said.count("\n") == 1
@@ -100,7 +101,7 @@ def test_a_run_of_an_older_version_is_compared_by_what_it_means(runs, tmp_path, 
     old = tmp_path / "old"
     old.mkdir()
     shutil.copy(GOLDEN / "snapshots" / "v1" / "config.yaml", old / "config.yaml")
-    assert main([str(old), str(runs[0].root)]) == 0
+    assert run_here("compare", [str(old), str(runs[0].root)]) == 0
     said = capsys.readouterr().out
     assert "launch.max_restarts" in said
     assert "schema_version" not in said
@@ -109,7 +110,7 @@ def test_a_run_of_an_older_version_is_compared_by_what_it_means(runs, tmp_path, 
 @pytest.mark.parametrize("words", [["a", "a"], ["a", "nowhere"]])
 def test_what_cannot_be_compared_is_told(words, runs, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert run_here("compare", words) == 2
     said = capsys.readouterr().err
     assert "compared with itself" in said or "no such directory" in said
 

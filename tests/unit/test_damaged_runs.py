@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.cli import evaluate
+from llmx.cli.main import run_here
 from llmx.errors import ConfigError, DataError
-from llmx.observe import compare
-from llmx.observe.report import __main__ as report
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests import tracked_run
 from tests.rundirs import experiment, write_run
@@ -28,28 +26,28 @@ def test_a_value_of_another_kind(
 ) -> None:
     plan = read_json(run.plan)
     write_json(run.plan, {**plan, "batch": {**plan["batch"], "accumulation": "x"}})
-    assert report.main([str(run.root)]) == DataError.exit_code
+    assert run_here("report", [str(run.root)]) == DataError.exit_code
     err = capsys.readouterr().err
     assert f"{run.root}: a file in it has a value that llmx does not write" in err
     assert err.count("\n") == 1
     monkeypatch.setenv("LLMX_DEBUG", "1")
-    report.main([str(run.root)])
+    run_here("report", [str(run.root)])
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     (run.root / "report.html").mkdir()
-    assert report.main([str(run.root)]) == 0
+    assert run_here("report", [str(run.root)]) == 0
     assert "not written (Is a directory)" in " ".join(capsys.readouterr().out.split())
-    assert compare.main([str(run.root), str(run.root / "nowhere")]) == ConfigError.exit_code
+    assert run_here("compare", [str(run.root), str(run.root / "nowhere")]) == ConfigError.exit_code
 
 
 def test_eval_looks_at_its_output_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(experiment(tmp_path / "run", ranks=1))
     write_model(run.final_model)
     words = [str(run.root), "--out", str(tmp_path)]
-    assert evaluate.main(words) == ConfigError.exit_code
-    assert "is a directory. Name a file" in capsys.readouterr().err
+    assert run_here("eval", words) == ConfigError.exit_code
+    assert "is a directory. Set --out FILE.json." in capsys.readouterr().err
 
 
 def test_a_damaged_tokenizer_is_one_line(
@@ -61,5 +59,5 @@ def test_a_damaged_tokenizer_is_one_line(
     (run.final_model / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
-    assert evaluate.main([str(run.root), "data.path=demo"]) == ConfigError.exit_code
+    assert run_here("eval", [str(run.root), "data.path=demo"]) == ConfigError.exit_code
     assert "has no tokenizer that can be loaded" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.cli.arguments import split_own
-from llmx.cli.commands import COMMANDS, CONFIG_COMMANDS
+from llmx.cli.commands import COMMANDS, Runs
 from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.groups import conf_dir
@@ -159,15 +159,15 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
             capsys.readouterr().err
         )
         return
-    if command in CONFIG_COMMANDS:
-        own, overrides = split_own(rest, CONFIG_COMMANDS[command].own_keys)
+    if COMMANDS[command].runs == Runs.CONFIG and COMMANDS[command].module:
+        own, overrides = split_own(rest, COMMANDS[command].own_keys)
         assert all(f"{word.split('=')[0]}=" in flags for word in own)
         if "--help" in rest:
             assert main(typed) == 0
             return
         exp, problems = complete(experiment_from_dict(values(overrides)))
         assert not problems, problems
-        if CONFIG_COMMANDS[command].trains:
+        if COMMANDS[command].trains:
             validate(exp, position_limit=position_limit(exp.model.config))
         return
     if command in ("help", "completion") or "--help" in rest:
@@ -209,7 +209,7 @@ def test_every_plan_in_the_readme_fits(here: Path, capsys) -> None:
 
 def test_keys_that_are_named_exist() -> None:
     """``optim.lr`` between backquotes in a guide is a key of the schema."""
-    from llmx.cli.topics import ENVIRONMENT
+    from llmx.cli.help import ENVIRONMENT
     from llmx.config.reference import keys, sections
 
     names = {key.name for key in keys()} | set(sections())

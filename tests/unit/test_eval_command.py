@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from llmx.cli import evaluate
+from llmx.cli.main import run_here
 from llmx.errors import ConfigError
 from llmx.run import snapshot
 from llmx.run.metrics.completions import METRICS, load_metric, score, words
@@ -57,7 +58,7 @@ def chats(count: int) -> str:
 
 
 def measured(capsys: Any, *argv: Any, code: int = 0) -> str:
-    assert evaluate.main([str(word) for word in argv]) == code
+    assert run_here("eval", [str(word) for word in argv]) == code
     found = capsys.readouterr()
     return str(found.err if code else found.out)
 
@@ -274,10 +275,10 @@ def test_rouge_by_hand() -> None:
 def test_where_the_result_goes_is_checked_before_the_work(
     run: RunDir, tmp_path: Path, capsys: Any
 ) -> None:
-    assert evaluate.main([str(run.root), "--out", str(tmp_path)]) == 2
+    assert run_here("eval", [str(run.root), "--out", str(tmp_path)]) == 2
     assert f"{tmp_path}: is a directory. Set --out FILE.json." in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert evaluate.main([str(run.root), "--out", str(tmp_path / "file" / "a.json")]) == 2
+    assert run_here("eval", [str(run.root), "--out", str(tmp_path / "file" / "a.json")]) == 2
     assert "is a file. Set --out" in capsys.readouterr().err
 
 
@@ -308,7 +309,7 @@ def test_lm_eval_is_told_the_model_and_runs_in_its_own_process(
     monkeypatch.chdir(tmp_path)
 
     def said(*argv: Any, code: int = 2) -> str:
-        assert evaluate.main([str(word) for word in argv]) == code
+        assert run_here("eval", [str(word) for word in argv]) == code
         found = capfd.readouterr()
         return str(found.err + found.out)
 

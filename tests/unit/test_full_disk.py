@@ -14,12 +14,11 @@ import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmx
-from llmx.cli import data, evaluate, generate
-from llmx.cli.main import main
+from llmx.cli import data
+from llmx.cli.main import main, run_here
 from llmx.config import to_dict
 from llmx.data.tokenize import train as tokenizer
 from llmx.errors import ConfigError, DiskFullError, disk_is_full, exit_code
-from llmx.observe.report import __main__ as report
 from tests import tracked_run
 from tests.rundirs import TINY_LLAMA, experiment
 
@@ -70,9 +69,10 @@ def test_a_full_disk_is_3_with_the_path(
         ),
         (lambda: data.main([str(config)]), f"{disk}/cache"),
         (lambda: tokenizer.main([str(config), "vocab_size=400"]), f"{disk}/tokenizer"),
-        (lambda: evaluate.main([f"{tmp_path}/model", *measured, "--out", place]), place),
+        (lambda: run_here("eval", [f"{tmp_path}/model", *measured, "--out", place]), place),
         (
-            lambda: generate.main(
+            lambda: run_here(
+                "generate",
                 [
                     f"{tmp_path}/model",
                     "--prompts",
@@ -80,11 +80,11 @@ def test_a_full_disk_is_3_with_the_path(
                     "--max-new-tokens=2",
                     "--out",
                     place,
-                ]
+                ],
             ),
             place,
         ),
-        (lambda: report.main([str(run.root)]), f"{run.root}"),
+        (lambda: run_here("report", [str(run.root)]), f"{run.root}"),
     ):
         code = command()
         said = "".join(capfd.readouterr())

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from llmx.cli import generate
-from llmx.cli.generate import Stream, split_words, wanted
+from llmx.cli.flags import parse
+from llmx.cli.generate import Stream, wanted
+from llmx.cli.main import run_here
 from llmx.cli.prompts import learns_chats
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
@@ -33,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def completed(run: RunDir, capsys: Any, *words: str, code: int = 0) -> list[str]:
-    assert generate.main([str(run.root), *words]) == code
+    assert run_here("generate", [str(run.root), *words]) == code
     return list(capsys.readouterr().out.splitlines())
 
 
@@ -81,9 +83,9 @@ def test_the_words_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["lr=1", "what is x = 1?", "1+1=", "n=2", "--json", "--", "n=3"]
-    assert split_words(words) == (
-        ["lr=1", "what is x = 1?", "1+1=", "--json"], {"n": "2"}, ["n=3"]
-    )  # fmt: skip
+    options = parse("generate", words)
+    assert (str(options.target), options.prompt) == ("lr=1", ["what is x = 1?", "1+1="])
+    assert (options.json, options.keys, options.behind) == (True, {"n": "2"}, ["n=3"])
 
 
 def test_a_sampling_key_alone_means_temperature_1() -> None:
@@ -108,12 +110,12 @@ def test_a_sampling_key_alone_means_temperature_1() -> None:
     ],
 )
 def test_a_mistake_says_what_to_type(run: RunDir, capsys: Any, words: Any, says: str) -> None:
-    assert generate.main([str(run.root), "w5", *words]) == 2
+    assert run_here("generate", [str(run.root), "w5", *words]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_a_prompt_without_tokens_is_said(run: RunDir, capsys: Any) -> None:
-    assert generate.main([str(run.root), "", "w5"]) == ConfigError.exit_code
+    assert run_here("generate", [str(run.root), "", "w5"]) == ConfigError.exit_code
     said = capsys.readouterr()
     assert "llmx: the prompt has no tokens." in said.err
     assert len(said.out.splitlines()) == 1
@@ -156,5 +158,5 @@ def test_an_empty_input_is_said_before_the_model_is_loaded(
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert generate.main([str(directory)]) == 2
+    assert run_here("generate", [str(directory)]) == 2
     assert "standard input is empty" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmx.cli import generate
 from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
+from llmx.cli.main import run_here
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def command(run: RunDir, *words: Any, code: int = 0) -> None:
-    assert generate.main([str(run.root), *map(str, words)]) == code
+    assert run_here("generate", [str(run.root), *map(str, words)]) == code
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main as llmx
+from llmx.cli.main import run_here
 from llmx.launch.supervision.console import Console
-from llmx.observe import compare, watch
-from llmx.observe.report import __main__ as report
 from llmx.observe.report.screen import open_console
 from llmx.run.rundir import RunDir, no_run, read_json, write_json
 from tests import tracked_run
@@ -49,9 +48,9 @@ def test_no_command_passes_them_on(
     calls = {
         "status": lambda: llmx(["status", str(evil.root)]),
         "status all": lambda: llmx(["status", str(tmp_path)]),
-        "watch": lambda: watch.main([str(evil.root)]),
-        "report": lambda: report.main([str(evil.root)]),
-        "compare": lambda: compare.main([str(evil.root), str(other.root)]),
+        "watch": lambda: run_here("watch", [str(evil.root)]),
+        "report": lambda: run_here("report", [str(evil.root)]),
+        "compare": lambda: run_here("compare", [str(evil.root), str(other.root)]),
     }
     code = calls[command]()
     assert code in (0, 1, 2)  # compare refuses the name of the run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.observe.report.__main__ import write_files
 from llmx.observe.report.chart import linear_axis, log_axis, numbers, step_ticks, thinned
+from llmx.observe.report.command import write_files
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
 from llmx.run.rundir import RunDir, read_json, write_json, write_text

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llmx import text as human
+from llmx.cli.main import run_here
 from llmx.observe.report import figure, wording
-from llmx.observe.report.__main__ import main
 from llmx.observe.report.run_data import load_run
 from llmx.plan.types import MemoryPlan
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def report(run: RunDir, capsys: pytest.CaptureFixture[str], *, width: int = 80) -> str:
-    assert main([str(run.root), "--width", str(width)]) == 0
+    assert run_here("report", [str(run.root), "--width", str(width)]) == 0
     return capsys.readouterr().out
 
 
@@ -172,14 +172,14 @@ def test_damaged_files_are_named_and_the_rest_is_shown(
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
+    assert run_here("report", [str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "not a run directory" in error
     assert "config.yaml" in error
     tracked_run.write_start(tmp_path / "mine")
-    assert main([str(tmp_path)]) == 2
+    assert run_here("report", [str(tmp_path)]) == 2
     assert "Runs in it: mine." in capsys.readouterr().err
-    assert main([str(tmp_path / "mien")]) == 2
+    assert run_here("report", [str(tmp_path / "mien")]) == 2
     assert 'Did you mean "mine"?' in capsys.readouterr().err
 
 
@@ -313,7 +313,7 @@ def test_forms(found: str, expected: str) -> None:
 
 def test_ascii_terminal(run: RunDir) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmx.observe.report", str(run.root)],
+        [sys.executable, "-m", "llmx", "report", str(run.root)],
         env={"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
         capture_output=True,
         check=False,

@@ -17,6 +17,7 @@ from llmx.checkpoint.manifest import (
     read_manifest,
 )
 from llmx.checkpoint.pointers import read_pointer, set_pointer
+from llmx.cli.help import command_help
 from llmx.compose.apply_overrides import apply, parse_run_command
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
@@ -24,7 +25,7 @@ from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, wri
 from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.resume.changed import next_run, schedule_note
 from llmx.lifecycle.resume.choose import newest_usable, problems_of
-from llmx.lifecycle.resume.command import OWN, help_text, main
+from llmx.lifecycle.resume.command import OWN, main
 from llmx.lifecycle.resume.command import _rewrite as rewrite
 from llmx.lifecycle.resume.history import archive_run, history, roll_back, set_aside
 from llmx.lifecycle.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
@@ -384,7 +385,7 @@ def test_step_is_a_step(run) -> None:
 
 
 def test_the_help_has_the_whole_table() -> None:
-    text = help_text()
+    text = command_help("resume")
     for rule in RULES:
         if "run_dir" not in rule.keys:
             assert rule.why in text

@@ -13,8 +13,7 @@ from llmx.checkpoint import selection
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, parse_manifest
 from llmx.checkpoint.sealed import check_sealed, seal
 from llmx.cli.export import export
-from llmx.cli.export import main as export_main
-from llmx.cli.serve import main as serve
+from llmx.cli.main import run_here
 from llmx.run.rundir import RunDir
 from llmx.run.snapshot import dump_config
 from tests.checkpoint_saves import flip_bit
@@ -59,12 +58,12 @@ def test_a_damaged_model_is_refused_in_one_line(
     model: Path, damage: str, seen_before: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if seen_before:
-        assert serve(["--print", str(model)]) == 0
+        assert run_here("serve", ["--print", str(model)]) == 0
     break_it, words = DAMAGE[damage]
     break_it(model)
     capsys.readouterr()
-    for main, *typed in ((serve, "--print", str(model)), (export_main, str(model), "--check")):
-        assert main(typed) == CheckpointError.exit_code
+    for name, *typed in (("serve", "--print", str(model)), ("export", str(model), "--check")):
+        assert run_here(name, typed) == CheckpointError.exit_code
         shown = capsys.readouterr()
         assert words in shown.out + shown.err
         assert "python -m llmx export RUN" in shown.out + shown.err
@@ -88,10 +87,10 @@ def test_verified_files_are_not_hashed_again(model: Path, monkeypatch: pytest.Mo
 
 def test_a_directory_without_a_manifest_and_an_edited_card_are_loaded(model: Path) -> None:
     (model / "README.md").write_text("mine")
-    assert serve(["--print", str(model)]) == 0
+    assert run_here("serve", ["--print", str(model)]) == 0
     (model / MANIFEST).unlink()
     flip(model / "model.safetensors")
-    assert serve(["--print", str(model)]) == 0
+    assert run_here("serve", ["--print", str(model)]) == 0
 
 
 def test_a_run_names_the_checkpoint_to_export(
@@ -101,12 +100,12 @@ def test_a_run_names_the_checkpoint_to_export(
     save_model(run, make_model(), 7)
     directory = export(run)
     assert "model.safetensors" in parse_manifest((directory / MANIFEST).read_text()).files
-    assert export_main([str(run.root), "--check"]) == 0
+    assert run_here("export", [str(run.root), "--check"]) == 0
     assert "export/step-00000007  as it was written" in capsys.readouterr().out
     directory.rename(run.final_model)
     flip(run.final_model / "model.safetensors")
-    assert export_main([str(run.root), "--check"]) == CheckpointError.exit_code
+    assert run_here("export", [str(run.root), "--check"]) == CheckpointError.exit_code
     assert "model  damaged" in capsys.readouterr().out
     run.config.write_text(dump_config(experiment(run.root)))
-    assert serve(["--print", str(run.root)]) == CheckpointError.exit_code
+    assert run_here("serve", ["--print", str(run.root)]) == CheckpointError.exit_code
     assert f"export {run.root} --step 7" in capsys.readouterr().err

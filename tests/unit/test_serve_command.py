@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmx.cli import serve
+from llmx.cli.main import run_here
 from llmx.cli.serve import LORA_RANKS, printed, vllm_command
 from llmx.cli.target import find_target
 from llmx.errors import ConfigError
@@ -108,7 +108,7 @@ def test_it_is_printed_and_becomes_vllm_where_that_is(run: RunDir, tmp_path: Pat
     """A stand-in for the program: this shows the exec itself alone."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    command = [sys.executable, "-m", "llmx.cli.serve", str(run.root)]
+    command = [sys.executable, "-m", "llmx", "serve", str(run.root)]
 
     def typed(*more: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PATH": f"{programs}:/usr/bin:/bin"}
@@ -131,5 +131,5 @@ def test_it_is_printed_and_becomes_vllm_where_that_is(run: RunDir, tmp_path: Pat
 
 def test_a_classifier_is_refused(tmp_path: Path, capsys: Any) -> None:
     model = write_model(tmp_path / "judge", architectures=["LlamaForSequenceClassification"])
-    assert serve.main([str(model)]) == 2
+    assert run_here("serve", [str(model)]) == 2
     assert "which generates no text" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from llmx.__main__ import main
+from llmx.cli.flags import parse
 from llmx.errors import ConfigError
 from llmx.observe.status import observer as observing
-from llmx.observe.status import parse
 from llmx.observe.status.remote import parse_location
 from llmx.observe.status.show import sparkline
 from llmx.observe.status.view import View, interpret
@@ -277,7 +277,7 @@ def test_what_cannot_be(
     for words, says in (
         (["status"], "no such directory: outputs"),
         (["status", str(tmp_path)], "no runs under"),
-        (["status", "a", "b"], "one run, not 2"),
+        (["status", "a", "b"], "too many words: b"),
         (["watch"], "no run under outputs"),
     ):
         code = subprocess.run(
@@ -292,9 +292,9 @@ def test_what_cannot_be(
         assert text.startswith(f"python -m llmx {command} [RUN")
         assert max(map(len, text.splitlines())) <= 100
     with pytest.raises(ConfigError, match='Did you mean "--every"'):
-        parse(["--evry", "2"], command="watch")
-    with pytest.raises(ConfigError, match="--every often must be a number"):
-        parse(["--every=often"], command="watch")
+        parse("watch", ["--evry", "2"])
+    with pytest.raises(ConfigError, match="--every: often is not a number of at least 0.1"):
+        parse("watch", ["--every=often"])
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from llmx.__main__ import main
+from llmx.cli.main import run_here
 from llmx.observe.report import sweep_charts
-from llmx.observe.report.__main__ import main as report
-from llmx.observe.report.__main__ import with_objective
+from llmx.observe.report.command import with_objective
 from llmx.observe.report.sweep_data import (
     Sweep,
     Trial,
@@ -225,7 +225,7 @@ def test_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Any, ca
 
 
 def main_report(*words: str) -> int:
-    return report(list(words))
+    return run_here("report", words)
 
 
 def test_trials_of_the_same_cause_are_one_line() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmx.__main__ import main as llmx
-from llmx.cli import chat, evaluate, export, generate, serve
+from llmx.cli.main import run_here
 from llmx.config import experiment_from_dict, to_dict
 from llmx.errors import ConfigError
 from llmx.run import snapshot, trust
@@ -44,12 +45,12 @@ def foreign(tmp_path: Path) -> RunDir:
     return run
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str], str]] = {
-    "generate": (generate.main, ["hello"], "--trust"),
-    "chat": (chat.main, [], "--trust"),
-    "eval": (evaluate.main, [], "--trust"),
-    "serve": (serve.main, ["--print"], "--trust"),
-    "export": (export.main, [], "--trust"),
+COMMANDS: dict[str, tuple[Callable[..., int], list[str], str]] = {
+    "generate": (partial(run_here, "generate"), ["hello"], "--trust"),
+    "chat": (partial(run_here, "chat"), [], "--trust"),
+    "eval": (partial(run_here, "eval"), [], "--trust"),
+    "serve": (partial(run_here, "serve"), ["--print"], "--trust"),
+    "export": (partial(run_here, "export"), [], "--trust"),
     "resume": (lambda words: llmx(["resume", *words]), ["dry_run=true"], "trust=true"),
     "reproduce": (lambda words: llmx(["reproduce", *words]), ["dry_run=true"], "trust=true"),
 }
@@ -71,7 +72,7 @@ def test_a_foreign_run_is_refused(
 
 
 def test_a_user_may_trust_it(foreign: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main([str(foreign.root), "--print", "--trust"]) == 0
+    assert run_here("serve", [str(foreign.root), "--print", "--trust"]) == 0
     assert "--trust-remote-code" in capsys.readouterr().out
 
 
@@ -90,15 +91,15 @@ def test_a_run_that_was_started_here_is_trusted_where_it_is_moved_to(
     write_model(run.final_model)
     run.root.rename(tmp_path / "moved")
     moved = RunDir(tmp_path / "moved")
-    assert serve.main([str(moved.root), "--print"]) == 0
+    assert run_here("serve", [str(moved.root), "--print"]) == 0
     # Code that was added to it later was not there when it was started.
     text = moved.config.read_text().replace("kind: sft", "kind: evil:Task")
     moved.config.write_text(text)
-    assert evaluate.main([str(moved.root)]) == ConfigError.exit_code
+    assert run_here("eval", [str(moved.root)]) == ConfigError.exit_code
     assert "evil:Task" in capsys.readouterr().err
     # Another user has another key.
     key.write_text("0" * 64)
-    assert serve.main([str(moved.root), "--print"]) == ConfigError.exit_code
+    assert run_here("serve", [str(moved.root), "--print"]) == ConfigError.exit_code
 
 
 def test_a_run_without_code_has_no_signature(tmp_path: Path) -> None:

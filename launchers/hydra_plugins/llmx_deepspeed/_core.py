@@ -33,7 +33,7 @@ from llmx.compose.effects import without_effect
 from llmx.compose.overrides import resolve_alias
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
-from llmx.observe.report.__main__ import best_lines_of, write_report
+from llmx.observe.report.command import best_lines_of, write_report
 from llmx.observe.report.sweep_data import CSV, STOPPED, load_sweep, objective_of
 from llmx.observe.report.sweep_page import PAGE
 from llmx.observe.report.sweep_table import (

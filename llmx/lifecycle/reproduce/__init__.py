@@ -5,6 +5,6 @@ Before the start it says what differs from then; at the end, whether the numbers
 ``reproduction.json`` in the new run has that outcome, the first and the largest difference.
 """
 
-from llmx.lifecycle.reproduce.command import help_text, main
+from llmx.lifecycle.reproduce.command import main
 
-__all__ = ["help_text", "main"]
+__all__ = ["main"]

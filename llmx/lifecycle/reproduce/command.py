@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.reproduce.before import all_differences
 from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
-from llmx.lifecycle.reproduce.target import ALLOWED, fresh_sibling, next_experiment
+from llmx.lifecycle.reproduce.target import fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.resume.rules import Change
 from llmx.lifecycle.start import launched
@@ -38,25 +37,6 @@ class NotReproduced(LlmxError, RuntimeError):
     """``strict=true``, and something differs."""
 
     exit_code = 1
-
-
-def help_text() -> str:
-    """What ``python -m llmx reproduce --help`` prints."""
-    return (
-        "python -m llmx reproduce RUN_DIR [overrides] [to_step=K] [strict=true] [checkout=true]\n\n"
-        "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
-        "start it lists what differs from the recorded run, by severity; at the end it says\n"
-        "whether the numbers are bitwise identical, or which step differs first and how much.\n\n"
-        "  to_step=K       train the first K steps only, with the schedule of the whole run\n"
-        "  strict=true     refuse where anything differs that may change numbers; exit code 1\n"
-        "                  also where the numbers differ at the end\n"
-        "  checkout=true   run the recorded commit with the recorded changes, from a worktree\n"
-        "  dry_run=true    list what differs, start nothing\n"
-        "  run_dir=DIR     directory of the new run\n"
-        "  trust=true      run the code that somebody else's run directory names\n\n"
-        "Overrides: where and how it runs, and where its inputs lie now (their content is\n"
-        f"compared):\n{textwrap.indent(textwrap.fill(', '.join(ALLOWED[:-1]), 86), '  ')}\n"
-    )
 
 
 def main(words: Sequence[str]) -> int:

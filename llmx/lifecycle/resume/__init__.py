@@ -10,6 +10,6 @@ step: the former ``config.yaml``, ``plan.json``, ``ds_config.json``, ``overrides
 ``checkpoints/`` with those that are newer than ``step=N``.
 """
 
-from llmx.lifecycle.resume.command import help_text, main
+from llmx.lifecycle.resume.command import main
 
-__all__ = ["help_text", "main"]
+__all__ = ["main"]

@@ -19,7 +19,7 @@ from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
 from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
 from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
-from llmx.lifecycle.resume.rules import SAME, refuse_other_content, table
+from llmx.lifecycle.resume.rules import SAME, refuse_other_content
 from llmx.lifecycle.resume.run_state import RunState, read_state
 from llmx.lifecycle.start import Launch, launched
 from llmx.plan.choices import said_of_memory
@@ -37,21 +37,6 @@ from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
 from llmx.tracking.packages import check_packages
 
 OWN = ("step", "trust")
-
-
-def help_text() -> str:
-    """What ``python -m llmx resume --help`` prints."""
-    return (
-        "python -m llmx resume RUN_DIR [overrides] [step=N] [--config-dir DIR]\n\n"
-        "Resumes a run that ended early, from its newest usable checkpoint, in the same\n"
-        "directory. On the same hardware the result is bitwise that of the undisturbed run.\n\n"
-        "  step=N          resume from that checkpoint; newer ones are moved to history/\n"
-        "  hardware=NAME   a whole group is composed anew; also launch=, zero=, tracking=, ...\n"
-        "  task.steps=N    extend the run, also a finished one\n"
-        "  dry_run=true    show what would happen, change nothing\n"
-        "  trust=true      run the code that somebody else's run directory names\n\n"
-        f"What may change, and what it does to the numbers\n\n{table()}"
-    )
 
 
 def main(words: Sequence[str]) -> int:

@@ -8,61 +8,32 @@ python -m llmx status user@host:RUN       on another machine, over ssh; nothing 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 from llmx.observe.status import observer
 from llmx.observe.status.remote import RunLocation, fetch_facts, parse_location
 from llmx.observe.status.view import Facts, View, interpret
 
 SHOWN = 20
-OPTIONS = ("--all", "--json", "--ssh-config", "--every")
-
-__all__ = ["Options", "main", "outputs", "parse"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The words of ``status`` and ``watch``."""
-
-    location: RunLocation | None = None
-    most: int = SHOWN
-    as_json: bool = False
-    every_s: float = 1.0
-
-
-def help_text() -> str:
-    """What ``python -m llmx status --help`` prints."""
-    return (
-        "python -m llmx status [RUN | SWEEP_DIR | DIR | user@host:RUN] [options]\n\n"
-        "What runs are doing, from the files of their directories. With a run: all about it; with\n"
-        "a sweep's directory (on this machine): its trials, the time left, the best so far; with\n"
-        "another directory, or nothing (then outputs/): two lines per run, live ones first.\n\n"
-        f"  --all              all runs, not only the first {SHOWN}\n"
-        "  --json             the facts as JSON, for scripts\n"
-        "  --ssh-config FILE  for user@host:RUN, as ssh -F\n\n"
-        "The exit code is 1 where the one run failed or is dead, or a sweep that is over has a\n"
-        "trial that failed or was not run.\n"
-    )
-
-
-def main(words: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the status of one run or a table of runs; 0, or 1 where the one run failed."""
     from llmx.observe.report.screen import open_console
     from llmx.observe.status import sweep
     from llmx.observe.status.show import PLAIN_BLOCKS, panel, table
 
-    options = parse(words, command="status")
-    location = options.location or RunLocation(outputs())
+    location = location_of(options) or RunLocation(outputs())
     if sweep.is_here(location):
-        return sweep.status(location.path, as_json=options.as_json)
-    facts = gather(location, most=options.most)
-    if options.as_json:
+        return sweep.status(location.path, as_json=options.json)
+    facts = gather(location, most=10**6 if options.all else SHOWN)
+    if options.json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
     console = open_console(sys.stdout)
@@ -102,43 +73,12 @@ def outputs() -> str:
     return os.environ.get("LLMX_OUTPUTS", "outputs")
 
 
-def parse(words: Sequence[str], *, command: str) -> Options:
-    """The command line; ConfigError names the word that is wrong."""
-    values: dict[str, str] = {}
-    locations, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        name, _, value = word.partition("=")
-        if not word.startswith("-"):
-            locations.append(word)
-        elif name not in OPTIONS:
-            raise ConfigError(
-                f"{command}: unknown option {name}.{did_you_mean(name, OPTIONS)} "
-                f"Options: {', '.join(OPTIONS)}."
-            )
-        elif name in ("--all", "--json") or value:
-            values[name] = value
-        elif rest:
-            values[name] = rest.pop(0)
-        else:
-            raise ConfigError(f"{command}: {name} needs a value.")
-    if len(locations) > 1:
-        raise ConfigError(f"{command} takes one run, not {len(locations)}: {' '.join(locations)}.")
-    try:
-        every_s = float(values.get("--every", "1"))
-    except ValueError:
-        every_s = 0.0
-    if not every_s >= 0.1:
-        raise ConfigError(
-            f"{command}: --every {values['--every']} must be a number of seconds, at least 0.1."
-        )
-    ssh_config = values.get("--ssh-config")
-    return Options(
-        location=parse_location(locations[0], ssh_config=ssh_config) if locations else None,
-        most=10**6 if "--all" in values else SHOWN,
-        as_json="--json" in values,
-        every_s=every_s,
-    )
+def location_of(options: argparse.Namespace) -> RunLocation | None:
+    """The run directory that ``status`` and ``watch`` were given; None without one."""
+    if options.location is None:
+        return None
+    ssh_config = None if options.ssh_config is None else str(options.ssh_config)
+    return parse_location(options.location, ssh_config=ssh_config)
 
 
 def _short(view: View, base: str, *, is_here: bool) -> View:

@@ -9,13 +9,13 @@ Reads directories only; works for what still trains, and for what failed. Of a r
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from llmx.cli.flags import Parser, whole_number
-from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full, exit_code
+from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
 from llmx.observe.report.figure import draw_loss
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
@@ -40,48 +40,21 @@ from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import RunDir, no_run, write_text
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code (0 also for a run that failed: it is reported)."""
-    parser = Parser(
-        prog="python -m llmx report",
-        description="Report on a run: tables here, loss.png and report.html in its directory. On a "
-        "sweep, or several together: its table here, and sweep.csv, sweep.md and sweep.html. "
-        "Works for what is still training, and for what failed.",
-    )
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR|SWEEP_DIR", type=Path, nargs="+",
-        help="a run directory, or directories of sweeps",
+def run(options: argparse.Namespace) -> int:
+    """The command; returns the exit code (0 also for a run that failed: it is reported)."""
+    paths = [Path(word) for word in options.run_dir]
+    sweeps = [path for path in paths if not RunDir(path).config.is_file() and is_sweep(path)]
+    if not sweeps and len(paths) == 1:
+        _refuse(paths[0], out=options.out, objective=options.objective)
+        return _report(paths[0], width=options.width)
+    for path in paths:
+        if path not in sweeps:
+            _refuse_among_sweeps(path)
+    sweep = union([load_sweep(path) for path in dict.fromkeys(paths)])
+    return _report_sweep(
+        sweep, out=options.out or (paths[0] if len(set(paths)) == 1 else None),
+        objective=options.objective, width=options.width,
     )  # fmt: skip
-    parser.add_argument(
-        "--width", metavar="N", type=whole_number(20, 1000), help="columns of the tables"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path,
-        help="directory for the files of a sweep (default: its own directory)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--objective", metavar="NAME",
-        help="what the best trial of a sweep is best in: tokens_per_s, train/loss, eval/loss, "
-        "eval/NAME, memory_gib or seconds",
-    )  # fmt: skip
-    options = parser.parse_args(argv)
-
-    def report() -> int:
-        paths: list[Path] = options.run_dir
-        found = [path for path in paths if not RunDir(path).config.is_file() and is_sweep(path)]
-        if not found and len(paths) == 1:
-            _refuse(paths[0], out=options.out, objective=options.objective)
-            return _report(paths[0], width=options.width)
-        for path in paths:
-            if path not in found:
-                _refuse_among_sweeps(path)
-        sweep = union([load_sweep(path) for path in dict.fromkeys(paths)])
-        return _report_sweep(
-            sweep, out=options.out or (paths[0] if len(set(paths)) == 1 else None),
-            objective=options.objective, width=options.width,
-        )  # fmt: skip
-
-    return exit_code(report, reads=", ".join(map(str, options.run_dir)))
 
 
 def _refuse(path: Path, *, out: Path | None, objective: str | None) -> None:
@@ -174,7 +147,3 @@ def write_files(data: RunData) -> None:
     for table in tables(data):
         draw_table(table, data.run.root / table.file_name)
     write_text(data.run.report, page(data))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
