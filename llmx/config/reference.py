@@ -56,7 +56,6 @@ EXAMPLES = {
     "data.max_rows": "1000",
     "data.cache_dir": "/scratch/llmx",
     "data.num_workers": "8",
-    "data.share_from_mib": "null",
     "data.sources": "[{path: a.jsonl, weight: 2}, {path: b.jsonl}]",
     "data.sources[].path": "chats.jsonl",
     "data.sources[].text_key": "content",

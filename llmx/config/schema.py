@@ -223,8 +223,9 @@ class DataConfig:
     text_key: str = "text"
     """The key or column that contains the text (``form: text``)."""
     text_unit: str = choice("file", "line", "paragraph")
-    """How a plain text file is divided into documents: the whole file, each line that is not empty,
-    or each paragraph (paragraphs are separated by empty lines)."""
+    """How a plain text file is divided into documents: the whole file (of at most 8,000,000
+    characters), each line that is not empty, or each paragraph (paragraphs are separated by empty
+    lines)."""
     columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
     ignore_columns: list[str] = items(maximum=100, example="[score]")
@@ -284,10 +285,6 @@ class DataConfig:
     """Directory of prepared data; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
     num_workers: int = number(0, minimum=0, maximum=1024)
     """Cores that tokenize; 0 uses all cores of the host."""
-    share_from_mib: float | None = number(64.0, minimum=0, maximum=10**9)
-    """With several hosts: the size of the source from which the work is shared. Then each host
-    prepares a shard, or one host prepares all and sends it. Below this size, and with null, each
-    host prepares everything. The bytes are the same."""
     sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}]")
     """Several sources instead of ``path``, each with a weight and a limit."""
     subset: str | None = None

@@ -275,7 +275,7 @@ def open_stores(
 ) -> tuple[Any, Any | None]:
     """Training and held-out samples, prepared by the first rank of each host. Collective."""
     from llmx.data import has_eval
-    from llmx.data.distributed.collective import Host, prepare_together
+    from llmx.data.distributed import Host, prepare_together
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]

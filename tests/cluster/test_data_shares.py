@@ -36,7 +36,7 @@ def corpus(directory: Path) -> Path:
     return directory
 
 
-def test_private_disks_share_the_work(
+def test_private_disks_get_the_store(
     make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
 ) -> None:
     need("pdsh", "rsync")
@@ -47,8 +47,7 @@ def test_private_disks_share_the_work(
     overrides = [
         "data=text", f"data.path={source}", "data.seq_len=128", "task=pretrain", "task.steps=2",
         "task.save_model=false", "model=tiny", "launch.transport=pdsh", "launch.sync=rsync",
-        f"run_dir={work}/run", f"data.cache_dir={work}/cache", "data.share_from_mib=8",
-        "data.max_rows=null",
+        f"run_dir={work}/run", f"data.cache_dir={work}/cache", "data.max_rows=null",
     ]  # fmt: skip
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides)
     run.dir = type(run.dir)(work / "run")
@@ -56,7 +55,6 @@ def test_private_disks_share_the_work(
 
     stores = [_only_store(host.path(work / "cache/data")) for host in (near, far)]
     assert stores[0].meta == stores[1].meta
-    assert stores[0].meta["hosts"] == 2
     for store in stores:
         store.verify()
     exp = _experiment(source, tmp_path / "alone")
@@ -66,13 +64,11 @@ def test_private_disks_share_the_work(
     assert alone.meta["rows_read"] == DOCUMENTS
 
     logs = [run.path(run.dir.rank_log(rank)).read_text() for rank in range(3)]
-    assert "shard 1 of 2" in logs[0]
-    assert "shard 2 of 2" in logs[1]
-    assert re.search(r"Received [\d.]+ MiB of prepared data from rank 1", logs[0])
+    assert re.search(r"Sent text-train-\S+ \([\d.]+ MiB\) to the other hosts", logs[0])
     pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_sequences:,} pieces"
     assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
     assert "Data (" not in logs[1] + logs[2]
-    assert "shard" not in logs[2]
+    assert "Sent" not in logs[1] + logs[2]
     nothing_left(cluster, timeout_s=5)
 
 

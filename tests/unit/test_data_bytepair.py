@@ -174,7 +174,7 @@ def test_texts_that_are_left_to_tokenizers():
     encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
     encoder.choose(CORPUS)
     assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
-    block = encoder.encode(documents, [True] * 5)
+    block = encoder.encode(documents)
     end = tokenizer.eos_token_id
     wanted = [id_ for d in documents for id_ in [*reference(tokenizer, d.text), end]]
     assert block.tokens.tolist() == wanted
@@ -192,7 +192,7 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
     monkeypatch.setattr(BytePairs, "encode_pretokens", backwards)
     encoder.choose(CORPUS)
     assert encoder.description == "tokenizers (tiktoken gave other ids on this data)"
-    block = encoder.encode([Document(CORPUS[0], Where("f", 1, "line"))], [True])
+    block = encoder.encode([Document(CORPUS[0], Where("f", 1, "line"))])
     wanted = reference(CONVERTED[GPT2], CORPUS[0])
     assert block.tokens[:-1].tolist() == wanted
 
@@ -204,7 +204,7 @@ def test_blocks_come_in_order_whatever_the_threads():
     batches = [
         encode.Batch([Document(f"{i} " * (50 - i), where)], read=1, size=1) for i in range(50)
     ]
-    found = [block.tokens for _, block in encoder.blocks(iter(batches), begins=True)]
-    wanted = [encoder.encode(batch.sequences, [True]).tokens for batch in batches]
+    found = [block.tokens for _, block in encoder.blocks(iter(batches))]
+    wanted = [encoder.encode(batch.sequences).tokens for batch in batches]
     assert len(found) == 50
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))

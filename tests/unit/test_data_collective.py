@@ -18,14 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.config import Experiment, SourceConfig
-from llmx.data.distributed.collective import Host, prepare_together
-from llmx.data.distributed.shards import assemble, records_of, shard_of, stage_shard
-from llmx.data.source.files import can_be_split
-from llmx.data.source.split import DatasetSplit
-from llmx.data.store import staging
-from llmx.data.store.spec import dataset_spec
-from llmx.data.tokenize import encoder
+from llmx.config import Experiment
+from llmx.data.distributed import Host, prepare_together
 from llmx.tasks import prepare, task_of
 from tests.bound_device import as_under_nccl
 from tests.small_tokenizers import byte_tokenizer
@@ -113,7 +107,7 @@ def ranks() -> Iterator[Ranks]:
 
 def experiment(path: Path, **data: Any) -> Experiment:
     exp = Experiment()
-    exp.data.path, exp.data.seq_len, exp.data.share_from_mib = str(path), 64, 0.0
+    exp.data.path, exp.data.seq_len = str(path), 64
     exp.task.kind = "pretrain" if data.get("packing") == "concat" else "sft"
     for name, value in data.items():
         setattr(exp.data, name, value)
@@ -186,8 +180,6 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
             "text_bytes",
         )
         assert [meta[key] for key in same] == [alone.meta[key] for key in same]
-        # Which records are held out depends on all of them: one host prepares and sends.
-        assert meta["hosts"] == (1 if exp.data.eval_samples else 3)
     assert found[0][1] == found[3][1]
     if alone.meta["rejected_file"]:
         lines = Path(alone.meta["rejected_file"]).read_bytes()
@@ -205,81 +197,6 @@ def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
     there = prepare(experiments[1], tokenizer())
     found = ranks.prepare(experiments)
     assert [meta for _, meta in found] == [there.meta] * 4
-
-
-@pytest.mark.parametrize("cores", [[1, 1], [3, 1, 2], [1, 64], [1] * 40])
-@pytest.mark.parametrize("source", SOURCES[:4], ids=lambda make: make.__name__)
-def test_shards_are_the_split(source: Any, cores: list[int], tmp_path: Path):
-    exp = source(tmp_path / "source")
-    split = DatasetSplit.of(exp.data, exp.seed, "train")
-    assert split.divisible
-    shards = [shard_of(split, cores, host) for host in range(len(cores))]
-    rows = [row for pieces in shards for row in records_of(split, pieces)]
-    rejected = dict(split.rejects.counts)
-    assert rows == list(split.records())
-    assert rejected == dict(split.rejects.counts)
-    sizes = [sum(piece.size for piece in pieces) for pieces in shards]
-    assert sum(sizes) == split.source_bytes
-    if source is one_large_file:
-        assert can_be_split(split.files[0], text_unit="file")
-        shares = [split.source_bytes * own / sum(cores) for own in cores]
-        assert all(abs(a - b) < 600 for a, b in zip(sizes, shares, strict=True))
-
-
-def test_a_copy_of_a_source_is_read_again(tmp_path: Path):
-    exp = many_files(tmp_path / "source")
-    exp.data.sources = [
-        SourceConfig(path=str(tmp_path / "source/1.jsonl"), weight=2),
-        SourceConfig(path=str(tmp_path / "source/2.jsonl")),
-    ]
-    split = DatasetSplit.of(exp.data, exp.seed, "train")
-    rows = [row for host in range(3) for row in records_of(split, shard_of(split, [1, 1, 1], host))]
-    assert rows == list(split.records())
-
-
-def test_a_killed_shard_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    exp = _with_cache(one_large_file(tmp_path / "source"), tmp_path)
-    exp.data.path = str(chats_with_bad_rows(tmp_path / "chats").data.path)
-    exp.task.kind, exp.data.packing, exp.data.on_bad_row = "sft", "best_fit", "skip"
-    exp.data.form = "prompt_response"
-    alone = prepare(_with_cache(exp, tmp_path / "alone"), tokenizer())
-    monkeypatch.setattr(staging, "JOURNAL_BYTES", 1)
-    monkeypatch.setattr(encoder, "BATCH_ROWS", 16)
-    directory = tmp_path / "shards"
-
-    class Killed(BaseException):
-        pass
-
-    def stage(number: int) -> tuple[Any, Path]:
-        spec = dataset_spec(exp.data, exp.seed, tokenizer(), task_of(exp, tokenizer()), "train")
-        pieces = shard_of(spec.split, [1, 1], number)
-        name = stage_shard(spec, pieces, directory, number=number, title="x")
-        return spec, directory / name
-
-    real, calls = staging.Staging.append, []
-
-    def dies(self: Any, *arguments: Any, **named: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise Killed
-        real(self, *arguments, **named)
-
-    monkeypatch.setattr(staging.Staging, "append", dies)
-    with pytest.raises(Killed):
-        stage(0)
-    before = len(calls)
-    monkeypatch.setattr(staging.Staging, "append", lambda *a, **k: (calls.append(1), real(*a, **k)))
-    spec, first = stage(0)
-    assert 0 < len(calls) - before < 2 * before + 8
-    staged = len(calls)
-    assert stage(0)[1] == first
-    assert len(calls) == staged  # complete: nothing is staged again
-    spec, second = stage(1)
-    facts = {"workers": 1, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
-    store = assemble(spec, [first, second], how=facts)
-    assert store.meta["sha256"] == alone.meta["sha256"]
-    for key in ("rows_read", "dropped", "rejected", "truncated"):
-        assert store.meta[key] == alone.meta[key]
 
 
 def test_hosts_with_other_data_are_refused(ranks: Ranks, tmp_path: Path):

@@ -33,12 +33,9 @@ from llmx.data import (
     Tokens,
     collate,
 )
-from llmx.data.distributed.shards import assemble, shard_of, stage_shard
 from llmx.data.examples import Schema, checked
-from llmx.data.source import lines
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
-from llmx.data.store.spec import dataset_spec
 from llmx.data.store.truncation import Truncation, overflow_key
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.documents import TokenBlock
@@ -278,23 +275,6 @@ def test_a_killed_preparation_resumes(tmp_path: Path, tokenizer, monkeypatch):
     assert files[0] == files[1]
 
 
-def test_two_hosts_make_the_bytes_of_one(tmp_path: Path, tokenizer):
-    exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
-    alone = prepared(exp, tokenizer)
-    exp.data.cache_dir = str(tmp_path / "hosts")
-    spec = dataset_spec(exp.data, exp.seed, tokenizer, Pairs(exp, tokenizer), "train")
-    shards = []
-    for host in range(2):
-        pieces = shard_of(spec.split, [1, 1], host)
-        name = stage_shard(spec, pieces, tmp_path / "shards", number=host, title="x")
-        shards.append(tmp_path / "shards" / name)
-    facts = {"workers": 2, "hosts": 2, "tokenize_seconds": 0.0, "resumed_at_row": 0}
-    store = assemble(spec, shards, how=facts)
-    assert store.meta["sha256"] == alone.meta["sha256"]
-    same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "fingerprint")
-    assert [store.meta[key] for key in same] == [alone.meta[key] for key in same]
-
-
 # Truncation
 
 
@@ -311,7 +291,7 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         {Column("place", per="token"): np.concatenate(ids).astype(np.float32)},
     )
     truncation = Truncation(config, counts, bos=[0])
-    (left, _) = truncation([Example(tuple(sequences), cut=by)], block)
+    left = truncation([Example(tuple(sequences), cut=by)], block)
     values = next(iter(left.columns.values()))
     assert values.tolist() == left.tokens.tolist()
     total = sum(map(len, ids))
@@ -563,23 +543,6 @@ def test_what_does_not_go_together_is_said(tmp_path: Path, tokenizer):
         prepared(experiment(tmp_path, rows, on_bad_row="fail"), tokenizer)
 
 
-def test_a_long_text_in_pieces_is_one_sequence(tmp_path: Path, tokenizer, monkeypatch):
-    class Titles(Labels):
-        takes: ClassVar[tuple[type, ...]] = (Document,)
-
-        def encode(self, row: Document) -> Example | None:
-            return Example.of(row, label=1)
-
-    monkeypatch.setattr(lines, "PIECE_CHARS", 20)
-    exp = experiment(tmp_path, [])
-    exp.data.path = str(tmp_path / "book.txt")
-    Path(exp.data.path).write_text("a line of it\n" * 9)
-    with pytest.raises(ConfigError, match=r"book\.txt, line 1: task=labels makes more of a text"):
-        prepared(exp, tokenizer, Titles)
-    exp.data.text_unit = "line"
-    assert prepared(exp, tokenizer, Titles).meta["num_examples"] == 9
-
-
 def test_other_tasks_and_options_are_other_stores(tmp_path: Path, tokenizer):
     exp = experiment(tmp_path, [pair_row(i) for i in range(1, 30)])
     first = prepared(exp, tokenizer)
@@ -595,23 +558,6 @@ def test_other_tasks_and_options_are_other_stores(tmp_path: Path, tokenizer):
     # sft learns the chosen answers of pairs.
     assert prepare(exp, tokenizer).meta["form"] == "preference (the chosen answers)"
     assert first.meta["form"] == "preference"
-
-
-def test_stores_of_the_former_format_are_prepared_again(tmp_path: Path, tokenizer, capsys):
-    exp = experiment(tmp_path, [{"prompt": "q", "response": "a"}])
-    store = prepare(exp, tokenizer)
-    assert "prepared again" not in capsys.readouterr().out
-    old = store.path.with_name(store.path.name.removesuffix("-v2"))
-    assert old != store.path
-    store.path.rename(old)
-    (old / "meta.json").write_text(json.dumps({**store.meta, "format_version": 1}))
-    again = prepare(exp, tokenizer)
-    said = capsys.readouterr().out
-    assert f"{again.path.name} is prepared again: this version of llmx stores prepared" in said
-    assert f"another format. {old} can be deleted" in said
-    assert old.is_dir()
-    assert prepare(exp, tokenizer).fingerprint == store.fingerprint
-    assert "again" not in capsys.readouterr().out
 
 
 def test_the_summary_counts_examples(tmp_path: Path, tokenizer):

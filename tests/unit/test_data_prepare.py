@@ -22,7 +22,7 @@ from llmx.data import (
     held_out_prompts,
     summary,
 )
-from llmx.data.source import digests, lines
+from llmx.data.source import digests
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.samples import sha256_of_file
@@ -96,9 +96,8 @@ def test_every_row_is_in_the_store_once(tmp_path: Path, tokenizer, packing: str)
     store.verify()
 
 
-def test_pretraining_text_is_all_there_and_cut_at_seq_len(tmp_path: Path, tokenizer, monkeypatch):
+def test_pretraining_text_is_all_there_and_cut_at_seq_len(tmp_path: Path, tokenizer):
     text = "".join(f"line {i} ü\n" for i in range(200))
-    monkeypatch.setattr(lines, "PIECE_CHARS", 100)
     store = prepare(experiment(tmp_path, text), tokenizer)
     lengths = [len(store[i].tokens) for i in range(len(store))]
     assert set(lengths[:-1]) == {32}
@@ -359,9 +358,7 @@ def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
         prepare(experiment(tmp_path, LONG, over_long="error"), tokenizer)
 
 
-@pytest.mark.parametrize("pieces", [20, 10**6])
-def test_long_documents_are_split_by_default(tmp_path: Path, tokenizer, monkeypatch, pieces: int):
-    monkeypatch.setattr(lines, "PIECE_CHARS", pieces)
+def test_long_documents_are_split_by_default(tmp_path: Path, tokenizer):
     text = "".join(f"line {i}\n" for i in range(60))
     exp = experiment(tmp_path, text, packing="none")
     store = prepare(exp, tokenizer)

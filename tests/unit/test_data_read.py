@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from llmx.data.source import lines
-from llmx.data.source.files import Record, TextPiece, read_file, source_files
+from llmx.data.source.files import PlainText, Record, Where, read_file, source_files
 from llmx.errors import DataError
 
 ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]
@@ -51,20 +51,16 @@ def test_tsv_has_no_quoting(tmp_path: Path):
     assert values(tmp_path / "a.tsv") == [{"label": "1", "text": '"so he said'}]
 
 
-def test_text_is_one_document_in_pieces(tmp_path: Path, monkeypatch):
+def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
     text = "first line\n  indented\n\n\nlast line ü\r\nx"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    monkeypatch.setattr(lines, "PIECE_CHARS", 5)
-    pieces = list(read_file(tmp_path / "a.txt"))
-    assert [piece.text for piece in pieces] == [
-        "first line\n  indented\n\n\n",
-        "last line ü\r\n",
-        "x",
-    ]
-    assert all(isinstance(piece, TextPiece) for piece in pieces)
-    assert [piece.last for piece in pieces] == [False, False, True]
-    assert "".join(piece.text for piece in pieces) == text
-    assert str(pieces[1].where) == f"{tmp_path}/a.txt, line 5"
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text))
+    assert list(read_file(file)) == [PlainText(text, Where(file, 1, "line"))]
+    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text) - 1)
+    with pytest.raises(DataError, match=r"a\.txt: more than 37 characters.*data\.text_unit=line"):
+        list(read_file(file))
+    assert len(list(read_file(file, text_unit="paragraph"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,12 +106,12 @@ def test_a_line_or_a_paragraph_as_document(tmp_path: Path):
     file.write_bytes(b"one\n\n  two \r\nthree\n \n\nfour\n\xff\nfive")
     bad: list[str] = []
 
-    def pieces(unit: str) -> list[tuple[str, int, bool]]:
+    def pieces(unit: str) -> list[tuple[str, int]]:
         found = read_file(file, bad=lambda error: bad.append(error.reason), text_unit=unit)
-        return [(piece.text, piece.where.number, piece.last) for piece in found]
+        return [(piece.text, piece.where.number) for piece in found]
 
-    lines = [("one", 1, True), ("  two ", 3, True), ("three", 4, True), ("four", 7, True)]
-    assert pieces("line") == [*lines, ("five", 9, True)]
-    paragraphs = [("one", 1, True), ("  two \r\nthree", 3, True), ("four\nfive", 7, True)]
+    lines = [("one", 1), ("  two ", 3), ("three", 4), ("four", 7)]
+    assert pieces("line") == [*lines, ("five", 9)]
+    paragraphs = [("one", 1), ("  two \r\nthree", 3), ("four\nfive", 7)]
     assert pieces("paragraph") == paragraphs
     assert bad == ["not UTF-8"] * 2

@@ -315,13 +315,11 @@ def test_documents():
     block = encoder.encode(
         [
             Document("a</s>b", WHERE),
-            Document("first ", WHERE, last=False),
             Document("second", WHERE),
-        ],
-        [True, True, False],
+        ]
     )
     whole = block.tokens[: block.lengths[0]]
     assert tokenizer.decode(whole) == "<s>a</s>b</s>"
     assert int(np.sum(whole == tokenizer.eos_token_id)) == 1  # not the one in the text
-    assert tokenizer.decode(block.tokens[block.lengths[0] :]) == "<s>first second</s>"
+    assert tokenizer.decode(block.tokens[block.lengths[0] :]) == "<s>second</s>"
     assert block.targets.all()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
-from llmx.data.format.formats import Conversation, Document
+from llmx.data.format.formats import Conversation
 from llmx.data.source import json_array
 from llmx.data.source.files import Record, read_file, source_files
 from llmx.data.source.hub import hub_id, hub_rows, revision_of
@@ -260,17 +260,6 @@ def test_weights_and_limits(tmp_path: Path):
     half = source(tmp_path, sources=[SourceConfig(path=b, weight=1.5)])
     assert set(Counter(questions(half)).values()) == {1, 2}
     assert half.identity() != found.identity()
-
-
-def test_a_text_in_pieces_is_taken_as_a_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("llmx.data.source.lines.PIECE_CHARS", 5)
-    (tmp_path / "a.txt").write_text("first\nsecond\nthird\n")
-    (tmp_path / "b.txt").write_text("fourth\nfifth\n")
-    found = source(tmp_path, sources=[SourceConfig(path=str(tmp_path), weight=2)], max_rows=1)
-    rows = list(found.records())
-    assert all(isinstance(row, Document) for row in rows)
-    assert "".join(row.text for row in rows) == "first\nsecond\nthird\n" * 2
-    assert [row.last for row in rows] == [False, False, True] * 2
 
 
 def test_sources_that_cannot_be(tmp_path: Path):

@@ -281,38 +281,27 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     texts = ["w1 w2 w3 w4 w5 w6", "w7", ""]
     documents = [Document(text, where) for text in texts]
     encoder = DocumentEncoder(tokenizer, bos=renderer.bos, eos=renderer.eos, workers=1)
-    block = encoder.encode(documents, [True] * 3)
+    block = encoder.encode(documents)
     assert block.tokens.tolist() == [id for text in texts for id in tokenizer(text)["input_ids"]]
     data = DataConfig(path="corpus.txt", seq_len=5, packing="best_fit", over_long="truncate")
     cut = Truncation(data, Counter(), bos=[2], eos=[3])
-    found, _ = cut([Example.of(document) for document in documents], block)
+    found = cut([Example.of(document) for document in documents], block)
     assert found.lengths.tolist() == [5, 3, 2]
     w = len(SPECIAL)
     assert found.tokens.tolist() == [2, w + 1, w + 2, w + 3, 3, 2, w + 7, 3, 2, 3]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_a_long_document_is_split_and_each_part_is_wrapped(pieces: int) -> None:
+def test_a_long_document_is_split_and_each_part_is_wrapped() -> None:
     body = list(range(5, 22))
     where = Where(Path("corpus.txt"), 1, "line")
     data = DataConfig(path="corpus.txt", seq_len=8, packing="best_fit")
     counts: Counter[str] = Counter()
     split = Truncation(data, counts, bos=[2], eos=[3], splits=True, wraps=True)
-    tokens, lengths = [], []
-    for number, part in enumerate(np.array_split(np.array(body), pieces)):
-        last = number == pieces - 1
-        ids = [*([2] * (not number)), *part.tolist(), *([3] * last)]
-        block = TokenBlock(
-            np.array(ids, np.uint32), np.ones(len(ids), np.bool_), np.array([len(ids)])
-        )
-        examples = [Example.of(Document("", where, last))]
-        block, joins = split(examples, block)
-        tokens += block.tokens.tolist()
-        if joins:
-            lengths[-1] += int(block.lengths[0])
-        lengths += block.lengths[int(joins) :].tolist()
-    assert lengths == [8, 8, 7]
-    assert tokens == [2, *body[:6], 3, 2, *body[6:12], 3, 2, *body[12:], 3]
+    ids = np.array([2, *body, 3, 2, 3], np.uint32)
+    block = TokenBlock(ids, np.ones(len(ids), np.bool_), np.array([len(body) + 2, 2]))
+    block = split([Example.of(Document("", where)) for _ in range(2)], block)
+    assert block.lengths.tolist() == [8, 8, 7, 2]
+    assert block.tokens.tolist() == [2, *body[:6], 3, 2, *body[6:12], 3, 2, *body[12:], 3, 2, 3]
     assert counts == {"further sequences of split documents": 2}
 
 

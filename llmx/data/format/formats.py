@@ -66,11 +66,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """Text to pretrain on; a long file comes in pieces, the last of which is marked."""
+    """Text to pretrain on."""
 
     text: str
     where: Where
-    last: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from llmx.config.file_formats import (
     COLUMNAR_SUFFIXES,
     COMPRESSED,
     DELIMITED_SUFFIXES,
-    JSON_SUFFIXES,
     KNOWN,
     TEXT_SUFFIXES,
     files_in,
@@ -29,7 +28,6 @@ from llmx.config.file_formats import (
 from llmx.data.source.compressed import DAMAGED, opened
 from llmx.data.source.json_array import array_elements
 from llmx.data.source.lines import (
-    WHOLE,
     json_lines,
     lines_of,
     no_object,
@@ -39,12 +37,11 @@ from llmx.data.source.lines import (
     whole_text,
 )
 from llmx.data.source.records import (
-    ByteRange,
     Meter,
     OnBad,
+    PlainText,
     Record,
     RecordError,
-    TextPiece,
     Where,
     excerpt,
     refuse,
@@ -52,7 +49,7 @@ from llmx.data.source.records import (
 from llmx.data.source.tables import saved_files, table_rows
 from llmx.errors import DataError
 
-__all__ = ["Record", "TextPiece", "Where", "excerpt", "read_file", "source_files"]
+__all__ = ["PlainText", "Record", "Where", "excerpt", "read_file", "source_files"]
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:
@@ -88,14 +85,13 @@ def read_file(
     *,
     bad: OnBad = refuse,
     text_unit: str = "file",
-    byte_range: ByteRange = WHOLE,
     meter: Meter | None = None,
-) -> Iterator[Record | TextPiece]:
-    """Records of one file (or the pieces of one text), in order.
+) -> Iterator[Record | PlainText]:
+    """Records of one file (or documents of a text file), in order.
 
     ``bad`` is called with every record that is wrong; by default it raises. A file that is damaged
-    or cut off is such a record too, its last: what follows it cannot be read. ``byte_range``: only
-    these lines, of a file that ``can_be_split``. ``meter`` is kept up to date.
+    or cut off is such a record too, its last: what follows it cannot be read.
+    ``meter`` is kept up to date.
     """
     meter = meter or Meter()
     if kind_of(file) in COLUMNAR_SUFFIXES:
@@ -104,7 +100,7 @@ def read_file(
         return
     try:
         with opened(file, meter) as stream:
-            yield from _records(file, stream, bad, text_unit, byte_range)
+            yield from _records(file, stream, bad, text_unit)
     except DAMAGED as error:
         bad(_damaged(file, error))
     except OSError as error:
@@ -114,23 +110,11 @@ def read_file(
         raise DataError(f"{file}: cannot be read ({error}).") from error
 
 
-def can_be_split(file: Path, *, text_unit: str) -> bool:
-    """Whether each line is a record that can be read without those before it."""
-    if file.suffix.lower() in COMPRESSED:
-        return False
-    if kind_of(file) in TEXT_SUFFIXES:
-        return text_unit == "line"
-    if kind_of(file) not in JSON_SUFFIXES:
-        return False
-    with file.open("rb") as stream:
-        return _first_character(stream) != b"["
-
-
 def _records(
-    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str, byte_range: ByteRange
-) -> Iterator[Record | TextPiece]:
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str
+) -> Iterator[Record | PlainText]:
     kind = kind_of(file)
-    lines = lines_of(file, stream, bad, byte_range)
+    lines = lines_of(file, stream, bad)
     if kind in TEXT_SUFFIXES:
         if text_unit == "file":
             return whole_text(lines, file)

@@ -1,8 +1,4 @@
-"""Records and texts of files that are made of lines: JSON Lines, TSV and CSV, plain text.
-
-Each knows its line; in a byte range of a file, which is all that one of several hosts reads of it,
-too.
-"""
+"""Records and texts of files that are made of lines: JSON Lines, TSV and CSV, plain text."""
 
 from __future__ import annotations
 
@@ -14,12 +10,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmx.data.source.records import (
-    ByteRange,
     OnBad,
+    PlainText,
     Record,
     RecordDecoder,
     RecordError,
-    TextPiece,
     Where,
     excerpt,
     key_twice,
@@ -28,23 +23,13 @@ from llmx.data.source.records import (
 from llmx.errors import DataError
 from llmx.text import plural
 
-PIECE_CHARS = 4 << 20
-"""A text file is tokenized in pieces of about this many characters."""
-WHOLE = ByteRange(0, None, 1)
+DOCUMENT_CHARS = 8_000_000
+"""The largest text file that is one document: it is in memory, and tokenized, as a whole."""
 
 
-def lines_of(
-    file: Path, stream: IO[bytes], bad: OnBad, byte_range: ByteRange = WHOLE
-) -> Iterator[tuple[str, Where]]:
+def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, Where]]:
     """Decoded lines with their line ends; a bad byte is reported with its line."""
-    at = byte_range.start
-    if at:
-        stream.seek(at)
-    for number, line in enumerate(stream, start=byte_range.first_line):
-        if byte_range.stop is not None:
-            if at >= byte_range.stop:
-                return
-            at += len(line)
+    for number, line in enumerate(stream, start=1):
         where = Where(file, number, "line")
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
@@ -65,30 +50,31 @@ def lines_of(
         yield text, where
 
 
-def whole_text(lines: Iterator[tuple[str, Where]], file: Path) -> Iterator[TextPiece]:
-    """The file as one document, in pieces cut where a line begins with a word: there, no
-    byte-level BPE has a token that reaches across, so the tokens are those of the whole."""
-    piece: list[str] = []
+def whole_text(lines: Iterator[tuple[str, Where]], file: Path) -> Iterator[PlainText]:
+    """The file as one document. Raises DataError for one of more than ``DOCUMENT_CHARS``."""
+    document: list[str] = []
     size = 0
-    start = Where(file, 1, "line")
-    for line, where in lines:
-        if size >= PIECE_CHARS and not line[:1].isspace():
-            yield TextPiece("".join(piece), start, last=False)
-            piece, size, start = [], 0, where
-        piece.append(line)
+    for line, _ in lines:
+        document.append(line)
         size += len(line)
-    if piece:
-        yield TextPiece("".join(piece), start, last=True)
+        if size > DOCUMENT_CHARS:
+            raise DataError(
+                f"{file}: more than {DOCUMENT_CHARS:,} characters, which is the most that one "
+                "document may have, and data.text_unit=file makes one of each text file. Set "
+                "data.text_unit=line or data.text_unit=paragraph."
+            )
+    if document:
+        yield PlainText("".join(document), Where(file, 1, "line"))
 
 
-def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
+def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[PlainText]:
     """Each line that is not empty as a document, without its line end."""
     for line, where in lines:
         if line.strip():
-            yield TextPiece(line.rstrip("\r\n"), where, last=True)
+            yield PlainText(line.rstrip("\r\n"), where)
 
 
-def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
+def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[PlainText]:
     """What stands between empty lines as a document, without the last line end."""
     found: list[str] = []
     start: Where | None = None
@@ -97,10 +83,10 @@ def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[TextPiece]:
             start = start or where
             found.append(line)
         elif start is not None:
-            yield TextPiece("".join(found).rstrip("\r\n"), start, last=True)
+            yield PlainText("".join(found).rstrip("\r\n"), start)
             found, start = [], None
     if start is not None:
-        yield TextPiece("".join(found).rstrip("\r\n"), start, last=True)
+        yield PlainText("".join(found).rstrip("\r\n"), start)
 
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:

@@ -35,23 +35,11 @@ class Record:
 
 
 @dataclass(frozen=True)
-class TextPiece:
-    """A piece of a text file, which is one document: its pieces joined are the file."""
+class PlainText:
+    """A document of a text file, which has no columns."""
 
     text: str
     where: Where
-    last: bool
-
-
-@dataclass(frozen=True)
-class ByteRange:
-    """The lines of a file that begin in bytes [start, stop); both are where a line begins."""
-
-    start: int
-    stop: int | None
-    """None: to the end."""
-    first_line: int
-    """The number of its first line in the file, from 1."""
 
 
 @dataclass

@@ -65,21 +65,11 @@ class RejectedRecords:
             text = json.dumps(line).encode()
         self._lines.write(text + b"\n")
 
-    def extend(self, counts: dict[str, int], lines: bytes) -> None:
-        """Note what another noted, as its ``counts`` and ``lines()``."""
-        self.counts.update(counts)
-        self._lines.write(lines)
-
     def clear(self) -> None:
         """Forget all, for another reading of the same records."""
         self.counts.clear()
         self._lines.seek(0)
         self._lines.truncate()
-
-    def lines(self) -> bytes:
-        """One JSON line a rejected record."""
-        self._lines.seek(0)
-        return self._lines.read()
 
     @property
     def first(self) -> str:

@@ -32,7 +32,7 @@ from llmx.data.format.formats import (
 from llmx.data.source.digests import digest_of
 from llmx.data.source.files import read_file, source_files
 from llmx.data.source.hub import PREFIX, hub_id, hub_rows, revision_of
-from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, TextPiece, refuse
+from llmx.data.source.records import Meter, OnBad, PlainText, Record, RecordError, refuse
 from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
 from llmx.errors import DataError
 from llmx.text import plural, printable
@@ -139,7 +139,7 @@ class Source:
         first = next(records, None)
         if first is None:
             raise self.empty(rejected)
-        if isinstance(first, TextPiece):
+        if isinstance(first, PlainText):
             return "text"
         if not self.skips_bad:
             return self._detected(first)
@@ -155,8 +155,8 @@ class Source:
             raise problem
         return found.most_common(1)[0][0]
 
-    def _detected(self, record: Record | TextPiece) -> str:
-        if isinstance(record, TextPiece):
+    def _detected(self, record: Record | PlainText) -> str:
+        if isinstance(record, PlainText):
             return "text"
         return detect_form(
             record,
@@ -247,8 +247,8 @@ class Source:
         """For a source without a record that can be used."""
         return no_rows(self.path, rejected)
 
-    def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | TextPiece]:
-        """Records and pieces of text as they are read."""
+    def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | PlainText]:
+        """Records and documents of text files as they are read."""
         if self.hub:
             return hub_rows(self.hub, subset=self.subset, split=self.split, revision=self._revision)
         unit = self.text_unit
@@ -258,20 +258,7 @@ class Source:
 
     def records(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[TypedRecord | None]:
         """Every record in its format; None for a conversation without an answer."""
-        return self._records(self.raw(bad, meter=meter), bad)
-
-    def records_of(
-        self, file: Path, byte_range: ByteRange, bad: OnBad, *, meter: Meter
-    ) -> Iterator[TypedRecord | None]:
-        """The records of one of the files, or of some of its lines."""
-        unit = self.text_unit
-        raws = read_file(file, bad=bad, text_unit=unit, byte_range=byte_range, meter=meter)
-        return self._records(raws, bad)
-
-    def _records(
-        self, raws: Iterator[Record | TextPiece], bad: OnBad
-    ) -> Iterator[TypedRecord | None]:
-        for raw in raws:
+        for raw in self.raw(bad, meter=meter):
             try:
                 record = self._record(raw)
             except RecordError as error:
@@ -279,11 +266,11 @@ class Source:
                 continue
             yield record
 
-    def _record(self, raw: Record | TextPiece) -> TypedRecord | None:
-        if isinstance(raw, TextPiece):
+    def _record(self, raw: Record | PlainText) -> TypedRecord | None:
+        if isinstance(raw, PlainText):
             if self.form != "text":
                 raise self._no_columns(raw)
-            return Document(raw.text, raw.where, raw.last)
+            return Document(raw.text, raw.where)
         if self.record_type is Record:
             for value in raw.value.values():
                 if isinstance(value, str):
@@ -313,7 +300,7 @@ class Source:
             return to_unpaired(raw, found, columns=self.columns)
         return found
 
-    def _no_columns(self, raw: TextPiece) -> DataError:
+    def _no_columns(self, raw: PlainText) -> DataError:
         return DataError(
             f"{raw.where}: a text file has no columns, and data.form={self.form} needs them. Give "
             "a JSON, TSV or CSV file, or set data.form=text."

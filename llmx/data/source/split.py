@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from llmx.data.format.formats import (
     UnpairedPreference,
 )
 from llmx.data.source.progress import PreparationProgress
-from llmx.data.source.records import ByteRange, Meter, OnBad, Record, RecordError, refuse
+from llmx.data.source.records import Meter, OnBad, Record, RecordError, refuse
 from llmx.data.source.rejected import RejectedRecords
 from llmx.data.source.source import TAKEN, Source, no_rows
 from llmx.errors import ConfigError
@@ -58,15 +59,11 @@ def survey_of(
     """Count numbered records and compare them by a digest of what is trained. 16 bytes a record."""
     digests = array("Q")
     count = 0
-    text = hashlib.blake2b(digest_size=16)
     for index, record, _ in records:
         count = index + 1
         if not find_repeated:
             continue
-        text.update(_content(record, index))
-        if not isinstance(record, Document) or record.last:
-            digests.frombytes(text.digest())
-            text = hashlib.blake2b(digest_size=16)
+        digests.frombytes(hashlib.blake2b(_content(record, index), digest_size=16).digest())
     if not find_repeated:
         return Survey(count, None)
     pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
@@ -294,17 +291,6 @@ class DatasetSplit:
             identity["seed"] = self.seed
         return identity
 
-    @property
-    def divisible(self) -> bool:
-        """Whether each record is taken or not whatever its number: then files can be read apart."""
-        data = self.data
-        return not (
-            any(p.hub or p.max_rows is not None or p.weight % 1 for p in self.sources)
-            or self.held_out_rows
-            or data.deduplicate
-            or data.max_rows is not None
-        )
-
     def records(self) -> Iterator[TypedRecord | None]:
         """Every record of the split, in order; None for a conversation without an answer.
 
@@ -315,65 +301,30 @@ class DatasetSplit:
         self.left_out.clear()
         survey, chosen = self._survey, self._held_out
         self.meter.bytes = 0
-        bad = self.on_bad
+        bad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
         for index, record, copy in self._every(bad, weighted=self.name == "train"):
             empty = False
-            first = copy == 0
             if survey is not None and survey.is_repeated(index):
-                self._leave_out("identical to an earlier row", record, first)
+                self.left_out["identical to an earlier row"] += copy == 0
             elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue
-            elif self._is_empty(record):
-                self._leave_out("empty", record, first)
+            elif isinstance(record, Document) and not record.text.strip():
+                self.left_out["empty"] += copy == 0
             else:
                 yield record
         if empty and not self.rejects.counts:
             raise no_rows(self.path)
 
-    def records_of(
-        self, source: Source, file: Path, byte_range: ByteRange, *, first: bool
-    ) -> Iterator[TypedRecord | None]:
-        """Those of ``records()`` that stand in one file, or in some of its lines; all of them, one
-        after the other, are ``records()`` of a source that is ``divisible``. ``first``: the first
-        copy, whose rejects are noted."""
-        bad = self.on_bad if first else _pass_over
-        for record in source.records_of(file, byte_range, bad, meter=self.meter):
-            if self._is_empty(record):
-                self._leave_out("empty", record, first)
-            else:
-                yield record
-
-    @property
-    def on_bad(self) -> OnBad:
-        """What is done with a bad record: ``data.on_bad_row``."""
-        return self.rejects.add if self.data.on_bad_row == "skip" else refuse
-
-    @staticmethod
-    def _is_empty(record: TypedRecord | None) -> bool:
-        return isinstance(record, Document) and record.last and not record.text.strip()
-
-    def _leave_out(self, reason: str, record: TypedRecord | None, first: bool) -> None:
-        if first and _is_whole(record):
-            self.left_out[reason] += 1
-
     def _numbered(
         self, source: Source, start: int, bad: OnBad
     ) -> Iterator[tuple[int, TypedRecord | None]]:
-        """(number, record) of one source; the pieces of one text have one number."""
+        """(number, record) of one source."""
         limits = [] if source.max_rows is None else [source.max_rows]
         if self.data.max_rows is not None:
             limits.append(max(0, self.data.max_rows - start))
-        stop = start + min(limits) if limits else None
-        index = start
         records = source.records(bad, meter=self.meter)
-        while stop is None or index < stop:
-            try:
-                record = next(records)
-            except StopIteration:
-                return
-            yield index, record
-            index += _is_whole(record)
+        return enumerate(islice(records, min(limits) if limits else None), start)
 
     def _every(
         self, bad: OnBad, *, weighted: bool
@@ -391,7 +342,7 @@ class DatasetSplit:
                 ):
                     if taken is None or taken(index - start):
                         yield index, record, copy
-                    stop = max(stop, index + _is_whole(record))
+                    stop = max(stop, index + 1)
             start = stop
 
     @cached_property
@@ -424,11 +375,6 @@ class DatasetSplit:
                 "nothing to train on. Hold out fewer, or give data.eval_path."
             )
         return held_out(survey, rows, seed=self.seed)
-
-
-def _is_whole(record: TypedRecord | None) -> bool:
-    """Whether nothing more of the same record follows."""
-    return not isinstance(record, Document) or record.last
 
 
 def _shown(

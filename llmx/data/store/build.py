@@ -9,21 +9,18 @@ killed resumes where its state was noted last; a disk that fills up loses nothin
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmx import text as human
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding, TypedRecord
+from llmx.data.examples import Encoding
 from llmx.data.source.progress import PreparationProgress
 from llmx.data.source.records import excerpt
 from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
@@ -31,7 +28,7 @@ from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.staging import Staging
 from llmx.data.store.truncation import CUT_OFF, OVERFLOW, SPLIT, TRUNCATED, Truncation
-from llmx.data.tokenize.encoder import PIECES, UNANSWERED, ExampleEncoder
+from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
 from llmx.errors import DataError, LlmxError, disk_is_full
 from llmx.text import plural, printable
@@ -51,14 +48,14 @@ def prepare(
 
 def prepare_spec(spec: DatasetSpec) -> SampleStore:
     """The store of ``spec``; built now, or found from before."""
-    store = found(spec)
+    store = find_store(spec)
     if store is not None:
         return store
     with locked(spec.path):
-        return found(spec) or build(spec)
+        return find_store(spec) or build(spec)
 
 
-def found(spec: DatasetSpec) -> SampleStore | None:
+def find_store(spec: DatasetSpec) -> SampleStore | None:
     """The store, if it is there; raises DataError that says what differs if it is another's."""
     if not (spec.path / "meta.json").exists():
         return None
@@ -78,47 +75,37 @@ def found(spec: DatasetSpec) -> SampleStore | None:
     return store
 
 
-def note_old_stores(spec: DatasetSpec) -> None:
-    """Say that what an earlier version prepared is prepared again, and where it lies."""
-    if old := spec.old_stores:
-        listed = " and ".join(printable(str(path)) for path in old)
-        print(
-            f"{spec.path.name} is prepared again: this version of llmx stores prepared data in "
-            f"another format. {listed} can be deleted once no earlier version uses it.",
-            flush=True,
-        )
-
-
 # Build: from the sources to staged examples
 
 
 def build(spec: DatasetSpec) -> SampleStore:
-    """Prepare ``spec`` on this host; the caller holds its lock."""
-    note_old_stores(spec)
+    """Prepare ``spec``; the caller holds its lock. An error leaves what the next preparation
+    resumes from where the disk is full, and nothing where the data is wrong."""
     split = spec.split
+    directory = spec.path.with_name(f"{spec.path.name}.partial")
+    try:
+        staging = Staging(directory, spec.encoding.columns)
+        refused = RejectedRecords(directory / "refused.jsonl", state=staging.state.get("refused"))
+    except OSError as error:
+        raise cannot_write(directory.parent, error) from error
     progress = PreparationProgress(
         f"Preparing {spec.path.name}",
         total_bytes=split.total_bytes,
         read=lambda: split.meter.bytes,
     )
-    with staging_in(spec, spec.path.with_name(f"{spec.path.name}.partial"), progress) as staging:
-        store = _built(spec, staging, progress)
-    staging.remove()
-    return store
-
-
-@contextlib.contextmanager
-def staging_in(
-    spec: DatasetSpec, directory: Path, progress: PreparationProgress
-) -> Iterator[Staging]:
-    """A staging for the examples of ``spec``. An error leaves what the next preparation resumes
-    from where the disk is full, and nothing where the data is wrong."""
+    started = time.monotonic()
+    workers = worker_count(spec.data.num_workers)
+    resumed_rows = staging.state.get("counts", {}).get("rows", 0)
     try:
-        staging = Staging(directory, spec.encoding.columns)
-    except OSError as error:
-        raise cannot_write(directory.parent, error) from error
-    try:
-        yield staging
+        counts, encoder = _stage(spec, staging, refused, progress, workers=workers)
+        how = {
+            "encoder": encoder,
+            "workers": workers,
+            "text_bytes": progress.bytes,
+            "tokenize_seconds": round(time.monotonic() - started, 3),
+            "resumed_at_row": resumed_rows,
+        }
+        store = _finalize(spec, staging, counts, refused, how=how)
     except (LlmxError, OSError) as error:
         if isinstance(error, RejectedUnwritten):
             raise DataError(f"{error} {_kept(spec, staging)}") from error
@@ -129,58 +116,28 @@ def staging_in(
         if isinstance(error, OSError):
             raise cannot_write(directory.parent, error) from error
         raise
-
-
-@dataclass
-class Counts:
-    """What became of the rows, beside the tokens that are staged."""
-
-    rows: Counter[str] = field(default_factory=Counter)
-    """``rows`` that were read, ``truncated`` and their tokens that are cut off, and the dropped
-    ones by their reason."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Good rows that were not wanted, by reason."""
-    rejects: Sequence[RejectedRecords] = ()
-    """Rows that are wrong."""
-    ignored_columns: Sequence[str] = ()
-    """Columns that were read and not used."""
-
-
-def _built(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> SampleStore:
-    started = time.monotonic()
-    resumed_rows = staging.state.get("counts", {}).get("rows", 0)
-    workers = worker_count(spec.data.num_workers)
-    counts, encoder = stage(spec, staging, spec.split.records(), progress, workers=workers)
-    how = {
-        "encoder": encoder,
-        "workers": workers,
-        "hosts": 1,
-        "text_bytes": progress.bytes,
-        "tokenize_seconds": round(time.monotonic() - started, 3),
-        "resumed_at_row": resumed_rows,
-    }
-    try:
-        return finalize(spec, staging, counts, how=how)
     finally:
-        counts.rejects[1].close()
+        refused.close()
+    staging.remove()
+    return store
 
 
-def stage(
+def _stage(
     spec: DatasetSpec,
     staging: Staging,
-    rows: Iterator[TypedRecord | None],
+    refused: RejectedRecords,
     progress: PreparationProgress,
     *,
     workers: int,
-) -> tuple[Counts, str]:
-    """Stage the examples of these records, from where it was left; returns what became of the
-    records, and what they were encoded with.
+) -> tuple[Counter[str], str]:
+    """Stage the examples of the records, from where it was left; returns what became of the
+    records (``rows`` that were read, ``truncated`` and their tokens that are cut off, the dropped
+    ones by their reason), and what they were encoded with.
 
     A function of its own, so that its tables are gone when samples are put together.
     """
-    split, state = spec.split, staging.state
-    counts: Counter[str] = Counter(state.get("counts", {}))
-    refused = RejectedRecords(staging.directory / "refused.jsonl", state=state.get("refused"))
+    split, rows = spec.split, spec.split.records()
+    counts: Counter[str] = Counter(staging.state.get("counts", {}))
     split.look_ahead()
     with parallel_tokenizers(workers), progress:
         encoder = ExampleEncoder(
@@ -193,21 +150,16 @@ def stage(
             eos=spec.renderer.eos or (),
             splits=spec.identity["over_long"] == "split",
             wraps=spec.encoding.verbatim,
-            state=state.get("truncation"),
         )
         if counts["rows"]:
             next(islice(rows, counts["rows"], counts["rows"]), None)
             progress.begin_here()
-        for encoded in encoder.blocks(rows, begins=not truncation.state[0]):
+        for encoded in encoder.blocks(rows):
             counts.update(encoded.counts)
-            block, joins = truncation(encoded.examples, encoded.block)
-            staging.append(block, joins=joins)
+            staging.append(truncation(encoded.examples, encoded.block))
             progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
-            staging.record(
-                {"counts": dict(counts), "truncation": truncation.state, "refused": refused.state}
-            )
-    rejects = (split.rejects, refused)
-    return Counts(counts, split.left_out, rejects, split.ignored_columns), encoder.description
+            staging.record({"counts": dict(counts), "refused": refused.state})
+    return counts, encoder.description
 
 
 def _disk_full(spec: DatasetSpec, staging: Staging, progress: PreparationProgress) -> DataError:
@@ -245,33 +197,37 @@ def _kept(spec: DatasetSpec, staging: Staging) -> str:
     return "No part of it is kept."
 
 
-# Finalize: from staged examples to a store with its meta.json; the same on one host and on many
+# Finalize: from staged examples to a store with its meta.json
 
 
-def finalize(
-    spec: DatasetSpec, staging: Staging, counts: Counts, *, how: dict[str, Any]
+def _finalize(
+    spec: DatasetSpec,
+    staging: Staging,
+    rows: Counter[str],
+    refused: RejectedRecords,
+    *,
+    how: dict[str, Any],
 ) -> SampleStore:
-    """Pack the examples and publish the store. ``how``: what else is worth to know, for meta.json.
+    """Pack the examples and publish the store. ``rows``: what became of them; ``how``: what else is
+    worth to know, for meta.json.
 
     Raises DataError where no row is left, or where it cannot be written.
     """
     data, split, path = spec.data, spec.split, spec.path
-    rows = Counter(counts.rows)
-    rows_read, truncated = rows.pop("rows", 0) - rows.pop(PIECES, 0), rows.pop(TRUNCATED, 0)
+    rejects = (split.rejects, refused)
+    rows_read, truncated = rows.pop("rows", 0), rows.pop(TRUNCATED, 0)
     cut_off, unanswered = rows.pop(CUT_OFF, 0), rows.pop(UNANSWERED, 0)
     further = rows.pop(SPLIT, 0)
     keys = [key for key in rows if key.startswith(OVERFLOW)]
     overflow = {key.removeprefix(OVERFLOW): rows.pop(key) for key in sorted(keys)}
     # Before the encoder come those that the sources leave out or reject.
-    rows_read += counts.left_out.total() + sum(g.counts.total() for g in counts.rejects[:1])
-    rows.update(counts.left_out)
+    rows_read += split.left_out.total() + split.rejects.counts.total()
+    rows.update(split.left_out)
     dropped = {reason: count for reason, count in rows.items() if count}
-    rejected: Counter[str] = Counter()
-    for group in counts.rejects:
-        rejected.update(group.counts)
-    rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), counts.rejects)
+    rejected = split.rejects.counts + refused.counts
+    rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), rejects)
     if not staging.lengths:
-        raise nothing_left(printable(split.path), rows_read, dropped, counts.rejects)
+        raise nothing_left(printable(split.path), rows_read, dropped, rejects)
     lengths = staging.example_lengths
     return publish(
         path,
@@ -294,7 +250,7 @@ def finalize(
             "unanswered_turns": unanswered,
             "dropped": dropped,
             "rejected": dict(rejected),
-            "ignored_columns": list(counts.ignored_columns),
+            "ignored_columns": split.ignored_columns,
             "rejected_file": rejected_file and str(rejected_file),
             "row_tokens": int(lengths.sum()),
             "row_length_percentiles": _percentiles(lengths),

@@ -7,7 +7,6 @@ seq_len is another store.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -37,7 +36,6 @@ from llmx.errors import ConfigError
 SAMPLES_VERSION = 1
 """Raised when other samples are made of the same rows. (The files of a store have a format of
 their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
-_SAME = ("sources", "tokenizer", "seq_len", "packing")
 _SUFFIX = f"-v{STORE_FORMAT}"
 NAMES = {
     Conversation: "conversations",
@@ -70,22 +68,6 @@ class DatasetSpec:
     def fingerprint(self) -> str:
         """Hex digest of ``identity``."""
         return fingerprint_of(self.identity)
-
-    @property
-    def old_stores(self) -> list[Path]:
-        """What earlier versions of llmx prepared of the same sources, in files of another
-        format."""
-        prefix = self.path.name.removesuffix(_SUFFIX).rpartition("-")[0]
-        found = []
-        for path in sorted(self.path.parent.glob(f"{glob.escape(prefix)}-*/meta.json")):
-            try:
-                meta = json.loads(path.read_text(encoding="utf-8"))
-                same = all(meta["identity"][key] == self.identity[key] for key in _SAME)
-                if same and meta["format_version"] != STORE_FORMAT:
-                    found.append(path.parent)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-        return found
 
 
 def dataset_spec(

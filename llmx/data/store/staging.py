@@ -76,7 +76,7 @@ class Staging:
         self.sizes = array("i", self._path("sizes").read_bytes())
         """Sequences of each example; empty as long as each has one."""
         self._journalled = noted["tokens"]
-        self._written = {"lengths": max(0, len(self.lengths) - 1), "sizes": len(self.sizes)}
+        self._written = {"lengths": len(self.lengths), "sizes": len(self.sizes)}
         self._digest = _Digest()
         with self._path("tokens").open("rb") as stream:
             while piece := stream.read(1 << 20):
@@ -96,8 +96,8 @@ class Staging:
         sizes = np.frombuffer(self.sizes, np.int32).astype(np.int64)
         return np.add.reduceat(lengths, np.cumsum(sizes) - sizes)
 
-    def append(self, block: TokenBlock, *, joins: bool = False) -> None:
-        """Add examples. ``joins``: the first is the rest of the one that was added last."""
+    def append(self, block: TokenBlock) -> None:
+        """Add examples."""
         if not len(block.lengths):
             return
         tokens = np.ascontiguousarray(block.tokens, dtype=np.uint32).data.cast("B")
@@ -111,55 +111,27 @@ class Staging:
         if several and not self.sizes:
             self.sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
         if several or self.sizes:
-            ones = np.ones(len(block.lengths) - int(joins))
+            ones = np.ones(len(block.lengths))
             sizes = ones if block.sizes is None else block.sizes
             self.sizes.frombytes(sizes.astype(np.int32).tobytes())
-        if joins:
-            self.lengths[-1] += int(block.lengths[0])
-        lengths = np.ascontiguousarray(block.lengths[int(joins) :], np.int64)
-        self.lengths.frombytes(lengths.tobytes())
+        self.lengths.frombytes(np.ascontiguousarray(block.lengths, np.int64).tobytes())
 
-    def record(self, state: dict[str, Any], *, now: bool = False) -> None:
-        """Record the state, if much was written since the last time, or ``now``: from here it
-        resumes."""
-        if not now and self._streams["tokens"].tell() - self._journalled < JOURNAL_BYTES:
+    def record(self, state: dict[str, Any]) -> None:
+        """Record the state, if much was written since the last time: from here it resumes."""
+        if self._streams["tokens"].tell() - self._journalled < JOURNAL_BYTES:
             return
         for stream in self._streams.values():
             _to_disk(stream)
-        # The last length may have grown since; sizes begin late where all were 1 before.
+        # Sizes begin late where all were 1 before.
         for name, values in (("lengths", self.lengths), ("sizes", self.sizes)):
             with self._path(name).open("r+b") as file:
                 file.seek(self._files[name] * self._written[name])
                 file.write(values[self._written[name] :].tobytes())
                 _to_disk(file)
-        self._written = {"lengths": max(0, len(self.lengths) - 1), "sizes": len(self.sizes)}
+        self._written = {"lengths": len(self.lengths), "sizes": len(self.sizes)}
         sizes = {name: self._path(name).stat().st_size for name in self._files}
-        sizes["lengths"] = 8 * len(self.lengths)
         write_json(self._journal, {**state, "files": sizes})
         self._journalled = sizes["tokens"]
-
-    def extend(self, directory: Path) -> dict[str, Any]:
-        """Add the examples of another staging of the same columns, which was recorded as complete
-        and closed; returns the state that was recorded with them."""
-        state: dict[str, Any] = json.loads((directory / "journal.json").read_text("utf-8"))
-        sizes = {name: size for name, size in state["files"].items() if name != "lengths"}
-        for name, stream in self._streams.items():
-            with (directory / f"staged.{name}").open("rb") as staged:
-                left = sizes[name]
-                while block := staged.read(min(1 << 20, left)):
-                    stream.write(block)
-                    left -= len(block)
-                    if name == "tokens":
-                        self._digest.update(block)
-        lengths, counts = array("q"), array("i")
-        lengths.frombytes((directory / "staged.lengths").read_bytes())
-        counts.frombytes((directory / "staged.sizes").read_bytes())
-        if counts and not self.sizes:
-            self.sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
-        if counts or self.sizes:
-            self.sizes.extend(counts or array("i", np.ones(len(lengths), np.int32).tobytes()))
-        self.lengths.extend(lengths)
-        return state
 
     def gather(self, directory: Path, *, packing: str, seq_len: int) -> dict[str, Any]:
         """Pack the examples, and write the arrays of a store into ``directory``; returns its counts

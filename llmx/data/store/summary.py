@@ -26,11 +26,11 @@ def summary(store: SampleStore) -> str:
         lost.append(f"rejected (see {listed}): {counted(meta['rejected'])}")
     if meta["truncated"]:
         lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
-    if unanswered := meta.get("unanswered_turns"):
+    if unanswered := meta["unanswered_turns"]:
         lost.append(f"{_unanswered(unanswered)} left out")
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
     fate = "; ".join(lost) or "no row left out or truncated"
-    if ignored := meta.get("ignored_columns"):
+    if ignored := meta["ignored_columns"]:
         fate += f"; ignored columns: {names(ignored)}"
     return (
         f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
@@ -56,7 +56,7 @@ def lost_rows(meta: dict[str, Any]) -> list[str]:
         others.pop(reason, None)
     dropped = sum(too_long.values())
     rows = meta["truncated"] + dropped
-    cut_off = meta.get("truncated_tokens", 0)
+    cut_off = meta["truncated_tokens"]
     part = cut_off / max(1, cut_off + meta["num_tokens"])
     warnings = []
     if rows > WARN_FROM * read or part > WARN_FROM:
@@ -80,7 +80,7 @@ def lost_rows(meta: dict[str, Any]) -> list[str]:
 def _advice(meta: dict[str, Any], dropped: int) -> str:
     """The ``data.seq_len`` with which 95 % and 99 % of the rows stay whole, and of the tokens."""
     seq_len = meta["seq_len"]
-    lengths = {int(length): count for length, count in meta.get("overflow", {}).items()}
+    lengths = {int(length): count for length, count in meta["overflow"].items()}
     if not lengths:
         return ""
 
@@ -111,7 +111,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
         ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
         ("format", _form(meta)),
         ("rows", _rows_read(meta)),
-        ("left out", counted({**meta["dropped"], **meta.get("left_out", {})}) or "none"),
+        ("left out", counted(meta["dropped"]) or "none"),
         ("rejected", _rejected(meta)),
         ("truncated", _truncated(meta)),
         ("tokens", f"{tokens:,}, of which {plural(meta['num_target_tokens'], 'target token')}"),
@@ -129,18 +129,14 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     if stored := meta["columns"]:
         listed = ", ".join(f"{column['name']} by {column['per']}" for column in stored)
         lines.insert(6, ("columns", listed))
-    if ignored := meta.get("ignored_columns"):
+    if ignored := meta["ignored_columns"]:
         lines.insert(3, ("ignored columns", names(ignored)))
-    if unanswered := meta.get("unanswered_turns"):
+    if unanswered := meta["unanswered_turns"]:
         lines.insert(3, ("left-out turns", _unanswered(unanswered)))
-    if "encoder" not in meta:  # prepared by an earlier llmx
-        return lines
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
     rate = f" ({human.size(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
-    hosts = meta.get("hosts", 1)
-    workers = plural(meta["workers"], "core") + (f" on {hosts} hosts" if hosts > 1 else "")
-    lines.append(("encoder", f"{meta['encoder']}, {workers}"))
+    lines.append(("encoder", f"{meta['encoder']}, {plural(meta['workers'], 'core')}"))
     lines.append(
         (
             "time",
@@ -167,14 +163,14 @@ def _truncated(meta: dict[str, Any]) -> str:
     """What ``seq_len`` costs."""
     if not meta["truncated"]:
         return "none"
-    cut_off = meta.get("truncated_tokens", 0)
+    cut_off = meta["truncated_tokens"]
     part = cut_off / (cut_off + meta["num_tokens"])
     lost = f"; {plural(cut_off, 'token')} ({part:.1%} of all) cut off" if cut_off else ""
     return f"{plural(meta['truncated'], 'row')} to {meta['seq_len']:,} tokens{lost}"
 
 
 def _rejected(meta: dict[str, Any]) -> str:
-    if not meta.get("rejected"):
+    if not meta["rejected"]:
         return "none"
     return f"{counted(meta['rejected'])}; listed with the reasons in {meta['rejected_file']}"
 
@@ -192,7 +188,7 @@ def _rows(meta: dict[str, Any]) -> str:
 
 def _is_cut(meta: dict[str, Any]) -> bool:
     """Whether a row may be several examples."""
-    return bool(meta["identity"]["packing"] == "concat" or meta.get("split_sequences"))
+    return bool(meta["identity"]["packing"] == "concat" or meta["split_sequences"])
 
 
 def _rows_read(meta: dict[str, Any]) -> str:
@@ -203,18 +199,14 @@ def _rows_read(meta: dict[str, Any]) -> str:
     return f"{meta['rows_read']:,} read; cut into {plural(meta['num_examples'], 'piece')}"
 
 
-def draw_histogram(meta: dict[str, Any], path: Path) -> bool:
-    """Write the picture to ``path``; False for a store of an earlier llmx, which kept no
-    counts."""
-    histogram = meta.get("row_length_histogram")
-    if histogram is None:
-        return False
+def draw_histogram(meta: dict[str, Any], path: Path) -> None:
+    """Write a picture of the rows by length to ``path``."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    edges, rows = histogram["edges"], histogram["rows"]
+    edges, rows = (meta["row_length_histogram"][key] for key in ("edges", "rows"))
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     axes.bar(edges[:-1], rows, width=edges[1] - edges[0], align="edge", color="#4c78a8")
     if edges[-1] >= meta["seq_len"]:
@@ -236,4 +228,3 @@ def draw_histogram(meta: dict[str, Any], path: Path) -> bool:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
-    return True

@@ -59,11 +59,7 @@ def too_long_to_cut(example: Example) -> str:
 
 
 class Truncation:
-    """Applies ``data.over_long`` block by block; ``counts`` gets what was cut and dropped.
-
-    A long text comes in pieces, of which a batch may hold several, or the middle one: here they
-    become one sequence again.
-    """
+    """Applies ``data.over_long`` block by block; ``counts`` gets what was cut and dropped."""
 
     def __init__(
         self,
@@ -74,7 +70,6 @@ class Truncation:
         eos: Sequence[int] = (),
         splits: bool = False,
         wraps: bool = False,
-        state: Sequence[int] | None = None,
     ) -> None:
         """``bos``: the tokens that begin every text, which a cut prompt keeps; ``eos``: those that
         end every document and are kept where its end is cut. ``splits``: documents become several
@@ -90,48 +85,27 @@ class Truncation:
                 f"data.seq_len={data.seq_len}: a sequence has no room for text between its special "
                 "tokens. Set e.g. data.seq_len=512."
             )
-        self._open, self._room = state or (0, 0)
 
-    @property
-    def state(self) -> tuple[int, int]:
-        """(whether the last document goes on, tokens that it may still have), to go on later."""
-        return int(self._open), self._room
-
-    def __call__(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
-        """The examples that fit, and whether the first is the rest of the last one of before."""
-        if self._data.packing == "concat":
-            return self._whole(examples, block)
-        in_pieces = bool(self._open) or any(_goes_on(example) for example in examples)
-        if self._splits and _are_documents(examples):
-            too_long = in_pieces or int(block.lengths.max()) > self._data.seq_len
-            return self._split(examples, block) if too_long else (block, False)
-        if in_pieces:
-            return self._pieces(examples, block)
-        return self._fitted(examples, block), False
-
-    def _whole(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
-        """Every example as it is."""
+    def __call__(self, examples: list[Example], block: TokenBlock) -> TokenBlock:
+        """The tokens of the examples that fit, as they are or cut."""
         if not examples:
-            return block, False
-        if block.sizes is not None and int(block.sizes.max()) > 1:
-            raise ConfigError(
-                "data.packing=concat cuts sequences at seq_len, and this task's examples are "
-                f"several sequences that belong together (up to {int(block.sizes.max())}). Use "
-                "data.packing=best_fit."
-            )
-        joins = bool(self._open)
-        self._open = int(_goes_on(examples[-1]))
-        if any(_goes_on(example) for example in examples):
-            begins = [0, *(i for i in range(1, len(examples)) if not _goes_on(examples[i - 1]))]
-            block = replace(block, lengths=np.add.reduceat(block.lengths, begins))
-        return block, joins
+            return block
+        if self._data.packing == "concat":
+            if block.sizes is not None and int(block.sizes.max()) > 1:
+                raise ConfigError(
+                    "data.packing=concat cuts sequences at seq_len, and this task's examples are "
+                    f"several sequences that belong together (up to {int(block.sizes.max())}). Use "
+                    "data.packing=best_fit."
+                )
+            return block
+        if self._splits and all(map(_is_uncut_document, examples)):
+            return self._split(block)
+        return self._fitted(examples, block)
 
     # Whole examples
 
     def _fitted(self, examples: list[Example], block: TokenBlock) -> TokenBlock:
         counts, limit = self._counts, self._data.seq_len
-        if not examples:
-            return block
         sizes = np.ones(len(examples), np.int64) if block.sizes is None else block.sizes
         totals = np.add.reduceat(block.lengths, np.cumsum(sizes) - sizes)
         if int(totals.max()) <= limit and not any(map(_is_chat, examples)):
@@ -229,112 +203,37 @@ class Truncation:
         stop_of_prompt = int(targets[0]) + 1 if len(targets) else stop - start
         return low, max(0, stop_of_prompt - low)
 
-    # Documents
-
-    def _split(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
+    def _split(self, block: TokenBlock) -> TokenBlock:
         """Documents as runs of at most ``seq_len`` tokens, one after the other."""
+        if int(block.lengths.max()) <= self._data.seq_len:
+            return block
         bos, eos = (np.array(tokens, np.uint32) for tokens in self._wrap)
         parts: list[np.ndarray] = []
         lengths: list[int] = []
-        joins = False
-
-        def add(tokens: np.ndarray) -> None:
-            parts.append(tokens)
-            lengths[-1] += len(tokens)
-
-        def begin() -> None:
-            lengths.append(0)
-            add(bos)
-            self._room = self._capacity
-
-        start = 0
-        for example, length in zip(examples, block.lengths.tolist(), strict=True):
-            body = block.tokens[start : start + length]
-            start += length
-            continues, self._open = bool(self._open), int(_goes_on(example))
-            if continues and not lengths:
-                lengths.append(0)
-                joins = True
-            if not continues:
-                body = body[len(bos) :]
-                begin()
-            if not self._open:
-                body = body[: len(body) - len(eos)]
-            while len(body) > self._room:
+        for document in np.split(block.tokens, np.cumsum(block.lengths)[:-1]):
+            body = document[len(bos) : len(document) - len(eos)]
+            start = 0
+            while True:
+                stop = min(start + self._capacity, len(body))
                 # No run of a single token, from which nothing can be learned.
-                lone = len(body) == self._room + 1 and not len(bos) + len(eos)
-                stop = self._room - int(lone)
-                add(body[:stop])
-                add(eos)
-                body = body[stop:]
-                begin()
-                self._counts[SPLIT] += 1
-            add(body)
-            self._room -= len(body)
-            if not self._open:
-                add(eos)
+                stop -= len(body) - stop == 1 and not len(bos) + len(eos)
+                parts += [bos, body[start:stop], eos]
+                lengths.append(len(bos) + stop - start + len(eos))
+                self._counts[SPLIT] += start > 0
+                if stop == len(body):
+                    break
+                start = stop
         tokens = np.concatenate(parts)
-        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths)), joins
-
-    def _pieces(self, examples: list[Example], block: TokenBlock) -> tuple[TokenBlock, bool]:
-        keep = np.zeros(len(block.tokens), np.bool_)
-        lengths: list[int] = []
-        joins = False
-        start = 0
-        for example, length in zip(examples, block.lengths.tolist(), strict=True):
-            continues, self._open = bool(self._open), int(_goes_on(example))
-            taken = self._taken(example, length, continues=continues)
-            if taken is not None:
-                keep[start : start + taken] = True
-                if continues and lengths:
-                    lengths[-1] += taken
-                else:
-                    joins = joins or continues
-                    lengths.append(taken)
-            start += length
-        columns = {column: values[keep] for column, values in block.columns.items()}
-        found = TokenBlock(block.tokens[keep], block.targets[keep], np.array(lengths, int))
-        return replace(found, columns=columns), joins
-
-    def _taken(self, example: Example, length: int, *, continues: bool) -> int | None:
-        """How many tokens of a piece are taken; None where it is not."""
-        counts, limit = self._counts, self._data.seq_len
-        room = self._room if continues else limit
-        cut_off = max(0, length - room)
-        if continues and not room:  # its document was cut, dropped or is full
-            if self._data.over_long == "truncate":
-                counts[CUT_OFF] += cut_off
-            return None
-        if cut_off:
-            if self._data.over_long == "error":
-                raise DataError(
-                    f"{example.place}: {length} tokens, data.seq_len is {limit}. Raise "
-                    "data.seq_len, or set data.over_long to truncate or drop."
-                )
-            if self._data.over_long == "drop" and not continues:
-                counts[TOO_LONG] += 1
-                self._room = 0
-                return None
-            counts[TRUNCATED] += 1
-            counts[CUT_OFF] += cut_off
-        self._room = room - (length - cut_off)
-        return length - cut_off
+        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths))
 
 
-def _are_documents(examples: list[Example]) -> bool:
-    """Whether each is one document, of which the task has not said what may be cut."""
-    return bool(examples) and all(
+def _is_uncut_document(example: Example) -> bool:
+    """Whether it is one document, of which the task has not said what may be cut."""
+    return (
         len(example.sequences) == 1
         and isinstance(example.sequences[0], Document)
         and example.cut == "auto"
-        for example in examples
     )
-
-
-def _goes_on(example: Example) -> bool:
-    """Whether an example is a piece of a document of which more follows."""
-    only = example.sequences[0]
-    return isinstance(only, Document) and not only.last
 
 
 def _is_chat(example: Example) -> bool:

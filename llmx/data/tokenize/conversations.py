@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import Column
-from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.format.formats import Conversation, Message
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
 from llmx.data.format.templates import (
     choose_template,
@@ -235,8 +235,6 @@ def own_backend(tokenizer: Any, *, plain: bool) -> Any:
     return backend
 
 
-_NOWHERE = Where(Path(), 0, "row")
-"""Of a text between special tokens, which has no place of its own."""
 PROOF_CHARS = 200_000
 """Characters of the user's own conversations on which both ways must agree."""
 
@@ -309,23 +307,23 @@ class ConversationEncoder:
         assert self._documents is not None
         assert self._token_bytes is not None
         plans: list[list[int]] = []
-        texts: list[Document] = []
+        texts: list[str] = []
         for rendering in renderings:
             plan: list[int] = []
             for text, special in self._parts(rendering):
                 if special is None:
                     plan.append(len(texts))
-                    texts.append(Document(text, _NOWHERE, last=False))
+                    texts.append(text)
                 else:
                     plan.append(-1 - special)
             plans.append(plan)
-        block = self._documents.encode(texts, [False] * len(texts))
-        edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
+        ids, sizes = self._documents.ids(texts)
+        edges = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         sequences: list[TokenSequence | None] = []
         for rendering, plan in zip(renderings, plans, strict=True):
             tokens = np.concatenate(
                 [
-                    block.tokens[edges[part] : edges[part + 1]]
+                    ids[edges[part] : edges[part + 1]]
                     if part >= 0
                     else np.array([-1 - part], np.uint32)
                     for part in plan

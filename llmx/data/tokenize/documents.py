@@ -6,7 +6,7 @@ which neither is proven encodes whole texts.
 
     encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
-    for batch, block in encoder.blocks(batches, begins=True): ...
+    for batch, block in encoder.blocks(batches): ...
 
 The workers are threads: both libraries let go of Python's lock while they work, and threads
 need no copies of the texts and no open files.
@@ -128,22 +128,15 @@ class DocumentEncoder:
                 f"{how} ({why}equal to tokenizers on {len(ids):,} tokens of this data)"
             )
 
-    def blocks(
-        self, batches: Iterable[Batch], *, begins: bool
-    ) -> Iterator[tuple[Batch, TokenBlock]]:
-        """Each batch with its tokens, in order; a few batches ahead of the consumer.
-
-        ``begins``: the first piece is the first of its document.
-        """
+    def blocks(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, TokenBlock]]:
+        """Each batch with its tokens, in order; a few batches ahead of the consumer."""
         # tokenizers brings threads of its own, and gains from none beside them.
         threads = self.workers if self._fast else 1
         waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
             try:
                 for batch in batches:
-                    firsts = [begins, *(document.last for document in batch.sequences)]
-                    begins = firsts.pop()
-                    waiting.append((batch, pool.submit(self.encode, batch.sequences, firsts)))
+                    waiting.append((batch, pool.submit(self.encode, batch.sequences)))
                     if len(waiting) > 2 * threads:
                         done, block = waiting.popleft()
                         yield done, block.result()
@@ -154,21 +147,18 @@ class DocumentEncoder:
                 for _, block in waiting:
                     block.cancel()
 
-    def encode(self, documents: list[Document], firsts: list[bool]) -> TokenBlock:
-        """Tokens of whole documents or of pieces; ``firsts``: the first piece of its document.
-        Every token is a target."""
+    def encode(self, documents: list[Document]) -> TokenBlock:
+        """Tokens of documents, each of them a target."""
         ids, sizes = self.ids([document.text for document in documents])
-        before = np.array(firsts, np.int64) * len(self._bos)
-        ended = np.array([document.last for document in documents], np.bool_)
-        lengths = before + sizes + ended * len(self._eos)
+        lengths = len(self._bos) + sizes + len(self._eos)
         stops = np.cumsum(lengths)
         tokens = np.empty(int(lengths.sum()), np.uint32)
-        shift = stops - lengths + before - (np.cumsum(sizes) - sizes)
+        shift = stops - lengths + len(self._bos) - (np.cumsum(sizes) - sizes)
         tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
         for place, token in enumerate(self._bos):
-            tokens[(stops - lengths)[before > 0] + place] = token
+            tokens[stops - lengths + place] = token
         for place, token in enumerate(self._eos[::-1], start=1):
-            tokens[stops[ended] - place] = token
+            tokens[stops - place] = token
         return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
 
     def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -62,8 +62,6 @@ BATCH_BYTES = 1 << 20
 WITHOUT_ANSWER = "without an answer"
 LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
-PIECES = "pieces of documents"
-"""Of ``rows``: pieces of a long document that are not its last."""
 UNANSWERED = "turns after the last answer"
 """Of rows that are used: so many turns were left out."""
 FAST_FROM_BYTES = 2 << 20
@@ -111,7 +109,6 @@ class ExampleEncoder:
         self._encoding = encoding
         self._schema = Schema(encoding.columns)
         self._workers = workers
-        self._in_document = False
         self._documents: DocumentEncoder | None = None
         self._chats: ConversationEncoder | None = None
 
@@ -121,17 +118,13 @@ class ExampleEncoder:
         used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
         return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
-    def blocks(
-        self, records: Iterable[TypedRecord | None], *, begins: bool = True
-    ) -> Iterator[Encoded]:
-        """Examples with their tokens, in order. Those that a template refuses are rejected.
-        ``begins``: the first row is not the rest of a document."""
+    def blocks(self, records: Iterable[TypedRecord | None]) -> Iterator[Encoded]:
+        """Examples with their tokens, in order. Those that a template refuses are rejected."""
         for is_text, batches in groupby(self._batches(records), key=_holds_documents):
             if is_text:
-                yield from self._encoded(batches, begins=begins)
+                yield from self._encoded(batches)
             else:
                 yield from self._rendered(batches)
-            begins = True
 
     # Rows to examples
 
@@ -148,8 +141,6 @@ class ExampleEncoder:
                     batch, read, size = Batch([], 0, 0), 0, 0
                 holds_text = not holds_text
             read += 1
-            if isinstance(record, Document) and not record.last:
-                batch.left_out[PIECES] += 1
             if record is not None and example is not None:
                 batch.examples.append(example)
                 batch.sequences.extend(example.sequences)
@@ -174,8 +165,6 @@ class ExampleEncoder:
                 raise
             rejected.append(error)
             return None
-        if isinstance(record, Document) and (self._in_document or not record.last):
-            self._check_piece(record, found)
         if found is None:
             left_out[LEFT_OUT] += 1
             return None
@@ -195,26 +184,14 @@ class ExampleEncoder:
             and example.cut == "auto"
         )
 
-    def _check_piece(self, record: Document, found: Any) -> None:
-        """Of a long text that comes in pieces, each piece must stay what it is."""
-        self._in_document = not record.last
-        same = isinstance(found, Example) and len(found.sequences) == 1 and not found.columns
-        if same and getattr(found.sequences[0], "last", None) == record.last:
-            return
-        raise ConfigError(
-            f"{record.where}: task={self._encoding.name} makes more of a text than one sequence, "
-            "and this text is so long that it comes in pieces. Set data.text_unit=line or "
-            "paragraph, or write documents as JSON Lines."
-        )
-
     # Examples to tokens
 
-    def _encoded(self, batches: Iterator[Batch], *, begins: bool) -> Iterator[Encoded]:
-        """Examples of one document each, or pieces of one."""
+    def _encoded(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
+        """Examples of one document each."""
         if self._documents is None:
             batches = self._with_documents(batches)
         assert self._documents is not None
-        for batch, block in self._documents.blocks(batches, begins=begins):
+        for batch, block in self._documents.blocks(batches):
             if self._schema.columns:
                 columns = self._columns(batch.examples, None, len(block.tokens))
                 if self._schema.weighted:
@@ -310,7 +287,7 @@ class ExampleEncoder:
             found[Conversation] = iter(self._chats.sequences(chats))
         if texts:
             assert self._documents is not None
-            block = self._documents.encode(texts, [True] * len(texts))
+            block = self._documents.encode(texts)
             edges = np.cumsum(block.lengths)[:-1]
             cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
             found[Document] = map(TokenSequence, *cut)

@@ -19,7 +19,7 @@ from llmx.plan.types import Plan
 ALLOWED = (
     "hardware.*", "launch.*", "tracking.*", "checkpoint.*", "name", "batch.micro_batch",
     "batch.accumulation", "data.path", "data.eval_path", "data.cache_dir", "data.num_workers",
-    "data.share_from_mib", "model.path", "model.tokenizer", "task.save_model", "task.code_path",
+    "model.path", "model.tokenizer", "task.save_model", "task.code_path",
     "dry_run",
 )  # fmt: skip
 """Where and how it runs, and where its inputs lie; their content is compared."""

@@ -92,7 +92,7 @@ RULES = (
     Rule(("deterministic",), ROUNDING, "other kernels"),
     Rule(("optim.kind",), REFUSED, "the checkpoint holds the states of that optimizer"),
     Rule(("optim.*",), OTHER, "read again at each step"),
-    Rule(("data.cache_dir", "data.num_workers", "data.share_from_mib"), SAME, "where and how "
+    Rule(("data.cache_dir", "data.num_workers"), SAME, "where and how "
          "the same samples are prepared"),
     Rule(PLACES, SAME, "where the same content lies; it is compared"),
     Rule(("data.seq_len",), REFUSED, "another length makes different samples"),

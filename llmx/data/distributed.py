@@ -1,26 +1,148 @@
-"""What ranks tell each other while data is prepared: small values, waiting, and whole files.
+"""All ranks of a run come to the same data: one host prepares it, and sends it to the others.
 
-Values go through the key-value store of the ranks' rendezvous, in which a rank may wait for hours;
-a collective would be ended after half an hour by the time-out of its process group. Files go
-through a gloo group of all ranks, made when they are sent.
+    stores = prepare_together(data, seed, tokenizer, task, ["train", "eval"], hosts=hosts, host=0)
+
+Each host has a leader, its first rank. The leaders compare what they are to prepare, and which of
+them share the disk of the cache. The first host that has the store, else the first host, prepares
+it; the disks that lack it get it in a chain. Small values go through the key-value store of the
+ranks' rendezvous, in which a rank may wait for hours; a collective would be ended after half an
+hour by the time-out of its process group. Files go through a gloo group of all ranks, made when
+they are sent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from llmx.data.store.samples import cannot_write
+from llmx import text as human
+from llmx.config import DataConfig
+from llmx.data.examples import Encoding
+from llmx.data.store.build import find_store, prepare, prepare_spec
+from llmx.data.store.samples import SampleStore, cannot_write, locked
+from llmx.data.store.spec import DatasetSpec, dataset_spec
+from llmx.data.store.summary import lost_rows, summary
 from llmx.errors import DataError
 
 FOREVER = timedelta(days=365)
 """A preparation may take as long as it takes; if a rank dies, the run is ended from outside."""
 CHUNK_BYTES = 16 << 20
+
+_CALLS = itertools.count()
+"""Every rank makes the same calls, so they agree on the number of each."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the run: its name and its first rank, which prepares."""
+
+    name: str
+    leader: int
+
+
+def prepare_together(
+    data: DataConfig,
+    seed: int,
+    tokenizer: Any,
+    encoding: Encoding,
+    splits: list[str],
+    *,
+    hosts: list[Host],
+    host: int,
+) -> list[SampleStore]:
+    """The stores of these splits on every rank. Collective; ``encoding`` is the task, ``host`` this
+    rank's place in ``hosts``. Waiting has no time-out. Rank 0 prints what became of the rows."""
+    rank = int(os.environ["RANK"])
+    call = next(_CALLS)
+    stores: list[SampleStore] = []
+    for split in splits:
+        values = RankStore(f"data/{call}/{split}")
+        spec = None
+        if hosts[host].leader == rank:
+            spec = dataset_spec(data, seed, tokenizer, encoding, split)
+            if len(hosts) > 1:
+                chain = _chain(spec, values, hosts, host)
+                if host == 0:
+                    values.set("chain", chain)
+        ranks: list[int] = values.get("chain") if len(hosts) > 1 else [hosts[0].leader]
+        if spec is not None and rank == ranks[0]:
+            prepare_spec(spec)
+            values.set("prepared")
+        values.get("prepared")
+        if len(ranks) > 1:
+            transfer = FileTransfer()  # by all ranks at once, for it is collective
+            if spec is not None and rank in ranks:
+                _pass_on(spec, transfer, ranks, rank)
+            transfer.close()
+            if rank == ranks[-1]:
+                values.set("sent")
+            values.get("sent")
+        stores.append(prepare(data, seed, tokenizer, encoding, split=split))
+        if rank == 0:
+            for line in (f"Data ({split}): {summary(stores[-1])}", *lost_rows(stores[-1].meta)):
+                print(line, flush=True)
+    return stores
+
+
+def _chain(spec: DatasetSpec, values: RankStore, hosts: list[Host], host: int) -> list[int]:
+    """The rank that has or prepares the store, and then one rank for each disk that lacks it.
+    Called by one rank of each host.
+
+    Raises DataError where the hosts have other data.
+    """
+    number = len(hosts)
+    disks = storage_topology(values, spec.path.parent, host=host, hosts=number)
+    own = {
+        "identity": {key: _digest(value) for key, value in spec.identity.items()},
+        "store": find_store(spec) is not None,
+    }
+    facts = values.all_gather("has", own, host=host, hosts=number)
+    here = facts[0]["identity"]
+    for other, fact in zip(hosts, facts, strict=True):
+        there = fact["identity"]
+        if there != here:
+            different = ", ".join(key for key in here if here[key] != there.get(key))
+            raise DataError(
+                f"{other.name} would train on other data than {hosts[0].name}: different there: "
+                f"{different} (sources are the bytes of {spec.split.path}). Give both the same "
+                "files, e.g. by launch.sync=rsync with launch.sync_extra, and the same llmx."
+            )
+    filled = {disks[index] for index, fact in enumerate(facts) if fact["store"]}
+    source = min(filled, default=0)
+    lacking = sorted(set(disks) - filled - {disks[source]})
+    return [hosts[index].leader for index in (source, *lacking)]
+
+
+def _pass_on(spec: DatasetSpec, transfer: FileTransfer, ranks: list[int], rank: int) -> None:
+    """The finished store goes from each of ``ranks``, of which the first has it, to the next."""
+    place = ranks.index(rank)
+    following = ranks[place + 1] if place + 1 < len(ranks) else None
+    if place == 0:
+        assert following is not None
+        size = transfer.send(spec.path, to=following)
+        print(f"Sent {spec.path.name} ({human.size(size)}) to the other hosts", flush=True)
+        return
+    with locked(spec.path):
+        temporary = spec.path.with_name(f"{spec.path.name}.tmp-received")
+        transfer.receive(temporary, source=ranks[place - 1], forward=following)
+        SampleStore.open(temporary).verify()
+        if find_store(spec) is None:
+            temporary.rename(spec.path)
+        else:
+            shutil.rmtree(temporary)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RankStore:
