@@ -183,7 +183,7 @@ def experiment_words(path: Path) -> list[str]:
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}, line 1: must be lines of key: value.")
-    words = list(_chosen(path, node, values.pop("defaults", [])))
+    words = list(_chosen(path, node, values.pop("defaults"))) if "defaults" in values else []
     free = free_mappings(Experiment)
 
     def flatten(value: object, key: str) -> None:
@@ -199,7 +199,7 @@ def experiment_words(path: Path) -> list[str]:
 
 def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
     """The overrides that a defaults list stands for. ``node``: of the whole file."""
-    at = next((value for key, value in node.value if key.value == "defaults"), node)
+    at = next(value for key, value in node.value if key.value == "defaults")
     entries = zip(defaults, at.value, strict=True) if isinstance(defaults, list) else [({}, at)]
     for entry, place in entries:
         if entry == "_self_":

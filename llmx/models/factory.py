@@ -277,8 +277,8 @@ def _load(
     )
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(
-            f"model.path={source.path} has no classification head for these labels: "
-            f"{', '.join(sorted(drawn))} are new (seed={seed}).",
+            f"model.path={source.path} has no classification head for these labels. Newly "
+            f"initialised (seed={seed}): {', '.join(sorted(drawn))}.",
             flush=True,
         )
 

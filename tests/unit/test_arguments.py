@@ -154,6 +154,19 @@ def test_an_experiment_file(tmp_path) -> None:
     assert split_command([str(file)], ("plan",)) == ("train", [str(file)])
 
 
+def test_the_experiment_file_of_the_readme(tmp_path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    file = tmp_path / "my.yaml"
+    file.write_text(readme.split("```yaml\n# my.yaml")[1].split("```")[0].partition("\n")[2])
+    assert experiment_words(file) == [
+        "adapter=lora",
+        "model.path='Qwen/Qwen3-8B'",
+        "data.path='chats.jsonl'",
+        "data.seq_len=2048",
+        "batch.global_batch=64",
+    ]
+
+
 @pytest.mark.parametrize(
     ("defaults", "line"),
     [

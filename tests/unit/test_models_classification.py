@@ -156,7 +156,7 @@ def test_the_head_is_new_where_the_weights_are_of_a_language_model(
     exp.data.seq_len = 64
     network = built(exp, SPEC)
     out = capsys.readouterr().out
-    assert f"has no classification head for these labels: {', '.join(new)} are new" in out
+    assert f"Newly initialised (seed=0): {', '.join(new)}." in out
     theirs = dict(published.named_parameters())
     for name, parameter in network.named_parameters():
         if name not in new:
@@ -187,7 +187,7 @@ def test_a_published_head_is_kept_for_its_own_labels_only(
     for labels in (("a", "c", "b"), ("a", "b")):
         spec = ModelSpec(head=CLASSIFICATION, num_labels=len(labels), labels=labels)
         network = built(exp, spec)
-        assert "classifier.bias, classifier.weight are new" in capsys.readouterr().out
+        assert ": classifier.bias, classifier.weight." in capsys.readouterr().out
         kept = network.state_dict()["bert.pooler.dense.weight"]
         assert torch.equal(kept, published.state_dict()["bert.pooler.dense.weight"])
     plain = AutoConfig.for_model("bert", num_labels=3)
