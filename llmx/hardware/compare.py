@@ -98,8 +98,8 @@ def compare_hosts(
     # With rsync the code comes after the survey.
     if exp.launch.sync != "rsync" and len(set(codes.values())) > 1:
         errors.append(
-            f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same on all "
-            "of them, or set launch.sync=rsync, which brings it."
+            f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same version "
+            "on all of them, or set launch.sync=rsync, which copies it."
         )
     if plan.accelerator == "cuda":
         errors += _builds(surveys)
@@ -112,7 +112,7 @@ def compare_hosts(
     for name, offset_s in (offsets_s or {}).items():
         if abs(offset_s) > CLOCK_S:
             warnings.append(
-                f"{name}: its clock is {offset_s:+.0f} s off; start chrony or ntpd there."
+                f"{name}: its clock is {offset_s:+.0f} s off; start chrony or ntpd on this host."
             )
     return Findings(tuple(errors), tuple(warnings))
 
@@ -127,7 +127,7 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
     for package in packages:
         versions = {name: facts["packages"].get(package) for name, facts in surveys.items()}
         if len(set(versions.values())) > 1:
-            fix = "Install the same everywhere (pip install -c constraints.txt ...)."
+            fix = "Install the same version on all hosts (pip install -c constraints.txt ...)."
             if package == "torch" and any(facts["gpus"] for facts in surveys.values()):
                 fix = cuda_builds.advice(
                     *cuda_builds.requirements(surveys.values()),
@@ -188,7 +188,7 @@ def _indices(
         over = [index for index in host.device_indices if index >= gpus]
         if host.name == name and over and plan.accelerator == "cuda" and gpus >= host.slots:
             yield (
-                f"{name}: device_indices has {over[0]}, but {plural(gpus, 'GPU')} found there, "
+                f"{name}: device_indices has {over[0]}, but this host has {plural(gpus, 'GPU')}, "
                 f"numbered from 0. Use indices below {gpus}."
             )
 
@@ -206,7 +206,7 @@ def _host(
     slots = sum(host.slots for host in plan.hosts if host.name == name)
     if plan.accelerator == "cuda" and (facts["gpus"] or 0) < slots:
         errors.append(
-            f"{name}: slots={slots}, but {plural(facts['gpus'] or 0, 'GPU')} found there. "
+            f"{name}: slots={slots}, but this host has {plural(facts['gpus'] or 0, 'GPU')}. "
             "Set slots to the number of its GPUs."
         )
     if len(facts["nccl"]) > 1:
@@ -229,7 +229,7 @@ def _host(
     if module and module not in facts.get("modules", [module]):
         errors.append(
             f"{name}: model.attention={model.attention} needs the package {package}, which "
-            "is not installed there. Install it on every host, or set model.attention=auto, which "
+            "is not installed. Install it on every host, or set model.attention=auto, which "
             "uses what is installed."
         )
     if facts["stale_locks"]:
@@ -254,7 +254,7 @@ def _host(
         warnings.append(text)
     if 0 <= facts["open_files"] < 4096:
         warnings.append(
-            f"{name}: at most {facts['open_files']} open files a process (ulimit -n); data "
+            f"{name}: at most {facts['open_files']} open files per process (ulimit -n); data "
             'workers may fail with "Too many open files". Raise it to 65536.'
         )
     return errors, warnings
@@ -305,7 +305,7 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
     path = zero.nvme_path
     if not found["writable"]:
         return [
-            f"{name}: zero.nvme_path={path} is not writable there. Give a directory of a fast disk "
+            f"{name}: zero.nvme_path={path} is not writable. Set it to a directory of a fast disk "
             "that exists on every host."
         ]
     own = storage_of(plan, name)
@@ -409,11 +409,11 @@ def disk_use(storage: StoragePlan | None, host: str | None, *, there: int = 0) -
 def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
     """(error, warning) where the disk has too little space; empty where it has enough. ``where``:
     the host and the run directory."""
-    has = f"{where} has {human.size(free)} of disk free"
+    has = f"{where} has {human.size(free)} of free disk space"
     if free < use.first_needed:
         instead = "Free some space, or set run_dir to a directory on a larger disk."
         if use.at_once == 0:
-            return f"{has}, and the model that is written at the end takes " + (
+            return f"{has}, and the final model takes " + (
                 f"{human.size(use.first_needed)}. {instead}"
             ), ""
         text = f"{has}. A checkpoint takes {human.size(use.checkpoint)}"
@@ -423,7 +423,7 @@ def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
             text += ", and the first one is removed only when the second is complete"
         at_least = human.size(use.first_needed)
         return (
-            f"{text}: with the final model at least {at_least} are needed. {instead} "
+            f"{text}: with the final model at least {at_least} is needed. {instead} "
             "checkpoint=none saves no training state.",
             "",
         )
@@ -437,7 +437,7 @@ def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
             "checkpoint.keep.best nor checkpoint.keep.every keeps more."
         )
     return "", (
-        f"{has}, and up to {human.size(use.needed)} more are needed: "
+        f"{has}, and up to {human.size(use.needed)} more is needed: "
         f"{plural(use.at_once or 0, 'checkpoint')} of {human.size(use.checkpoint)} at once, and "
         f"model/. When the disk is full, saves fail.{smaller}"
     )

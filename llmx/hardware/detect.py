@@ -94,12 +94,12 @@ def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
             or (word.startswith("GPU-") and gpu.uuid.startswith(word))
         ]
         if len(matches) != 1 or matches[0] in chosen:
-            problem = {0: f"{word!r} is not a GPU of this machine", 1: f"{word!r} stands twice"}
+            problem = {0: f"{word!r} is not a GPU of this machine", 1: f"{word!r} is listed twice"}
             listed = ", ".join(f"{gpu.index}: {gpu.name} {gpu.uuid}".strip() for gpu in gpus)
             raise ConfigError(
                 f"CUDA_VISIBLE_DEVICES={visible}: "
-                f"{problem.get(len(matches), f'{word!r} is the beginning of several UUIDs')}, "
-                f"which has {listed or 'no GPU'}. Change the variable, unset it, or set it empty "
+                f"{problem.get(len(matches), f'{word!r} matches several UUIDs')}. GPUs found: "
+                f"{listed or 'none'}. Change the variable, unset it, or set it empty "
                 "to train on the CPU."
             )
         chosen += matches
@@ -139,8 +139,8 @@ def detect_hardware(
             listed = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus)
             alike = ",".join(str(gpu.index) for gpu in gpus if gpu not in others)
             raise ConfigError(
-                f"hardware=local: the GPUs of this machine differ ({listed}), and the ranks of a "
-                f"host have one type. Choose those of one, e.g. export CUDA_VISIBLE_DEVICES={alike}"
+                f"hardware=local: the GPUs of this machine differ ({listed}), but the ranks of a "
+                f"host need GPUs of one type. Select them, e.g. export CUDA_VISIBLE_DEVICES={alike}"
             )
         devices[name] = device
         host = HostConfig(name="localhost", slots=len(gpus), device=name)

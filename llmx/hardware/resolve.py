@@ -81,7 +81,7 @@ def _hostfile_text(path: Path) -> str:
     try:
         if not path.is_file():
             raise ConfigError(
-                f"{where}: no such file (seen from {Path.cwd()}). Give a hostfile's path."
+                f"{where}: no such file (relative to {Path.cwd()}). Give a hostfile's path."
             )
         with path.open("rb") as stream:
             content = stream.read(MAX_HOSTFILE_BYTES + 1)
@@ -92,8 +92,8 @@ def _hostfile_text(path: Path) -> str:
         raise ConfigError(f"{where}: cannot be read ({reason}). Give a hostfile's path.") from None
     if len(content) > MAX_HOSTFILE_BYTES:
         raise ConfigError(
-            f"{where}: over {MAX_HOSTFILE_BYTES >> 20} MiB, which is no hostfile. It has one line "
-            "a host: NAME slots=N."
+            f"{where}: over {MAX_HOSTFILE_BYTES >> 20} MiB, too large for a hostfile. A hostfile "
+            "has one line per host: NAME slots=N."
         )
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError(f"{where}: the file is UTF-16. Save it as UTF-8 or ASCII.")
@@ -102,13 +102,13 @@ def _hostfile_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{where}: line {line} is not text (UTF-8), so it is no hostfile. It has one line a "
+            f"{where}: line {line} is not UTF-8 text: not a hostfile, which has one line per "
             "host: NAME slots=N."
         ) from None
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1
         raise ConfigError(
-            f"{where}: line {line} has a zero byte, so it is no hostfile. It has one line a host: "
+            f"{where}: line {line} has a zero byte: not a hostfile, which has one line per host: "
             "NAME slots=N."
         )
     return text

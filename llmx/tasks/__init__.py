@@ -1,4 +1,4 @@
-"""Tasks by ``kind``: one file each, saying what is learned and what is reported.
+"""Tasks by ``kind``: one file per task, with its loss and its metrics.
 
 Nothing lists them: ``task=NAME`` is the file ``NAME.py`` here (``llmx.config.tasks``), which is
 imported when a run asks for it.
@@ -43,8 +43,8 @@ def task_class(kind: str) -> type[Task]:
         names = vars(importlib.import_module(module))
     except ImportError as error:
         raise ConfigError(
-            f"task.kind={kind} cannot be imported on this host: {error}. Its package must be "
-            "installed there or on PYTHONPATH; launch.sync=rsync brings it along."
+            f"cannot import task.kind={kind} on this host: {error}. Install its package here or "
+            "add it to PYTHONPATH; launch.sync=rsync copies it to the hosts."
         ) from error
     found = names.get(name)
     if isinstance(found, type) and issubclass(found, Task):

@@ -439,7 +439,7 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
     if kind is None:
         if values:
             raise ConfigError(
-                f"task.options={dict(values)}: this task takes no options. Remove them."
+                f"task.options={dict(values)}: this task has no options. Remove them."
             )
         return None
     made: Any = dataclass_from(kind, dict(values), path="task.options")
@@ -479,8 +479,9 @@ def completion_scores(
         values = score([name], completions, expected)
         if values.keys() != {metric}:
             raise ConfigError(
-                f"task.eval_metrics: {name} gave numbers by name ({', '.join(sorted(values))}). In "
-                "training each metric is one number: name a function for each."
+                f"task.eval_metrics: {name} returned several numbers "
+                f"({', '.join(sorted(values))}). During training each metric is one number: list "
+                "one function for each."
             )
         found.update(values)
     return found

@@ -111,14 +111,14 @@ class Classify(Task):
             )
         if options.balance != "none" and options.class_weights:
             raise ConfigError(
-                f"task.options: balance={options.balance} and class_weights both weigh the "
-                "classes. Keep one."
+                f"task.options: balance={options.balance} and class_weights both weight the "
+                "classes. Set only one of them."
             )
         if wrong := {name: one for name, one in options.class_weights.items() if not one >= 0}:
-            raise ConfigError(f"task.options.class_weights={wrong}: a weight is 0 or more.")
+            raise ConfigError(f"task.options.class_weights={wrong}: weights must be 0 or more.")
         if options.label_smoothing and problem != SINGLE:
             raise ConfigError(
-                f"task.options.label_smoothing is for problem=single_label, not {problem}."
+                f"task.options.label_smoothing applies to problem=single_label, not {problem}."
             )
 
     # Data
@@ -139,7 +139,7 @@ class Classify(Task):
         """The text, with the label as it is named: which labels there are is known at the end."""
         text = "\n".join([*(turn.content for turn in row.history), row.text])
         if not text.strip():
-            raise Rejected("an empty text", "there is no text to tell the label of.")
+            raise Rejected("an empty text", "the row has no text.")
         return Example.of(Document(text, row.where), cut=self.options.cut, label=self._label(row))
 
     def _label(self, row: Labelled) -> Any:
@@ -149,8 +149,8 @@ class Classify(Task):
             if isinstance(row.label, list | dict):
                 raise Rejected(
                     "several labels",
-                    f"the label is {str(row.label)[:60]}; task.options.problem=multi_label learns "
-                    "several.",
+                    f"the label is {str(row.label)[:60]}; several labels need "
+                    "task.options.problem=multi_label.",
                 )
             text = _name(row.label) if isinstance(row.label, bool) else row.name.strip()
             if not text:
@@ -166,7 +166,7 @@ class Classify(Task):
             found = float("nan")
         if not np.isfinite(found):
             raise Rejected(
-                "a label that is no number",
+                "a label that is not a number",
                 f"the label is {str(label)[:60]!r}; task.options.problem=regression needs a finite "
                 "number.",
             )
@@ -179,7 +179,8 @@ class Classify(Task):
         parts = label if isinstance(label, list) else [label]
         if not all(isinstance(one, str | int | bool) for one in parts):
             raise Rejected(
-                "labels that are no names", f"the labels are {str(label)[:60]}; they are names."
+                "labels that are not names",
+                f"the labels are {str(label)[:60]}; each label must be a name.",
             )
         names = [_name(one) for one in parts]
         if known and (missing := [name for name in names if name and name not in known]):
@@ -201,8 +202,8 @@ class Classify(Task):
         names = (*named, *sorted(counts.keys() - named.keys(), key=_order))
         if self.problem == SINGLE and len(names) < 2:
             raise DataError(
-                f"{self.exp.data.path}: every row has the label {names[0]!r}: there is nothing to "
-                "learn. Check data.data_map.label."
+                f"{self.exp.data.path}: every row has the label {names[0]!r}, so there is nothing "
+                "to learn. Check data.data_map.label."
             )
         if not names:
             raise DataError(
@@ -213,9 +214,7 @@ class Classify(Task):
         self._seen = _Seen(names, {name: n for n, name in enumerate(names)}, weights)
         lines = [f"Labels: {_listed(names, counts)}"]
         if absent := [name for name in names if not counts[name]]:
-            lines.append(
-                f"WARNING: no row of the training data has {_quoted(absent)}: never learned."
-            )
+            lines.append(f"WARNING: no row of the training data has the label {_quoted(absent)}.")
         if any(weight != 1 for weight in weights):
             by_name = ", ".join(f"{n} {w:.4g}" for n, w in zip(names, weights, strict=True))
             lines.append(f"Class weights: {by_name[:400]}")
@@ -238,17 +237,17 @@ class Classify(Task):
         if unknown:
             what = (
                 f"The evaluation data has {plural(sum(unknown.values()), 'row')} with "
-                f"{_quoted(sorted(unknown))}, which is none of the labels that were trained "
-                f"({_quoted(self._seen.names)})"
+                f"labels that were not trained: {_quoted(sorted(unknown))} (trained: "
+                f"{_quoted(self._seen.names)})"
             )
             if self.exp.data.on_bad_row != "skip":
                 raise DataError(
-                    f"{what}. Correct them, or leave them out of the evaluation with "
+                    f"{what}. Correct them, or exclude these rows from the evaluation with "
                     "data.on_bad_row=skip."
                 )
-            lines.append(f"WARNING: {what}. They are left out of the evaluation.")
+            lines.append(f"WARNING: {what}. These rows are excluded from the evaluation.")
         if absent := [name for name in self._seen.names if not counts[name]]:
-            lines.append(f"No row of the evaluation data has {_quoted(absent)}.")
+            lines.append(f"No row of the evaluation data has the label {_quoted(absent)}.")
         return lines
 
     def _counts(self, store: SampleStore) -> Counter[str]:
@@ -270,8 +269,8 @@ class Classify(Task):
         if options.class_weights:
             if unknown := sorted(options.class_weights.keys() - set(names)):
                 raise ConfigError(
-                    f"task.options.class_weights names {_quoted(unknown)}, which is no label; the "
-                    f"labels are {_quoted(names)}."
+                    f"task.options.class_weights names {_quoted(unknown)}, which is not a label; "
+                    f"the labels are {_quoted(names)}."
                 )
             return [float(options.class_weights.get(name, 1.0)) for name in names]
         if options.balance == "none":
@@ -484,7 +483,7 @@ def _as_bytes(text: str, room: int) -> np.ndarray:
     if len(raw) > room or b"\0" in raw:
         raise Rejected(
             "a label that is too long",
-            f"the label {text[:60]!r} has {len(raw)} bytes, {room} are the most. Name it shorter, "
+            f"the label {text[:60]!r} has {len(raw)} bytes, over the limit of {room}. Shorten it, "
             "or check data.data_map.label.",
         )
     found = np.zeros(room, np.uint8)

@@ -64,12 +64,12 @@ class Options:
         """Raise ConfigError for values that do not go together."""
         if not self.teacher:
             raise ConfigError(
-                "task.options.teacher is empty, and task=distill learns from it. Set it to a "
+                "task=distill needs a teacher, and task.options.teacher is empty. Set it to a "
                 "directory or a Hub id, e.g. task.options.teacher=Qwen/Qwen3-8B."
             )
         if self.teacher_revision is not None and self.teacher.startswith("/"):
             raise ConfigError(
-                f"task.options.teacher_revision={self.teacher_revision}: a directory has no "
+                f"task.options.teacher_revision={self.teacher_revision}: a local directory has no "
                 "revisions. Remove it, or set task.options.teacher to a Hub id."
             )
 

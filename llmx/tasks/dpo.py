@@ -81,14 +81,15 @@ class Options:
         """Raise ConfigError for values that do not go together."""
         if self.loss == "robust" and not self.label_smoothing:
             raise ConfigError(
-                "task.options.loss=robust corrects for swapped pairs, and "
-                "task.options.label_smoothing=0 says that there are none. Set e.g. "
+                "task.options.loss=robust corrects for swapped pairs and needs their share as "
+                "task.options.label_smoothing, which is 0. Set e.g. "
                 "task.options.label_smoothing=0.1, or task.options.loss=sigmoid."
             )
         if self.label_smoothing and self.loss not in SMOOTHED:
             raise ConfigError(
-                f"task.options.label_smoothing={self.label_smoothing:g} has no place in "
-                f"task.options.loss={self.loss}. It belongs to {', '.join(SMOOTHED)}."
+                f"task.options.label_smoothing={self.label_smoothing:g} has no effect with "
+                f"task.options.loss={self.loss}. Remove it, or set task.options.loss to one of "
+                f"{', '.join(SMOOTHED)}."
             )
 
 
@@ -131,8 +132,8 @@ class Dpo(Task):
         if unpaired:
             raise ConfigError(
                 f"task.options.loss={self.options.loss} needs pairs: a `chosen` and a `rejected` "
-                f"answer in each row. {', '.join(unpaired)} has one answer a row; with a verdict "
-                "(`label`: true or false) it trains with task.options.loss=kto."
+                f"answer in each row. {', '.join(unpaired)} has one answer per row. If each row "
+                "has a `label` (true or false), set task.options.loss=kto."
             )
 
     @property

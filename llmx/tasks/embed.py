@@ -116,20 +116,20 @@ class Embed(Task):
         negatives = train.num_sequences - 2 * pairs
         if pairs < 2 and not negatives:
             raise ConfigError(
-                f"{self.exp.data.path}: one pair without a negative leaves nothing to tell its "
-                "passage apart from. Give more pairs."
+                f"{self.exp.data.path}: a single pair without negatives has no other passage to "
+                "compare with. Add more pairs."
             )
         step = self.exp.batch.global_batch
         if step == 1 and pairs == len(train) and not negatives:
             raise ConfigError(
-                "batch.global_batch=1 has one pair, whose passage is told apart from nothing. Set "
-                "batch.global_batch=64, for example, or give the rows negatives."
+                "batch.global_batch=1: a step with one pair has no other passage to compare with. "
+                "Set e.g. batch.global_batch=64, or add negatives to the rows."
             )
-        line = f"{plural(pairs, 'pair')}, {plural(negatives, 'negative')} of their own"
+        line = f"{plural(pairs, 'pair')} with {plural(negatives, 'negative')}"
         if step:
             of_step = pairs * step / len(train)
             others = (1 + negatives / pairs) * of_step - 1
-            line += f"; about {of_step:.0f} pairs a step, each against {others:.0f} passages"
+            line += f"; about {of_step:.0f} pairs per step, each against {others:.0f} passages"
         return [line]
 
     # Model, loss
@@ -157,8 +157,8 @@ class Embed(Task):
     def _check_dims(self, width: int) -> None:
         if wrong := [dims for dims in self.options.matryoshka_dims if dims >= width]:
             raise ConfigError(
-                f"task.options.matryoshka_dims names {wrong[0]}, and the vectors of this model "
-                f"have {width} numbers, which are learned in any case. Name smaller ones."
+                f"task.options.matryoshka_dims={wrong[0]}: the vectors of this model have {width} "
+                f"dimensions, which are always trained. Use dimensions below {width}."
             )
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:

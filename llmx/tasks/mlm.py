@@ -60,8 +60,8 @@ class Mlm(Task):
         self._vocabulary: Vocabulary | None = None
         if tokenizer is not None and tokenizer.mask_token_id is None:
             raise ConfigError(
-                f"task=mlm: the tokenizer of {tokenizer.name_or_path!r} has no mask token to hide "
-                "others behind. Train one with `python -m llmx tokenizer kind=wordpiece ...`, set "
+                f"task=mlm: the tokenizer of {tokenizer.name_or_path!r} has no mask "
+                "token. Train one with `python -m llmx tokenizer kind=wordpiece ...`, set "
                 "mask_token in its tokenizer_config.json, or use task=pretrain."
             )
 
@@ -98,14 +98,14 @@ def check_options(options: Options) -> None:
         raise ConfigError(f"task.options.{name}={value}: {rule}. Set it to {example}, for example.")
 
     if not 0 < options.mask_probability < 1:
-        refuse("mask_probability", "must be over 0 and under 1", "0.15")
+        refuse("mask_probability", "must be between 0 and 1", "0.15")
     for name, usual in (("mask_token_part", "0.8"), ("random_token_part", "0.1")):
         if not 0 <= getattr(options, name) <= 1:
             refuse(name, "must be from 0 to 1", usual)
     if options.mask_token_part + options.random_token_part > 1:
         refuse(
             "random_token_part",
-            f"with mask_token_part={options.mask_token_part} it is over 1",
+            f"the sum with mask_token_part={options.mask_token_part} is over 1",
             f"{1 - options.mask_token_part:.3g}",
         )
     if not 1 <= options.max_ngram <= 100:

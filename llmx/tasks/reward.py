@@ -63,7 +63,7 @@ class Reward(Task):
             found = math.nan
         if not math.isfinite(found):
             raise Rejected(
-                "a margin that is no number",
+                "a margin that is not a number",
                 f'"margin" is {str(row.margin)[:60]!r}, not a finite number.',
             )
         return found

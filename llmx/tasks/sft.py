@@ -69,8 +69,8 @@ class Sft(Task):
         short = data.seq_len < LEAST_CHAT_TOKENS
         if short and data.form != "text" and data.loss_on != "all":
             problems.append(
-                f"data.seq_len={data.seq_len}: no question with its answer is so short; its chat "
-                f"template alone takes most of {LEAST_CHAT_TOKENS} tokens. Set e.g. "
+                f"data.seq_len={data.seq_len}: too short for a question with its answer. The "
+                f"chat template alone takes most of {LEAST_CHAT_TOKENS} tokens. Set e.g. "
                 "data.seq_len=512."
             )
         return problems
@@ -91,8 +91,8 @@ class Sft(Task):
             texts = ", ".join(one.path for one in source.sources if one.form == "text")
             beside = " beside conversations" if source.has_conversations else ""
             raise ConfigError(
-                f"task=sft needs questions and answers, {texts} holds text{beside}. Use "
-                "task=pretrain, which learns text and conversations alike, or map the columns with "
+                f"task=sft needs questions and answers, but {texts} contains text{beside}. Use "
+                "task=pretrain, which trains on text and conversations, or map the columns with "
                 "data.form and data.columns."
             )
 

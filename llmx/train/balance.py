@@ -137,8 +137,8 @@ def with_measured_speeds(
         found, problem, cached = _speeds(subject, group=group)
         balance = replace(plan.balance, pending=False)
         if found is None:
-            by = "as an earlier run measured" if plan.balance.source else "by the data sheets"
-            log(f"balance: not measured ({problem}); samples are shared out {by}")
+            by = "as measured in an earlier run" if plan.balance.source else "by the data sheets"
+            log(f"balance: not measured ({problem}); samples are split {by}")
         else:
             if not cached:
                 part, _ = held_part(subject)
@@ -336,7 +336,7 @@ def measure(subject: Subject, *, group: Any, check: bool = False) -> tuple[list[
     """
     task, engine = subject.task, subject.engine
     if task.generates or task.joint:
-        kind = "generates its samples" if task.generates else "has one loss for all of a step"
+        kind = "generates its samples" if task.generates else "has a joint loss over the step"
         return [], f"task={task.name} {kind}"
     part, problem = held_part(subject)
     if problem:
@@ -431,16 +431,16 @@ def held_part(subject: Subject) -> tuple[Part | None, str]:
     )
     if whole_gib <= room_gib:
         return None, ""
-    no_room = f"the whole model has no room on a {tightest} beside its activations"
+    no_room = f"the whole model does not fit on a {tightest} beside its activations"
     stacks = [stack_of(model.module) for model in engine.networks.values()]
     found = tuple(stack for stack in stacks if stack is not None)
     if len(found) < len(stacks) or len({len(stack.blocks) for stack in found}) != 1:
-        return None, f"{no_room}, and its blocks differ"
+        return None, f"{no_room}, and its blocks are not alike"
     blocks, least = len(found[0].blocks), max(stack.least for stack in found)
     block_gib = sum(gib(stack.blocks[-1]) for stack in found)
     held = math.floor(blocks - (whole_gib - room_gib) / block_gib)
     if held <= least:
-        return None, f"{no_room}, nor have {least + 1} of its {blocks} blocks"
+        return None, f"{no_room}, nor do {least + 1} of its {blocks} blocks"
     return Part(found, least, held, blocks), ""
 
 

@@ -29,7 +29,7 @@ class EarlyStop:
 
     def __str__(self) -> str:
         if self.best is None:
-            return f"{self.metric} was no finite number in {self.evaluations} evaluations"
+            return f"{self.metric} was not a finite number in {self.evaluations} evaluations"
         return (
             f"{self.metric} has not improved in {self.evaluations} evaluations; the best was "
             f"{self.best:.6g} at step {self.best_step}"

@@ -65,8 +65,8 @@ class JointStep:
     ) -> None:
         if task.normaliser != "examples":
             raise ConfigError(
-                f"task={task.name} is joint, and its normaliser is {task.normaliser!r}: a joint "
-                'loss is a mean over examples. Set normaliser = "examples".'
+                f"task={task.name} has a joint loss, but its normaliser is {task.normaliser!r}: a "
+                'joint loss is a mean over examples. Set normaliser = "examples".'
             )
         self._task, self._models, self._group = task, models, group
         self._micro_batches = micro_batches

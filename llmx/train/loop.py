@@ -172,7 +172,7 @@ def write_beginning(session: Session, *, total: int) -> None:
     """The ``start`` line of a new run, or the ``resumed`` event of one that continues."""
     start, parameters = session.resume_point, num_parameters(session.engine.module)
     trained = num_parameters(session.engine.module, trained=True)
-    part = "" if trained == parameters else f" ({trained:,} of them trained)"
+    part = "" if trained == parameters else f" ({trained:,} trained)"
     session.log(f"{parameters:,} parameters{part}, {total} steps")
     if start.is_first:
         session.metrics.write(

@@ -95,8 +95,8 @@ def with_precomputed(
     specs = {name: spec for name, spec in task.models().items() if spec.precomputes}
     if not specs:
         raise ConfigError(
-            f"task={task.name} declares precomputed columns, and no model to compute them with: "
-            "add one to models(), ModelSpec(trained=False, precomputes=True)."
+            f"task={task.name} declares precomputed columns, but no model that computes "
+            "them: add one to models(), ModelSpec(trained=False, precomputes=True)."
         )
     Schema((*task.columns, *task.precomputed))
     own = {name: with_source(exp, spec).model for name, spec in specs.items()}
@@ -148,8 +148,8 @@ def with_precomputed(
         opened[split] = one.open()
         if opened[split] is None:
             raise ConfigError(
-                f"{one.path} was written and is not seen here: data.cache_dir must be the same "
-                "place for all ranks of a host."
+                f"{one.path} was written but is missing on this rank: data.cache_dir must be the "
+                "same directory for all ranks of a host."
             )
     return opened, {
         f"{name} (precomputed)": fingerprint_of(of_model)[:32] for name, of_model in source.items()
@@ -280,7 +280,7 @@ class Progress:
         total = self._store.num_sequences
         if log:
             at = self._sequences(done)
-            kept = f", {at:,} of them are done" if done else ""
+            kept = f", {at:,} already done" if done else ""
             log(f"{title}: {total:,} sequences{kept}")
 
     @property

@@ -32,7 +32,7 @@ from llmx.train.metrics import lines_until
 from llmx.train.schedule import RunLength
 
 PREPARED = "preparation"
-"""Says why samples differ; never decides, for the fingerprint of the data covers it."""
+"""Only explains why samples differ; the fingerprint of the data decides whether they do."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def select_checkpoint(
     reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
     if wanted is not None:
         raise CheckpointError(
-            f"resume.json requests the checkpoint of step {wanted}, and "
-            + (f"it cannot be used ({reasons})" if damaged else f"only {steps} are there")
+            f"resume.json requests the checkpoint of step {wanted}, "
+            + (f"which cannot be used ({reasons})" if damaged else f"but only {steps} exist")
             + f". Choose another step, or remove resume.json from {topology.directory.parent}."
         )
     # Before the first checkpoint step 0 is right; later, starting over would lose the run.
@@ -231,7 +231,7 @@ def assess_step(
 def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raise ConfigError that lists what differs between the checkpoint and this run."""
     different = [
-        f"{name} is {state.get(name)} there and {value} here"
+        f"{name} is {state.get(name)} in the checkpoint and {value} in this run"
         for name, value in mine.items()
         if state.get(name) != value and name != PREPARED
     ]
@@ -240,14 +240,14 @@ def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
     then, now = state.get(PREPARED) or "an older one", mine.get(PREPARED)
     if then != now and all(text.startswith(("data_", "num_")) for text in different):
         raise ConfigError(
-            f"The checkpoint of step {state['step']} was made by an llmx that prepared data in "
-            f"another form ({then} then, {now} now), so its samples would be others even from the "
-            f"same files: {'; '.join(different)}. Resume with the llmx that started the run "
-            "(`git` in provenance.json names its commit), or start a new run from its weights: "
+            f"The checkpoint of step {state['step']} was saved by a version of llmx with another "
+            f"data format ({then}; this version has {now}), so the samples would differ even from "
+            f"the same files: {'; '.join(different)}. Resume with the version that started the "
+            "run (`git` in provenance.json names its commit), or start a new run from its weights: "
             "python -m llmx export RUN_DIR, then model=hf model.path=RUN_DIR/export/step-N."
         )
     raise ConfigError(
-        f"The checkpoint of step {state['step']} is of another run: {'; '.join(different)}. "
+        f"The checkpoint of step {state['step']} belongs to another run: {'; '.join(different)}. "
         "Resume with the values of that run, or start a new run directory."
     )
 
@@ -259,10 +259,10 @@ def check_samples(state: dict[str, Any], length: RunLength) -> None:
     seen, wanted = int(state.get("samples", 0)), length.samples_at(step)
     if state and step <= length.steps and seen != wanted:
         raise ConfigError(
-            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: its last "
-            "step was the short one of a run that ended there (data.last_batch=short). With "
+            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: the run "
+            "ended there with a short batch (data.last_batch=short). With "
             f"{length.steps} steps the same step ends at sample {wanted:,}. Resume from an "
-            f"earlier checkpoint (step=N, N below {step}), or leave the length as it was."
+            f"earlier checkpoint (step=N, N below {step}), or keep the length of the run."
         )
 
 
@@ -285,5 +285,5 @@ def restore_from(start: ResumePoint, engine: Engine) -> None:
         if found != saved:
             raise CheckpointError(
                 f"The weights restored from step {start.step} have the hash {found}; the saved "
-                f"ones had {saved}. This is a defect of llmx or of the memory of a host."
+                f"weights had {saved}. This is a bug in llmx or a memory fault of a host."
             )

@@ -54,7 +54,8 @@ class SaveReport:
         )
         self._log(
             f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
-            f"{job.blocking_s + job.background_s:.1f} s, {job.blocking_s:.2f} s of it blocking"
+            f"{job.blocking_s + job.background_s:.1f} s "
+            f"(training paused for {job.blocking_s:.2f} s)"
         )
         if job.warning:
             self._log(f"WARNING: older checkpoints could not be removed: {job.warning}")
@@ -62,7 +63,7 @@ class SaveReport:
     def failed(self, job: SaveJob, *, last: int | None) -> None:
         """A save has failed. ``last``: the step of the newest checkpoint."""
         self._metrics.event("save_failed", step=job.step, reason=str(job.error))
-        newest = "there is none yet" if last is None else f"the newest one is of step {last}"
+        newest = "no checkpoint yet" if last is None else f"the newest checkpoint is step {last}"
         self._log(
             f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
             f"continues; {newest}."
@@ -72,15 +73,15 @@ class SaveReport:
         """A save was skipped, since the one before is still being written."""
         self._metrics.event("passed_over", step=step)
         self._log(
-            f"WARNING: no checkpoint at step {step}: the one before it is still being written. The "
+            f"WARNING: no checkpoint at step {step}: the previous one is still being written. The "
             "disk is too slow for checkpoint.every_steps; raise it."
         )
 
     def in_foreground(self) -> None:
         """A copy of the state does not fit."""
         self._log(
-            "checkpoints are written while training is blocked: a host has too little free memory "
-            "for a copy of the state (checkpoint.background=always copies all the same)"
+            "training pauses while a checkpoint is written: a host has too little free memory for "
+            "a copy of the state (checkpoint.background=always copies it anyway)"
         )
 
 
@@ -206,9 +207,9 @@ class Saver:
         job = self._save(step, "end", progress, wait=True)
         if isinstance(job.error, SaveFailed):
             text = (
-                f"The checkpoint of the last step could not be saved: {job.error}. The steps "
-                "after the checkpoint before it are lost. Free some space, then resume with "
-                "`python -m llmx resume RUN`."
+                f"The checkpoint of the last step could not be saved: {job.error}. The steps since "
+                "the previous checkpoint are lost. Free some space, then resume with `python -m "
+                "llmx resume RUN`."
             )
             raise (
                 DiskFull(errno.ENOSPC, text)

@@ -221,10 +221,10 @@ def open_rebalance(
     if plan.world_size == 1:
         return plan, None
     if task.generates or task.joint:
-        why = "generates its samples" if task.generates else "has one loss for all of a step"
+        why = "generates its samples" if task.generates else "has a joint loss over the step"
         log(
-            f"WARNING: batch.rebalance=true has no effect: task={task.name} {why}, so the split of "
-            "the start stays. A rank that becomes slower is named here."
+            f"WARNING: batch.rebalance=true has no effect: task={task.name} {why}, so the initial "
+            "split stays. Ranks that become slower are still reported in this log."
         )
         return plan, None
     rank = torch.distributed.get_rank()
@@ -256,10 +256,7 @@ def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
     writer.remember(kept)
     for bad in resume_point.damaged:
         writer.event("damaged", step=resume_point.step, checkpoint=bad.step, reason=bad.reason)
-        log(
-            f"WARNING: the checkpoint of step {bad.step} cannot be used and is left as it is: "
-            f"{bad.reason}"
-        )
+        log(f"WARNING: the checkpoint of step {bad.step} is damaged and is not used: {bad.reason}")
     return writer
 
 

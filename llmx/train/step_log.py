@@ -274,19 +274,19 @@ def report_straggler(
         factor=round(factor, 2),
         **{key: times},
     )
-    how = "To share out by today's speeds: remove balance.json, resume with batch.balance=measured."
+    how = "To measure the speeds again: remove balance.json and resume with batch.balance=measured."
     if session.rebalance is not None:
-        how = "batch.rebalance shares out anew where that is faster."
+        how = "batch.rebalance splits the batch anew where that is faster."
     said = (
-        f"takes {factor:.1f} times as long for a product of two matrices as at the start, or as "
-        f"others of its device type, and all wait for it ({by_rank(seconds)})"
+        f"takes {factor:.1f} times as long for a matrix product as at the start or as other ranks "
+        f"of its device type; all ranks wait for it ({by_rank(seconds)})"
         if probed
-        else f"computes {factor:.1f} times as long as the others for its part of a step, and all "
-        f"wait for it (forward passes of a step: {by_rank(seconds)})"
+        else f"takes {factor:.1f} times as long as the other ranks for its part of a step; all "
+        f"ranks wait for it (forward passes of a step: {by_rank(seconds)})"
     )
     session.log(
-        f"WARNING: rank {rank} ({host}) {said}. Is its device throttled, or used by another "
-        f"program? {how}"
+        f"WARNING: rank {rank} ({host}) {said}. Check whether its device is throttled or used by "
+        f"another program. {how}"
     )
 
 
@@ -296,5 +296,5 @@ def by_rank(seconds: list[float]) -> str:
     shown = [f"rank {rank} {seconds[rank]:.3g} s" for rank in order[:SHOWN_RANKS]]
     if order[SHOWN_RANKS:]:
         usual = sorted(seconds)[len(seconds) // 2]
-        shown.append(f"half of all at most {usual:.3g} s")
+        shown.append(f"median {usual:.3g} s")
     return ", ".join(shown)

@@ -50,7 +50,7 @@ SMALL = (
 
 SFT = (
     "experiment=demo", *SMALL, "task.steps=8", "task.eval_generate=0", "data.max_rows=200",
-    "data.eval_samples=8", "data.seq_len=96",
+    "data.seq_len=96",
 )  # fmt: skip
 
 PRETRAIN = (

@@ -86,11 +86,14 @@ def test_the_gpus_that_are_visible(visible, indices, catalogue, monkeypatch) -> 
     [
         ("MIG-3f2a", "cannot start ranks on MIG slices"),
         ("MIG-GPU-1f3a/1/0", "cannot start ranks on MIG slices"),
-        ("9", "'9' is not a GPU of this machine, which has 0: NVIDIA H100 80GB HBM3 GPU-0f3a, 1:"),
+        (
+            "9",
+            "'9' is not a GPU of this machine. GPUs found: 0: NVIDIA H100 80GB HBM3 GPU-0f3a, 1:",
+        ),
         ("1,9,2", "'9' is not a GPU"),
-        ("1,1,2", "'1' stands twice"),
-        ("1,GPU-1f", "'GPU-1f' stands twice"),
-        ("GPU-", "'GPU-' is the beginning of several UUIDs"),
+        ("1,1,2", "'1' is listed twice"),
+        ("1,GPU-1f", "'GPU-1f' is listed twice"),
+        ("GPU-", "'GPU-' matches several UUIDs"),
         ("cuda:0", "'cuda:0' is not a GPU"),
     ],
 )
@@ -102,7 +105,7 @@ def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, catalogue, m
         detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr(detect, "detect_gpus", list)
     with pytest.raises(
-        ConfigError, match=r"MIG slices|which has no GPU\. .*empty to train on the C"
+        ConfigError, match=r"MIG slices|GPUs found: none\. .*empty to train on the C"
     ):
         detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
 

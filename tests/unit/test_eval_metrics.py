@@ -48,7 +48,7 @@ def test_what_is_measured_and_how_it_is_called(own: Path) -> None:
     assert completion_scores(task, [], []) == {}
     assert completion_metrics(TaskConfig(eval_metrics=["rougeL"])) == {}
     task = TaskConfig(eval_generate=2, eval_metrics=[f"{OWN}:two"])
-    with pytest.raises(ConfigError, match=r"gave numbers by name \(one, other\)"):
+    with pytest.raises(ConfigError, match=r"returned several numbers \(one, other\)"):
         completion_scores(task, PROMPTS, ["a b", "d"])
 
 

@@ -55,7 +55,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["zero=4"], 'zero=4: no such option. Did you mean "stage'),
         (["zero_stage=7"], "zero=7: no such option."),
         (["experiment=none"], "reward, or null for none;"),
-        (["data.seq_len=2"], "data.seq_len=2: no question with its answer is so short"),
+        (["data.seq_len=2"], "data.seq_len=2: too short for a question with its answer"),
         (["zreo=stage3"], 'zreo: no such key. Did you mean "zero"?'),
         (["data=file"], "data.path has no value yet, and this choice needs one: set data.path=..."),
         (["trian"], 'Did you mean "train"?'),

@@ -88,8 +88,8 @@ def test_equal_hosts_have_nothing_to_say() -> None:
             {"nccl": ["nvidia-nccl-cu11==2.19.3", "nvidia-nccl-cu12==2.27.3"]},
             "node-b: several NCCL builds",
         ),
-        ({"gpus": 1}, "node-b: slots=2, but 1 GPU found there"),
-        ({"gpus": None}, "slots=2, but 0 GPUs found there"),
+        ({"gpus": 1}, "node-b: slots=2, but this host has 1 GPU"),
+        ({"gpus": None}, "slots=2, but this host has 0 GPUs"),
     ],
 )
 def test_what_cannot_work_is_an_error(change, message) -> None:
@@ -338,7 +338,7 @@ def test_deepspeeds_own_list_of_minor_versions() -> None:
         (
             ["zero=infinity", "zero.nvme_path=/nvme"],
             {"nvme": {"writable": False, "free_bytes": 0}},
-            "zero.nvme_path=/nvme is not writable there",
+            "zero.nvme_path=/nvme is not writable",
         ),
         (
             ["zero=infinity", "model=llama2_7b", "data.seq_len=512"],

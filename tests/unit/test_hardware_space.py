@@ -23,10 +23,10 @@ def test_no_space_for_the_second_checkpoint_is_an_error() -> None:
     error, warning = disk_problem(TWO, 20 * GIB - 1, where="node-a: /runs/a")
     assert not warning
     assert error == (
-        "node-a: /runs/a has 20.0 GiB of disk free. A checkpoint takes 10.0 GiB, and the first one "
-        "is removed only when the second is complete: with the final model at least 20.0 GiB are "
-        "needed. Free some space, or set run_dir to a directory on a larger disk. checkpoint=none "
-        "saves no training state."
+        "node-a: /runs/a has 20.0 GiB of free disk space. A checkpoint takes 10.0 GiB, and the "
+        "first one is removed only when the second is complete: with the final model at least "
+        "20.0 GiB is needed. Free some space, or set run_dir to a directory on a larger disk. "
+        "checkpoint=none saves no training state."
     )
 
 
@@ -34,8 +34,8 @@ def test_no_space_for_all_of_them_is_a_warning() -> None:
     error, warning = disk_problem(TWO, 20 * GIB, where="/runs/a")
     assert not error
     assert warning == (
-        "/runs/a has 20.0 GiB of disk free, and up to 30.0 GiB more are needed: 3 checkpoints of "
-        "10.0 GiB at once, and model/. When the disk is full, saves fail. With "
+        "/runs/a has 20.0 GiB of free disk space, and up to 30.0 GiB more is needed: 3 checkpoints "
+        "of 10.0 GiB at once, and model/. When the disk is full, saves fail. With "
         "checkpoint.keep.last=1 they take 20.0 GiB, if neither checkpoint.keep.best nor "
         "checkpoint.keep.every keeps more."
     )
@@ -61,7 +61,7 @@ def test_what_is_needed(use: DiskUse, first: int, most: int | None) -> None:
 
 def test_the_final_model_alone() -> None:
     error, _ = disk_problem(DiskUse(10 * GIB, 2 * GIB, 0, 0), GIB, where="/runs/a")
-    assert "the model that is written at the end takes 2.0 GiB" in error
+    assert "the final model takes 2.0 GiB" in error
     assert "checkpoint=none" not in error
 
 
@@ -104,7 +104,7 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
     plan = composed(["model=llama3_8b", "hardware=a100x8"]).plan
     facts = {"free_bytes": GIB, "checkpoints": 0, "ram_available_bytes": GIB}
     disk, ram = problems_here(plan, "/runs/a", facts)
-    assert disk.startswith("/runs/a has 1.0 GiB of disk free")
+    assert disk.startswith("/runs/a has 1.0 GiB of free disk space")
     assert ram.startswith("this machine: ")
 
 

@@ -34,7 +34,7 @@ def test_a_frozen_network_has_fewer_bits_than_the_run_only_in_fp32() -> None:
     check_spec(ModelSpec(trained=False, precision="bf16"), precision="bf16")
     with pytest.raises(ConfigError, match="DeepSpeed casts all networks of an engine to precision"):
         check_spec(ModelSpec(trained=False, precision="fp32"), precision="bf16")
-    with pytest.raises(ConfigError, match="precision=fp8 is none of fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match="precision=fp8 is not one of fp32, bf16, fp16"):
         check_spec(ModelSpec(trained=False, precision="fp8"), precision="fp32")
 
 
@@ -107,7 +107,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         def get_vocab(self) -> dict[str, int]:
             return vocabulary
 
-    with pytest.raises(ConfigError, match=r"2 of 91 tokens have other ids there, e\.g\. 'w4'"):
+    with pytest.raises(ConfigError, match=r"2 of 91 tokens have different ids, e\.g\. 'w4'"):
         check_tokenizer(own.model, Other())
     (tmp_path / "none").mkdir()
     check_tokenizer(

@@ -131,7 +131,7 @@ def test_the_global_batch_stays_on_other_hardware_and_micro_batches(run) -> None
         assert going_on(run, *words).composed.plan.batch.global_batch == 16
     # Said again with the value it has, it is no change.
     assert going_on(run, "batch.global_batch=16").changes == []
-    with pytest.raises(ConfigError, match="a step would take other samples"):
+    with pytest.raises(ConfigError, match="a step would have different samples"):
         going_on(run, "batch.global_batch=32")
     with pytest.raises(ConfigError, match="cannot be cut into equal micro steps|disagree"):
         going_on(run, "batch.micro_batch=3", "batch.accumulation=1")
@@ -141,7 +141,7 @@ def test_every_refusal_is_said_at_once_with_its_reason(run) -> None:
     with pytest.raises(ConfigError) as caught:
         going_on(run, "seed=1", "optim.kind=sgd", "data.seq_len=64", "optim.lr=1e-3")
     said = str(caught.value)
-    assert "seed: 0 -> 1 is not possible: the order of the samples" in said
+    assert "seed: cannot change 0 -> 1: it determines the order of the samples" in said
     assert "optim.kind: adamw -> sgd" in said
     assert "data.seq_len: 128 -> 64" in said
     assert "optim.lr" not in said

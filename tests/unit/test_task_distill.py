@@ -309,7 +309,7 @@ def test_models_and_columns_that_the_options_need() -> None:
         ({"alpha": 1}, r"task\.options\.alpha=1: must be a number from 0 to below 1"),
         ({"top_k": 0}, r"task\.options\.top_k=0: must be"),
         ({"teacher_logits": "cached"}, r"must be one of stored, live"),
-        ({"teacher_revision": "v1", "teacher": "/models/x"}, r"a directory has no revisions"),
+        ({"teacher_revision": "v1", "teacher": "/models/x"}, r"a local directory has no revisions"),
         ({"tempreature": 2}, r'unknown key.*"temperature"'),
     ],
 )

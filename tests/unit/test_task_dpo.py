@@ -311,7 +311,7 @@ def test_which_models_and_columns_an_option_needs() -> None:
         ({"reference": "none"}, r"must be one of stored, live, free"),
         ({"label_smoothing": 0.5}, r"task\.options\.label_smoothing=0\.5: must be a number from 0"),
         ({"loss": "robust"}, r"Set e\.g\. task\.options\.label_smoothing=0\.1"),
-        ({"loss": "hinge", "label_smoothing": 0.1}, r"label_smoothing=0\.1 has no place in"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, r"label_smoothing=0\.1 has no effect with"),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
@@ -326,7 +326,7 @@ def test_options_are_checked_while_the_config_is_composed() -> None:
     assert problems("dpo", beta=0.2) == []
     assert problems("my_tasks:Own", x=1) == [], "by the ranks"
     (unknown,) = problems("pretrain", beta=0.2)
-    assert "this task takes no options" in unknown
+    assert "this task has no options" in unknown
     (unknown,) = problems("dpo", bta=0.2)
     assert 'Did you mean "beta"?' in unknown
     # Without torch: the control process may run where there is none.

@@ -135,18 +135,20 @@ def test_labels_are_found_named_and_in_a_stable_order(tmp_path: Path) -> None:
     )
     task, _, lines = seen(named)
     assert task.labels == ("ten", "none", "nine", "eight")
-    assert lines[1] == "WARNING: no row of the training data has 'eight': never learned."
+    assert lines[1] == "WARNING: no row of the training data has the label 'eight'."
 
 
 def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     held_out = [{"text": "t", "label": "good"}, {"text": "u", "label": "odd"}]
     exp = experiment_of(tmp_path, ROWS, eval_rows=held_out)
-    with pytest.raises(DataError, match=r"1 row with 'odd', which is none of .*'bad', 'good'"):
+    with pytest.raises(
+        DataError, match=r"1 row with labels that were not trained: 'odd' .trained: 'bad', 'good'"
+    ):
         seen(exp)
     exp.data.on_bad_row = "skip"
     task, _, lines = seen(exp)
-    assert "left out of the evaluation" in lines[1]
-    assert lines[2] == "No row of the evaluation data has 'bad', 'so'."
+    assert "excluded from the evaluation" in lines[1]
+    assert lines[2] == "No row of the evaluation data has the label 'bad', 'so'."
     store = prepare(exp, tokenizer_of(exp), split="eval")
     network = network_of(task)
     give_pooled_forward(network)
@@ -162,9 +164,9 @@ def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
         ("single_label", "", "a missing label"),
         ("single_label", ["a", "b"], "several labels"),
         ("single_label", "x" * 65, "a label that is too long"),
-        ("multi_label", [{"a": 1}], "labels that are no names"),
-        ("regression", "high", "a label that is no number"),
-        ("regression", "nan", "a label that is no number"),
+        ("multi_label", [{"a": 1}], "labels that are not names"),
+        ("regression", "high", "a label that is not a number"),
+        ("regression", "nan", "a label that is not a number"),
         ("regression", None, "a missing label"),
     ],
 )
@@ -184,7 +186,7 @@ def test_wrong_labels_are_rejected_with_the_reason(
 
 
 def test_empty_texts_and_one_class_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no text to tell the label of"):
+    with pytest.raises(DataError, match="the row has no text"):
         seen(experiment_of(tmp_path, [*ROWS, {"text": "  ", "label": "good"}]))
     with pytest.raises(DataError, match="every row has the label 'good'"):
         seen(experiment_of(tmp_path, [row for row in ROWS if row["label"] == "good"]))
@@ -193,10 +195,10 @@ def test_empty_texts_and_one_class_are_errors(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     for options, said in (
         ({"problem": "regression", "balance": "inverse"}, "has no classes"),
-        ({"balance": "inverse", "class_weights": {"a": 2.0}}, "both weigh the classes"),
-        ({"problem": "multi_label", "label_smoothing": 0.1}, "is for problem=single_label"),
-        ({"class_weights": {"nice": 2.0}}, "names 'nice', which is no label"),
-        ({"class_weights": {"bad": -2.0}}, "a weight is 0 or more"),
+        ({"balance": "inverse", "class_weights": {"a": 2.0}}, "both weight the classes"),
+        ({"problem": "multi_label", "label_smoothing": 0.1}, "applies to problem=single_label"),
+        ({"class_weights": {"nice": 2.0}}, "names 'nice', which is not a label"),
+        ({"class_weights": {"bad": -2.0}}, "weights must be 0 or more"),
         ({"los": "focal"}, "Did you mean"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -286,7 +288,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     found = measure(fresh, models, store, tokenizer, batch=3)
     assert {"loss", "plain_loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}
-    with pytest.raises(DataError, match="with 'so', which is none of the labels"):
+    with pytest.raises(DataError, match="labels that were not trained: 'so'"):
         fresh.see_model(config, store)
 
 

@@ -251,7 +251,7 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
     }
     assert number_of("b") in store.values("text_id"), "without the prompt"
     (line,) = task.see_data(store, None)
-    assert line.startswith("4 pairs, 5 negatives of their own")
+    assert line.startswith("4 pairs with 5 negatives")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_long_text_is_cut_before_the_other(tmp_path: Path) -> None:
 
 def test_nothing_to_tell_apart_is_refused(tmp_path: Path) -> None:
     task, store = prepared(experiment_of(tmp_path, PAIRS[:1]))
-    with pytest.raises(ConfigError, match="Give more pairs"):
+    with pytest.raises(ConfigError, match="Add more pairs"):
         task.see_data(store, None)
     exp = experiment_of(tmp_path / "one", PAIRS, packing="none")
     exp.batch.global_batch = 1
@@ -318,7 +318,7 @@ def test_dimensions_that_are_none(dims: list[int], tmp_path: Path) -> None:
 def test_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
     task, store = prepared(experiment_of(tmp_path, PAIRS, {"matryoshka_dims": [4096]}))
     models = Models(policy=model_of(backbone("llama"), AttentionMethod("sdpa", "mask", "packed")))
-    with pytest.raises(ConfigError, match="4096, and the vectors of this model have"):
+    with pytest.raises(ConfigError, match="4096: the vectors of this model have"):
         task.outputs(models, batch_of(store, 0))
 
 

@@ -47,7 +47,7 @@ def test_the_gpu_of_a_rank(visible, installed, slots, local_rank, index) -> None
 )
 def test_gpus_that_are_too_few(visible, installed, slots, local_rank) -> None:
     gpus = Gpus(visible=visible, installed=installed)
-    message = f"a: {slots} ranks are planned there, and local rank {local_rank} sees {visible} GPUs"
+    message = f"a: {slots} ranks are planned, but local rank {local_rank} sees {visible} GPUs"
     with pytest.raises(ConfigError, match=message):
         gpu_index(gpus, local_rank=local_rank, slots=slots, host="a")
 
@@ -94,7 +94,7 @@ def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
     )
     check_quantized_gradients(exp.zero, done.plan, visible=2)
     for visible in (1, 8):
-        with pytest.raises(ConfigError, match=f"takes the {visible} GPUs that a rank sees"):
+        with pytest.raises(ConfigError, match=f"one rank per visible GPU \\({visible}\\)"):
             check_quantized_gradients(exp.zero, done.plan, visible=visible)
 
 

@@ -238,7 +238,7 @@ def test_hosts_without_a_shared_disk_have_the_same_columns(tmp_path: Path) -> No
         continued = ranks.run()
         assert [one[2] for one in continued] == [4, 2, 1]
         assert [one[0] for one in continued] == [values] * 3
-        assert "16 of them are done" in continued[0][3][0]
+        assert "16 already done" in continued[0][3][0]
         assert not list(tmp_path.glob("disk-*/*.partial"))
     finally:
         ranks.end()
@@ -250,7 +250,7 @@ def test_columns_without_a_model_are_refused(tmp_path: Path) -> None:
             return {"policy": ModelSpec()}
 
     exp: Experiment = small_experiment(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"precomputed columns, and no model to compute them"):
+    with pytest.raises(ConfigError, match=r"precomputed columns, but no model that computes them"):
         with_precomputed(
             exp, make_plan(exp), {}, tokenizer=None, task=Nothing(exp, None),
             stores={}, layout=lambda name: Layout(64, 0, name), group=None,

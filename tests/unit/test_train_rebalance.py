@@ -247,7 +247,7 @@ def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("joint", "has one loss for all of a step"), ("generates", "generates its samples")],
+    [("joint", "has a joint loss over the step"), ("generates", "generates its samples")],
 )
 def test_a_task_that_cannot_be_rebalanced_says_so(
     kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

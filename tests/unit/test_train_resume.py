@@ -89,7 +89,10 @@ def test_another_run_is_refused_and_all_that_differs_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         check_identity({"step": 3, "global_batch": 16, "seq_len": 64}, mine)
     assert "step 3" in str(caught.value)
-    assert "global_batch is 16 there and 8 here; seed is None there and 0 here" in str(caught.value)
+    assert (
+        "global_batch is 16 in the checkpoint and 8 in this run; seed is None in the checkpoint"
+        in str(caught.value)
+    )
 
 
 def test_data_that_a_newer_llmx_prepares_otherwise_is_said_to_be_that() -> None:
@@ -98,9 +101,13 @@ def test_data_that_a_newer_llmx_prepares_otherwise_is_said_to_be_that() -> None:
     # A checkpoint from before the version was noted goes on where the samples are the same.
     check_identity({key: saved[key] for key in saved if key != "preparation"}, mine)
     for version in ("1.2", None):
-        with pytest.raises(ConfigError, match=f"another form \\({version or 'an older one'} then"):
+        with pytest.raises(
+            ConfigError, match=f"another data format \\({version or 'an older one'}"
+        ):
             check_identity({**saved, "data_fingerprint": "a", "preparation": version}, mine)
-    with pytest.raises(ConfigError, match="of another run: data_fingerprint is a there"):
+    with pytest.raises(
+        ConfigError, match="belongs to another run: data_fingerprint is a in the checkpoint"
+    ):
         check_identity({**saved, "data_fingerprint": "a"}, mine)
 
 

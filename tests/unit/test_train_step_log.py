@@ -170,7 +170,7 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(
     assert event["probe_s"] == [0.1, 0.2]
     assert 31 + 6 <= event["step"] <= 31 + 12
     (warning,) = [text for text in said if "WARNING" in text]
-    assert "rank 1 (host-b) takes 2.0 times as long for a product of two matrices" in warning
+    assert "rank 1 (host-b) takes 2.0 times as long for a matrix product" in warning
     assert "rank 1 0.2 s, rank 0 0.1 s" in warning
     session.exp.batch.balance = "off"
     assert not StepLog(session, total=1000).probe.active

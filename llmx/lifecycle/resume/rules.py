@@ -1,4 +1,4 @@
-"""What may be changed when a run goes on, and what may not: one table.
+"""Which keys may change when a run is resumed: one table.
 
 ``python -m llmx resume --help`` prints it. The first row that names a key decides.
 """
@@ -21,7 +21,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True)
 class Rule:
-    """One row: keys, and what changing them does to the numbers, or why it is refused."""
+    """Keys, and how a change of them affects the numbers or why it is refused."""
 
     keys: tuple[str, ...]
     effect: str
@@ -34,7 +34,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Change:
-    """One value that is not what it was."""
+    """A key whose value differs from the snapshot."""
 
     key: str
     old: Any
@@ -47,17 +47,17 @@ class Change:
         return f"{short_value(self.old)} -> {short_value(self.new)}"
 
 
-_OTHER_SAMPLES = "they decide the samples of a step"
-_OTHER_MODEL = "the checkpoint holds the weights of that network"
+_OTHER_SAMPLES = "they determine the samples of a step"
+_OTHER_MODEL = "the checkpoint contains the weights of that network"
 
 PLACES = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
-"""May be said anew, on another machine, where the content is the recorded one."""
+"""May change where the content is the same, e.g. on another machine."""
 
 RULES = (
-    Rule(("launch.*",), SAME, "how the ranks are started and watched"),
+    Rule(("launch.*",), SAME, "how the ranks are started and monitored"),
     Rule(("tracking.*",), SAME, "where metrics are sent"),
-    Rule(("checkpoint.*",), SAME, "when the state is saved, what is kept"),
-    Rule(("hardware.*",), ROUNDING, "any hosts and devices; the global batch stays"),
+    Rule(("checkpoint.*",), SAME, "when the state is saved and which checkpoints are kept"),
+    Rule(("hardware.*",), ROUNDING, "any hosts and devices; the global batch stays the same"),
     Rule(
         (
             *("batch.micro_batch", "batch.accumulation", "batch.balance", "batch.weights"),
@@ -66,14 +66,14 @@ RULES = (
         ROUNDING,
         "how the same global batch is split",
     ),
-    Rule(("zero.*",), ROUNDING, "a checkpoint fits every ZeRO stage and offload"),
+    Rule(("zero.*",), ROUNDING, "a checkpoint loads at every ZeRO stage and offload"),
     Rule(
         (
             "model.attention",
             "model.activation_checkpointing",
         ),
         ROUNDING,
-        "the same network, computed in another way",
+        "the same network, computed differently",
     ),
     Rule(("model.fused_loss", "model.compile", "model.liger_kernel"), ROUNDING, "other kernels"),
     Rule(
@@ -88,34 +88,34 @@ RULES = (
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
     Rule(("task.steps", "task.epochs"), OTHER, "a longer or shorter run; its schedule follows"),
-    Rule(("precision",), OTHER, "the master weights stay, the arithmetic changes"),
+    Rule(("precision",), OTHER, "the master weights stay; the arithmetic changes"),
     Rule(("deterministic",), ROUNDING, "other kernels"),
-    Rule(("optim.kind",), REFUSED, "the checkpoint holds the states of that optimizer"),
+    Rule(("optim.kind",), REFUSED, "the checkpoint contains the states of that optimizer"),
     Rule(("optim.*",), OTHER, "read again at each step"),
     Rule(("data.cache_dir", "data.num_workers"), SAME, "where and how "
          "the same samples are prepared"),
-    Rule(PLACES, SAME, "where the same content lies; it is compared"),
-    Rule(("data.seq_len",), REFUSED, "another length makes different samples"),
+    Rule(PLACES, SAME, "where the same content is stored; the contents are compared"),
+    Rule(("data.seq_len",), REFUSED, "a different length gives different samples"),
     Rule(("data.layout", "data.pad_to_multiple_of"), ROUNDING, "the same rows in other batches"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),
-    Rule(("seed",), REFUSED, "the order of the samples follows from it"),
+    Rule(("seed",), REFUSED, "it determines the order of the samples"),
     Rule(
         ("batch.global_batch", "batch.tokens_per_step"),
         REFUSED,
-        "a step would take other samples",
+        "a step would have different samples",
     ),
     Rule(("adapter.lr",), OTHER, "read again at each step"),
-    Rule(("adapter.*",), REFUSED, "the checkpoint holds that adapter"),
+    Rule(("adapter.*",), REFUSED, "the checkpoint contains that adapter"),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
-    Rule(("task.kind",), REFUSED, "another task is another run"),
-    Rule(("task.options", "task.options.*"), REFUSED, "they decide the task's samples and loss"),
-    Rule(("task.code_path",), SAME, "where the task's code lies; it is compared"),
+    Rule(("task.kind",), REFUSED, "a different task is a different run"),
+    Rule(("task.options", "task.options.*"), REFUSED, "they determine the task's samples and loss"),
+    Rule(("task.code_path",), SAME, "where the task's code is stored; the code is compared"),
     Rule(("sweep.*",), SAME, "how a sweep runs its trials"),
-    Rule(("tokenizer.*",), REFUSED, "only for the tokenizer command"),
-    Rule(("name",), SAME, "what it is called"),
+    Rule(("tokenizer.*",), REFUSED, "used only by the tokenizer command"),
+    Rule(("name",), SAME, "the name of the run"),
     Rule(("run_dir",), SAME, "a run is resumed where its directory is"),
-    Rule(("dry_run",), SAME, "dry_run=true shows what would happen"),
-    Rule(("schema_version",), REFUSED, "it is the version of the snapshot's format"),
+    Rule(("dry_run",), SAME, "dry_run=true shows what would be done"),
+    Rule(("schema_version",), REFUSED, "the version of the snapshot's format"),
 )  # fmt: skip
 
 
@@ -128,29 +128,28 @@ def rule_of(key: str) -> Rule:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every key whose value differs, in the order of the schema."""
+    """The keys whose values differ, in the order of the schema."""
     found = changed_values(old, new)
     return [Change(key, before, after, rule_of(key)) for key, (before, after) in found.items()]
 
 
 def refuse(found: list[Change]) -> None:
-    """ConfigError with every change that may not be made, and why."""
+    """Raise ConfigError with every change that is not allowed, and why."""
     refused = [change for change in found if not change.rule.allowed]
     if refused:
         lines = [
-            f"{change.key}: {change.values} is not possible: {change.rule.why}."
-            for change in refused
+            f"{change.key}: cannot change {change.values}: {change.rule.why}." for change in refused
         ]
         raise ConfigError(
-            "\n".join(lines) + "\nStart a new run with it. `python -m llmx resume --help` lists "
-            "what may change."
+            "\n".join(lines) + "\nStart a new run with the new value. `python -m llmx resume "
+            "--help` lists the keys that may change."
         )
 
 
 def refuse_other_content(
     found: list[Change], then: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-    """ConfigError for an input that was said to lie elsewhere and is another one.
+    """Raise ConfigError where an input has a new path and different content.
 
     ``then``, ``now``: the provenances with their fingerprints.
     """
@@ -170,11 +169,11 @@ def refuse_other_content(
                 why = (
                     "its content was not recorded" if old is None
                     else "it is not on this machine" if new is None
-                    else f"its content differs ({new['digest'][:12]}, not {old['digest'][:12]})"
+                    else f"its content differs ({new['digest'][:12]}, was {old['digest'][:12]})"
                 )  # fmt: skip
                 raise ConfigError(
-                    f"{change.key}: {change.values} is not possible: "
-                    f"{why}. A run is resumed with the inputs it was started with."
+                    f"{change.key}: cannot change {change.values}: {why}. A resumed run needs the "
+                    "inputs with which it was started."
                 )
 
 
@@ -182,7 +181,9 @@ def table() -> str:
     """The rules as text: allowed ones by their effect, then the refused ones."""
     lines = []
     for effect in (SAME, ROUNDING, OTHER, REFUSED):
-        lines.append(f"{effect}:" if effect != REFUSED else "refused, since it is another run:")
+        lines.append(
+            f"{effect}:" if effect != REFUSED else "refused, since it would be a different run:"
+        )
         for rule in RULES:
             if rule.effect == effect and "run_dir" not in rule.keys:
                 keys = ", ".join(rule.keys)

@@ -239,7 +239,9 @@ def build_engine(
     import deepspeed
 
     if not any(spec.trained for spec in specs.values()):
-        raise ConfigError("The task trains none of its models: one must have trained=True.")
+        raise ConfigError(
+            "The task trains none of its models. Set trained=True on at least one ModelSpec."
+        )
     device = device_of(plan)
     # What differs by type of device is in here, and nowhere else.
     exp = on_device(exp, plan.ranks[torch.distributed.get_rank()].device)
@@ -337,16 +339,15 @@ def check_gradient_order(
             (rank, one) for rank, one in enumerate(found) if one != (found[0][0], "")
         )
         kind = type(network).__name__
-        if why and not plan.checkpointing:  # as ever
+        if why and not plan.checkpointing:
             if torch.distributed.get_rank() == 0:
-                print(f"The order of gradients of {kind} is not known: {why}", flush=True)
+                print(f"Cannot check the order of the gradients of {kind}: {why}", flush=True)
             continue
         wrong = why or _first_other(found[0][0], other)
         raise ConfigError(
-            f"{kind}: whether its gradients become ready in the same order on rank {rank} as on "
-            f"rank 0, which ZeRO stages 1 and 2 add up by, was tried: {wrong}. Set one "
-            "model.activation_checkpointing (null for each type of device) and one "
-            "model.attention (segments, sdpa or eager) for all."
+            f"{kind}: ZeRO stages 1 and 2 need gradients in the same order on all ranks. Rank "
+            f"{rank} and rank 0 differ: {wrong}. Set one model.activation_checkpointing (null for "
+            "each type of device) and one model.attention (segments, sdpa or eager) for all ranks."
         )
 
 
@@ -378,8 +379,8 @@ def _first_other(order: list[str], other: list[str]) -> str:
     """Where two orders part."""
     for place, (one, two) in enumerate(zip_longest(order, other, fillvalue="none"), start=1):
         if one != two:
-            return f"number {place} is {two} there and {one} on rank 0"
-    return "it is the same"
+            return f"gradient {place} is {two} there and {one} on rank 0"
+    return "the order is the same"
 
 
 @dataclass(frozen=True)
@@ -439,11 +440,12 @@ def check_spec(spec: ModelSpec, *, precision: str) -> None:
     if spec.precision in (None, precision):
         return
     if spec.precision not in DTYPES:
-        raise ConfigError(f"precision={spec.precision} is none of {', '.join(DTYPES)}.")
+        raise ConfigError(f"precision={spec.precision} is not one of {', '.join(DTYPES)}.")
     if precision != "fp32":
         raise ConfigError(
-            f"DeepSpeed casts all networks of an engine to precision={precision}. Leave precision "
-            "out of the ModelSpec; only a run with precision=fp32 keeps a frozen network in less."
+            f"DeepSpeed casts all networks of an engine to precision={precision}. Remove precision "
+            "from the ModelSpec; a frozen network in a lower precision needs a run with "
+            "precision=fp32."
         )
 
 
@@ -473,8 +475,8 @@ def check_source(model: ModelConfig) -> None:
     except Exception as error:  # the Hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
-            f"it is not a directory with a config.json on this host, and cannot be loaded from the "
-            f"Hub: {reason} Set the source to a directory that every host has, or to a Hub id."
+            f"no directory with a config.json on this host, and loading from the Hub failed: "
+            f"{reason} Set the source to a directory that exists on every host, or to a Hub id."
         ) from error
 
 
@@ -500,10 +502,10 @@ def check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     if other:
         token = min(other, key=lambda one: ours[one])
         raise ConfigError(
-            f"its tokenizer differs: {len(other)} of {len(ours)} tokens have other ids "
-            f"there, e.g. {token!r}, which is {ours[token]} here and {found.get(token, 'none')} "
-            "there. All networks of a task read the same tokens: choose a source with the "
-            "tokenizer of the run."
+            f"its tokenizer differs from that of the run: {len(other)} of {len(ours)} tokens have "
+            f"different ids, e.g. {token!r} is {ours[token]} in the run and "
+            f"{found.get(token, 'missing')} in the source. All networks of a task read the same "
+            "token ids: choose a source with the tokenizer of the run."
         )
 
 
@@ -591,8 +593,8 @@ def _build_one(
     elif exp.adapter.kind != "none":
         if spec.source is not None:
             raise ConfigError(
-                f"adapter.kind={exp.adapter.kind} goes with networks of model.path; this one is "
-                "trained and has a source of its own. Set adapter=none."
+                f"adapter.kind={exp.adapter.kind} applies only to networks of model.path; this "
+                "trained network has its own source. Set adapter=none."
             )
         adapter = add_adapter(
             network,
@@ -630,7 +632,7 @@ def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
     if required:
         raise ConfigError(
             f"model.fused_loss=true does not work with {kind}: {problem}. "
-            "Set model.fused_loss=null, which leaves it off here."
+            "Set model.fused_loss=null, which turns it off for this model."
         )
     if torch.distributed.get_rank() == 0:
         print(f"model.fused_loss is off for {kind}: {problem}", flush=True)

@@ -134,12 +134,13 @@ def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
         return local_rank
     if gpus.visible == 1 and (gpus.installed is None or gpus.installed >= slots):
         return 0
-    there = "" if gpus.installed is None else f" of {gpus.installed} in it"
+    there = "" if gpus.installed is None else f" of {gpus.installed}"
     raise ConfigError(
-        f"{host}: {slots} ranks are planned there, and local rank {local_rank} sees {gpus.visible} "
+        f"{host}: {slots} ranks are planned, but local rank {local_rank} sees {gpus.visible} "
         f"GPUs{there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
-        "Each rank must see all GPUs of its host, or one of its own. Set slots of the host to what "
-        "is there; under Slurm look at --gpus-per-task and --gpu-bind in launch.slurm.extra_args."
+        "Each rank must see all GPUs of its host, or one of its own. Set slots of the host to its "
+        "number of GPUs; under Slurm check --gpus-per-task and --gpu-bind in "
+        "launch.slurm.extra_args."
     )
 
 
@@ -160,9 +161,9 @@ def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> 
     slots = {host.slots for host in plan.hosts}
     if zero.quantized_gradients and len(plan.hosts) > 1 and slots != {visible}:
         raise ConfigError(
-            f"zero.quantized_gradients=true: DeepSpeed takes the {visible} GPUs that a rank sees "
-            f"for the ranks of its host, and the plan has {max(slots)} a host. Show each rank all "
-            "GPUs of its host and use all of them, or set zero.quantized_gradients=false."
+            f"zero.quantized_gradients=true: DeepSpeed assumes one rank per visible GPU "
+            f"({visible}), but the plan has {max(slots)} ranks per host. Make all GPUs of a host "
+            "visible to each rank and use all of them, or set zero.quantized_gradients=false."
         )
 
 
