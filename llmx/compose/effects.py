@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from llmx.compose.task_rules import specs
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
+from llmx.config.plugins import TRACKERS
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError
 
@@ -98,7 +99,10 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
     return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
 
 
-_LOGS_TO = ("wandb", "swanlab")
+def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:
+    return lambda exp: any(setting in TRACKERS.load(k).reads for k in exp.tracking.kinds)
+
+
 RULES = (
     Rule(
         "model.path",
@@ -224,9 +228,9 @@ RULES = (
     Rule("launch.restart_backoff_s launch.restart_backoff_max_s",
          lambda exp: exp.launch.max_restarts > 0,
          "with launch.max_restarts=0", "launch.max_restarts=3"),
-    Rule("tracking.uri", lambda exp: "mlflow" in exp.tracking.kinds,
+    Rule("tracking.uri", _tracker_reads("uri"),
          "without MLflow", "tracking=mlflow"),
-    Rule("tracking.entity", lambda exp: any(kind in exp.tracking.kinds for kind in _LOGS_TO),
+    Rule("tracking.entity", _tracker_reads("entity"),
          "without W&B or SwanLab", "tracking=wandb"),
     Rule("tracking.project tracking.group tracking.tags tracking.mode tracking.finish_timeout_s",
          lambda exp: bool(exp.tracking.kinds), "without a tracker", "tracking=wandb"),

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.config.plugins import Plugins
 from llmx.text import CONTROL, SURROGATES
 
 MAX_ITEMS = 1000
@@ -99,7 +100,7 @@ def choice(default: str, *options: str) -> Any:
     return field(default=default, metadata={"choices": (default, *options)})
 
 
-def choice_or(default: str, *options: str, rule: Text) -> Any:
+def choice_or(default: str, *options: str, rule: Text | Plugins) -> Any:
     """A closed set, or any other text that ``rule`` (with a pattern) takes."""
     return field(default=default, metadata={"choices": (default, *options), "or": rule})
 
@@ -136,11 +137,13 @@ def choice_or_null(*options: str, true: str | None = None, false: str | None = N
     return field(default=None, metadata=metadata)
 
 
-def choices(*options: str) -> Any:
-    """A list of strings, each from a closed set and there once; empty by default."""
-    return field(
-        default_factory=list, metadata={"item_choices": options, "length": Range(0, len(options))}
-    )
+def choices(*options: str, rule: Plugins | None = None) -> Any:
+    """A list of strings, each from a closed set (or one that ``rule`` takes) and there once; empty
+    by default."""
+    metadata: dict[str, Any] = {"item_choices": options, "length": Range(0, len(options))}
+    if rule is not None:
+        metadata |= {"or": rule, "length": Range(0, 100)}
+    return field(default_factory=list, metadata=metadata)
 
 
 def number(

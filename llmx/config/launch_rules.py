@@ -1,7 +1,7 @@
 """The rules of ``launch`` and of the ranks' variables (``launch.env``, ``hardware.env``). Pure.
 
 ``python -m llmx plan launch.transport=...`` applies them. The range of a single field stands beside
-it in ``llmx.config.schema``; here is what holds between fields and hosts.
+it in ``llmx.config.schema``; here is what holds between fields and hosts. A transport has its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import HardwareConfig, LaunchConfig
 from llmx.redact import is_secret
 from llmx.text import CONTROL, SURROGATES
@@ -27,21 +28,12 @@ _INSTEAD = {
     "CUDA_VISIBLE_DEVICES": ", and export it before llmx is started (a run on this machine), or "
     "set the slots of the host",
 }
-_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)(API_?)?KEYS?($|_)|APIKEY|(^|_)AUTH($|_)|^WANDB_"
-)
-_SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{12,}"
-    r"|://[^/\s:@]+:[^/\s@]+@|-----BEGIN"
-)
-_NOT_SECRET = frozenset({"LLMX_RUN_TOKEN", "TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")
 
 
 def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
     """Every broken rule: value, rule and fix."""
-    hosts = hardware.hosts
     yield from env_problems(hardware.env, key="hardware.env")
     yield from env_problems(launch.env, key="launch.env")
     for index, path in enumerate(launch.sync_extra):
@@ -50,30 +42,9 @@ def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[
                 f"launch.sync_extra[{index}]={path}: must be an absolute path, as it is the same "
                 "on every host. Write e.g. /data/more."
             )
-    if launch.transport == "local" and len(hosts) > 1:
-        yield (
-            f"launch.transport=local starts the ranks of this machine only, but there are "
-            f"{len(hosts)} hosts. Use launch.transport=pdsh, openmpi or slurm."
-        )
-    chosen = [host.name for host in hosts if host.device_indices]
-    if chosen and launch.transport in ("openmpi", "slurm"):
-        whose = "Slurm chooses" if launch.transport == "slurm" else "mpirun cannot choose"
-        yield (
-            f"launch.transport={launch.transport}: {whose} the devices of a host, and "
-            f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=pdsh."
-        )
-    if launch.transport == "slurm" and len({host.slots for host in hosts}) > 1:
-        slots = ", ".join(f"{host.name} {host.slots}" for host in hosts)
-        yield (
-            f"launch.transport=slurm needs the same number of slots on every host (they have: "
-            f"{slots}). Use hardware.slots={min(host.slots for host in hosts)}, or "
-            "launch.transport=pdsh inside the allocation."
-        )
-    if launch.transport == "slurm" and launch.sync == "rsync":
-        yield (
-            "launch.sync=rsync copies over ssh, which launch.transport=slurm does not use: it "
-            "needs a shared file system. Use launch.sync=none, or launch.transport=pdsh."
-        )
+    if launch.transport != "auto":
+        # By its name: the schema does not depend on what launches.
+        yield from TRANSPORTS.load(launch.transport)().problems(launch, hardware)
 
 
 def env_problems(env: Mapping[str, str], *, key: str) -> Iterator[str]:

@@ -33,6 +33,7 @@ from llmx.config.fields import (
     numbers,
     text,
 )
+from llmx.config.plugins import TRACKERS, TRANSPORTS
 from llmx.config.tasks import shipped_tasks
 
 SCHEMA_VERSION = 3
@@ -747,7 +748,7 @@ class SlurmConfig:
 class LaunchConfig:
     """How ranks are started on the hosts, watched and stopped."""
 
-    transport: str = choice("auto", "local", "pdsh", "openmpi", "slurm")
+    transport: str = choice_or("auto", *TRANSPORTS.shipped, rule=TRANSPORTS)
     """``auto``: ``local`` if all ranks run on this machine, else ``pdsh``."""
     sync: str = choice("none", "rsync")
     """``rsync`` copies code, model and data to the same path on every host."""
@@ -796,7 +797,7 @@ class LaunchConfig:
 class TrackingConfig:
     """Where metrics are sent. ``metrics.jsonl`` in the run directory has all of them."""
 
-    kinds: list[str] = choices("wandb", "tensorboard", "csv", "mlflow", "swanlab")
+    kinds: list[str] = choices(*TRACKERS.shipped, rule=TRACKERS)
     """Trackers that receive the metrics; empty: none."""
     project: str = "llmx"
     """The project of Weights & Biases and SwanLab, the experiment of MLflow."""

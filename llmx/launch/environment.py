@@ -125,7 +125,7 @@ def tool_env() -> dict[str, str]:
     } | {"LC_MESSAGES": "C"}
 
 
-def render_ds_env(env: Mapping[str, str], *, shell: bool) -> str:
+def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str:
     """The file of ``DS_ENV_FILE``: lines of ``NAME=value`` (a blank line crashes its reader).
 
     ``shell``: a shell on the other host reads the values (pdsh), inside the double quotes that
@@ -143,8 +143,8 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool) -> str:
         if not _PLAIN.fullmatch(value):
             if not shell:
                 raise ConfigError(
-                    f"{name}={value!r}: with launch.transport=openmpi DeepSpeed passes only values "
-                    "of letters, digits and @%+=:,./-_. Change the value, unset it in the "
+                    f"{name}={value!r}: with launch.transport={transport} DeepSpeed passes only "
+                    "values of letters, digits and @%+=:,./-_. Change the value, unset it in the "
                     "environment, or use launch.transport=pdsh."
                 )
             value = re.sub(r'(["$`\\])', r"\\\1", value)

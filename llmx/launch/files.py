@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
 import sys
@@ -16,7 +17,7 @@ from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.hostfile import render_hostfile
 from llmx.launch.environment import COPIED_NAMES, launcher_env, rank_env
-from llmx.launch.spec import LaunchSpec, make_spec
+from llmx.launch.spec import LaunchSpec, code_root
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
@@ -42,9 +43,10 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
         for name in sorted(COPIED_NAMES)
         if is_secret("", os.environ.get(name, ""))
     ]
-    if plan.transport == "local":
+    if not transport_of(plan.transport).is_remote:
         problems += [
-            f'launch.transport=local: "{host.name}" is another machine. Use launch.transport=pdsh.'
+            f'launch.transport={plan.transport}: "{host.name}" is another machine. Use '
+            "launch.transport=pdsh."
             for host in plan.hosts
             if not host.is_local
         ]
@@ -55,7 +57,7 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
 def path_problems(exp: Experiment, plan: Plan) -> list[str]:
     """Paths that a launch cannot use. A plan only warns of them: it may be made in another place
     than where it is launched."""
-    if plan.transport == "local":
+    if not transport_of(plan.transport).is_remote:
         return []
     # DeepSpeed writes paths into the command for the other hosts without quotes.
     paths = {"run_dir": exp.run_dir, "launch.python": exp.launch.python or sys.executable}
@@ -70,10 +72,11 @@ def path_problems(exp: Experiment, plan: Plan) -> list[str]:
 
 def check_programs(launch: LaunchConfig, plan: Plan) -> None:
     """LaunchError with the package of each program that the transport needs and that is missing."""
-    wanted = list(transport_of(plan.transport).programs)
-    if launch.sync == "rsync" and plan.transport != "local":
-        wanted.append(("rsync", "rsync"))
-    missing = [(name, package) for name, package in wanted if shutil.which(name) is None]
+    transport = transport_of(plan.transport)
+    programs = list(transport.programs)
+    if launch.sync == "rsync" and transport.is_remote:
+        programs.append(("rsync", "rsync"))
+    missing = [(name, package) for name, package in programs if shutil.which(name) is None]
     if missing:
         names = ", ".join(f'"{name}"' for name, _ in missing)
         packages = " ".join(sorted({package for _, package in missing}))
@@ -81,6 +84,33 @@ def check_programs(launch: LaunchConfig, plan: Plan) -> None:
             f"launch.transport={plan.transport} needs {names} on this machine, not found on PATH. "
             f"Install with `apt-get install {packages}` (Debian, Ubuntu), or use another transport."
         )
+
+
+def make_spec(
+    exp: Experiment,
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    port: int,
+    token: str | None = None,
+    worker: str = "llmx.worker",
+) -> LaunchSpec:
+    """The spec of a launch from this machine, with its current environment."""
+    cores, cpus_per_task = transport_of(plan.transport).cores(exp, plan)
+    return LaunchSpec(
+        exp=exp,
+        plan=plan,
+        run_dir=run_dir,
+        port=port,
+        token=token or secrets.token_hex(8),
+        python=exp.launch.python or sys.executable,
+        code_root=code_root(),
+        worker=worker,
+        environ=dict(os.environ),
+        cores=cores,
+        cpus_per_task=cpus_per_task,
+        interfaces=tuple(host.interface for host in plan.hosts),
+    )
 
 
 def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:

@@ -6,8 +6,6 @@ Rendering reads nothing else, so the same spec always gives the same files.
 from __future__ import annotations
 
 import os
-import secrets
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,74 +55,6 @@ class LaunchSpec:
         relative = Path(*self.worker.split(".")).with_suffix(".py")
         root = self.code_root or str(Path(llmx.__file__).parent.parent)
         return str(Path(root) / relative)
-
-
-def make_spec(
-    exp: Experiment,
-    plan: Plan,
-    run_dir: RunDir,
-    *,
-    port: int,
-    token: str | None = None,
-    worker: str = "llmx.worker",
-) -> LaunchSpec:
-    """The spec of a launch from this machine, with its current environment."""
-    cores = len(os.sched_getaffinity(0)) if plan.transport == "local" else None
-    cpus_per_task = None
-    if plan.transport == "slurm":
-        names = [host.name for host in plan.hosts]
-        slots = max(host.slots for host in plan.hosts)
-        cpus_per_task = exp.launch.slurm.cpus_per_task or share_of_cores(
-            slurm_cores(os.environ, names), slots
-        )
-        cores = cpus_per_task * slots if cpus_per_task else None
-    return LaunchSpec(
-        exp=exp,
-        plan=plan,
-        run_dir=run_dir,
-        port=port,
-        token=token or secrets.token_hex(8),
-        python=exp.launch.python or sys.executable,
-        code_root=code_root(),
-        worker=worker,
-        environ=dict(os.environ),
-        cores=cores,
-        cpus_per_task=cpus_per_task,
-        interfaces=tuple(host.interface for host in plan.hosts),
-    )
-
-
-def share_of_cores(cores: int | None, slots: int) -> int | None:
-    """Cores of one rank. An even number, since Slurm allocates both threads of a core: 7 ranks with
-    13 of 96 would be rounded up to 98."""
-    if cores is None:
-        return None
-    share = max(1, cores // slots)
-    return share if share == 1 else share - share % 2
-
-
-def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
-    """Cores that every host has for the run: of the allocation, else as Slurm lists the hosts; None
-    where unknown."""
-    given = environ.get("SLURM_JOB_CPUS_PER_NODE")
-    if given:  # 16(x2),8
-        counts = [part.split("(")[0] for part in given.split(",")]
-        return min((int(count) for count in counts if count.isdecimal()), default=None)
-    if environ.get("SLURM_JOB_ID"):
-        # An allocation joined by its id: it may have fewer cores than its hosts.
-        return None
-    try:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=None)
 
 
 def code_root() -> str | None:

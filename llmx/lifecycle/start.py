@@ -23,7 +23,7 @@ from llmx.plan import Plan
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
-from llmx.tracking.packages import check_packages
+from llmx.tracking.base import check_packages
 
 if TYPE_CHECKING:
     from llmx.launch.spec import LaunchSpec

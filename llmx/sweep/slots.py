@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from llmx.config import Experiment, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.launch.spec import share_of_cores, slurm_cores
+from llmx.launch.transports import transport_of
+from llmx.launch.transports.slurm import share_of_cores, slurm_cores
 from llmx.plan.threads import SHARED_BY
 from llmx.text import plural
 
@@ -138,7 +139,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
     hosts = [_host(share) for share in placed.shares]
     if hardware.devices[placed.device].accelerator == "cpu":
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
-    if exp.launch.transport in ("slurm", "openmpi"):
+    if transport_of(exp.launch.transport).device_choice:
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
     kept = hardware.hosts[0].name == hosts[0].name
     env, launch = dict(hardware.env), exp.launch

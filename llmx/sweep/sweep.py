@@ -32,6 +32,7 @@ from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.transports import transport_of
 from llmx.lifecycle.learned import learn
 from llmx.plan.types import Plan
 from llmx.run.metrics import Metric
@@ -486,11 +487,12 @@ class Sweep:
         first = first_of(whole.hardware, count)
         part = any(len(slots) < host.slots for host, slots in first.shares)
         gpus = whole.hardware.devices[first.device].accelerator == "cuda"
-        if whole.launch.transport == "openmpi" and part and gpus:
+        transport = transport_of(whole.launch.transport)
+        if transport.device_choice and not transport.allocates and part and gpus:
             raise ConfigError(
-                f"sweep.slots_per_trial={count} with launch.transport=openmpi: mpirun cannot "
-                "choose GPUs of a host, so trials would share them. Use launch.transport=pdsh, or "
-                "whole hosts."
+                f"sweep.slots_per_trial={count} with launch.transport={transport.name}: "
+                f"{transport.device_choice} GPUs of a host, so trials would share them. Use "
+                "launch.transport=pdsh, or whole hosts."
             )
         return _placed(whole, typed, first)
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.compose.complete import Composed
+from llmx.config.plugins import TRACKERS
 from llmx.errors import LlmxError
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_mapping, write_json
 
 DIRECTORY = "left_out"
-SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that show runs beside each other; the others are files of one run."""
 
 
 class Replays:
@@ -79,4 +78,5 @@ class Replays:
 
 
 def _services(kinds: Sequence[str]) -> list[str]:
-    return [kind for kind in kinds if kind in SERVICES]
+    """Those that show runs beside each other; the others are files of one run."""
+    return [kind for kind in kinds if TRACKERS.load(kind).compares_runs]

@@ -14,9 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import util
 from pathlib import Path
 from typing import Any
 
+from llmx.config import TrackingConfig
+from llmx.config.plugins import TRACKERS
+from llmx.errors import ConfigError
 from llmx.offline import why_no_answer
 from llmx.run.metrics.lines import Record
 
@@ -76,6 +80,12 @@ class Tracker(abc.ABC):
     """A service or a file that gets the metrics. Every method may block or raise: see Composite."""
 
     name: str
+    needs: tuple[str, ...] = ()
+    """Modules of packages that llmx does not bring along."""
+    reads: tuple[str, ...] = ()
+    """Settings of ``tracking`` that not every tracker has a use for: ``entity``, ``uri``."""
+    compares_runs = False
+    """Whether it shows runs beside each other; the others write files of one run."""
 
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
@@ -186,6 +196,22 @@ class _Lane:
                 return
             if method == "finish":
                 return
+
+
+def check_packages(tracking: TrackingConfig) -> None:
+    """ConfigError for each of ``tracking.kinds`` whose packages are not installed here, where the
+    tracker process runs."""
+    problems = []
+    for kind in dict.fromkeys(tracking.kinds):
+        missing = [name for name in TRACKERS.load(kind).needs if util.find_spec(name) is None]
+        if missing:
+            problems.append(
+                f"tracking.kinds has {kind}, which needs a package that is not installed on this "
+                f"machine ({', '.join(missing)}). Run `pip install llmx[{kind}]`, or leave it out "
+                "(tracking=csv)."
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def replay_command(run_dir: Path) -> str:

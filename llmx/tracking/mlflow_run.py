@@ -20,6 +20,9 @@ class MlflowTracker(Tracker):
     """Writes to tracking.uri, MLFLOW_TRACKING_URI or RUN_DIR/mlflow."""
 
     name = "mlflow"
+    needs = ("mlflow", "sqlalchemy", "alembic")
+    reads = ("uri",)
+    compares_runs = True
 
     def start(self, meta: RunMeta) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # no chatter to a third party

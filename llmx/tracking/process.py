@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx.config import Experiment, TrackingConfig, experiment_from_dict
+from llmx.config.plugins import TRACKERS
 from llmx.errors import ConfigError, LlmxError
 from llmx.redact import redacted
 from llmx.run.metrics.lines import MetricsTail, Record
 from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
-from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
+from llmx.tracking.base import CompositeTracker, RunMeta, Status
 
 POLL_S = 0.5
 TRACKING_JSON = "tracking.json"
-KINDS = ("wandb", "tensorboard", "csv", "mlflow", "swanlab")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,44 +131,12 @@ class TrackerStatuses:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def make_trackers(kinds: list[str], *, notify: TrackerStatuses) -> list[Tracker]:
-    """One tracker for each of ``tracking.kinds``; the imports are theirs, and late."""
-    trackers: list[Tracker] = []
-    for kind in dict.fromkeys(kinds):
-        if kind == "wandb":
-            from llmx.tracking.wandb_run import WandbTracker
-
-            trackers.append(WandbTracker(notify))
-        elif kind == "tensorboard":
-            from llmx.tracking.tensorboard import TensorBoardTracker
-
-            trackers.append(TensorBoardTracker(notify))
-        elif kind == "csv":
-            from llmx.tracking.csv_file import CsvTracker
-
-            trackers.append(CsvTracker(notify))
-        elif kind == "mlflow":
-            from llmx.tracking.mlflow_run import MlflowTracker
-
-            trackers.append(MlflowTracker(notify))
-        elif kind == "swanlab":
-            from llmx.tracking.swanlab_run import SwanlabTracker
-
-            trackers.append(SwanlabTracker(notify))
-        else:
-            raise ConfigError(
-                f"tracking.kinds: {kind!r} is none of {', '.join(KINDS)}; "
-                "write e.g. tracking.kinds=[wandb,csv]."
-            )
-    return trackers
-
-
 def _start(
     run: RunDir, experiment: Experiment, config: dict[str, Any], *, statuses: TrackerStatuses
 ) -> CompositeTracker:
-    composite = CompositeTracker(
-        make_trackers(experiment.tracking.kinds, notify=statuses), notify=statuses
-    )
+    kinds = dict.fromkeys(experiment.tracking.kinds)
+    trackers = [TRACKERS.load(kind)(statuses) for kind in kinds]
+    composite = CompositeTracker(trackers, notify=statuses)
     composite.start(run_meta(run, experiment.name, experiment.tracking, config))
     return composite
 

@@ -20,6 +20,9 @@ class SwanlabTracker(Tracker):
     """Writes into RUN_DIR/swanlab or, where there is a key and a way out, to the server."""
 
     name = "swanlab"
+    needs = ("swanlab",)
+    reads = ("entity",)
+    compares_runs = True
 
     def start(self, meta: RunMeta) -> None:
         import swanlab

@@ -28,6 +28,8 @@ class WandbTracker(Tracker):
     """Writes into ``RUN_DIR/wandb`` and, where there is a way out, to the server."""
 
     name = "wandb"
+    reads = ("entity",)
+    compares_runs = True
 
     def __init__(self, notify: Notify) -> None:
         super().__init__(notify)

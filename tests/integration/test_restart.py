@@ -19,7 +19,7 @@ import pytest
 
 from llmx.errors import LaunchError
 from llmx.launch import supervise
-from llmx.launch.spec import make_spec
+from llmx.launch.files import make_spec
 from llmx.launch.supervision.journal import read_attempts, supervisor_lock
 from llmx.plan.types import Plan
 from llmx.run import snapshot

@@ -13,8 +13,7 @@ from llmx.compose.complete import Composed, compose
 from llmx.compose.user_files import check_user_files
 from llmx.config.addresses import address_problem, alias, bare, canonical
 from llmx.errors import ConfigError
-from llmx.launch.files import rendered_files
-from llmx.launch.spec import make_spec
+from llmx.launch.files import make_spec, rendered_files
 from llmx.run.rundir import RunDir
 from tests.composing import composed, values
 

@@ -31,7 +31,7 @@ from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AGENT, AgentError, Connection
 from llmx.launch.agents.preflight import check_environments, check_reachability
 from llmx.launch.agents.shutdown import shut_down
-from llmx.launch.spec import make_spec
+from llmx.launch.files import make_spec
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.run.rundir import RunDir
 from tests.tracked_run import plan

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from llmx.config import experiment_from_dict
 from llmx.config.addresses import address_problem
+from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
@@ -31,14 +32,15 @@ from llmx.launch.environment import launcher_env, rank_env, render_ds_env
 from llmx.launch.files import (
     check_launch,
     check_programs,
+    make_spec,
     path_problems,
     rendered_files,
     runner_env,
 )
-from llmx.launch.spec import LaunchSpec, make_spec, share_of_cores, slurm_cores
+from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
-from llmx.launch.transports import TRANSPORTS, transport_of
-from llmx.launch.transports.base import deepspeed_argv
+from llmx.launch.transports import deepspeed_argv, transport_of
+from llmx.launch.transports.slurm import share_of_cores, slurm_cores
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.rundir import RunDir
@@ -117,7 +119,7 @@ def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
 SLOTS = {"local": (2,), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
 
 
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
 def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> None:
     more = {"cpus_per_task": 8} if transport == "slurm" else {}
     files = rendered_files(spec_of(experiment(transport, SLOTS[transport]), **more))
@@ -126,10 +128,10 @@ def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> N
 
 
 def test_every_transport_has_a_golden_file() -> None:
-    assert set(SLOTS) == set(TRANSPORTS)
+    assert set(SLOTS) == set(TRANSPORTS.shipped)
 
 
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
 def test_no_secret_gets_through(transport: str) -> None:
     spec = spec_of(experiment(transport, SLOTS[transport]))
     text = "".join(rendered_files(spec).values()) + repr(runner_env(spec))
@@ -202,7 +204,7 @@ def test_ssh_reads_what_was_written(host: HostPlan) -> None:
 def test_what_ds_env_holds_is_one_line_a_variable(env: dict[str, str]) -> None:
     """Read back as the shell of the other host does, or refused."""
     try:
-        text = render_ds_env(env, shell=True)
+        text = render_ds_env(env, shell=True, transport="openmpi")
     except ConfigError:
         return
     lines = text.split("\n")[:-1]
@@ -285,11 +287,13 @@ def test_the_config_wins_over_the_environment() -> None:
 def test_ds_env_is_what_deepspeed_can_read() -> None:
     """Its reader splits at the first = and crashes at a blank line."""
     env = rank_env(spec_of(experiment("pdsh", (1, 1), env={"ODD": 'a "b" $c `d` \\ 10%'})))
-    for line in render_ds_env(env, shell=True).splitlines():
+    for line in render_ds_env(env, shell=True, transport="openmpi").splitlines():
         name, value = line.split("=", maxsplit=1)
         assert name
         assert value == value.strip() or name == "ODD"
-    assert 'ODD=a \\"b\\" \\$c \\`d\\` \\\\ 10%%\n' in render_ds_env(env, shell=True)
+    assert 'ODD=a \\"b\\" \\$c \\`d\\` \\\\ 10%%\n' in render_ds_env(
+        env, shell=True, transport="openmpi"
+    )
 
 
 def test_values_that_openmpi_would_change_are_refused() -> None:
@@ -416,7 +420,7 @@ def test_chosen_gpus_stay_chosen() -> None:
 def test_gpus_are_chosen_by_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's launcher takes numbers only."""
     gpus = [Gpu("NVIDIA A100", 80.0, 8.0, index, f"GPU-{index}f3a") for index in range(4)]
-    monkeypatch.setattr("llmx.launch.transports.base.detect_gpus", lambda: gpus)
+    monkeypatch.setattr("llmx.launch.transports.detect_gpus", lambda: gpus)
     spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": "GPU-3f3a,GPU-1f"})
     assert "--include=localhost:3,1" in transport_of("local").argv(spec)
     spec = dataclasses.replace(spec, environ={"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-7f"})

@@ -8,8 +8,7 @@ import pytest
 
 from llmx.config import Experiment, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.launch.files import rendered_files
-from llmx.launch.spec import make_spec
+from llmx.launch.files import make_spec, rendered_files
 from llmx.launch.transports import transport_of
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir

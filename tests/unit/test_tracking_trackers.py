@@ -17,8 +17,9 @@ from llmx.errors import ConfigError
 from llmx.run.metrics.lines import MetricsTail, scalars
 from llmx.run.rundir import write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
+from llmx.tracking.base import check_packages
 from llmx.tracking.csv_file import CsvTracker
-from llmx.tracking.packages import OPTIONAL, check_packages
+from llmx.tracking.mlflow_run import MlflowTracker
 from llmx.tracking.process import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
 from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
@@ -225,7 +226,7 @@ def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tracker_without_its_package_is_named_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(OPTIONAL, "mlflow", ("nowhere_to_be_found", "json"))
+    monkeypatch.setattr(MlflowTracker, "needs", ("nowhere_to_be_found", "json"))
     check_packages(TrackingConfig(kinds=["wandb", "csv"]))
     with pytest.raises(ConfigError) as raised:
         check_packages(TrackingConfig(kinds=["csv", "mlflow"]))

@@ -75,7 +75,7 @@ class RankMonitor:
         self._exit_reported_at: dict[int, float] = {}
         """Rank -> when its exit was reported, by the monotonic clock."""
         self._queued = False
-        """Slurm has not allocated the hosts yet."""
+        """A scheduler has not allocated the hosts yet."""
         self._finished_at: float | None = None
         self._exited_at: float | None = None
 
@@ -102,7 +102,7 @@ class RankMonitor:
         self.progress.update(self.evidence.statuses)
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
-            self._follow_slurm_queue(line)
+            self._follow_queue(line)
         for line in self._rank_0.read(final=final):
             self.log.console.rank_line(line)
         for record in self._metrics.read():
@@ -245,15 +245,14 @@ class RankMonitor:
         silent_s = time.monotonic() - connection.last_message_at
         self.evidence.lost_hosts.setdefault(connection.name, time.time() - silent_s)
 
-    def _follow_slurm_queue(self, line: str) -> None:
+    def _follow_queue(self, line: str) -> None:
         """A job may be queued for hours: launch.start_timeout_s begins with its allocation."""
-        if "queued and waiting for resources" in line:
-            self._queued = True
-        elif "has been allocated resources" in line:
-            self._queued, self._started = False, time.monotonic()
-        else:
-            return
-        self.log.console.print(line)
+        is_queued = transport_of(self.plan.transport).is_queued(line)
+        if is_queued is not None:
+            self._queued = is_queued
+            if not is_queued:
+                self._started = time.monotonic()
+            self.log.console.print(line)
 
     def _not_started(self) -> bool:
         return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)

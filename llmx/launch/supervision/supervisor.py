@@ -19,7 +19,8 @@ from textwrap import shorten
 from typing import TextIO
 
 from llmx.config.schema import Experiment
-from llmx.launch.spec import LaunchSpec, make_spec
+from llmx.launch.files import make_spec
+from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.attempt import Attempt, local_disk_failure
 from llmx.launch.supervision.backoff import Backoff, HostSelection
 from llmx.launch.supervision.console import Console, RunLog

@@ -1,36 +1,182 @@
-"""How ranks are started on hosts: one small class for each transport, behind one interface.
+"""How ranks are started on hosts: one file for each transport, and here what they have in common.
 
 ``local``: this machine; ``pdsh``: ssh to every host in parallel; ``openmpi``: ``mpirun``;
 ``slurm``: ``srun``. Each renders the argv and the environment of ``deepspeed`` from a
-``LaunchSpec`` alone.
+``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package can add one.
 
 ``python -m llmx launch.transport=openmpi hardware=a100x2_v100x2 dry_run=true`` shows it.
 """
 
 from __future__ import annotations
 
-from llmx.launch.transports.base import Transport
-from llmx.launch.transports.local import LocalTransport
-from llmx.launch.transports.openmpi import OpenMpiTransport
-from llmx.launch.transports.pdsh import PdshTransport
-from llmx.launch.transports.slurm import SlurmTransport
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-__all__ = [
-    "TRANSPORTS",
-    "LocalTransport",
-    "OpenMpiTransport",
-    "PdshTransport",
-    "SlurmTransport",
-    "Transport",
-    "transport_of",
-]
-
-TRANSPORTS: dict[str, Transport] = {
-    transport.name: transport
-    for transport in (LocalTransport(), PdshTransport(), OpenMpiTransport(), SlurmTransport())
-}
+from llmx.config.plugins import TRANSPORTS
+from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
+from llmx.errors import LaunchError
+from llmx.hardware.detect import detect_gpus, visible_gpus
+from llmx.hardware.hostfile import HostSlots
+from llmx.launch.environment import render_ds_env
+from llmx.launch.spec import LaunchSpec
+from llmx.plan.types import HostPlan, Plan
+from llmx.text import plural
 
 
+class Transport:
+    """One way of starting ranks on hosts. Stateless: everything comes from the arguments."""
+
+    name: str
+    programs: tuple[tuple[str, str], ...] = ()
+    """What must be on PATH of this machine: (program, Debian package)."""
+    is_remote = True
+    """Whether it starts ranks on other hosts, too."""
+    has_agents = True
+    """Whether the supervisor starts an agent on every other host over ssh."""
+    ends_by_itself = True
+    """Whether to wait for the launcher after the last rank has exited: one that removes files of
+    its own. DeepSpeed's leaves nothing, and takes two to three seconds to notice."""
+    ds_env_for_shell = True
+    """Whether a shell on the other host reads the values of ``ds_env``."""
+    device_choice = ""
+    """Why no run can choose GPUs of a host: ``mpirun cannot choose``; empty where it can."""
+    allocates = False
+    """Whether a scheduler gives each run cores and GPUs of its own."""
+
+    def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+        """Rules of the config that are broken: value, rule and fix."""
+        chosen = [host.name for host in hardware.hosts if host.device_indices]
+        if chosen and self.device_choice:
+            yield (
+                f"launch.transport={self.name}: {self.device_choice} the devices of a host, and "
+                f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=pdsh."
+            )
+
+    def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
+        """CPU cores of each host and of a rank, where they are known on this machine."""
+        return None, None
+
+    def is_queued(self, line: str) -> bool | None:
+        """What a line of the launcher's log says: whether the run waits for an allocation of its
+        hosts. None where it says nothing of it."""
+        return None
+
+    def argv(self, spec: LaunchSpec) -> list[str]:
+        """The exact ``deepspeed`` command."""
+        raise NotImplementedError
+
+    def env(self, spec: LaunchSpec) -> dict[str, str]:
+        """What the transport adds to the environment of ``deepspeed``."""
+        return {"DS_ENV_FILE": str(spec.run_dir.ds_env)}
+
+    def ds_env(self, env: Mapping[str, str]) -> str:
+        """The text of ``RUN_DIR/ds_env`` for the environment of a rank."""
+        return render_ds_env(env, shell=self.ds_env_for_shell, transport=self.name)
+
+    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
+        """The lines of ``RUN_DIR/hostfile``."""
+        return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
+
+    def further_files(self, spec: LaunchSpec) -> dict[str, str]:
+        """Files of the run directory that only this transport needs: name -> text."""
+        return {}
+
+    def cancel(self, spec: LaunchSpec, *, force: bool) -> list[list[str]]:
+        """Commands for this machine that end ranks which no agent reaches: with SIGTERM, or
+        (``force``) with SIGKILL."""
+        return []
+
+    def signal(self, spec: LaunchSpec, name: str) -> list[list[str]]:
+        """Commands for this machine that send ``SIG<name>`` to ranks which no agent reaches."""
+        return []
+
+
+@functools.cache
 def transport_of(name: str) -> Transport:
-    """The transport of ``plan.transport``."""
-    return TRANSPORTS[name]
+    """The transport of ``plan.transport`` or ``launch.transport``; ``auto`` chooses devices as
+    ``pdsh`` does."""
+    transport: Transport = TRANSPORTS.load("pdsh" if name == "auto" else name)()
+    return transport
+
+
+def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
+    """``deepspeed`` with every value explicit that it would guess otherwise.
+
+    Given a hostfile, DeepSpeed checks its first host over ssh with the user's own settings, unless
+    told not to; the address and the port would be ``hostname -I`` and 29500.
+    """
+    script = Path(spec.python).parent / "deepspeed"
+    # The first line of the script names its Python: a kernel reads no blank in it, and 127 bytes.
+    runs = script.is_file() and " " not in str(script) and len(os.fsencode(spec.python)) < 125
+    return [
+        *([str(script)] if runs else [spec.python, "-m", "deepspeed.launcher.runner"]),
+        f"--hostfile={spec.run_dir.hostfile}",
+        "--no_ssh_check",
+        f"--master_addr={spec.plan.master_addr}",
+        f"--master_port={spec.port}",
+        *launcher,
+    ]
+
+
+def module_argv(spec: LaunchSpec) -> list[str]:
+    """The program of a rank as a module, with one argument and no ``--local_rank``."""
+    return ["--module", "--no_local_rank", spec.worker, str(spec.run_dir.root)]
+
+
+def chosen_devices(spec: LaunchSpec) -> dict[str, list[int]]:
+    """The GPUs of each host by index, where ``hardware`` or this machine's CUDA_VISIBLE_DEVICES
+    chooses some; empty: the first ones.
+
+    Given a hostfile, DeepSpeed overwrites the variable with 0..slots-1, and two users of a machine
+    would run on the same GPUs; so they are passed to it with ``--include``.
+    """
+    if spec.plan.accelerator != "cuda":
+        return {}
+    indices = {host.name: list(host.device_indices) for host in spec.exp.hardware.hosts}
+    visible = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    chosen = {}
+    for host in spec.plan.hosts:
+        on_host = indices.get(host.name) or []
+        if host.is_local and visible:
+            on_host = _among_visible(visible, host, on_host)
+        if on_host:
+            chosen[host.name] = on_host
+    if not chosen:
+        return {}
+    return {host.name: chosen.get(host.name, list(range(host.slots))) for host in spec.plan.hosts}
+
+
+def _among_visible(visible: str, host: HostPlan, indices: list[int]) -> list[int]:
+    """The GPUs of this machine's ranks. ``indices``: its ``device_indices``, which count those that
+    ``visible`` leaves."""
+    words = [word.strip() for word in visible.split(",")]
+    if all(word.isdecimal() for word in words):
+        gpus = list(map(int, words))
+    else:  # UUIDs: DeepSpeed's launcher takes numbers only
+        gpus = [gpu.index for gpu in visible_gpus(detect_gpus(), visible)]
+    if indices and max(indices) >= len(gpus):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={visible} leaves {plural(len(gpus), 'GPU')}, and device_indices="
+            f"{indices} of {host.name} counts these from 0 on. Use indices below {len(gpus)}."
+        )
+    if len(gpus) < host.slots:
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={visible}: {plural(len(gpus), 'GPU')} for {host.slots} slots. "
+            f"List {host.slots}, or set hardware.slots={len(gpus)}."
+        )
+    return [gpus[index] for index in indices or range(host.slots)]
+
+
+def include_argv(devices: Mapping[str, Sequence[int]]) -> list[str]:
+    """``--include`` of ``deepspeed`` for the chosen GPUs: its launcher makes only them visible."""
+    if not devices:
+        return []
+    parts = (f"{name}:{','.join(map(str, chosen))}" for name, chosen in devices.items())
+    return [f"--include={'@'.join(parts)}"]
+
+
+def slots_for(devices: Mapping[str, Sequence[int]]) -> list[HostSlots]:
+    """The hostfile for ``include_argv``: DeepSpeed needs slots up to the highest index."""
+    return [HostSlots(name, max(chosen) + 1) for name, chosen in devices.items()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
+from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.hardware.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import (
+from llmx.launch.transports import (
     Transport,
     chosen_devices,
     deepspeed_argv,
@@ -14,14 +16,26 @@ from llmx.launch.transports.base import (
     module_argv,
     slots_for,
 )
+from llmx.plan.types import Plan
 
 
 class LocalTransport(Transport):
     """``deepspeed`` with a hostfile of one line, for which it needs no launcher."""
 
     name = "local"
+    is_remote = False
     has_agents = False
     ends_by_itself = False
+
+    def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+        if len(hardware.hosts) > 1:
+            yield (
+                f"launch.transport=local starts the ranks of this machine only, but there are "
+                f"{len(hardware.hosts)} hosts. Use launch.transport=pdsh, openmpi or slurm."
+            )
+
+    def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
+        return len(os.sched_getaffinity(0)), None
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         return deepspeed_argv(spec, [*include_argv(chosen_devices(spec)), *module_argv(spec)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import Transport, deepspeed_argv, module_argv
+from llmx.launch.transports import Transport, deepspeed_argv, module_argv
 
 
 class OpenMpiTransport(Transport):
@@ -19,6 +19,7 @@ class OpenMpiTransport(Transport):
         ("ssh", "openssh-client"),
     )
     ds_env_for_shell = False
+    device_choice = "mpirun cannot choose"
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         launcher = [

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from llmx.hardware.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import (
+from llmx.launch.transports import (
     Transport,
     chosen_devices,
     deepspeed_argv,

@@ -4,11 +4,15 @@ file system: the supervisor reaches the hosts through Slurm only, without ssh.""
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
 
-from llmx.config.schema import SlurmConfig
+from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig, SlurmConfig
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.base import Transport, deepspeed_argv
+from llmx.launch.transports import Transport, deepspeed_argv
+from llmx.plan.types import Plan
 
 
 class SlurmTransport(Transport):
@@ -21,6 +25,36 @@ class SlurmTransport(Transport):
         ("sinfo", "slurm-client"),
     )
     has_agents = False
+    device_choice = "Slurm chooses"
+    allocates = True
+
+    def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+        yield from super().problems(launch, hardware)
+        hosts = hardware.hosts
+        if len({host.slots for host in hosts}) > 1:
+            slots = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+            yield (
+                f"launch.transport=slurm needs the same number of slots on every host (they have: "
+                f"{slots}). Use hardware.slots={min(host.slots for host in hosts)}, or "
+                "launch.transport=pdsh inside the allocation."
+            )
+        if launch.sync == "rsync":
+            yield (
+                "launch.sync=rsync copies over ssh, which launch.transport=slurm does not use: it "
+                "needs a shared file system. Use launch.sync=none, or launch.transport=pdsh."
+            )
+
+    def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
+        slots = max(host.slots for host in plan.hosts)
+        of_a_rank = exp.launch.slurm.cpus_per_task or share_of_cores(
+            slurm_cores(os.environ, [host.name for host in plan.hosts]), slots
+        )
+        return of_a_rank * slots if of_a_rank else None, of_a_rank
+
+    def is_queued(self, line: str) -> bool | None:
+        if "queued and waiting for resources" in line:
+            return True
+        return False if "has been allocated resources" in line else None
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         launcher = [
@@ -97,3 +131,36 @@ def chosen_options(slurm: SlurmConfig) -> list[str]:
         "time": slurm.time_limit,
     }
     return [*(f"--{name}={value}" for name, value in named.items() if value), *slurm.extra_args]
+
+
+def share_of_cores(cores: int | None, slots: int) -> int | None:
+    """Cores of one rank. An even number, since Slurm allocates both threads of a core: 7 ranks with
+    13 of 96 would be rounded up to 98."""
+    if cores is None:
+        return None
+    share = max(1, cores // slots)
+    return share if share == 1 else share - share % 2
+
+
+def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
+    """Cores that every host has for the run: of the allocation, else as Slurm lists the hosts; None
+    where unknown."""
+    given = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    if given:  # 16(x2),8
+        counts = [part.split("(")[0] for part in given.split(",")]
+        return min((int(count) for count in counts if count.isdecimal()), default=None)
+    if environ.get("SLURM_JOB_ID"):
+        # An allocation joined by its id: it may have fewer cores than its hosts.
+        return None
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=None)

@@ -27,7 +27,7 @@ from llmx.run.provenance import code_files, git_state, record
 from llmx.run.provenance.differences import HARMLESS, not_recorded
 from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.text import plural
-from llmx.tracking.packages import check_packages
+from llmx.tracking.base import check_packages
 
 OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run", "trust")
 FILE = "reproduction.json"

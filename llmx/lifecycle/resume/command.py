@@ -34,7 +34,7 @@ from llmx.run.provenance.differences import (
 )
 from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
-from llmx.tracking.packages import check_packages
+from llmx.tracking.base import check_packages
 
 OWN = ("step", "trust")
 

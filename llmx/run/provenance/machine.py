@@ -84,7 +84,7 @@ def torch_cuda() -> str | None:
 def numeric_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
     """The variables of the ranks that may change numbers, as the launch will set them."""
     from llmx.launch.environment import rank_env
-    from llmx.launch.spec import make_spec
+    from llmx.launch.files import make_spec
 
     env = rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
     return {

@@ -1,0 +1,82 @@
+"""What llmx has several of, by name, and what installed packages add: trackers, transports.
+
+A package adds one by an entry point, whose name is then a value of the config:
+
+    [project.entry-points."llmx.trackers"]
+    aim = "my_package.aim:AimTracker"           # tracking.kinds=[aim]
+
+The config is read on every host, so the package must be installed in the Python of each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """Those of one kind. As a rule of a field (``fields.choice_or``), it takes installed ones."""
+
+    noun: str
+    group: str
+    """The group of the entry points."""
+    shipped: Mapping[str, str]
+    """Name -> ``module:object``, as an entry point names it."""
+
+    @property
+    def rule(self) -> str:
+        """What a name must be that is not shipped."""
+        return f"be a {self.noun} of an installed package (entry point of {self.group})"
+
+    def problem(self, name: str) -> str:
+        """Empty where an installed package has an entry point of this name; else the rule."""
+        return "" if name in self._entry_points() else self.rule
+
+    def load(self, name: str) -> Any:
+        """The object of that name. Raises ConfigError where it cannot be imported."""
+        target = self.shipped.get(name) or self._entry_points().get(name)
+        if target is None:
+            raise ConfigError(f"{name!r} is no {self.noun}: it must {self.rule}.")
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"The {self.noun} {name} ({target}) cannot be imported: {error}. Install what its "
+                "package needs, or choose another one."
+            ) from error
+
+    def _entry_points(self) -> dict[str, str]:
+        from importlib.metadata import entry_points  # a tenth of a second, rarely needed
+
+        return {point.name: point.value for point in entry_points(group=self.group)}
+
+
+TRACKERS = Plugins(
+    "tracker",
+    "llmx.trackers",
+    {
+        "wandb": "llmx.tracking.wandb_run:WandbTracker",
+        "tensorboard": "llmx.tracking.tensorboard:TensorBoardTracker",
+        "csv": "llmx.tracking.csv_file:CsvTracker",
+        "mlflow": "llmx.tracking.mlflow_run:MlflowTracker",
+        "swanlab": "llmx.tracking.swanlab_run:SwanlabTracker",
+    },
+)
+"""Classes: ``llmx.tracking.base.Tracker``."""
+TRANSPORTS = Plugins(
+    "transport",
+    "llmx.transports",
+    {
+        "local": "llmx.launch.transports.local:LocalTransport",
+        "pdsh": "llmx.launch.transports.pdsh:PdshTransport",
+        "openmpi": "llmx.launch.transports.openmpi:OpenMpiTransport",
+        "slurm": "llmx.launch.transports.slurm:SlurmTransport",
+    },
+)
+"""Classes: ``llmx.launch.transports.Transport``."""
