@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from llmx.compose.task_rules import specs
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
+from llmx.config.optimizers import optimizer_of
 from llmx.config.plugins import TRACKERS
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError
@@ -72,8 +73,8 @@ def _stages(*stages: int) -> Callable[[Experiment], bool]:
     return lambda exp: exp.zero.stage in (*stages, AUTO)
 
 
-def _optimizer(*kinds: str) -> Callable[[Experiment], bool]:
-    return lambda exp: exp.optim.kind in kinds
+def _optimizer_reads(setting: str) -> Callable[[Experiment], bool]:
+    return lambda exp: setting in optimizer_of(exp.optim.kind).reads
 
 
 def _schedule(*names: str) -> Callable[[Experiment], bool]:
@@ -200,11 +201,11 @@ RULES = (
         "without a hostfile",
         "hardware=hostfile, or the same key of each entry of hardware.hosts",
     ),
-    Rule("optim.betas", lambda exp: exp.optim.kind not in ("sgd", "adafactor"),
+    Rule("optim.betas", _optimizer_reads("betas"),
          "with this optim.kind", "optim.kind=adamw"),
-    Rule("optim.eps", lambda exp: exp.optim.kind not in ("sgd", "adafactor", "lion"),
+    Rule("optim.eps", _optimizer_reads("eps"),
          "with this optim.kind", "optim.kind=adamw"),
-    Rule("optim.muon_lr optim.muon_momentum optim.muon_adjust_lr", _optimizer("muon"),
+    Rule("optim.muon_lr optim.muon_momentum optim.muon_adjust_lr", _optimizer_reads("muon_lr"),
          "with this optim.kind", "optim=muon"),
     Rule("optim.warmup_fraction", lambda exp: exp.optim.warmup_steps is None,
          "beside optim.warmup_steps", "optim.warmup_steps=null"),

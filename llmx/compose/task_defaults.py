@@ -13,19 +13,15 @@ from dataclasses import replace
 
 from llmx.compose.task_rules import defaults_of
 from llmx.config.fields import AUTO
+from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import BatchConfig, Experiment
-
-FACTORS = {"lion": 0.25}
-"""Of AdamW's learning rate, by optimizer."""
-FIXED = {"sgd": 1e-2, "adafactor": 1e-2}
-"""Learning rates of optimizers that AdamW's says nothing about."""
 
 
 def default_lr(exp: Experiment, *, adapter: bool) -> float:
     """The peak learning rate of the weights, or of an ``adapter`` beside them."""
-    row, kind = defaults_of(exp.task.kind), exp.optim.kind
+    row, optimizer = defaults_of(exp.task.kind), optimizer_of(exp.optim.kind)
     rate = row.scratch if exp.model.init == "scratch" else row.full
-    return FIXED.get(kind) or (row.adapter if adapter else rate) * FACTORS.get(kind, 1.0)
+    return optimizer.lr or (row.adapter if adapter else rate) * optimizer.lr_factor
 
 
 def default_batch(exp: Experiment) -> int | None:

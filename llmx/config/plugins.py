@@ -1,4 +1,5 @@
-"""What llmx has several of, by name, and what installed packages add: trackers, transports.
+"""What llmx has several of, by name, and what installed packages add: trackers,
+transports, optimizers.
 
 A package adds one by an entry point, whose name is then a value of the config:
 
@@ -31,7 +32,7 @@ class Plugins:
     @property
     def rule(self) -> str:
         """What a name must be that is not shipped."""
-        return f"be a {self.noun} of an installed package (entry point of {self.group})"
+        return f"be {self.noun} of an installed package (entry point of {self.group})"
 
     def problem(self, name: str) -> str:
         """Empty where an installed package has an entry point of this name; else the rule."""
@@ -41,14 +42,14 @@ class Plugins:
         """The object of that name. Raises ConfigError where it cannot be imported."""
         target = self.shipped.get(name) or self._entry_points().get(name)
         if target is None:
-            raise ConfigError(f"{name!r} is no {self.noun}: it must {self.rule}.")
+            raise ConfigError(f"{name!r} must {self.rule}.")
         module, _, attribute = target.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"The {self.noun} {name} ({target}) cannot be imported: {error}. Install what its "
-                "package needs, or choose another one."
+                f"{name} is {self.noun} that cannot be imported ({target}): {error}. Install "
+                "what its package needs, or choose another one."
             ) from error
 
     def _entry_points(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class Plugins:
 
 
 TRACKERS = Plugins(
-    "tracker",
+    "a tracker",
     "llmx.trackers",
     {
         "wandb": "llmx.tracking.wandb_run:WandbTracker",
@@ -70,7 +71,7 @@ TRACKERS = Plugins(
 )
 """Classes: ``llmx.tracking.base.Tracker``."""
 TRANSPORTS = Plugins(
-    "transport",
+    "a transport",
     "llmx.transports",
     {
         "local": "llmx.launch.transports.local:LocalTransport",
@@ -80,3 +81,12 @@ TRANSPORTS = Plugins(
     },
 )
 """Classes: ``llmx.launch.transports.Transport``."""
+OPTIMIZERS = Plugins(
+    "an optimizer",
+    "llmx.optimizers",
+    {
+        kind: f"llmx.config.optimizers:{kind.upper()}"
+        for kind in "adamw cpu_adam fused_adam lion sgd muon adafactor adam8bit".split()
+    },
+)
+"""``llmx.config.optimizers.Optimizer``."""

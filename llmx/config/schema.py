@@ -33,7 +33,7 @@ from llmx.config.fields import (
     numbers,
     text,
 )
-from llmx.config.plugins import TRACKERS, TRANSPORTS
+from llmx.config.plugins import OPTIMIZERS, TRACKERS, TRANSPORTS
 from llmx.config.tasks import shipped_tasks
 
 SCHEMA_VERSION = 3
@@ -559,9 +559,7 @@ class HardwareConfig:
 class OptimConfig:
     """Optimizer, learning rate and schedule. All are functions of the step alone."""
 
-    kind: str = choice(
-        "adamw", "cpu_adam", "fused_adam", "lion", "sgd", "muon", "adafactor", "adam8bit"
-    )
+    kind: str = choice_or(*OPTIMIZERS.shipped, rule=OPTIMIZERS)
     """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
     no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions. ``lion`` keeps one
     number per parameter instead of two, and needs a learning rate 3 to 10 times smaller. ``muon``

@@ -15,6 +15,7 @@ from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
 from llmx.config.launch_rules import launch_problems
 from llmx.config.model_rules import model_config_problems
+from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import (
     SCHEMA_VERSION,
     CheckpointConfig,
@@ -22,7 +23,6 @@ from llmx.config.schema import (
     Experiment,
     HardwareConfig,
     ModelConfig,
-    OptimConfig,
     SweepConfig,
     TaskConfig,
     ZeroConfig,
@@ -217,40 +217,7 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             f"{exp.task.steps}: the learning rate would never reach optim.lr. "
             "Set fewer warm-up steps."
         )
-    yield from _whole_matrices(optim, exp.zero)
-    if optim.kind == "fused_adam" and "cpu" in _accelerators(exp.hardware):
-        yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
-    if optim.kind == "adam8bit" and "cpu" in _accelerators(exp.hardware):
-        yield (
-            "optim.kind=adam8bit needs CUDA: the fast kernels of bitsandbytes are those for GPUs. "
-            "Use optim.kind=adamw."
-        )
-    if optim.kind == "fused_adam" and exp.zero.offload_optimizer != "none":
-        yield (
-            "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use "
-            "optim.kind=cpu_adam."
-        )
-
-
-def _whole_matrices(optim: OptimConfig, zero: ZeroConfig) -> Iterator[str]:
-    """Optimizers that look at whole matrices."""
-    if optim.kind == "adafactor" and zero.stage != 0:
-        yield (
-            f"optim.kind=adafactor keeps a row and a column of each matrix, and zero.stage="
-            f"{zero.stage} gives a rank parts of matrices. Use zero=stage0; or optim=muon or "
-            "optim=lion, which keep 4 bytes a parameter at every stage."
-        )
-    if optim.kind == "adam8bit" and zero.stage != 0:
-        yield (
-            f"optim.kind=adam8bit keeps a scale for each 256 values of a parameter, and zero.stage="
-            f"{zero.stage} gives a rank parts of parameters. Use zero=stage0, which is as good on "
-            "one GPU; on several, ZeRO shards the moments of optim.kind=adamw."
-        )
-    if optim.kind == "muon" and "nvme" in (zero.offload_optimizer, zero.offload_param):
-        yield (
-            "optim.kind=muon exchanges parts of matrices between ranks, and is not made for states "
-            "that are swapped to NVMe. Use zero=stage3_offload, or optim.kind=adamw."
-        )
+    yield from optimizer_of(optim.kind).needs(exp)
 
 
 def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Iterator[str]:

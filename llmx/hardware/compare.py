@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
+from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimConfig, ZeroConfig
 from llmx.plan import cuda_builds
 from llmx.plan.storage import less_ram
@@ -18,8 +19,6 @@ from llmx.plan.types import HostStorage, Plan, StoragePlan
 from llmx.text import plural
 
 MIB, GIB = 1024**2, 1024**3
-BUILT = ("cpu_adam", "fused_adam")
-"""Optimizers that DeepSpeed compiles on each host."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Extension:
 def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
     """Those of an experiment, none of which a rank can do without."""
     found = []
-    if optim.kind in BUILT:
-        kind = optim.kind
-        found.append(Extension(f"optim.kind={kind}", "optim.kind=adamw", cuda=kind == "fused_adam"))
+    if compiler := optimizer_of(optim.kind).compiled:
+        setting = f"optim.kind={optim.kind}"
+        found.append(Extension(setting, "optim.kind=adamw", cuda=compiler == "cuda"))
     for key in ("quantized_weights", "quantized_gradients"):
         if getattr(zero, key):
             found.append(Extension(f"zero.{key}=true", f"zero.{key}=false", cuda=True))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.optimizers import optimizer_of, state_bytes
 from llmx.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -75,7 +76,7 @@ def predict_memory(
     width = BYTES[precision]
     shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = optimizer_bytes(exp.optim.kind, precision) * shard
-    if exp.optim.kind == "muon" and not adapter:
+    if optimizer_of(exp.optim.kind).matrices_apart and not adapter:
         optimizer += 4 * adamw_elements(geometry, trained) * shard / trained
     quantized = adapter.quantized if adapter else 0
     parameters = width * (n - quantized) / (world_size if zero.stage >= 3 else 1)
@@ -224,9 +225,7 @@ def before_training_gib(
 
 def optimizer_bytes(kind: str, precision: str) -> int:
     """Of an element that is trained: states and master weight."""
-    # A row and a column of a matrix are next to nothing.
-    moments = {"sgd": 0, "lion": 4, "muon": 4, "adafactor": 0, "adam8bit": 2}.get(kind, 8)
-    return moments + (0 if precision == "fp32" else 4)
+    return state_bytes(kind) + (0 if precision == "fp32" else 4)
 
 
 def adamw_elements(geometry: Geometry, trained: int) -> int:
@@ -234,14 +233,6 @@ def adamw_elements(geometry: Geometry, trained: int) -> int:
     outside = geometry.vocab_size * geometry.hidden_size
     outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
     return min(outside, trained)
-
-
-def _temporary_bytes(kind: str, *, fused: bool) -> int:
-    """Bytes an element that the optimizer takes while it updates."""
-    if kind == "lion":
-        return 4  # its update
-    # PyTorch's AdamW without its fused kernel makes the denominator twice.
-    return 8 if kind == "adamw" and not fused else 0
 
 
 @dataclass(frozen=True)
@@ -269,7 +260,8 @@ def step_bytes(
 ) -> StepBytes:
     """As DeepSpeed 0.19.8 does it; ``accum`` is the width of the sums over micro steps."""
     stage, offload = zero.stage, zero.offload_optimizer != "none"
-    temporary = _temporary_bytes(optim.kind, fused=cuda or offload)
+    optimizer = optimizer_of(optim.kind)
+    temporary = optimizer.temporary_bytes + (0 if cuda or offload else optimizer.unfused_bytes)
     half = width < 4
     if stage == 0:
         bucket = width * min(n, ALL_REDUCED_ELEMENTS)

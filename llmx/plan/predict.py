@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import Experiment
 from llmx.plan.by_device import CHECKPOINTING, checkpointing_on
 from llmx.plan.ds_config import bucket_sizes
@@ -17,10 +18,6 @@ from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB
 from llmx.plan.step_memory import StepRules, peak_of
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import MemoryPlan, Plan
-
-STATE_WIDTHS = {"sgd": 0, "lion": 4, "adafactor": 0, "adam8bit": 2}
-"""Bytes an element of an optimizer's state, beside master weights; 8 for AdamW, and for what Muon
-leaves to it."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,10 @@ def wanted_traces(exp: Experiment, plan: Plan, *, others: bool) -> list[TraceKey
 
 def rules_of(exp: Experiment, plan: Plan) -> StepRules:
     """What a step of the plan does, beside the network."""
-    zero, kind = exp.zero, exp.optim.kind
+    zero, optimizer = exp.zero, optimizer_of(exp.optim.kind)
     buckets = bucket_sizes(exp.model, zero, plan.accelerator)
     fused = plan.accelerator == "cuda" or zero.offload_optimizer != "none"
-    # Lion makes its update; AdamW without its fused kernel makes the denominator twice.
-    temporary = {"lion": 4, "adamw": 0 if fused else 8}.get(kind, 0)
+    temporary = optimizer.temporary_bytes + (0 if fused else optimizer.unfused_bytes)
     return StepRules(
         stage=zero.stage,
         world=plan.world_size,
@@ -99,7 +95,7 @@ def rules_of(exp: Experiment, plan: Plan) -> StepRules:
         max_live=zero.max_live_parameters,
         max_reuse_distance=zero.max_reuse_distance,
         sub_group=zero.sub_group_size,
-        state_width=STATE_WIDTHS.get(kind, 8),
+        state_width=optimizer.state_bytes,
         temporary_width=temporary,
         offload_optimizer=zero.offload_optimizer != "none",
         offload_param=zero.offload_param != "none",

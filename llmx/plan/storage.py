@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from llmx import text as human
+from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig, ZeroConfig
 from llmx.plan.geometry import model_geometry
 from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB, adamw_elements, optimizer_bytes
@@ -143,7 +144,8 @@ def checkpoint_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
     shape = model_geometry(exp.model)
     states = 4 + optimizer_bytes(exp.optim.kind, "fp32")
     found: float = states * size.trained
-    if exp.optim.kind == "muon" and exp.adapter.kind == "none" and shape is not None:
+    apart = optimizer_of(exp.optim.kind).matrices_apart
+    if apart and exp.adapter.kind == "none" and shape is not None:
         found += 4 * adamw_elements(shape, size.trained)
     if exp.adapter.kind == "none":
         found += BYTES[plan.precision] * (size.whole - size.trained)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.adapter import add_adapter, freeze
@@ -305,7 +306,8 @@ def _trace(
             routing=Routing(network),
             fused_loss=spec.head in LANGUAGE_MODELS and fused_loss(exp.model, accelerator),
         )
-        matrices = hidden_matrices(network) if exp.optim.kind == "muon" else set()
+        apart = optimizer_of(exp.optim.kind).matrices_apart
+        matrices = hidden_matrices(network) if apart else set()
         groups = _groups(exp, network, matrices)
         parameters = tuple(
             TracedParameter(

@@ -72,6 +72,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("rig", [{"start_timeout_s": 0.05}], indirect=True)
 def test_the_queue_of_slurm_is_no_failure_to_start(rig: Rig) -> None:
+    rig.monitor.plan = dataclasses.replace(rig.monitor.plan, transport="slurm")
     launcher = rig.run_dir.launcher_log
     launcher.write_text("srun: job 7 queued and waiting for resources\n")
     for _ in range(3):

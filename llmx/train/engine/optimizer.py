@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from llmx.config import OptimConfig
+from llmx.config.optimizers import optimizer_of
 from llmx.errors import ConfigError
 from llmx.models.parameters import whole_shape
 from llmx.train.engine.lion import Lion
@@ -33,6 +34,7 @@ def load_muon_uncompiled() -> None:
         compiler.compile = real
 
 
+Groups = list[dict[str, Any]]
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its part of the learning rate; left out where it is all of it."""
 
@@ -86,63 +88,55 @@ def build_optimizer(
     offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
     are those that were recorded.
     """
-    betas = (optim.betas[0], optim.betas[1])
-    fused = True if accelerator == "cuda" or offloaded else None
-    if optim.kind == "muon":
-        matrices = hidden_matrices(model)
-        if not matrices:
-            raise ConfigError(
-                f"optim.kind=muon: {type(model).__name__} has no trained matrix inside a numbered "
-                "layer. Set optim.kind=adamw."
-            )
-        return Muon(
-            parameter_groups(
-                model, weight_decay=optim.weight_decay, apart=apart, matrices=matrices
-            ),
-            lr=optim.lr,
-            momentum=optim.muon_momentum,
-            adjust=optim.muon_adjust_lr,
-            betas=betas,
-            eps=optim.eps,
-            fused=fused,
+    optimizer = optimizer_of(optim.kind)
+    matrices = hidden_matrices(model) if optimizer.matrices_apart else set()
+    if optimizer.matrices_apart and not matrices:
+        raise ConfigError(
+            f"optim.kind={optim.kind}: {type(model).__name__} has no trained matrix inside a "
+            "numbered layer. Set optim.kind=adamw."
         )
-    groups = parameter_groups(model, weight_decay=optim.weight_decay, apart=apart)
-    if optim.kind == "adafactor":
-        return torch.optim.Adafactor(groups, lr=optim.lr)
-    if optim.kind == "adam8bit":
-        eight_bit: torch.optim.Optimizer = _adam8bit()(
-            groups, lr=optim.lr, betas=betas, eps=optim.eps
-        )
-        return eight_bit
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    if optim.kind == "lion":
-        return Lion(groups, lr=optim.lr, betas=betas)
-    if optim.kind == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused)
+    groups = parameter_groups(
+        model, weight_decay=optim.weight_decay, apart=apart, matrices=matrices
+    )
+    module, _, name = optimizer.factory.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    fused = accelerator == "cuda" or offloaded
+    if not optimizer.compiled:
+        made: torch.optim.Optimizer = make(groups, optim, fused=fused)
+        return made
     _need_compiler(optim.kind)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
     try:
-        if optim.kind == "cpu_adam":
-            offload: torch.optim.Optimizer = DeepSpeedCPUAdam(
-                groups, lr=optim.lr, betas=betas, eps=optim.eps, adamw_mode=True
-            )
-            return offload
-        if accelerator != "cuda":
-            raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
-        fused_adam: torch.optim.Optimizer = FusedAdam(
-            groups, lr=optim.lr, betas=betas, eps=optim.eps, adam_w_mode=True
-        )
-        return fused_adam
+        made = make(groups, optim, fused=fused)
     except (RuntimeError, OSError, ImportError) as error:
         raise ConfigError(
             f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
             "Set optim.kind=adamw, which is PyTorch's own and needs no build."
         ) from error
+    return made
 
 
-def _adam8bit() -> Any:
+def adamw(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **_adam(optim), fused=fused or None)
+
+
+def sgd(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=optim.lr)
+
+
+def adafactor(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=optim.lr)
+
+
+def lion(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return Lion(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]))
+
+
+def muon(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    momentum, adjust = optim.muon_momentum, optim.muon_adjust_lr
+    return Muon(groups, **_adam(optim), momentum=momentum, adjust=adjust, fused=fused or None)
+
+
+def adam8bit(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except (ImportError, RuntimeError, OSError) as error:
@@ -150,7 +144,28 @@ def _adam8bit() -> Any:
             f"optim.kind=adam8bit needs the package bitsandbytes, which cannot be imported here "
             f"({error}). Run `pip install llmx[qlora]` in the Python of every host."
         ) from error
-    return AdamW8bit
+    made: torch.optim.Optimizer = AdamW8bit(groups, **_adam(optim))
+    return made
+
+
+def cpu_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **_adam(optim), adamw_mode=True)
+    return made
+
+
+def fused_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    if not fused:
+        raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
+    from deepspeed.ops.adam import FusedAdam
+
+    made: torch.optim.Optimizer = FusedAdam(groups, **_adam(optim), adam_w_mode=True)
+    return made
+
+
+def _adam(optim: OptimConfig) -> dict[str, Any]:
+    return {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
 
 
 def _need_compiler(kind: str) -> None:

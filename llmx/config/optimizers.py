@@ -1,0 +1,135 @@
+"""The optimizers by ``optim.kind``: how each is made, and what is known of it before a rank exists.
+
+To add one: an ``Optimizer`` and its factory in one file of your package, and an entry point of
+``llmx.optimizers`` (``llmx.config.plugins``). No torch here; the ranks import the factory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmx.config.plugins import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from llmx.config.schema import Experiment
+
+
+def _nothing(exp: Experiment) -> Iterator[str]:
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One value of ``optim.kind``."""
+
+    factory: str
+    """``module:function``, called on a rank as ``factory(groups, optim, fused=...)``; it returns a
+    ``torch.optim.Optimizer``. ``groups``: parameter groups with their weight decay; ``optim``: the
+    ``OptimConfig``; ``fused``: on CUDA, or on the CPU of an offload."""
+    state_bytes: int
+    """Of the states of a trained element, beside its master weight."""
+    temporary_bytes: int = 0
+    """Of an element while it is updated."""
+    unfused_bytes: int = 0
+    """The same where it is not fused, in addition."""
+    matrices_apart: bool = False
+    """Whether it keeps only a momentum (4 bytes) of the matrices inside the layers, which get
+    parameter groups of their own (``llmx.train.engine.muon``)."""
+    needs: Callable[[Experiment], Iterator[str]] = _nothing
+    """Yields what keeps an experiment from using it: value, rule and fix."""
+    reads: tuple[str, ...] = ("betas", "eps")
+    """The settings of ``optim`` that not every optimizer uses, and it does."""
+    compiled: str = ""
+    """``c++`` or ``cuda``: DeepSpeed compiles it on each host, with that compiler."""
+    lr: float | None = None
+    """The usual learning rate, where AdamW's says nothing about it."""
+    lr_factor: float = 1.0
+    """Of AdamW's usual learning rate."""
+
+
+def optimizer_of(kind: str) -> Optimizer:
+    """The optimizer that ``optim.kind`` names. Raises ConfigError for one that is not installed."""
+    optimizer: Optimizer = OPTIMIZERS.load(kind)
+    return optimizer
+
+
+def state_bytes(kind: str) -> int:
+    """Of the states of most trained elements, beside their master weight."""
+    optimizer = optimizer_of(kind)
+    return 4 if optimizer.matrices_apart else optimizer.state_bytes
+
+
+def _on_cpu(exp: Experiment) -> bool:
+    hardware = exp.hardware
+    types = {host.device for host in hardware.hosts}
+    return any(
+        device.accelerator == "cpu" for name, device in hardware.devices.items() if name in types
+    )
+
+
+def _fused_adam_needs(exp: Experiment) -> Iterator[str]:
+    if _on_cpu(exp):
+        yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
+    if exp.zero.offload_optimizer != "none":
+        yield (
+            "optim.kind=fused_adam runs on the GPU, but the optimizer is offloaded. Use "
+            "optim.kind=cpu_adam."
+        )
+
+
+def _adam8bit_needs(exp: Experiment) -> Iterator[str]:
+    if exp.zero.stage != 0:
+        yield (
+            f"optim.kind=adam8bit keeps a scale for each 256 values of a parameter, and zero.stage="
+            f"{exp.zero.stage} gives a rank parts of parameters. Use zero=stage0, which is as good "
+            "on one GPU; on several, ZeRO shards the moments of optim.kind=adamw."
+        )
+    if _on_cpu(exp):
+        yield (
+            "optim.kind=adam8bit needs CUDA: the fast kernels of bitsandbytes are those for GPUs. "
+            "Use optim.kind=adamw."
+        )
+
+
+def _adafactor_needs(exp: Experiment) -> Iterator[str]:
+    if exp.zero.stage != 0:
+        yield (
+            f"optim.kind=adafactor keeps a row and a column of each matrix, and zero.stage="
+            f"{exp.zero.stage} gives a rank parts of matrices. Use zero=stage0; or optim=muon or "
+            "optim=lion, which keep 4 bytes a parameter at every stage."
+        )
+
+
+def _muon_needs(exp: Experiment) -> Iterator[str]:
+    if "nvme" in (exp.zero.offload_optimizer, exp.zero.offload_param):
+        yield (
+            "optim.kind=muon exchanges parts of matrices between ranks, and is not made for states "
+            "that are swapped to NVMe. Use zero=stage3_offload, or optim.kind=adamw."
+        )
+
+
+_MADE = "llmx.train.engine.optimizer"
+# PyTorch's AdamW without its fused kernel makes the denominator twice; Lion makes its update. A row
+# and a column of a matrix (Adafactor) are next to nothing.
+ADAMW = Optimizer(f"{_MADE}:adamw", state_bytes=8, unfused_bytes=8)
+CPU_ADAM = Optimizer(f"{_MADE}:cpu_adam", state_bytes=8, compiled="c++")
+FUSED_ADAM = Optimizer(
+    f"{_MADE}:fused_adam", state_bytes=8, compiled="cuda", needs=_fused_adam_needs
+)
+LION = Optimizer(
+    f"{_MADE}:lion", state_bytes=4, temporary_bytes=4, reads=("betas",), lr_factor=0.25
+)
+SGD = Optimizer(f"{_MADE}:sgd", state_bytes=0, reads=(), lr=1e-2)
+MUON = Optimizer(
+    f"{_MADE}:muon",
+    state_bytes=8,
+    matrices_apart=True,
+    needs=_muon_needs,
+    reads=("betas", "eps", "muon_lr", "muon_momentum", "muon_adjust_lr"),
+)
+ADAFACTOR = Optimizer(
+    f"{_MADE}:adafactor", state_bytes=0, reads=(), lr=1e-2, needs=_adafactor_needs
+)
+ADAM8BIT = Optimizer(f"{_MADE}:adam8bit", state_bytes=2, needs=_adam8bit_needs)

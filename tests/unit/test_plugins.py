@@ -1,0 +1,128 @@
+"""A tracker, a transport and an optimizer of an installed package, each in one file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from llmx.compose.effects import without_effect
+from llmx.config.schema import OptimConfig
+from llmx.errors import ConfigError
+from llmx.launch.files import render_command, write_launch_files
+from llmx.run.rundir import RunDir
+from llmx.run.snapshot import load
+from llmx.tracking.base import check_packages
+from llmx.tracking.process import replay
+from llmx.train.engine.optimizer import build_optimizer
+from tests import tracked_run
+from tests.composing import composed
+
+FILES = {
+    "their_tracker.py": """
+from llmx.tracking import Tracker
+
+class Names(Tracker):
+    name = "names"
+    reads = ("entity",)
+
+    def start(self, meta):
+        self.path = meta.run_dir / "names.txt"
+
+    def log(self, record):
+        with self.path.open("a") as stream:
+            print(record["kind"], file=stream)
+
+    def finish(self, result):
+        self.report("finished", str(self.path))
+""",
+    "their_transport.py": """
+from llmx.launch.transports import Transport, deepspeed_argv, module_argv
+
+class Rope(Transport):
+    name = "rope"
+    programs = (("rope", "rope-client"),)
+    has_agents = False
+    device_choice = "rope chooses"
+
+    def argv(self, spec):
+        return deepspeed_argv(spec, ["--launcher=rope", *module_argv(spec)])
+""",
+    "their_optimizer.py": """
+from llmx.config.optimizers import Optimizer
+
+def needs(exp):
+    if exp.zero.stage == 3:
+        yield "optim.kind=still needs zero.stage below 3. Use zero=stage2."
+
+STILL = Optimizer("their_optimizer:make", state_bytes=16, needs=needs, reads=())
+
+def make(groups, optim, *, fused):
+    import torch
+
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=0.5)
+""",
+    "theirs-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1\n",
+    "theirs-1.dist-info/entry_points.txt": """
+[llmx.trackers]
+names = their_tracker:Names
+[llmx.transports]
+rope = their_transport:Rope
+[llmx.optimizers]
+still = their_optimizer:STILL
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name in FILES:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+
+
+def test_a_tracker(tmp_path: Path) -> None:
+    run = tracked_run.write_start(tmp_path / "run", kinds=["names"], entity="us")
+    tracked_run.append(run, tracked_run.lines(steps=20))
+    experiment = load(run)
+    check_packages(experiment.tracking)
+    assert not without_effect(experiment, ["tracking.entity=us"])
+    assert without_effect(experiment, ["tracking.uri=http://mlflow"])
+    assert replay(run, experiment, {}) == 0
+    kinds = (run.root / "names.txt").read_text().split()
+    assert kinds[0] == "start"
+    assert "train" in kinds
+
+
+def test_a_transport(tmp_path: Path) -> None:
+    words = ["hardware=a100x2_v100x2", "launch.transport=rope"]
+    done = composed(words, run_dir=tmp_path)
+    spec = write_launch_files(done.experiment, done.plan, RunDir(tmp_path))
+    assert "--launcher=rope --module" in render_command(spec)
+    list_indices = "hardware.hosts=[{name: a, slots: 1, device: v100_32g, device_indices: [1]}]"
+    with pytest.raises(ConfigError, match="rope chooses the devices of a host"):
+        composed([*words, list_indices], run_dir=tmp_path)
+
+
+def test_an_optimizer() -> None:
+    words = ["model=llama3_8b", "hardware=a100x8", "zero=stage0", "optim.lr=0.1"]
+    theirs, adamw = (composed([*words, f"optim.kind={kind}"]) for kind in ("still", "adamw"))
+    more = theirs.plan.memory[0].optimizer_gib - adamw.plan.memory[0].optimizer_gib
+    assert more == pytest.approx(8 * 8.03e9 / 2**30, rel=0.01)
+    with pytest.raises(ConfigError, match="still needs zero.stage below 3"):
+        composed([*words, "optim.kind=still", "zero=stage3"])
+    made = build_optimizer(nn.Linear(2, 2), OptimConfig(kind="still", lr=0.1), accelerator="cpu")
+    assert made.defaults["momentum"] == 0.5
+
+
+def test_a_name_that_no_package_has() -> None:
+    with pytest.raises(ConfigError, match="adamw, .*, or an optimizer of an installed package"):
+        composed(["optim.kind=adamv"])
+    with pytest.raises(ConfigError, match=r"tracking.kinds\[0\]=names2: must be one of wandb, "):
+        composed(["tracking.kinds=[names2]"])
