@@ -1,8 +1,8 @@
 """Whether a run directory may run code: this user started the run, or says ``trust=true``.
 
 A config can name code (a model of its own, a task, a Python on the hosts). llmx signs what a config
-names when it writes it, with a key in this user's state directory; what is not signed came from
-somewhere else, or was changed. ``docs/security.md`` says what is trusted. Standard library only.
+names when it writes it (of ``task.code_path`` also the content), with a key in this user's state
+directory; what is not signed came from somewhere else, or was changed. ``docs/security.md`` says what is trusted. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment
+from llmx.config import Experiment, TaskConfig
+from llmx.config.user_code import code_hashes, user_code
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir, read_mapping, write_json
 
 MODEL, TASK, LAUNCH = "model", "task", "launch"
-CHANGES = "changes"
-"""What was not committed when the run was started (``reproduce RUN checkout=true``)."""
 
 
 def state_dir() -> Path:
@@ -35,7 +34,7 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
     """Part -> the settings that run code, in words; parts without any are left out."""
     task, launch, hardware = exp.task, exp.launch, exp.hardware
     named = [word for word in (task.kind, *task.eval_metrics) if ":" in word]
-    where = f" from {task.code_path}" if task.code_path else ""
+    where = f" from {task.code_path} ({_digest(task)})" if named and task.code_path else ""
     values = {
         "launch.python": launch.python,
         "launch.env": launch.env,
@@ -56,14 +55,13 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
     return {part: lines for part, lines in parts.items() if lines}
 
 
-def code_of_record(provenance: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The recorded changes on top of the commit, which ``checkout=true`` runs."""
-    git = provenance.get("git")
-    changes = [git.get("diff"), git.get("untracked")] if isinstance(git, dict) else []
-    if not any(changes):
-        return {}
-    digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()
-    return {CHANGES: [f"the recorded changes of the code ({digest[:16]})"]}
+def _digest(task: TaskConfig) -> str:
+    """A hash of the files of the user's code, so that a signature covers their content."""
+    try:
+        hashes = code_hashes(*user_code(task))
+    except (ConfigError, OSError):
+        return "not on this machine"
+    return f"sha256 {hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]}"
 
 
 def sign(run: RunDir, code: Mapping[str, list[str]]) -> None:
@@ -97,8 +95,9 @@ def check_trusted(
     ]
     if foreign:
         raise ConfigError(
-            f"{run.root} was not started by you on this machine, or was changed, and would run "
-            f"code: {', '.join(foreign)}. Look at its config.yaml, then add {say}."
+            f"{run.root} was not started by you on this machine, or it or its code was changed, and "
+            f"would run code: {', '.join(foreign)}. Look at its config.yaml and that code, then add "
+            f"{say}."
         )
 
 

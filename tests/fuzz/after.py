@@ -43,7 +43,7 @@ WORDS: dict[str, tuple[list[str], ...]] = {
     "status": ([], ["--json"], ["--all"]),
     "watch": ([],),
     "resume": (["dry_run=true"], ["dry_run=true", "step=6"], ["dry_run=true", "step=0", "task.steps=9"], ["dry_run=true", "trust=true"]),
-    "reproduce": (["dry_run=true"], ["dry_run=true", "strict=true"], ["dry_run=true", "to_step=3"], ["dry_run=true", "checkout=true"]),
+    "reproduce": (["dry_run=true"], ["dry_run=true", "strict=true"], ["dry_run=true", "to_step=3"]),
     "tune": (["dry_run=true"],),
     "sweep": (["dry_run=true"],),
 }  # fmt: skip

@@ -56,7 +56,7 @@ class Clone:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Clone:
     if not (REPOSITORY / ".git").exists():
-        pytest.skip("not a git checkout: there is no code of then to check out")
+        pytest.skip("not a git checkout: there is no other code to run")
     return Clone(tmp_path_factory.mktemp("reproduce"))
 
 
@@ -113,12 +113,11 @@ def test_other_code_is_named_and_the_first_step_that_differs(clone: Clone, run: 
     assert [row["severity"] for row in made["differences"]] == ["may change"]
 
 
-def test_the_code_of_then_gives_the_same_bits(clone: Clone, run: RunDir) -> None:
+def test_the_same_code_gives_the_same_bits(clone: Clone, run: RunDir) -> None:
     target = RunDir(clone.work / "same")
-    extra = clone.root / "llmx" / "train" / "extra.py"
-    extra.write_text("FACTOR = 1.0 + 1e-6\n")
+    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
     code, said = clone.llmx(
-        "reproduce", str(run.root), "to_step=8", "strict=true", "checkout=true",
+        "reproduce", str(run.root), "to_step=8", "strict=true",
         f"run_dir={target.root}", "launch.max_restarts=0",
     )  # fmt: skip
     assert code == 0, said
@@ -131,9 +130,6 @@ def test_the_code_of_then_gives_the_same_bits(clone: Clone, run: RunDir) -> None
     exp = snapshot.load(target)
     assert (exp.task.stop_at_step, exp.task.steps, exp.launch.max_restarts) == (8, 12, 0)
     assert read_json(target.identity)["parent"] == snapshot.run_id(run)
-    assert (target.root / "code" / "llmx" / "train" / "extra.py").read_text() == "FACTOR = 1.0\n"
-    # What was there stays as it was.
-    assert extra.read_text() == "FACTOR = 1.0 + 1e-6\n"
 
 
 def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, run: RunDir) -> None:

@@ -180,7 +180,6 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     if command in ("resume", "reproduce") and rest:  # else only its name is said
         own = [word for word in rest if f"{word.split('=')[0]}=" in flags]
         kept = [w for w in rest if w not in own or w.startswith(("dry_run", "to_step"))]
-        kept = [word for word in kept if word != "checkout=true"]
         assert main([command, *kept, *["dry_run=true"] * ("dry_run=true" not in kept)]) == 0
     elif command == "status":  # the others that read a run need one that was trained
         assert main([command, *(word for word in rest if word != "--json")]) == 0

@@ -15,7 +15,7 @@ from llmx.cli.main import run_here
 from llmx.config import experiment_from_dict, to_dict
 from llmx.errors import ConfigError
 from llmx.run import snapshot, trust
-from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.rundir import RunDir
 from tests.rundirs import experiment, write_run
 from tests.unit.test_serve_command import write_model
 
@@ -102,6 +102,18 @@ def test_a_run_that_was_started_here_is_trusted_where_it_is_moved_to(
     assert run_here("serve", [str(moved.root), "--print"]) == ConfigError.exit_code
 
 
+def test_code_that_was_changed_since_the_start_is_refused(
+    foreign: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trust.sign(foreign, trust.code_of(snapshot.load(foreign)))
+    assert llmx(["resume", str(foreign.root), "dry_run=true"]) != ConfigError.exit_code
+    capsys.readouterr()
+    code = foreign.root.parent / "code" / "evil.py"
+    code.write_text(code.read_text() + "changed = True\n")
+    assert llmx(["resume", str(foreign.root), "dry_run=true"]) == ConfigError.exit_code
+    assert "it or its code was changed" in capsys.readouterr().err
+
+
 def test_a_run_without_code_has_no_signature(tmp_path: Path) -> None:
     exp = experiment(tmp_path / "plain", ranks=1)
     assert trust.code_of(exp) == {}
@@ -120,14 +132,3 @@ def test_what_starts_ranks_is_code_too(tmp_path: Path) -> None:
         'launch.env={"NCCL_DEBUG": "INFO"}',
         'hardware.hosts=["theirs"]',
     ]
-
-
-def test_recorded_changes_are_code_of_checkout(tmp_path: Path) -> None:
-    assert trust.code_of_record({"git": {"commit": "1", "diff": "", "untracked": {}}}) == {}
-    code = trust.code_of_record({"git": {"diff": "", "untracked": {"../x.py": "evil"}}})
-    run = write_run(experiment(tmp_path / "run", ranks=1))
-    with pytest.raises(ConfigError, match="the recorded changes"):
-        trust.check_trusted(run, code, trust.CHANGES, trusted=False, say="trust=true")
-    trust.sign(run, code)
-    trust.check_trusted(run, code, trust.CHANGES, trusted=False, say="trust=true")
-    assert set(read_mapping(run.signature)) == {trust.CHANGES}

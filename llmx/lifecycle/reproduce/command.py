@@ -9,27 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from llmx.compose.apply_overrides import RunCommand, parse_run_command
-from llmx.compose.complete import check_paths, plan_experiment
+from llmx.compose.complete import Composed, check_paths, plan_experiment
 from llmx.errors import ConfigError, LlmxError
 from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.reproduce.before import all_differences
-from llmx.lifecycle.reproduce.checkout import check_out, discard, requested, run_there
 from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import keep_choice, plan_of
-from llmx.lifecycle.resume.rules import Change
 from llmx.lifecycle.start import launched
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot, trust
 from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.provenance import code_files, git_state, record
+from llmx.run.provenance import record
 from llmx.run.provenance.differences import HARMLESS, not_recorded
-from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.text import plural
 from llmx.tracking.base import check_packages
 
-OWN = ("strict", "to_step", "checkout", "run_dir", "dry_run", "trust")
+OWN = ("strict", "to_step", "run_dir", "dry_run", "trust")
 FILE = "reproduction.json"
 
 
@@ -48,9 +46,10 @@ def reproduce(words: RunCommand) -> int:
     """List, refuse or run, compare."""
     run = RunDir(words.run)
     exp = snapshot.load(run)
-    named = {**trust.code_of(exp), **trust.code_of_record(read_mapping(run.provenance))}
-    parts = [trust.MODEL, trust.TASK, trust.LAUNCH, *[trust.CHANGES] * words.flag("checkout")]
-    trust.check_trusted(run, named, *parts, trusted=words.flag("trust"), say="trust=true")
+    trust.check_trusted(
+        run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
+        trusted=words.flag("trust"), say="trust=true",
+    )  # fmt: skip
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
@@ -68,20 +67,12 @@ def reproduce(words: RunCommand) -> int:
         print(f"   migrated {note}")
     then = _record_of(run)
     now = record(new, composed.plan, [])
-    code = None
-    if words.flag("checkout"):
-        # What its schema cannot hold is said before anything is written.
-        requested(_config_as_written(run), {change.key: change.new for change in changed})
-        code = check_out(then, target.root / "code")
-        now |= {"code": code_files(code / "llmx"), "git": git_state(code / "llmx")}
     found = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
     for line in said_of_memory(composed.plan):
         print(f"! {line}", flush=True)
     grave = [difference for difference in found if difference.severity != HARMLESS]
-    if code is not None and (words.flag("dry_run") or (strict and grave)):
-        discard(code)
     if strict and grave:
         raise NotReproduced(
             f"strict=true: {plural(len(grave), 'difference')} above may change the "
@@ -91,7 +82,7 @@ def reproduce(words: RunCommand) -> int:
         print("nothing was started (dry_run=true)")
         return 0
     check_paths(new.data, new.model, new.task, composed.plan)
-    exit_code = _start(run, target, words, changed, composed)
+    exit_code = _start(run, target, words, composed)
     outcome = compare_runs(run, target)
     other = other_inputs(run, target)
     write_json(
@@ -121,10 +112,8 @@ def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
 
 
-def _start(
-    run: RunDir, target: RunDir, words: RunCommand, changed: list[Change], composed: Any
-) -> int:
-    """With today's code, or with that of then; returns the exit code of the run."""
+def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -> int:
+    """Returns the exit code of the run."""
     from llmx.launch import check_launch, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
 
@@ -135,15 +124,6 @@ def _start(
     skipped |= {
         int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"
     }
-    checkout = target.root / "code"
-    if checkout.is_dir():
-        recorded = _config_as_written(run)
-        keys = {change.key: change.new for change in changed}
-        keys |= {"run_dir": str(target.root), "dry_run": False}
-        snapshot.write_identity(target, parent=run)
-        if skipped:
-            write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)
-        return run_there(checkout, requested(recorded, keys), said)
     new, plan = composed.experiment, composed.plan
     snapshot.write(new, plan, composed.ds_config, overrides=said, parent=run)
     if skipped:
@@ -154,11 +134,6 @@ def _start(
         shutil.copyfile(run.balance, target.balance)
     launch = write_launch_files(new, plan, target)
     return launched(new, plan, target, launch)
-
-
-def _config_as_written(run: RunDir) -> dict[str, Any]:
-    """``config.yaml`` in the schema of then."""
-    return dict(load_yaml(run.config))
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:

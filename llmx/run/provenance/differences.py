@@ -162,7 +162,7 @@ def _code(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differenc
     if "task_code" in then:
         yield from _task_code(then["task_code"] or {}, now.get("task_code") or {})
     before, after = then.get("git") or {}, now.get("git") or {}
-    advice = "checkout=true runs the recorded code" if before.get("commit") else ""
+    advice = f"git checkout {before['commit'][:10]}" if before.get("commit") else ""
     old, new = then.get("code"), now.get("code")
     if old and new:
         changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
