@@ -12,26 +12,24 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
 from llmx.cli.commands import CHAT_COMMANDS
-from llmx.cli.generate import Stream, load, wanted
-from llmx.cli.prompts import PromptLayout, has_template, learns_chats
+from llmx.cli.generate import PromptLayout, Stream, has_template, learns_chats, load, wanted
 from llmx.cli.target import Target, check_generates, find_target
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.format.turns import Message
 from llmx.errors import ConfigError, LlmxError, did_you_mean
 from llmx.models.sampling import Sampling
-from llmx.run.rundir import is_stream, replacing
-from llmx.run.trust import state_dir
 from llmx.text import printable
+
+if TYPE_CHECKING:
+    from llmx.models.generate import OnToken
 
 MAX_NEW_TOKENS = 1024
 """Of an answer."""
@@ -73,14 +71,6 @@ def layout_of(
 
 
 # --- The conversation ------------------------------------------------------------------------
-
-
-class Interrupted(Exception):
-    """The answer was ended at a token."""
-
-
-class TooLong(ConfigError):
-    """A message that does not fit into the model by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +133,7 @@ class Chat:
         """The tokens that the model is given, with as many turns as it has positions for.
 
         Raises:
-            TooLong: the message alone is too long.
+            ConfigError: the message alone is too long.
         """
         first = self.left_out
         while True:
@@ -156,7 +146,7 @@ class Chat:
                 self.left_out = first
                 return ids
             if alone:
-                raise TooLong(
+                raise ConfigError(
                     f"the message has {human.plural(len(ids), 'token')}, the model {self.limit:,} "
                     "positions. Ask something shorter."
                 )
@@ -172,33 +162,33 @@ class Chat:
         ]
         return self.layout.turns([*said, Message("user", message)])
 
-    def answer(self, message: str, on_token: Callable[[int], None] | None = None) -> Answer:
-        """The answer to a message; both are part of the conversation then. An answer that
-        ``on_token`` ends (``Interrupted``) is, too, as far as it was said.
+    def answer(self, message: str, on_token: OnToken | None = None) -> Answer:
+        """The answer to a message; both are part of the conversation then, also an answer that
+        Ctrl-C ends.
 
         Raises:
-            TooLong: the conversation is as before.
+            ConfigError: the message is too long, or empty; the conversation is as before.
         """
         from llmx.models.generate import generate
 
         ids = self.prompt(message)
         if not ids:
-            raise TooLong("the message has no tokens. Say something longer.")
+            raise ConfigError("the message has no tokens. Say something longer.")
         seed = secrets.randbits(32) if self._seed is None else self._seed
         drawn: list[int] = []
 
-        def note(_index: int, token: int) -> None:
+        def note(index: int, token: int) -> None:
             if token not in self._sampling.stop_ids:
                 drawn.append(token)
             if on_token is not None:
-                on_token(token)
+                on_token(index, token)
 
         try:
             (found,) = generate(
                 self._decoder, [ids], self._sampling, seeds=[seed], on_token=note, kept=self.kept
             )
             ended = found.ended
-        except Interrupted:
+        except KeyboardInterrupt:
             ended = "interrupted"
         text = self._text(ids, drawn)
         if ended == "interrupted":
@@ -216,50 +206,6 @@ class Chat:
 
 
 # --- The terminal ----------------------------------------------------------------------------
-
-
-class Presses:
-    """Ctrl-C in a chat: while a line is typed it drops the line; the first one ends an answer at
-    its next token, and another one at once."""
-
-    def __init__(self) -> None:
-        self.typing = False
-        self.answering = False
-        self.count = 0
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Inside, SIGINT does this."""
-        before = signal.signal(signal.SIGINT, self._on_press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    @contextlib.contextmanager
-    def during_line(self) -> Iterator[None]:
-        """Inside, a press raises KeyboardInterrupt; those behind it are for the answer."""
-        self.count, self.typing = 0, True
-        try:
-            yield
-        finally:
-            self.typing = False
-
-    @contextlib.contextmanager
-    def during_answer(self) -> Iterator[None]:
-        """Inside, the second press raises ``Interrupted``."""
-        self.answering = True
-        try:
-            yield
-        finally:
-            self.answering = False
-
-    def _on_press(self, *_: object) -> None:
-        if self.typing:
-            raise KeyboardInterrupt
-        self.count += 1
-        if self.answering and self.count > 1:
-            raise Interrupted
 
 
 def run(options: argparse.Namespace) -> int:
@@ -285,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=how.seed)
-    typed, presses = sys.stdin.isatty(), Presses()
+    typed = sys.stdin.isatty()
     if typed:
         size = sum(p.numel() for p in model.parameters())
         dtype = str(model.dtype).removeprefix("torch.")
@@ -295,50 +241,38 @@ def run(options: argparse.Namespace) -> int:
             " /help lists commands, Ctrl-D ends."
         )
     code = 0
-    saved: set[Path] = set()
-    with presses.caught() if typed else contextlib.nullcontext():
-        for message in _typed_messages(presses) if typed else _piped_messages():
-            try:
-                if not message.startswith("/"):
-                    say(chat, message, decode, sampling, presses=presses)
-                elif not command(chat, message, saved=saved):
-                    break
-            except LlmxError as error:
-                print(f"llmx: {printable(str(error))}", file=sys.stderr, flush=True)
-                code = 0 if typed else error.exit_code
+    for message in _typed_messages() if typed else _piped_messages():
+        try:
+            if not message.startswith("/"):
+                say(chat, message, decode, sampling)
+            elif not command(chat, message):
+                break
+        except LlmxError as error:
+            print(f"llmx: {printable(str(error))}", file=sys.stderr, flush=True)
+            code = 0 if typed else error.exit_code
     return code
 
 
 def say(
-    chat: Chat,
-    message: str,
-    decode: Callable[[Sequence[int]], str],
-    sampling: Sampling,
-    *,
-    presses: Presses,
+    chat: Chat, message: str, decode: Callable[[Sequence[int]], str], sampling: Sampling
 ) -> None:
     """Answer one message on stdout: on a terminal while it is generated."""
     import torch
 
     from llmx.models.generate import LENGTH, POSITIONS
 
-    terminal, before = sys.stdout.isatty(), chat.left_out
-    stream = Stream(lambda tokens: decode(tokens).strip(), sampling.stop_ids) if terminal else None
-
-    def on_token(token: int) -> None:
-        if stream is not None:
-            stream.on_token(0, token)
-        if presses.count:
-            raise Interrupted
-
+    before, stream = chat.left_out, None
+    if sys.stdout.isatty():
+        stream = Stream(lambda tokens: decode(tokens).strip(), sampling.stop_ids)
     try:
-        with presses.during_answer():
-            answer = chat.answer(message, on_token)
+        answer = chat.answer(message, stream.on_token if stream else None)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory does not suffice for this conversation. /reset begins a new one; so "
             "does /undo with a shorter message."
         ) from error
+    if answer.ended == "interrupted" and not sys.stdin.isatty():
+        raise KeyboardInterrupt
     text = answer.text.strip()
     if stream is not None:
         stream.end(text)
@@ -357,18 +291,15 @@ def say(
         _note(f"(cut: the last of the model's {chat.limit:,} positions)")
 
 
-def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
-    """Do what a line that begins with / says; whether the chat goes on.
-
-    ``saved``: files that this chat has written.
-    """
+def command(chat: Chat, line: str) -> bool:
+    """Do what a line that begins with / says; whether the chat goes on."""
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit", "/bye"):
         return False
     if name == "/help":
         _note("\n".join(f"{each:<14} {line}" for each, line in CHAT_COMMANDS.items()))
-        _note('a line that ends with \\ goes on; """ begins and ends a message of several lines')
+        _note('""" begins and ends a message of several lines')
     elif name == "/reset":
         chat.reset()
         _note("(a new conversation)")
@@ -381,7 +312,7 @@ def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
             chat.layout.system = rest
         _note(f"(system: {printable(chat.layout.system or 'none')})")
     elif name == "/save":
-        _save(chat, rest, saved=saved)
+        _save(chat, rest)
     else:
         names = [each.partition(" ")[0] for each in CHAT_COMMANDS]
         raise ConfigError(
@@ -391,24 +322,22 @@ def command(chat: Chat, line: str, *, saved: set[Path]) -> bool:
     return True
 
 
-def _save(chat: Chat, rest: str, *, saved: set[Path]) -> None:
+def _save(chat: Chat, rest: str) -> None:
     if not rest:
         raise ConfigError("/save needs a file: /save chat.jsonl.")
     if not chat.turns:
         raise ConfigError("/save: the conversation is empty.")
-    path = Path(rest).expanduser()
-    if path.exists() and path.resolve() not in saved and not is_stream(path):
-        raise ConfigError(f"/save {printable(rest)}: exists already. Give another name.")
+    line = json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n"
     try:
-        with replacing(path) as stream:
-            line = json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n"
-            stream.write(line.encode())
+        with Path(rest).expanduser().open("x", encoding="utf-8") as stream:
+            stream.write(line)
+    except FileExistsError:
+        raise ConfigError(f"/save {printable(rest)}: exists already. Give another name.") from None
     except OSError as error:
         raise ConfigError(
             f"/save {printable(rest)}: cannot be written ({error.strerror or error})."
         ) from error
-    saved.add(path.resolve())
-    _note(f"(written to {path}: {human.plural(len(chat.turns), 'turn')})")
+    _note(f"(written to {rest}: {human.plural(len(chat.turns), 'turn')})")
 
 
 def _note(text: str) -> None:
@@ -423,75 +352,31 @@ def _piped_messages() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _typed_messages(presses: Presses) -> Iterator[str]:
-    """What is typed, until Ctrl-D. Ctrl-C drops what stands in the line."""
-    with _line_editing():
-        while True:
-            try:
-                with presses.during_line():
-                    message = _typed_message()
-            except KeyboardInterrupt:
-                _note("\n(Ctrl-D or /exit ends the chat)")
-                continue
-            except EOFError:
-                _note("")
-                return
-            if message.strip():
-                yield message
+def _typed_messages() -> Iterator[str]:
+    """What is typed, until Ctrl-D. Ctrl-C drops the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # input() edits lines with it
+
+        # Text that is pasted is one message, whatever line breaks it has.
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    while True:
+        try:
+            message = _typed_message()
+        except KeyboardInterrupt:
+            _note("\n(Ctrl-D or /exit ends the chat)")
+            continue
+        except EOFError:
+            _note("")
+            return
+        if message.strip():
+            yield message
 
 
 def _typed_message() -> str:
-    line = _line("> ")
-    if line.strip().startswith('"""'):
-        first = line.strip()[3:]
-        if first.endswith('"""'):
-            return first[:-3]
-        lines = [first] if first else []
-        while not (line := _line("... ")).rstrip().endswith('"""'):
-            lines.append(line)
-        last = line.rstrip()[:-3]
-        return "\n".join([*lines, last] if last else lines)
-    lines = []
-    while line.endswith("\\"):
-        lines.append(line[:-1])
-        line = _line("... ")
-    return "\n".join([*lines, line])
-
-
-def _line(prompt: str) -> str:
-    """One line. With the editing and the history of readline where both ends are a terminal."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    print(prompt, end="", flush=True, file=sys.stderr)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
-
-
-def history_file() -> Path:
-    """Of what was typed into chats: ``$XDG_STATE_HOME/llmx/chat_history``."""
-    return state_dir() / "chat_history"
-
-
-@contextlib.contextmanager
-def _line_editing() -> Iterator[None]:
-    """Inside, ``input`` edits lines and knows those of earlier chats, where readline is there."""
-    try:
-        import readline
-    except ImportError:
-        yield
-        return
-    path = history_file()
-    with contextlib.suppress(OSError):
-        readline.read_history_file(path)
-    readline.set_history_length(1000)
-    # Text that is pasted is one message, whatever line breaks it has.
-    readline.parse_and_bind("set enable-bracketed-paste on")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-            readline.write_history_file(path)
+    line = input("> ")
+    if not line.strip().startswith('"""'):
+        return line
+    text = line.strip()[3:]
+    while not text.rstrip().endswith('"""'):
+        text += "\n" + input("... ")
+    return text.rstrip()[:-3].strip("\n")

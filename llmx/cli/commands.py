@@ -540,7 +540,7 @@ itself), sampled_logps (with temperature, top_k, top_p) and seed (n=1 with it gi
 A file of prompts (--prompts FILE --out FILE) is text with one prompt a line, or JSONL of
 {"prompt": "..."} or {"messages": [...]}; other columns are kept. Prompts of similar length are
 completed together; the lines of --out are in the order of the prompts, and have the completion and
-how it ended. What is done stands in OUT.partial meanwhile: the same command goes on there.""",
+how it ended. After an interruption the same command continues from OUT.partial.""",
         examples=(
             'python -m llmx generate outputs/my-run "Which of these is a bird: oak, wren?"',
             "python -m llmx generate ~/models/Qwen3-0.6B --prompts test.jsonl --out answers.jsonl",
@@ -579,8 +579,8 @@ how it ended. What is done stands in OUT.partial meanwhile: the same command goe
         notes="In the chat\n"
         + "".join(f"  {name:<20} {line}\n" for name, line in CHAT_COMMANDS.items())
         + "  Ctrl-C               end this answer; the part written so far is kept\n"
-        'A message of several lines: end a line with \\, or put it between two lines of """. Text\n'
-        "that is pasted stays one message. A blank in front of / sends it as a message.",
+        'A message of several lines: put it between two lines of """. Text that is pasted stays\n'
+        "one message. A blank in front of / sends it as a message.",
         examples=(
             "python -m llmx chat outputs/my-run temperature=0.7 top_p=0.9",
             'python -m llmx chat ~/models/Qwen3-0.6B --system "Answer in one sentence."',

@@ -2,7 +2,8 @@
 
 A config can name code (a model of its own, a task, a Python on the hosts). llmx signs what a config
 names when it writes it (of ``task.code_path`` also the content), with a key in this user's state
-directory; what is not signed came from somewhere else, or was changed. ``docs/security.md`` says what is trusted. Standard library only.
+directory; what is not signed came from somewhere else, or was changed. ``docs/security.md`` says
+what is trusted. Standard library only.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def check_trusted(
     ]
     if foreign:
         raise ConfigError(
-            f"{run.root} was not started by you on this machine, or it or its code was changed, and "
-            f"would run code: {', '.join(foreign)}. Look at its config.yaml and that code, then add "
-            f"{say}."
+            f"{run.root} was not started by you on this machine, or it or its code was changed. It "
+            f"would run code: {', '.join(foreign)}. Look at its config.yaml and at that code, then "
+            f"add {say}."
         )
 
 

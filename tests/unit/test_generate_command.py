@@ -11,9 +11,8 @@ import pytest
 
 from llmx.cli import generate
 from llmx.cli.flags import parse
-from llmx.cli.generate import Stream, wanted
+from llmx.cli.generate import Stream, learns_chats, wanted
 from llmx.cli.main import run_here
-from llmx.cli.prompts import learns_chats
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
 from tests.reference import word_tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmx.cli import generate_file
 from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import run_here
 from llmx.errors import DataError
@@ -78,11 +78,12 @@ def test_lines_are_in_the_order_of_the_prompts_and_as_one_by_one(
 
 
 @pytest.mark.parametrize("keys", [(), ("temperature=1.2", "top_p=0.95", "seed=5", "n=2")])
-def test_a_killed_command_goes_on_to_the_same_bytes(
+def test_a_killed_command_continues(
     run: RunDir, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, keys: Any
 ) -> None:
+    monkeypatch.setattr(generate_file, "TOGETHER", 3)
     path = write_questions(tmp_path / "q.jsonl")
-    words = ["--prompts", path, "max_new_tokens=6", "--json", "--batch-tokens", 60, *keys]
+    words = ["--prompts", path, "max_new_tokens=6", "--json", *keys]
     command(run, *words, "--out", tmp_path / "whole.jsonl")
     real, calls = service.generate, []
 
@@ -95,40 +96,36 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     out, partial = tmp_path / "a.jsonl", tmp_path / "a.jsonl.partial"
     monkeypatch.setattr(service, "generate", killed)
     command(run, *words, "--out", out, code=130)
-    assert "The same command continues from there." in capsys.readouterr().err
+    assert "the same command continues from" in capsys.readouterr().err
     assert not out.exists()
-    # kill -9 amid a batch: some of its lines, the last one torn.
-    lines = partial.read_bytes().splitlines(keepends=True)
-    with partial.open("ab") as stream:
-        stream.write(lines[1].replace(b'"of": [', b'"of": [9') + lines[2][:20])
+    with partial.open("ab") as stream:  # kill -9 amid a line
+        stream.write(b'{"prompt": "Wh')
     monkeypatch.setattr(service, "generate", real)
-    monkeypatch.setattr(service, "_complete", counted := Counted(service._complete))
     command(run, *words, "--out", out)
     assert "found; continuing." in capsys.readouterr().err
-    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert counted.rows == len(rows(out)) - sum(calls[:2])
-
-
-class Counted:
-    def __init__(self, real: Any) -> None:
-        self.real, self.rows = real, 0
-
-    def __call__(self, model: Any, prompts: Any, *arguments: Any, **options: Any) -> Any:
-        self.rows += len(prompts)
-        return self.real(model, prompts, *arguments, **options)
+    for one, other in zip(rows(out), rows(tmp_path / "whole.jsonl"), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert {**one, "logps": [], "sampled_logps": []} == {
+            **other, "logps": [], "sampled_logps": []
+        }  # fmt: skip
+    assert not partial.exists()
 
 
 def test_another_command_is_refused_with_what_differs(
     run: RunDir, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generate_file, "TOGETHER", 3)
     path = write_questions(tmp_path / "q.jsonl")
     words = ["--prompts", path, "--out", tmp_path / "a.jsonl"]
     drawn = [*words, "max_new_tokens=4", "temperature=0.5"]
+    real, calls = service.generate, []
 
-    def killed(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
+    def killed(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
 
-    real = service.generate
     monkeypatch.setattr(service, "generate", killed)
     command(run, *drawn, code=130)
     capsys.readouterr()
@@ -140,31 +137,21 @@ def test_another_command_is_refused_with_what_differs(
     ):
         command(run, *other, code=2)
         assert problem in capsys.readouterr().err
-    config = run.final_model / "generation_config.json"
-    before = config.read_text()
-    config.write_text(before + "\n")
-    command(run, *drawn, code=2)
-    assert "the model is another one" in capsys.readouterr().err
-    config.write_text(before)
     whole = path.read_text()
-    path.write_text(whole + '{"prompt": "More?"}\n')
+    path.write_text('{"prompt": "Less?"}\n' + whole)
     command(run, *drawn, code=2)
     assert "the prompts are other ones" in capsys.readouterr().err
     path.write_text(whole)
-    with (tmp_path / "a.jsonl.partial").open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        command(run, *drawn, code=2)
-        assert "another generate is writing it now" in capsys.readouterr().err
     monkeypatch.setattr(service, "generate", real)
     # The seed that was drawn stays; other batches may be asked for, as where memory was too small.
     command(run, *drawn, "--batch-tokens", 30)
     assert len({row["seed"] for row in rows(tmp_path / "a.jsonl")}) == len(QUESTIONS)
-    for own in ("my own file\n", "my own file", '{"mine": 1}\n'):
+    for own in ("my own file\n", '{"mine": 1}\n'):
         (tmp_path / "b.jsonl.partial").write_text(own)
         command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", code=2)
         assert "was not written by generate" in capsys.readouterr().err
         assert (tmp_path / "b.jsonl.partial").read_text() == own
-    (tmp_path / "b.jsonl.partial").write_text('{"format": 1, "prom')  # killed at the very start
+    (tmp_path / "b.jsonl.partial").write_text('{"model": "/m')  # killed at the very start
     command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", "max_new_tokens=2")
 
 
@@ -217,15 +204,11 @@ def test_what_may_stand_in_a_file(run: RunDir, tmp_path: Path, capsys: Any) -> N
     assert not Path("x.partial").exists()
 
 
-def test_batches_keep_to_their_tokens_and_the_rest_makes_the_same_ones() -> None:
+def test_batches_keep_to_their_tokens() -> None:
     jobs = [Job(i, 0, (0,) * (5 + i * 7 % 40)) for i in range(50)]
-    found = batches_of(jobs, budget=200, new_tokens=10, equal=False)
-    assert sorted(job.prompt for batch in found for job in batch) == list(range(50))
-    assert all(len(b) * (len(b[0].tokens) + 10) <= 200 or len(b) == 1 for b in found)
-    for done in range(len(found)):
-        rest = [job for batch in found[done:] for job in batch]
-        again = batches_of(rest[::-1], budget=200, new_tokens=10, equal=False)
-        assert again == found[done:]
+    batches = batches_of(jobs, budget=200, new_tokens=10, equal=False)
+    assert sorted(job.prompt for batch in batches for job in batch) == list(range(50))
+    assert all(len(b) * (len(b[0].tokens) + 10) <= 200 or len(b) == 1 for b in batches)
     same = batches_of(jobs, budget=200, new_tokens=10, equal=True)
     assert all(len({len(job.tokens) for job in batch}) == 1 for batch in same)
 
@@ -245,23 +228,18 @@ def test_a_state_along_the_sequence_sees_padding() -> None:
     assert not takes_left_padding(tried.config, tried.attention)
 
 
-def test_a_terminal_sees_speed_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+@pytest.mark.parametrize("live", [True, False])
+def test_progress_is_speed_and_the_time_that_is_left(
+    live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, screen = [0.0], io.StringIO()
+    screen.isatty = lambda: live  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr("llmx.cli.generate_file.time.monotonic", lambda: now[0])
-    screen = Screen()
-    progress = _Progress(100, done_before=20, stream=screen)
-    now[0] = 10.0
-    progress.add(25, 5000)
-    assert "45 of 120 completions, 500 tokens/s, 0:30 left" in screen.getvalue()
-    progress.end()
-    log = io.StringIO()
-    progress = _Progress(100, done_before=0, stream=log)
+    progress = _Progress(20, 120)
     for _ in range(7):
         now[0] += 10.0
-        progress.add(1, 10)
-    assert log.getvalue().count("\n") == 1, "a line a minute"
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+        progress.add(5, 1000)
+    shown = screen.getvalue()
+    assert "50 of 120 completions, 100 tokens/s, 2:20 left" in shown
+    assert shown.count("completions") == (7 if live else 1), "a line a minute"
