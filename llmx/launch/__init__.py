@@ -47,8 +47,8 @@ the background, so that a host that never comes back costs one save interval.
 
 from __future__ import annotations
 
-from llmx.launch.files import check_launch, write_launch_files
+from llmx.launch.files import check_launch, rank_environment, write_launch_files
 from llmx.launch.supervision.finalize import start_report
 from llmx.launch.supervision.supervisor import supervise
 
-__all__ = ["check_launch", "start_report", "supervise", "write_launch_files"]
+__all__ = ["check_launch", "rank_environment", "start_report", "supervise", "write_launch_files"]

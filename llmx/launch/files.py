@@ -12,6 +12,7 @@ import secrets
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
@@ -111,6 +112,11 @@ def make_spec(
         cpus_per_task=cpus_per_task,
         interfaces=tuple(host.interface for host in plan.hosts),
     )
+
+
+def rank_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
+    """The environment that a launch from here would give to a rank."""
+    return rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
 
 
 def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:

@@ -49,7 +49,7 @@ def run_composed(
 
     ``instead``: called instead of launching here. ``keep``: the run directory of a plan.
     """
-    from llmx.launch import check_launch, write_launch_files
+    from llmx.launch import check_launch, rank_environment, write_launch_files
 
     out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
@@ -68,7 +68,10 @@ def run_composed(
     composed, traces = with_traced_memory(with_known_speeds(composed), make=make)
     composed = with_learned_time(composed)
     exp, plan = composed.experiment, composed.plan
-    run = snapshot.write(exp, plan, composed.ds_config, overrides=overrides)
+    environment = rank_environment(exp, plan)
+    run = snapshot.write(
+        exp, plan, composed.ds_config, overrides=overrides, environment=environment
+    )
     launch = write_launch_files(exp, plan, run)
     if exp.dry_run:
         from llmx.hardware.compare import problems_here

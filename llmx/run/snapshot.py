@@ -32,11 +32,12 @@ def write(
     ds_config: dict[str, Any],
     *,
     overrides: list[str],
+    environment: Mapping[str, str],
     parent: RunDir | None = None,
 ) -> RunDir:
     """Write the snapshot into ``exp.run_dir``; refuses a directory that already contains a run.
 
-    ``parent``: the run that this one repeats.
+    ``environment``: of the ranks; ``parent``: the run that this one repeats.
     """
     run = RunDir(Path(exp.run_dir))
     try:
@@ -53,7 +54,8 @@ def write(
     try:
         write_config(run, exp, plan, ds_config)
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
-        write_provenance(run, record(exp, plan, overrides, parent=parent))
+        values = record(exp, plan, overrides, environment=environment, parent=parent)
+        write_provenance(run, values)
         write_identity(run, parent=parent)
     except OSError as error:
         raise _unwritable(run, error) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from llmx.compose.complete import Composed
 from llmx.config.plugins import TRACKERS
 from llmx.errors import LlmxError
+from llmx.launch import rank_environment
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_mapping, write_json
 
@@ -44,7 +45,13 @@ class Replays:
             exp, run_dir=str(root), tracking=dataclasses.replace(exp.tracking, kinds=kinds)
         )
         with contextlib.suppress(LlmxError, OSError):  # it was sent in an earlier attempt
-            run = snapshot.write(exp, composed.plan, composed.ds_config, overrides=[*overrides])
+            run = snapshot.write(
+                exp,
+                composed.plan,
+                composed.ds_config,
+                overrides=[*overrides],
+                environment=rank_environment(exp, composed.plan),
+            )
             now = time.time()
             result = {"outcome": outcome, "cause": cause, "fix": fix, "started": now, "ended": now}
             write_json(run.result, {"run_token": snapshot.run_id(run), **result})

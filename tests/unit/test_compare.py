@@ -22,7 +22,9 @@ def runs(tmp_path):
     for name, words in (("a", ["zero=stage2"]), ("b", ["zero=stage3", "launch.env.NCCL_X=1"])):
         done = composed(["hardware=cpu2", *words], run_dir=tmp_path / name)
         made.append(
-            snapshot.write(done.experiment, done.plan, done.ds_config, overrides=list(words))
+            snapshot.write(
+                done.experiment, done.plan, done.ds_config, overrides=list(words), environment={}
+            )
         )
     return made
 

@@ -322,7 +322,7 @@ def test_what_is_resumed_or_reproduced_teaches(
 ) -> None:
     """In the place of its ranks, lines of ranks."""
     done = composed(["hardware=cpu2", "zero=stage1", "task.steps=11"], run_dir=tmp_path / "first")
-    first = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[])
+    first = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[], environment={})
 
     def trained(exp: Experiment, plan: Plan, directory: RunDir, **_: object) -> SimpleNamespace:
         directory.metrics.write_text(run.metrics.read_text())

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from llmx.hardware import survey
+from llmx.launch import rank_environment
 from llmx.run.provenance import code_files, content, git_state, record
 from llmx.run.provenance.content import fingerprint, fingerprints, hub_commit
 from tests.composing import composed
@@ -204,7 +205,12 @@ def test_the_record_is_whole_and_has_the_ranks_variables(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     done = composed(["hardware=cpu2", "launch.env.NCCL_DEBUG=INFO"])
-    made = record(done.experiment, done.plan, ["seed=1"])
+    made = record(
+        done.experiment,
+        done.plan,
+        ["seed=1"],
+        environment=rank_environment(done.experiment, done.plan),
+    )
     assert made["environment"]["OMP_NUM_THREADS"] == "3"
     assert made["environment"]["NCCL_ALGO"] == "Ring"
     assert made["packages"]["torch"]

@@ -6,13 +6,13 @@ import dataclasses
 import sys
 
 from llmx.hardware.survey import survey
-from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, Difference
-from llmx.run.provenance.hosts import (
+from llmx.lifecycle.hosts import (
     ask_hosts,
     host_differences,
     hosts_then_and_now,
     of_this_machine,
 )
+from llmx.run.provenance.differences import BREAKS, HARMLESS, MAY, Difference
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 

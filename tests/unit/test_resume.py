@@ -43,7 +43,9 @@ def run(tmp_path) -> RunDir:
         ["hardware=cpu2", "task.steps=100", "batch.global_batch=16", "batch.micro_batch=4"],
         run_dir=tmp_path / "run",
     )
-    return snapshot.write(done.experiment, done.plan, done.ds_config, overrides=["hardware=cpu2"])
+    return snapshot.write(
+        done.experiment, done.plan, done.ds_config, overrides=["hardware=cpu2"], environment={}
+    )
 
 
 def trained(run: RunDir, step: int, *, outcome: str | None = None, ended: bool = False) -> None:
@@ -335,7 +337,7 @@ def test_inputs_may_lie_elsewhere_with_the_same_content(tmp_path) -> None:
         ["hardware=cpu2", "data=file", f"data.path={tmp_path}/one/t.jsonl", "task=pretrain",
          "model=tiny", "task.steps=9"], run_dir=tmp_path / "run",
     )  # fmt: skip
-    run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[])
+    run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[], environment={})
     words = [str(run.root), "dry_run=true"]
     assert main([*words, f"data.path={tmp_path}/two/t.jsonl"]) == 0
     with pytest.raises(ConfigError, match="its content differs"):

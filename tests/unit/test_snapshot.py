@@ -20,7 +20,9 @@ from tests.composing import composed
 @pytest.fixture
 def written(tmp_path):
     done = composed(["hardware=a100x2_v100x2", "zero=stage3"], run_dir=tmp_path / "run")
-    run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=["zero=stage3"])
+    run = snapshot.write(
+        done.experiment, done.plan, done.ds_config, overrides=["zero=stage3"], environment={}
+    )
     return done, run
 
 
@@ -44,7 +46,7 @@ def test_a_run_is_never_overwritten(written) -> None:
     before = run.config.read_bytes()
     other = dataclasses.replace(done.experiment, seed=7)
     with pytest.raises(ConfigError, match="already contains a run"):
-        snapshot.write(other, done.plan, done.ds_config, overrides=[])
+        snapshot.write(other, done.plan, done.ds_config, overrides=[], environment={})
     assert run.config.read_bytes() == before
 
 

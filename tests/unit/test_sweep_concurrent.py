@@ -334,7 +334,9 @@ def test_what_no_rank_ran_is_in_the_trackers_all_the_same(
     replays = Replays()
     replays.left_out(made, "pruned", "cannot fit", "buy more", directory=tmp_path, overrides=words)
     failed = composed([*words, 'tracking.tags=["zero=stage1"]'], run_dir=str(tmp_path / "1_zero"))
-    run = snapshot.write(failed.experiment, failed.plan, failed.ds_config, overrides=words)
+    run = snapshot.write(
+        failed.experiment, failed.plan, failed.ds_config, overrides=words, environment={}
+    )
     write_json(run.result, {"outcome": "comm", "cause": "no route", "launched": False})
     replays.failed(failed, run)
     replays.finish()

@@ -39,7 +39,9 @@ class Trials(Deaths):
         self.fails = ""
 
     def begin(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
-        run = snapshot.write(trial.experiment, trial.plan, trial.ds_config, overrides=overrides)
+        run = snapshot.write(
+            trial.experiment, trial.plan, trial.ds_config, overrides=overrides, environment={}
+        )
         return self._train(run, trial.experiment)
 
     def go_on(self, now: Experiment, **_: Any) -> int:

@@ -34,7 +34,7 @@ class Trials:
             self.dies_at = -1
             raise KeyError("killed")
         self.rates.append(exp.optim.lr)
-        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides)
+        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides, environment={})
         if exp.optim.lr > 1e-2:
             return leave(run, [], outcome="diverged", cause="loss is NaN")
         off = abs(math.log10(exp.optim.lr / 1e-3))

@@ -41,7 +41,7 @@ class Trials(Deaths):
         self.batches.append(exp.batch.global_batch)
         micro = str(exp.batch.micro_batch)
         self.run.append(f"stage{exp.zero.stage} {micro} {exp.model.activation_checkpointing}")
-        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides)
+        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides, environment={})
         oom = exp.batch.micro_batch >= 16
         speed = 1000.0 * SPEEDS[micro] / (1 + 0.1 * abs(exp.zero.stage - 1))
         lines = [

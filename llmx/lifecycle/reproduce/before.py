@@ -8,6 +8,7 @@ from typing import Any
 
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
+from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import history
 from llmx.plan.balance import is_of
@@ -20,7 +21,6 @@ from llmx.run.provenance.differences import (
     differences,
     plan_differences,
 )
-from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, read_mapping
 
 

@@ -66,7 +66,9 @@ def reproduce(words: RunCommand) -> int:
     for note in snapshot.migrations(run):
         print(f"   migrated {note}")
     then = _record_of(run)
-    now = record(new, composed.plan, [])
+    from llmx.launch import rank_environment
+
+    now = record(new, composed.plan, [], environment=rank_environment(new, composed.plan))
     found = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
@@ -114,7 +116,7 @@ def other_inputs(run: RunDir, target: RunDir) -> list[str]:
 
 def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -> int:
     """Returns the exit code of the run."""
-    from llmx.launch import check_launch, write_launch_files
+    from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
 
     said = [f"reproduce={run.root}", *words.overrides]
@@ -125,7 +127,10 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
         int(line["step"]) for line in read_metrics(run.metrics) if line.get("event") == "skipped"
     }
     new, plan = composed.experiment, composed.plan
-    snapshot.write(new, plan, composed.ds_config, overrides=said, parent=run)
+    environment = rank_environment(new, plan)
+    snapshot.write(
+        new, plan, composed.ds_config, overrides=said, environment=environment, parent=run
+    )
     if skipped:
         # What the run passed over when it diverged, it passes over again.
         write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)

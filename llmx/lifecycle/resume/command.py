@@ -14,6 +14,7 @@ from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths
 from llmx.config import Experiment
 from llmx.errors import ConfigError
+from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
 from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
@@ -32,7 +33,6 @@ from llmx.run.provenance.differences import (
     Difference,
     differences,
 )
-from llmx.run.provenance.hosts import hosts_then_and_now, of_this_machine
 from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
 from llmx.tracking.base import check_packages
 
@@ -57,7 +57,7 @@ def resume(
     ``asked``: the experiment to go on with, where it is known whole. ``instead``: called instead of
     launching here.
     """
-    from llmx.launch import check_launch, write_launch_files
+    from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import refuse_alive
 
     run = RunDir(words.run)
@@ -79,7 +79,8 @@ def resume(
     check_launch(new.experiment, new.plan)
     check_paths(new.experiment.data, new.experiment.model, new.experiment.task, new.plan)
     check_packages(new.experiment.tracking)
-    now = record(new.experiment, new.plan, list(typed))
+    environment = rank_environment(new.experiment, new.plan)
+    now = record(new.experiment, new.plan, list(typed), environment=environment)
     then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
     found = of_this_machine(differences(then, now), new.plan) if then else []

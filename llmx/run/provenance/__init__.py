@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ __all__ = ["code_files", "git_state", "record"]
 
 
 def record(
-    exp: Experiment, plan: Plan, overrides: Sequence[str], *, parent: RunDir | None = None
+    exp: Experiment,
+    plan: Plan,
+    overrides: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    parent: RunDir | None = None,
 ) -> dict[str, Any]:
-    """The provenance of a run that starts here and now."""
+    """The provenance of a run that starts here and now. ``environment``: of its ranks."""
     facts = this_machine()
     return {
         "created": time.time(),
@@ -46,6 +51,6 @@ def record(
         "nccl": facts.nccl,
         "gpus": facts.gpus,
         "cpu": facts.cpu,
-        "environment": numeric_environment(exp, plan),
+        "environment": numeric_environment(environment),
         "fingerprints": fingerprints(exp.model, exp.data, plan.frozen),
     }

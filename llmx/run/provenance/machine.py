@@ -6,14 +6,12 @@ Read from files; nothing is imported, and no driver is asked.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
-from llmx.config import Experiment
 from llmx.hardware.survey import cpu_model, gpu_names, nvidia_driver, version
-from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "datasets", "tokenizers", "tiktoken", "sentencepiece",
@@ -81,14 +79,10 @@ def torch_cuda() -> str | None:
     return None
 
 
-def numeric_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
-    """The variables of the ranks that may change numbers, as the launch will set them."""
-    from llmx.launch.environment import rank_env
-    from llmx.launch.files import make_spec
-
-    env = rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
+def numeric_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of the ranks that may change numbers."""
     return {
         name: value
-        for name, value in env.items()
+        for name, value in environment.items()
         if name.startswith(NUMERIC_PREFIXES) and name not in _OTHER
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 from llmx.config import LaunchConfig
 from llmx.hardware.remote import SurveyError, run_survey
+from llmx.launch.ssh_config import render_ssh_config, ssh_argv
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
 from llmx.run.provenance.machine import PACKAGES
@@ -35,8 +36,6 @@ def hosts_then_and_now(
 
 def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
-    from llmx.launch.ssh_config import render_ssh_config, ssh_argv
-
     python = launch.python or sys.executable
     with scratch_directory() as directory:
         config = directory / "ssh_config"
