@@ -91,15 +91,13 @@ def curves(outcome: Outcome) -> str:
     parts = [f"losses: {outcome.lines} lines in common, up to step {outcome.last_step}."]
     if first is not None:
         where = "from the start" if first.step <= 1 else f"first at step {first.step}"
-        parts.append(
-            f"They differ {where} ({str(first).replace('then', 'in A').replace('now', 'in B')})."
-        )
+        parts.append(f"They differ {where} ({first.shown('in A', 'in B')}).")
     elif outcome.weights == "differ":
         parts.append("All logged values are identical, but the weights are not.")
     largest = outcome.largest
     if largest is not None and largest != first:
-        said = str(largest).replace("then", "in A").replace("now", "in B")
-        parts.append(f"Largest difference, at step {largest.step}: {said}.")
+        shown = largest.shown("in A", "in B")
+        parts.append(f"Largest difference, at step {largest.step}: {shown}.")
     return " ".join(parts)
 
 

@@ -11,6 +11,7 @@ from llmx.cli.main import run_here
 from llmx.launch.supervision.outcome import Result
 from llmx.observe.compare import config_rows, short_names
 from llmx.run import snapshot
+from llmx.run.metrics.equality import Gap
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 from tests.conftest import GOLDEN
@@ -128,3 +129,10 @@ def test_rows_are_values_that_differ_once() -> None:
         {"seed": 1, "name": "b", "launch": {"env": {"X": "1"}, "sync": "none"}},
     )
     assert [(row.key, row.a, row.b) for row in rows] == [("launch.env.X", "not set", "1")]
+
+
+def test_names_that_have_now_in_them_stay_whole() -> None:
+    gap = Gap(3, "eval", "unknown_rate", 0.5, 0.25)
+    assert gap.shown("in A", "in B") == (
+        "eval unknown_rate 0.5 in A, 0.25 in B: off by 0.25 (0.5 relative)"
+    )

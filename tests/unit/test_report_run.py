@@ -134,11 +134,13 @@ def test_interrupted_between_two_logged_steps(
     tracked_run.append(run, tracked_run.lines()[:7])  # to step 10
     saved = {"kind": "event", "event": "saved", "step": 11, "time": tracked_run.START_S + 3}
     tracked_run.append(run, [saved])
-    fix = f"to resume: python -m llmx resume {run.root}"
-    write_json(run.result, tracked_run.result("interrupted", cause="ended by Ctrl-C", fix=fix))
+    values = {"cause": "ended by Ctrl-C", "other_fix": "request more time; or fewer steps"}
+    fix = f"to resume: python -m llmx resume {run.root}; {values['other_fix']}"
+    write_json(run.result, tracked_run.result("interrupted", fix=fix, **values))
     text = report(run, capsys, width=200)
     assert "interrupted after 11 of 40 steps" in text
     assert "to resume:" not in text
+    assert "request more time; or fewer steps" in text
     assert "python -m llmx resume" in text
 
 

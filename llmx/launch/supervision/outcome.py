@@ -370,6 +370,8 @@ class Result:
     outcome: str = "ok"
     cause: str = ""
     fix: str = ""
+    other_fix: str = ""
+    """Of an interrupted run: ``fix`` without the command that resumes it."""
     failed_rank: int | None = None
     host: str | None = None
     log: str | None = None

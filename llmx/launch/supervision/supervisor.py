@@ -209,6 +209,7 @@ class Supervisor:
                 last = self.history[-1].last_step
                 if last is not None and last > self.saved_step:
                     saved += f", reached step {last}"
+            self.result.other_fix = outcome.fix
             return dataclasses.replace(
                 outcome,
                 cause=f"{outcome.cause}; {saved}",

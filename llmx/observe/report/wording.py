@@ -63,11 +63,8 @@ def headline(data: RunData) -> Headline:
     where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
     where += [str(data.result["host"])] * bool(data.result.get("host"))
     at = f" ({', '.join(where)})" if where else ""
-    fix = data.result.get("fix") or ""
-    if outcome == "interrupted":  # the command is among the places
-        fix = "; ".join(
-            part for part in fix.split("; ") if not part.startswith(("to resume: ", "to go on: "))
-        )
+    # The command that resumes an interrupted run is among the places.
+    fix = data.result.get("other_fix" if outcome == "interrupted" else "fix") or ""
     return Headline(
         "failed",
         f"{data.name}: {outcome} after {of}{took}{at}",

@@ -51,13 +51,15 @@ class Gap:
         return self.absolute / size if size else 0.0
 
     def __str__(self) -> str:
+        return self.shown("then", "now")
+
+    def shown(self, then: str, now: str) -> str:
+        """Both values in words. ``then``, ``now``: what the two runs are called."""
         what = self.name if self.kind == "train" else f"{self.kind} {self.name}"
+        values = f"{what} {_number(self.then)} {then}, {_number(self.now)} {now}"
         if math.isnan(self.absolute):
-            return f"{what} {_number(self.then)} then, {_number(self.now)} now"
-        return (
-            f"{what} {_number(self.then)} then, {_number(self.now)} now: off by "
-            f"{self.absolute:.3g} ({self.relative:.3g} relative)"
-        )
+            return values
+        return f"{values}: off by {self.absolute:.3g} ({self.relative:.3g} relative)"
 
     def to_dict(self) -> dict[str, Any]:
         known = not math.isnan(self.absolute)
