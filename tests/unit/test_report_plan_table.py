@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
-from llmx.observe.report.plan_table import batch_line, print_plan
-from llmx.observe.report.time_table import time_rows
+from llmx.observe.report.plan_table import batch_line, print_plan, time_rows
 from llmx.plan.predict import TraceKey, Traces
 from llmx.plan.trace import StepTrace, TracedParameter
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan

@@ -10,9 +10,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
-from llmx.observe.report.plan_table import VERDICTS, verdict
+from llmx.observe.report.plan_table import SHOWN_STEPS, VERDICTS, seconds, verdict
 from llmx.observe.report.screen import open_console
-from llmx.observe.report.time_table import SHOWN_STEPS, seconds
 from llmx.plan.make import without_price
 from llmx.plan.memory import not_measured
 from llmx.plan.types import Plan

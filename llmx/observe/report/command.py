@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
-from llmx.observe.report.figure import draw_loss
+from llmx.observe.report.figure import draw_loss, draw_table, tables
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.sweep_data import (
@@ -35,7 +35,6 @@ from llmx.observe.report.sweep_table import (
     print_sweep,
     write_sweep,
 )
-from llmx.observe.report.tables import draw_table, tables
 from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import RunDir, no_run, write_text
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,8 +30,6 @@ from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
-from llmx.observe.report.storage_table import storage_parts
-from llmx.observe.report.time_table import time_parts
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
@@ -39,7 +37,17 @@ from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
 from llmx.plan.memory import not_measured
 from llmx.plan.predict import Traces
-from llmx.plan.types import USABLE, ChosenPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.plan.types import (
+    USABLE,
+    ChosenPlan,
+    HostPlan,
+    HostStorage,
+    MemoryPlan,
+    Plan,
+    RankPlan,
+    StoragePlan,
+    TimePlan,
+)
 from llmx.text import plural, printable
 
 if TYPE_CHECKING:
@@ -596,3 +604,204 @@ def _micro_batches(ranks: list[RankPlan]) -> str:
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return f"{sizes[0]} each"
     return " + ".join(map(str, sizes))
+
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST_HOSTS = 8
+SHOWN_STEPS = 1000
+"""Where the number of steps is not known."""
+FARTHEST_DAYS = 36_500
+
+
+def time_parts(plan: Plan, *, now: datetime | None = None) -> list[RenderableType]:
+    """Title and table of the predicted time; nothing for a plan of an older llmx.
+
+    ``now``: when the run would start; None: now.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    if plan.time is None:
+        return []
+    title = "Predicted time of a step"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in time_rows(plan, now=now or datetime.now()):
+        table.add_row(f" {name}", Text(text))
+    # A table of memory ends with an empty line of its own.
+    return [Text(f"{'' if plan.memory or plan.storage else chr(10)}{title}", style="bold"), table]
+
+
+def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str, str]]:
+    """Name and value, one line each; with ``now`` also when the run would end."""
+    time = plan.time
+    assert time is not None
+    if not time.step_s:
+        yield "time", f"not known: {time.unknown}"
+        return
+    yield "time", f"{seconds(time.step_s)}: {', '.join(_parts(time))}"
+    yield "bottleneck", time.bottleneck
+    mfu = ", ".join(f"{name} {human.percent(part)}" for name, part in time.mfu)
+    yield "speed", f"{time.tokens_per_s:,.0f} tokens/s{f'; MFU {mfu}' if mfu else ''}"
+    if max(time.idle, default=0.0) >= 0.005:
+        yield "waiting", f"of a step: {waiting(plan)}"
+    if time.even_step_s:
+        gain = time.step_s / time.even_step_s
+        yield "even split", f"{seconds(time.even_step_s)}; this one takes {gain:.2f} of it"
+    if time.exchanges:
+        sent = (f"{one.name} {_gb(one.gb)}" for one in time.exchanges)
+        yield "sent", f"by each rank in a step: {', '.join(sent)}"
+    yield "whole run", whole_run(plan, now=now)
+    if time.sources:
+        yield "from", f"{'; '.join(time.sources)} (docs/planner.md)"
+
+
+def whole_run(plan: Plan, *, now: datetime | None = None) -> str:
+    """Hours, device hours, cost, and the date of the end; without evaluation and saves."""
+    time = plan.time
+    assert time is not None
+    devices = "GPU" if plan.accelerator == "cuda" else "rank"
+    if not plan.total_steps:
+        of_some = human.duration(SHOWN_STEPS * time.step_s)
+        return (
+            f"{of_some} per {SHOWN_STEPS:,} steps (number of steps unknown until the data is read)"
+        )
+    words = [
+        f"{plural(plan.total_steps, 'step')} in {human.duration(3600 * time.hours)}",
+        f"{_hours(time.device_hours)} {devices} hours",
+    ]
+    if time.cost is not None:
+        words.append(f"cost {time.cost:,.2f}")
+    if now is not None and time.hours < 24 * FARTHEST_DAYS:
+        end = now + timedelta(hours=time.hours)
+        words.append(f"ends {end:%a %d %b %Y %H:%M} if started now")
+    return f"{', '.join(words)}; without evaluation and saves"
+
+
+def waiting(plan: Plan) -> str:
+    """The longest that a rank of each host waits for slower ones."""
+    assert plan.time is not None
+    most: dict[str, float] = {}
+    for rank, share in zip(plan.ranks, plan.time.idle, strict=True):
+        name = f"{plan.hosts[rank.host].name} ({rank.device})"
+        most[name] = max(share, most.get(name, 0.0))
+    shown = [f"{name} {human.percent(share)}" for name, share in most.items()]
+    more = ", ..." if len(shown) > MOST_HOSTS else ""
+    return ", ".join(shown[:MOST_HOSTS]) + more
+
+
+def seconds(value: float) -> str:
+    """``12.3 ms``, ``4.56 s``, ``1 min 20 s``: three digits."""
+    if value < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 100 else human.duration(value)
+
+
+def _parts(time: TimePlan) -> Iterator[str]:
+    yield f"computing {seconds(time.computing_s)}"
+    if time.communication_s:
+        hidden = time.communication_s - time.exposed_s
+        beside = f" and {seconds(hidden)} behind computing" if hidden > 0 else ""
+        yield f"communication {seconds(time.exposed_s)}{beside}"
+    if time.host_s:
+        yield f"offload {seconds(time.host_s)}"
+    if time.update_s:
+        yield f"update {seconds(time.update_s)}"
+
+
+def _gb(value: float) -> str:
+    return f"{value:.3g} GB" if value >= 1 else f"{1000 * value:.3g} MB"
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+UNKNOWN = "unknown"
+RAM_PARTS: tuple[tuple[str, Callable[[HostStorage], int | None]], ...] = (
+    ("RAM: processes", lambda host: host.processes_bytes),
+    ("RAM: loading", lambda host: host.loading_bytes),
+    ("RAM: training", lambda host: host.training_bytes),
+    ("RAM: offload", lambda host: host.offload_bytes),
+    ("RAM: offload buffers", lambda host: host.staging_bytes),
+)
+
+
+def storage_parts(plan: Plan, here: Mapping[str, Any] | None = None) -> list[RenderableType]:
+    """The table, hosts that are alike in one column; nothing of a plan of an older llmx. ``here``:
+    what this machine has now (``llmx.hardware.survey.space_facts``)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    storage = plan.storage
+    if storage is None:
+        return []
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("")
+    for host in storage.hosts:
+        table.add_column(host.names, justify="right", overflow="fold")
+    for name, values in rows(plan, storage, here or {}):
+        if name:
+            table.add_row(name, *values)
+        else:
+            table.add_section()
+    return [Text("\nEach host, beside device memory", style="bold"), table]
+
+
+def rows(
+    plan: Plan, storage: StoragePlan, here: Mapping[str, Any]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """(what, by host); what no host needs is left out. An empty name: a line between sections."""
+    hosts = storage.hosts
+    local = {host.name for host in plan.hosts if host.is_local}
+    found: list[tuple[str, tuple[str, ...]]] = []
+
+    def row(name: str, of: Callable[[HostStorage], int | None], *, always: bool = False) -> None:
+        values = [of(host) for host in hosts]
+        if always or any(value is None or value for value in values):
+            found.append((name, tuple(_size(value) for value in values)))
+
+    def now(name: str, key: str) -> None:
+        """What this machine has, below what it needs."""
+        if here.get(key) is not None and any(local & set(host.hosts) for host in hosts):
+            size = human.size(here[key])
+            found.append((name, tuple(size if local & set(h.hosts) else "" for h in hosts)))
+
+    for name, of in RAM_PARTS:
+        row(name, of)
+    row("RAM at most", lambda host: host.ram_bytes, always=True)
+    optional = all(host.saves_optional for host in hosts)
+    row("RAM: copies for saves" + ", if free" * optional, lambda host: host.saves_bytes)
+    if any(host.ram_has_bytes for host in hosts):
+        row("RAM of the host", lambda host: host.ram_has_bytes, always=True)
+    now("RAM available now", "ram_available_bytes")
+    found.append(("", ()))
+    row("NVMe", lambda host: host.nvme_bytes)
+    row("disk: one checkpoint", lambda host: host.checkpoint_bytes, always=True)
+    at_once = storage.checkpoints_at_once
+    many = "no limit" if at_once is None else str(at_once)
+    found.append(("disk: checkpoints at once", (many,) * len(hosts)))
+    row("disk: model/", lambda host: host.model_bytes)
+    found.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
+    now("disk free now", "free_bytes")
+    row("disk: weights of the Hub", lambda host: host.download_bytes)
+    row("/dev/shm without P2P", lambda host: host.shm_bytes)
+    return found
+
+
+def _disk(storage: StoragePlan, host: HostStorage) -> str:
+    if host.checkpoint_bytes is None or host.model_bytes is None:
+        return UNKNOWN
+    most = storage.disk_bytes(host.checkpoint_bytes, host.model_bytes)
+    return "no limit" if most is None else human.size(most)
+
+
+def _size(value: int | None) -> str:
+    return UNKNOWN if value is None else human.size(value)

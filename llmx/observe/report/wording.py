@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
+from llmx.observe.report.figure import tables
+from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.step_time import idle_row, steps_by_rank
-from llmx.observe.report.tables import tables
-from llmx.observe.report.time_table import seconds
 from llmx.plan.types import MemoryPlan
 from llmx.run.exported import generates_no_text
 from llmx.run.metrics import metric_of
