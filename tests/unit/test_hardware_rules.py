@@ -183,7 +183,7 @@ def test_ipv6_in_a_hostfile(tmp_path) -> None:
     ("content", "message"),
     [
         (bytes(range(256)), "line 2 .*not a hostfile"),
-        (b"a slots=2\n\xff\xfe\n", "line 2 is not text"),
+        (b"a slots=2\n\xff\xfe\n", "line 2 is not UTF-8 text"),
         (b"a slots=2\n\0\0\n", "line 2 has a zero byte"),
         ("a slots=2\n".encode("utf-16"), "UTF-16. Save it as UTF-8"),
         (b"x" * 2_000_000, "over 1 MiB"),
