@@ -15,7 +15,7 @@ Where a step fails before all have published, all call ``abandon``; afterwards t
 counts, and a pointer or a removal that fails is a warning.
 
 A *storage* is a ``checkpoints/`` directory: one for all hosts that share a file system, else
-one for each (``llmx.checkpoint.storage``).
+one for each (``llmx.checkpoint.distributed``).
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
 """Which checkpoint can be used: sizes and hashes against the manifest.
 
-On one machine: ``newest_usable``. Over several, where each may hold some files: every rank makes a
-``Report`` of its storage (``inspect``), the reports are gathered, and every rank makes the same
-``Assessment`` of them (``assess``).
+On one machine: ``newest_usable``; ``check_all`` verifies all of them on a terminal. Over several,
+where each may hold some files: every rank makes a ``Report`` of its storage (``inspect``), the
+reports are gathered, and every rank makes the same ``Assessment`` of them (``assess``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from llmx import text as human
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import CHUNK_BYTES
 from llmx.checkpoint.manifest import (
@@ -25,6 +28,7 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
+from llmx.checkpoint.pointers import BEST, LATEST, read_pointer
 
 HASH_THREADS = 8
 MISSING = "is missing"
@@ -139,7 +143,7 @@ class Report:
 
     step: int
     storage: int
-    """The rank that acts for the storage (``llmx.checkpoint.distributed.topology``)."""
+    """The rank that acts for the storage (``llmx.checkpoint.distributed``)."""
     manifest: Manifest | None
     good: frozenset[str] = frozenset()
     """Files of its part that have their size and hash."""
@@ -226,3 +230,84 @@ def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
     words = [str(problem) for problem in problems]
     more = f"; and {len(words) - limit} more" if len(words) > limit else ""
     return "; ".join(words[:limit]) + more
+
+
+LINE_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
+def check_all(checkpoints: Path, *, stream: Any) -> tuple[list[str], bool]:
+    """A line for each checkpoint, the newest first; whether the newest is usable."""
+    names = {pointer: read_pointer(checkpoints, pointer) for pointer in (LATEST, BEST)}
+    lines, good = [], []
+    for step in reversed(list_steps(checkpoints)):
+        directory = committed_dir(checkpoints, step)
+        problems = verify_with_progress(directory, stream=stream)
+        manifest = read_manifest(directory)
+        num_bytes = human.size(manifest.num_bytes) if isinstance(manifest, Manifest) else ""
+        pointed = "".join(f"  <- {name}" for name, value in names.items() if value == step)
+        outcome = f"cannot be used: {explain(directory, problems)}" if problems else "usable"
+        lines.append(f"{directory.name}  {num_bytes:>10}  {outcome}{pointed}")
+        good.append(not problems)
+    return lines, bool(good) and good[0]
+
+
+def verify_with_progress(directory: Path, *, stream: Any) -> list[Problem]:
+    """``verify`` with a progress line on ``stream``."""
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [manifest]
+    # Sizes first: what is missing is known at once.
+    if problems := verify(directory, hashes=False):
+        return problems
+    progress = ProgressLine(f"verifying {directory.name}", manifest.num_bytes, stream=stream)
+    try:
+        return verify(directory, on_bytes=progress.add)
+    finally:
+        progress.end()
+
+
+def explain(directory: Path, problems: Sequence[Problem]) -> str:
+    """The problems in one sentence, with the hosts that have the missing files."""
+    words = describe(problems)
+    manifest = read_manifest(directory)
+    if not isinstance(manifest, Manifest):
+        return words
+    absent = [each.file for each in problems if each.found == MISSING]
+    hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
+    if hosts and len(set(manifest.hosts.values())) > 1:
+        words += (
+            f". Without a shared file system each host keeps its own part: copy {directory.name} "
+            f"from {', '.join(hosts)} into {directory.parent}"
+        )
+    return words + "."
+
+
+class ProgressLine:
+    """A line that is rewritten on a terminal; now and then a line of a log."""
+
+    def __init__(self, title: str, total: int, *, stream: Any) -> None:
+        self._title, self._total, self._stream = title, total, stream
+        self._done = 0
+        self._began = self._said = time.monotonic()
+        self._live = stream.isatty()
+
+    def add(self, count: int) -> None:
+        """``count`` more bytes are done."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
+            self._said = now
+            rate = self._done / max(now - self._began, 1e-9)
+            left_s = (self._total - self._done) / max(rate, 1e-9)
+            line = (
+                f"{self._title}: {human.size(self._done)} of {human.size(self._total)}, "
+                f"{rate / 2**20:.0f} MiB/s, {left_s:.0f} s left"
+            )
+            print(f"\r{line}\033[K" if self._live else line, end="" if self._live else "\n",
+                  file=self._stream, flush=True)  # fmt: skip
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._live:
+            print("\r\033[K", end="", file=self._stream, flush=True)

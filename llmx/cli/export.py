@@ -20,12 +20,16 @@ from typing import Any
 
 from llmx import text as human
 from llmx.checkpoint import commit, selection
-from llmx.checkpoint.console import ProgressLine, check_all, explain, verify
 from llmx.checkpoint.disk import DISK, make_directories, write_file
-from llmx.checkpoint.export.adapter import write_adapter
-from llmx.checkpoint.export.dtypes import NAMES, TORCH_NAMES
-from llmx.checkpoint.export.shards import SHARD_BYTES
-from llmx.checkpoint.export.weights import Weight, list_weights, write_weights
+from llmx.checkpoint.export.weights import (
+    NAMES,
+    SHARD_BYTES,
+    TORCH_NAMES,
+    Weight,
+    list_weights,
+    write_adapter,
+    write_weights,
+)
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MANIFEST,
@@ -34,8 +38,9 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     step_of,
 )
+from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, seal
 from llmx.checkpoint.pointers import BEST, read_pointer
-from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed, seal
+from llmx.checkpoint.selection import ProgressLine, check_all, explain, verify_with_progress
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
@@ -337,7 +342,7 @@ def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
     refused: list[str] = []
     for candidate in [step] if step is not None else reversed(steps):
         directory = commit.committed_dir(run.checkpoints, candidate)
-        problems = verify(directory, stream=stream)
+        problems = verify_with_progress(directory, stream=stream)
         if not problems:
             for line in refused:
                 print(f"llmx: {line}", file=stream)

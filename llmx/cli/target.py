@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.model_files import check_model_files
-from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed
+from llmx.checkpoint.model_files import COPY_AGAIN, check_model_files, check_sealed
 from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
 from llmx.errors import ConfigError, did_you_mean

@@ -247,7 +247,7 @@ def space_facts(run_dir: str) -> dict[str, Any]:
 def ram_available(root: str = "/") -> int | None:
     """Of the host and of this process's control groups; None where the kernel does not say.
 
-    ``llmx.checkpoint.save.host_copies`` asks the same for a rank, with torch.
+    ``llmx.checkpoint.save`` asks the same for a rank, with torch.
     """
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(f"{root}proc/meminfo"), re.MULTILINE)
     if found is None:

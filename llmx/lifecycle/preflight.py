@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmx.checkpoint.model_files import damaged_files
-from llmx.checkpoint.sealed import COPY_AGAIN, check_sealed
+from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
 from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment

@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from llmx.checkpoint.distributed.topology import StorageTopology
+from llmx.checkpoint.distributed import StorageTopology
 from llmx.checkpoint.export.model import NO_FILES
-from llmx.checkpoint.save.host_copies import HostCopies, fits
-from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.save import HostCopies, SaveFailed, SaveJob, fits
 from llmx.checkpoint.state.engine_state import capture
 from llmx.checkpoint.state.layout import state_layout
 from llmx.collectives import all_gather

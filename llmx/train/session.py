@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.distributed.topology import find_topology
+from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import DataConfig, Experiment, TaskConfig

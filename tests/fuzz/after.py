@@ -61,7 +61,7 @@ SHARES = {
 
 def finished_run(root: Path) -> Path:
     """A tiny run that has ended well: checkpoint, model, metrics, result."""
-    from llmx.checkpoint.sealed import seal
+    from llmx.checkpoint.model_files import seal
     from llmx.run.rundir import write_json, write_text
     from llmx.run.snapshot import dump_config, write_identity
     from llmx.tasks import tokenizer_of

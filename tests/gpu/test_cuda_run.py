@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(zero, tmp_path) -> None:
 def test_copies_of_a_state_are_page_locked_whole_and_used_again() -> None:
     import torch
 
-    from llmx.checkpoint.save.host_copies import BLOCK_BYTES, HostCopies
+    from llmx.checkpoint.save import BLOCK_BYTES, HostCopies
     from llmx.checkpoint.state.engine_state import StateTensor
 
     live = torch.arange(BLOCK_BYTES // 4 + 1000, dtype=torch.int32, device="cuda")

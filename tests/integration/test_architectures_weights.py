@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.checkpoint.export import model as exporting
-from llmx.checkpoint.export.shards import ShardWriter
-from llmx.checkpoint.state.buffers import whole_tensor
+from llmx.checkpoint.export.weights import ShardWriter
+from llmx.checkpoint.state.engine_state import whole_tensor
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.experts import Routing

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llmx.checkpoint import commit, pointers, selection
-from llmx.checkpoint.distributed.topology import (
+from llmx.checkpoint.distributed import (
+    ReceivedFile,
     leave_mark,
     marks_seen,
     remove_mark,
@@ -26,7 +27,6 @@ from llmx.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from llmx.checkpoint.received_file import ReceivedFile
 from llmx.checkpoint.retention import (
     best_steps,
     complete_steps,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint.export.dtypes import convert, num_infinite
+from llmx.checkpoint.export.weights import convert, num_infinite
 from llmx.checkpoint.fragments import FragmentIndex, check_cover, cover_of, fragment_key, parse_key
 from llmx.checkpoint.manifest import CheckpointError, digest_bytes
 from llmx.checkpoint.tensors import Fragment, TensorFile, TensorSpec, TensorWriter, write_tensors

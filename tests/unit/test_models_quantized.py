@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
-from llmx.checkpoint.export.shards import SHARD_BYTES
+from llmx.checkpoint.export.weights import SHARD_BYTES
 from llmx.config import AdapterConfig, Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, load_adapted, without_adapter

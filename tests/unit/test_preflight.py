@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.model_files import check_model_files, damaged_files
-from llmx.checkpoint.sealed import seal
+from llmx.checkpoint.model_files import check_model_files, damaged_files, seal
 from llmx.cli.target import find_target
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config.tasks import shipped_tasks

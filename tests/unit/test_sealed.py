@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmx.checkpoint import selection
 from llmx.checkpoint.manifest import MANIFEST, CheckpointError, parse_manifest
-from llmx.checkpoint.sealed import check_sealed, seal
+from llmx.checkpoint.model_files import check_sealed, seal
 from llmx.cli.export import export
 from llmx.cli.main import run_here
 from llmx.run.rundir import RunDir

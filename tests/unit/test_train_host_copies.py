@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint.save.host_copies import HostCopies
+from llmx.checkpoint.save import HostCopies
 from llmx.checkpoint.state.engine_state import StateTensor
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from llmx.checkpoint.commit import begin
-from llmx.checkpoint.distributed.topology import StorageTopology
-from llmx.checkpoint.distributed.transfer import _publish, own_files_suffice
+from llmx.checkpoint.distributed import StorageTopology, _publish, own_files_suffice
 from llmx.errors import ConfigError
 from llmx.run.metrics.lines import read_metrics
 from llmx.train.metrics import MetricsWriter, lines_until, truncate_metrics

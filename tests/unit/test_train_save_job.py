@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 
 from llmx.checkpoint import commit
+from llmx.checkpoint import save as save_job
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
-from llmx.checkpoint.distributed.topology import find_topology
+from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
-from llmx.checkpoint.save import job as save_job
-from llmx.checkpoint.save.job import SaveFailed, SaveJob
+from llmx.checkpoint.save import SaveFailed, SaveJob
 from llmx.checkpoint.selection import list_steps, newest_usable, usable
-from llmx.checkpoint.state.engine_state import StateTensor
-from llmx.checkpoint.state.hashing import combine, lanes
+from llmx.checkpoint.state.engine_state import StateTensor, combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir, read_json, write_json
@@ -260,7 +259,7 @@ def test_after_going_back_the_past_that_was_given_up_is_removed(
     write_json(run.resume, {"step": 0})
     assert start_of(run).step == 0
     write_json(run.resume, {"step": 9})
-    with pytest.raises(CheckpointError, match=r"step 9, and only \[10, 8\] are there"):
+    with pytest.raises(CheckpointError, match=r"step 9, but only \[10, 8\] exist"):
         start_of(run)
 
 
@@ -283,7 +282,7 @@ def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
     write_json(run.resume, {"step": None, "went_back": [8, 10, 0]})
     assert (start_of(run).step, start_of(run).num_rollbacks) == (0, 3)
     write_json(run.resume, {"step": 12, "went_back": [8]})
-    with pytest.raises(CheckpointError, match=r"step 12, and only \[14, 10, 8, 4\] are there"):
+    with pytest.raises(CheckpointError, match=r"step 12, but only \[14, 10, 8, 4\] exist"):
         start_of(run)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmx.checkpoint.save.host_copies import available_bytes, room_for
-from llmx.checkpoint.save.job import as_buffer, is_finite
+from llmx.checkpoint.save import as_buffer, available_bytes, is_finite, room_for
 from llmx.train.signals import SAME_REQUEST_S, ShutdownRequest, TermSignals
 
 GIB = 2**30

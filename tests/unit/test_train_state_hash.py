@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint.state import hashing as state_hash
-from llmx.checkpoint.state.hashing import combine, lanes
+from llmx.checkpoint.state import engine_state as state_hash
+from llmx.checkpoint.state.engine_state import combine, lanes
 
 MASK = (1 << 64) - 1
 

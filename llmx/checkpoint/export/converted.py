@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmx.checkpoint.export.shards import ShardWriter
-from llmx.checkpoint.export.weights import Weight, pieces
+from llmx.checkpoint.export.weights import ShardWriter, Weight, pieces
 from llmx.checkpoint.fragments import FragmentIndex
-from llmx.checkpoint.state.buffers import TORCH_DTYPES, whole_tensor
+from llmx.checkpoint.state.engine_state import TORCH_DTYPES, whole_tensor
 from llmx.models.conversion import (
     WholeShapes,
     conversions_in_words,

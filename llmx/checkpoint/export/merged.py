@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.export.shards import ShardWriter
-from llmx.checkpoint.state.buffers import TORCH_DTYPES, whole_tensor
+from llmx.checkpoint.export.weights import ShardWriter
+from llmx.checkpoint.state.engine_state import TORCH_DTYPES, whole_tensor
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.adapter_names import (

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.checkpoint.export.shards import SHARD_BYTES, ShardWriter
-from llmx.checkpoint.sealed import seal
-from llmx.checkpoint.state.buffers import whole_tensor
+from llmx.checkpoint.export.weights import SHARD_BYTES, ShardWriter
+from llmx.checkpoint.model_files import seal
+from llmx.checkpoint.state.engine_state import whole_tensor
 from llmx.checkpoint.tensors import write_tensors
 from llmx.models.adapter import Adapter
 from llmx.models.adapter_names import (

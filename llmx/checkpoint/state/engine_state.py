@@ -1,14 +1,24 @@
 """A DeepSpeed engine's state into fragments of a checkpoint, and back.
 
 Fragments know nothing of ranks, ZeRO stages or precision (docs/contracts.md, "Checkpoints"), so
-any engine of the same model can be restored from them. Tried by
-``python -m pytest -m deepspeed tests/integration/test_state_resume.py``.
+any engine of the same model can be restored from them. Master values and the model's own
+(half-precision, gathered, second copies) are different memory at most stages: after a restore the
+model is refreshed from the master values, as DeepSpeed does it after a step.
+
+The hash of all weights does not depend on how they are partitioned. Every element is mixed with
+its position and the results are added up modulo 2^64, in two lanes: sums of parts compose, so each
+rank adds what it holds and one small all-reduce does the rest. It tells two runs apart by a single
+bit of a single weight; it is not secure against collisions made on purpose.
+
+Tried by ``python -m pytest -m deepspeed tests/integration/test_state_resume.py`` and
+``python -m pytest tests/unit/test_train_state_hash.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,8 +26,6 @@ import torch
 from torch import nn
 
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex, fragment_key
-from llmx.checkpoint.state.buffers import DTYPE_NAMES, TORCH_DTYPES
-from llmx.checkpoint.state.hashing import hash_parts
 from llmx.checkpoint.state.layout import (
     Owner,
     Piece,
@@ -26,7 +34,6 @@ from llmx.checkpoint.state.layout import (
     UntrainedPiece,
     state_layout,
 )
-from llmx.checkpoint.state.refresh import before_restore, refresh_model
 from llmx.checkpoint.state.values import (
     Table,
     buffer_table,
@@ -42,10 +49,161 @@ from llmx.checkpoint.state.values import (
     write_loss_scaler,
     write_scalars,
 )
+from llmx.checkpoint.tensors import Fragment
 from llmx.errors import ConfigError
 from llmx.models.conversion import effective_conversions
 from llmx.models.model import Model
 from llmx.models.quantized import quantized_layers
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def as_buffer(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def whole_tensor(name: str, tensor: torch.Tensor) -> Fragment:
+    """A tensor on the CPU for a file of whole ones, such as an export. Shares its memory."""
+    dtype = DTYPE_NAMES[tensor.dtype]
+    return Fragment(name, dtype, tensor.numel(), as_buffer(tensor), tuple(tensor.shape))
+
+
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Elements mixed at a time: what fits a processor's cache, or fills a GPU."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_POSITION = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def lanes(values: torch.Tensor, start: int) -> torch.Tensor:
+    """Two int64 sums of elements ``start, start + 1, ...`` of a parameter.
+
+    ``lanes(x, 0) == lanes(x[:k], 0) + lanes(x[k:], k)`` for every ``k`` (modulo 2^64).
+
+    Args:
+        values: 1-D, any dtype; its bits count, not its values (-0.0 is not 0.0).
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=values.device)
+    bits = values.detach().view(_BITS[values.element_size()])
+    chunk = CHUNK[values.device.type]
+    positions = torch.arange(min(chunk, len(bits)), device=values.device).mul_(_POSITION)
+    for first in range(0, len(bits), chunk):
+        mixed = bits[first : first + chunk].to(torch.int64, copy=True)
+        # splitmix64 of bits and position; ">>" of int64 keeps the sign, hence the masks.
+        mixed.add_(positions[: len(mixed)])
+        mixed.add_(_signed((start + first + 1) * _POSITION % 2**64))
+        mixed.bitwise_xor_((mixed >> 30).bitwise_and_((1 << 34) - 1)).mul_(_FIRST)
+        mixed.bitwise_xor_((mixed >> 27).bitwise_and_((1 << 37) - 1)).mul_(_SECOND)
+        mixed.bitwise_xor_((mixed >> 31).bitwise_and_((1 << 33) - 1))
+        total[0] += mixed.sum()
+        # The second lane is no linear function of the first.
+        total[1] += mixed.bitwise_xor_((mixed >> 32).bitwise_and_((1 << 32) - 1)).mul_(_FIRST).sum()
+    return total
+
+
+def combine(names: Iterable[str], sums: torch.Tensor) -> str:
+    """The hash of a model: 32 hexadecimal digits.
+
+    Args:
+        names: of all parameters.
+        sums: ``[len(names), 2]`` int64, over all elements.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    rows = dict(zip(names, sums.tolist(), strict=True))
+    for name in sorted(rows):
+        digest.update(f"{name}\0{rows[name][0]}\0{rows[name][1]}\n".encode())
+    return digest.hexdigest()
+
+
+def hash_parts(
+    parts: Iterable[tuple[str, int, torch.Tensor]], *, names: list[str], device: torch.device
+) -> str:
+    """The hash over all ranks, each with elements that no other rank has. Collective.
+
+    Args:
+        parts: name of the parameter, first element, values (1-D).
+        names: of all parameters.
+        device: where the process group reduces.
+    """
+    row = {name: number for number, name in enumerate(names)}
+    sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
+    for name, start, values in parts:
+        sums[row[name]] += lanes(values, start).to(device)
+    torch.distributed.all_reduce(sums)
+    return combine(names, sums)
+
+
+def before_restore(engine: Any) -> None:
+    """Give back what ZeRO-3 has gathered: a gathered parameter would hide the new values."""
+    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
+        engine.optimizer.checkpoint_event_prologue()
+
+
+@torch.no_grad()
+def refresh_model(engine: Any) -> None:
+    """Make the model's parameters those of the master values. Collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp16_partitioned_groups"):
+        _stage3(optimizer, engine.module)
+    elif hasattr(optimizer, "update_lp_params"):  # stages 1 and 2
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                parameter.data.copy_(master.data)
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            offset = 0
+            for parameter in group:
+                values = flat.data[offset : offset + parameter.numel()]
+                parameter.data.copy_(values.view_as(parameter))
+                offset += parameter.numel()
+
+
+def forget_dummy_step(engine: Any) -> None:
+    """Undo the update that DeepSpeed makes at the start of stage 0 in half precision.
+
+    It steps the optimizer once on gradients of zero to allocate its states, which decays the
+    master values and counts as a step: the run would differ from the other stages' ever after
+    (``FP16_UnfusedOptimizer.initialize_optimizer_states``).
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "loss_scale_config"):
+        optimizer.optimizer.state.clear()
+        optimizer.refresh_fp32_params()
+
+
+def _stage3(optimizer: Any, module: Any) -> None:
+    for number in range(len(optimizer.fp16_groups)):
+        if not optimizer._swappable_optimizer_subgroup(number):  # else done with its restoring
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    # hpZ's second copy within a host: made anew at the next gathering. DeepSpeed forgets those
+    # of trained parameters at each step; here those of frozen ones are outdated, too.
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None
+    optimizer.checkpoint_event_epilogue()
+
 
 STAGING_BYTES = 32 * 2**20
 """What is read at a time on the way to a device, or to another dtype."""
@@ -224,8 +382,8 @@ def state_values(engine: Engine) -> dict[str, Any]:
 def weights_hash(engine: Engine) -> str | None:
     """32 hexadecimal digits for all weights at full precision. Collective.
 
-    The same for the same weights on any number of ranks, at any ZeRO stage
-    (``llmx.checkpoint.state.hashing``). None where the state cannot be read (``UnsavableState``).
+    The same for the same weights on any number of ranks, at any ZeRO stage.
+    None where the state cannot be read (``UnsavableState``).
     """
     try:
         layout = saved_layout(engine)

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from llmx.checkpoint.state.engine_state import forget_dummy_step
 from llmx.checkpoint.state.layout import state_layout
-from llmx.checkpoint.state.refresh import forget_dummy_step
 from llmx.checkpoint.state.values import check_states
 from llmx.collectives import all_gather, first_problem
 from llmx.config import Experiment, ModelConfig
