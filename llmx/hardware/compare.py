@@ -147,7 +147,7 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
 
 
 def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the build of torch; empty in a survey of an older llmx."""
+    """What is known of the build of torch; empty where it is not known."""
     return facts.get("torch_build") or {}
 
 
@@ -318,7 +318,7 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
 
 
 def storage_of(plan: Plan, name: str) -> HostStorage | None:
-    """What the plan takes of a host; None in a plan of an older llmx."""
+    """What the plan takes of a host; None where nothing is known of it."""
     hosts = plan.storage.hosts if plan.storage is not None else ()
     return next((one for one in hosts if name in one.hosts), None)
 

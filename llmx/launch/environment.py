@@ -69,7 +69,8 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     env = {
         name: value
         for name, value in spec.environ.items()
-        if _is_copied(name)
+        if name not in RESERVED
+        and (name in COPIED_NAMES or name.startswith(COPIED_PREFIXES))
         and value
         and is_variable_name(name)
         and is_one_line(value)
@@ -152,12 +153,6 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
             value = value.replace("%", "%%")  # pdsh expands %h, %n, %u
         lines.append(f"{name}={value}\n")
     return "".join(lines)
-
-
-def _is_copied(name: str) -> bool:
-    if name in RESERVED:
-        return False
-    return name in COPIED_NAMES or name.startswith(COPIED_PREFIXES)
 
 
 def _prepended(first: str, paths: str) -> str:

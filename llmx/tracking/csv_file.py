@@ -39,17 +39,14 @@ class CsvTracker(Tracker):
             return
         new = [name for name in values if name not in self._columns]
         if new:
-            self._widen(new)
+            # The rows so far are few when a new name comes, so they are written again.
+            rows = self._rows()
+            self._columns += new
+            self._write_anew(rows)
         row = {"step": step_of(record), "kind": record["kind"], "time": record.get("time")}
         writer = csv.DictWriter(self._stream, self._columns, restval="")
         writer.writerow({**row, **values})
         self._stream.flush()
-
-    def _widen(self, new: list[str]) -> None:
-        """Add columns: the rows so far are few when a new name comes, so write them anew."""
-        rows = self._rows()
-        self._columns += new
-        self._write_anew(rows)
 
     def rewind(self, step: int) -> None:
         """Drop the rows of later steps: they come again."""

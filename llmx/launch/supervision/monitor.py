@@ -155,7 +155,7 @@ class RankMonitor:
             )
             return True
         late = now - self._started > self.spec.exp.launch.start_timeout_s
-        if late and not self._queued and self._not_started():
+        if late and not self._queued and len(self.evidence.statuses) < self.plan.world_size:
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
             return True
         return False
@@ -253,9 +253,6 @@ class RankMonitor:
             if not is_queued:
                 self._started = time.monotonic()
             self.log.console.print(line)
-
-    def _not_started(self) -> bool:
-        return any(rank.rank not in self.evidence.statuses for rank in self.plan.ranks)
 
     def _receive(self, *, wait_s: float, limit_s: float | None) -> None:
         began = time.monotonic()

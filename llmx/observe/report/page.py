@@ -53,7 +53,7 @@ def page(data: RunData) -> str:
     found = wording.headline(data)
     parts = [
         f'<h1 class="{found.state}">{prose(found.line)}</h1>',
-        _cause(found),
+        pairs([row for row in (("cause", found.cause), ("fix", found.fix)) if row[1]]),
         pre(wording.traceback_excerpt(data)),
         heading("Summary", pairs(wording.summary_rows(data))),
         heading("Loss", _loss(data)),
@@ -75,11 +75,6 @@ def page(data: RunData) -> str:
         details("result.json", _json(data.result)),
     ]
     return document(data.name, parts)
-
-
-def _cause(found: wording.Headline) -> str:
-    rows = [(name, text) for name, text in (("cause", found.cause), ("fix", found.fix)) if text]
-    return pairs(rows)
 
 
 def _loss(data: RunData) -> str:

@@ -39,7 +39,6 @@ from llmx.plan.memory import not_measured
 from llmx.plan.predict import Traces
 from llmx.plan.types import (
     USABLE,
-    ChosenPlan,
     HostPlan,
     HostStorage,
     MemoryPlan,
@@ -171,24 +170,26 @@ def facts_table(
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    accum = plan.grad_accum_dtype
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", f"{batch_line(plan)} ({origin_of_batch(exp, overrides)})"),
-        *([("balance", balance_line(plan))] if plan.balance is not None else []),
-        *([("by device", "\n".join(lines))] if (lines := device_lines(plan, exp)) else []),
+        ("balance", balance_line(plan) if plan.balance is not None else ""),
+        ("by device", "\n".join(device_lines(plan, exp))),
         ("steps", _steps_line(plan, exp.task)),
         ("lr", f"{_lr_line(exp.optim, exp.adapter)} ({origin_of_lr(exp, overrides)})"),
         ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter)),
-        *([("tokens", line)] if (line := _tokens_line(exp.model, exp.adapter)) else []),
-        *([("rates", line)] if (line := _rates_line(exp.optim, exp.adapter, exp.model)) else []),
+        ("tokens", _tokens_line(exp.model, exp.adapter)),
+        ("rates", _rates_line(exp.optim, exp.adapter, exp.model)),
         ("zero", _zero_line(exp)),
-        *([("chosen", _chosen_line(plan.chosen))] if plan.chosen is not None else []),
-        *([("gradients", _sum_line(plan))] if plan.grad_accum_dtype else []),
+        ("chosen", f"{' '.join(c.words)}: {c.problem or c.reason}" if (c := plan.chosen) else ""),
+        ("gradients", f"summed over micro steps in {accum}" if accum else ""),
         ("attention", _attention_line(plan, exp.data)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
     ]
     for name, text in rows:
-        table.add_row(f" {name}", Text(text))
+        if text:
+            table.add_row(f" {name}", Text(text))
     return table
 
 
@@ -427,14 +428,6 @@ def _zero_line(exp: Experiment) -> str:
     return ", ".join(words)
 
 
-def _chosen_line(chosen: ChosenPlan) -> str:
-    return f"{' '.join(chosen.words)}: {chosen.problem or chosen.reason}"
-
-
-def _sum_line(plan: Plan) -> str:
-    return f"summed over micro steps in {plan.grad_accum_dtype}"
-
-
 def _attention_line(plan: Plan, data: DataConfig) -> str:
     kinds = dict(plan.attention)
     each = ", ".join(f"{way} ({name})" for name, way in kinds.items())
@@ -652,7 +645,12 @@ def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str,
         gain = time.step_s / time.even_step_s
         yield "even split", f"{seconds(time.even_step_s)}; this one takes {gain:.2f} of it"
     if time.exchanges:
-        sent = (f"{one.name} {_gb(one.gb)}" for one in time.exchanges)
+        sent = (
+            f"{exchange.name} {exchange.gb:.3g} GB"
+            if exchange.gb >= 1
+            else f"{exchange.name} {1000 * exchange.gb:.3g} MB"
+            for exchange in time.exchanges
+        )
         yield "sent", f"by each rank in a step: {', '.join(sent)}"
     yield "whole run", whole_run(plan, now=now)
     if time.sources:
@@ -669,9 +667,10 @@ def whole_run(plan: Plan, *, now: datetime | None = None) -> str:
         return (
             f"{of_some} per {SHOWN_STEPS:,} steps (number of steps unknown until the data is read)"
         )
+    hours = time.device_hours
     words = [
         f"{plural(plan.total_steps, 'step')} in {human.duration(3600 * time.hours)}",
-        f"{_hours(time.device_hours)} {devices} hours",
+        f"{hours:,.0f} {devices} hours" if hours >= 100 else f"{hours:.3g} {devices} hours",
     ]
     if time.cost is not None:
         words.append(f"cost {time.cost:,.2f}")
@@ -710,14 +709,6 @@ def _parts(time: TimePlan) -> Iterator[str]:
         yield f"offload {seconds(time.host_s)}"
     if time.update_s:
         yield f"update {seconds(time.update_s)}"
-
-
-def _gb(value: float) -> str:
-    return f"{value:.3g} GB" if value >= 1 else f"{1000 * value:.3g} MB"
-
-
-def _hours(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 if TYPE_CHECKING:

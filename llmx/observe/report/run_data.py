@@ -7,7 +7,6 @@ changes in ``history/``; writes nothing.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -164,19 +163,15 @@ def _read(path: Path, read: Callable[[Path], Any], warnings: list[str]) -> dict[
 
 
 def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """From ``data.json``; of a run of an older llmx, the paragraph in the log of rank 0."""
-    found = _read(run.data, read_json, warnings)
+    """What became of the records of each split, from ``data.json``."""
+    splits = _read(run.data, read_json, warnings)
     try:
-        if found:
-            return {
-                str(split): [(str(name), str(value)) for name, value in rows]
-                for split, rows in found.items()
-            }
-        log = run.rank_log(0).read_text(encoding="utf-8", errors="replace")
-    except (OSError, TypeError, ValueError):
+        return {
+            str(split): [(str(name), str(value)) for name, value in rows]
+            for split, rows in splits.items()
+        }
+    except (TypeError, ValueError):
         return {}
-    paragraphs = re.findall(r"^Data \((\w+)\): (.+)$", log, re.MULTILINE)
-    return {split: [("summary", text)] for split, text in paragraphs}
 
 
 def _changes(run: RunDir) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ Pure; the terminal and the HTML show the same rows.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import statistics
@@ -160,9 +159,8 @@ def predicted(data: RunData) -> str:
     memory = data.plan.get("memory") or []
     peak = data.summary.get("memory_gib_max")
     if memory and peak and data.plan.get("accelerator") == "cuda":
-        with contextlib.suppress(TypeError):  # of another version
-            most = max(MemoryPlan(**part).total_gib for part in memory)
-            parts.append(f"memory {_against(most, peak, lambda value: f'{human.gib(value)} GiB')}")
+        most = max(MemoryPlan(**part).total_gib for part in memory)
+        parts.append(f"memory {_against(most, peak, lambda value: f'{human.gib(value)} GiB')}")
     return "; ".join(parts)
 
 

@@ -177,7 +177,7 @@ def _supervisor_lives(facts: Facts) -> bool:
 
 
 def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
-    """A run of an older llmx, one that was only planned, or one started by hand."""
+    """A run that was only planned, or one that was started by hand."""
     if not facts["launched"]:
         return "planned", "never started", f"to start it: {resume}"
     newest = max((float(status.get("time") or 0.0) for status in facts["ranks"]), default=0.0)
