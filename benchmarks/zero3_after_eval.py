@@ -4,7 +4,7 @@
 
 Two CPU ranks with one thread each hold two engines (Llama, fp32) in one process run. Both have
 evaluated; then they train in turn, A B, B A. One knows the order of training apart from that of
-evaluations (``llmx.train.engine.gathering``), the other one is as DeepSpeed makes it. Prints the
+evaluations (``llmx.train.engine.patches``), the other one is as DeepSpeed makes it. Prints the
 ratio of their step times, and how often and how much each step gathers. Losses must be equal.
 """
 

@@ -25,8 +25,7 @@ from llmx.plan.threads import threads_per_rank
 from llmx.plan.types import Plan
 from llmx.redact import redact
 from llmx.run.rundir import RunDir, load_yaml, read_json
-from llmx.train.signals import ShutdownRequest, handle_signals
-from llmx.train.status import RankStatus
+from llmx.train.status import RankStatus, ShutdownRequest, handle_signals
 
 SOURCES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),

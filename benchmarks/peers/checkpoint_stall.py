@@ -22,12 +22,11 @@ from llmx.checkpoint.state.layout import state_layout
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
 from llmx.train.batches import make_step
-from llmx.train.consensus import Flags
 from llmx.train.engine.process_group import join_process_group
+from llmx.train.saver import Flags
 from llmx.train.schedule import lr_at
 from llmx.train.session import Session, open_session
-from llmx.train.signals import handle_signals
-from llmx.train.status import RankStatus
+from llmx.train.status import RankStatus, handle_signals
 from llmx.train.step import train_step
 from llmx.train.step_log import StepLog
 from llmx.worker import read_experiment

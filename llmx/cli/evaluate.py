@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from llmx.data import prepare
-    from llmx.models.generation_config import stop_ids
+    from llmx.models.generate import stop_ids
     from llmx.tasks import Task, task_of
 
     logging.disable_progress_bar()
@@ -291,8 +291,7 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
 def _trained_network(target: Target, spec: Any) -> Any:
     import torch
 
-    from llmx.models.heads import auto_class
-    from llmx.models.model import CAUSAL_LM, CLASSIFICATION
+    from llmx.models.model import CAUSAL_LM, CLASSIFICATION, auto_class
 
     cuda = torch.cuda.is_available()
     # In the precision that it was written in; a CPU computes fp32.
@@ -328,7 +327,7 @@ def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, token
     """Of a source of its own, or what the run began with."""
     import torch
 
-    from llmx.models.heads import auto_class
+    from llmx.models.model import auto_class
     from llmx.train.engine.build import check_source, check_tokenizer, with_source
 
     of_run = target.exp is not None and exp.model.init == "pretrained"
@@ -355,10 +354,10 @@ def _as_model(name: str, spec: Any, network: Any) -> Any:
     import torch
 
     from llmx.models.attention import AttentionMethod
-    from llmx.models.classification import give_pooled_forward, has_score
     from llmx.models.experts import Routing
     from llmx.models.isolation import sees_ahead
     from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, Model
+    from llmx.models.pooling import give_pooled_forward, has_score
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = network.to(device).eval()

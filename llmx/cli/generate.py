@@ -172,7 +172,7 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
 
 def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
     """(model, tokenizer, tokens that end a completion)."""
-    from llmx.models.generation_config import stop_ids
+    from llmx.models.generate import stop_ids
 
     tokenizer = load_tokenizer(target)
     model = load_causal(target)

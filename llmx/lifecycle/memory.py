@@ -44,8 +44,8 @@ TIME_LIMIT_S = 60.0
 """What is not traced by then is left out: first of all other ways to run it."""
 CODE = (
     "models/adapter.py", "models/blocks.py", "models/experts.py", "models/factory.py",
-    "models/loss.py", "models/model.py", "models/recompute.py", "models/varlen.py",
-    "plan/trace.py", "train/memory_trace.py", "train/trace_blocks.py",
+    "models/loss.py", "models/model.py", "models/varlen.py", "plan/trace.py",
+    "train/memory_trace.py",
 )  # fmt: skip
 """Files of llmx that a trace depends on, beside that of the task."""
 

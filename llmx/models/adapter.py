@@ -30,9 +30,9 @@ from llmx.config.adapter_rules import (
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
-from llmx.models.classification import head_names
 from llmx.models.initialise import module_seed
 from llmx.models.parameters import vocabulary_parameters
+from llmx.models.pooling import head_names
 from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
 
 CLASSIFICATION = "sequence_classification"

@@ -1,16 +1,23 @@
 """The blocks of a network: which they are, and the network with the first few of them alone.
 
-Shown by ``python -m pytest tests/unit/test_models_blocks.py``.
+Also how they are computed: ``torch.compile``, and activation checkpointing, which computes again in
+the backward pass what was not kept.
+
+Shown by ``python -m pytest tests/unit/test_models_blocks.py tests/unit/test_train_recompute.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from llmx.models.parameters import whole_shape
+from llmx.models.varlen import SEGMENTS, segments_forward
 
 
 @dataclass(frozen=True)
@@ -78,3 +85,89 @@ def _built(block: nn.Module) -> list[Any]:
         for name, one in block.named_parameters()
     ]
     return [modules, parameters]
+
+
+KEPT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)  # torch 2.6 has no _grouped_mm
+)
+"""Operators whose results are kept: nearly all of a block's time. What is left to compute again
+(norms, rotations, activation functions, additions) only moves memory."""
+KEPT_NAMES = ("flash_attn", "varlen_attn", "flex_attention")
+"""The same of kernels that are registered by packages, or only while a model runs."""
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operator in KEPT or any(name in str(operator) for name in KEPT_NAMES):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """``torch.compile`` the blocks of a Transformers model, each by itself: they are alike, so one
+    is compiled. ``options`` are those of ``torch.compile``.
+
+    Lengths and numbers of rows differ from batch to batch: after two or three of them a block is
+    compiled for any. Attention row by row is left as it is, or its loop would be compiled anew for
+    each number of rows, and given up after eight.
+
+    The forward pass of the whole stays Python, with DeepSpeed's hooks in it. A block's activation
+    checkpointing is compiled with it, so that the compiler knows what is to be kept.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    as_it_is: Any = torch.compiler.disable(segments_forward)
+    ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, as_it_is)
+    around = torch.compile(_checkpointed_block, **options)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(**options)
+            if "__call__" in vars(GradientCheckpointingLayer) and module.gradient_checkpointing:
+                # Transformers before 5.23 checkpoints around what Module.compile compiles.
+                # Selective checkpointing is then a dispatch mode around the block, under which
+                # torch 2.6 compiles nothing, without a word (pytorch/pytorch#161889).
+                block: Any = module
+                block._gradient_checkpointing_func = partial(
+                    _call_around, around, block._gradient_checkpointing_func
+                )
+
+
+def _call_around(around: Any, checkpoint: Any, call: partial[Any], *args: Any) -> Any:
+    """``call`` is what transformers gives to its checkpointing: the block, and its keywords."""
+    block: Any = call.func
+    return around(checkpoint, block.__self__, args, call.keywords)
+
+
+def _checkpointed_block(
+    checkpoint: Any, block: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    # Not block(...), which is compiled by itself.
+    return checkpoint(partial(block._call_impl, **keywords), *args)
+
+
+def recompute(model: nn.Module, kind: str, **options: Any) -> None:
+    """Switch on activation checkpointing of a Transformers model's blocks.
+
+    Args:
+        kind: ``full`` keeps a block's input only, ``selective`` also what ``KEPT`` names.
+        options: further ones of ``torch.utils.checkpoint.checkpoint``.
+    """
+    arguments: dict[str, Any] = {"use_reentrant": False, **options}
+    if kind == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    # Transformers 5.23 renamed it; the older name warns there.
+    network: Any = model
+    enable = getattr(network, "activation_checkpointing_enable", None)
+    (enable or network.gradient_checkpointing_enable)(arguments)

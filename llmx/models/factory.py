@@ -19,7 +19,13 @@ from llmx.config import AdapterConfig, DataConfig, ModelConfig
 from llmx.config.model_rules import head_problem
 from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError
-from llmx.models.classification import (
+from llmx.models.blocks import compile_blocks, recompute
+from llmx.models.experts import accept_masks
+from llmx.models.generate import keep_generation_config
+from llmx.models.initialise import initialise
+from llmx.models.load import OnArrival, load_weights
+from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, ModelSpec, auto_class
+from llmx.models.pooling import (
     give_pooled_forward,
     has_other_labels,
     has_score,
@@ -27,12 +33,6 @@ from llmx.models.classification import (
     pooler_names,
     take_config,
 )
-from llmx.models.experts import accept_masks
-from llmx.models.generation_config import keep_generation_config
-from llmx.models.heads import auto_class
-from llmx.models.initialise import initialise
-from llmx.models.load import OnArrival, load_weights
-from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, ModelSpec
 from llmx.models.quantized import (
     Quantization,
     QuantizeOnArrival,
@@ -41,7 +41,6 @@ from llmx.models.quantized import (
     quantized_layers,
     to_quantize,
 )
-from llmx.models.recompute import compile_blocks, recompute
 from llmx.models.varlen import name_of_attention
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ from torch import nn
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
-from llmx.models.heads import auto_class
 from llmx.models.loss import IGNORE, micro_batch_loss, target_positions
-from llmx.models.model import BACKBONE, CAUSAL_LM, LANGUAGE_MODELS
+from llmx.models.model import BACKBONE, CAUSAL_LM, LANGUAGE_MODELS, auto_class
 from llmx.models.tiny import tiny_config
 from llmx.models.varlen import Unsupported, name_of_attention, register
 

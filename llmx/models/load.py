@@ -20,10 +20,10 @@ from torch import nn
 
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.models.classification import is_of_another_head
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
 from llmx.models.initialise import initialise
 from llmx.models.parameters import persistent_buffers, vocabulary_parameters, whole, whole_shape
+from llmx.models.pooling import is_of_another_head
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -2,12 +2,20 @@
 
 A loss never sees ranks, ZeRO, packing or kernels: it asks a ``Model`` for cross entropy, for
 log-probabilities or for the logits of a head, and gets fp32 tensors with a graph.
-Shown by ``python -m pytest tests/unit/test_models_model.py``.
+
+NEFTune is uniform noise on the embeddings while training (Jain et al. 2023, algorithm 1). The noise
+of a sequence follows from its own seed and its length alone, so it is the same for every split over
+ranks and micro batches, packed or padded, and after a resume (on the same kind of device: CPU and
+CUDA draw other numbers).
+
+Shown by ``python -m pytest tests/unit/test_models_model.py
+tests/unit/test_models_embedding_noise.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +26,6 @@ from torch import nn
 
 from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
-from llmx.models.classification import has_score, pooled_tokens
-from llmx.models.embedding_noise import SEEDS, noisy_embeddings
 from llmx.models.experts import Routing
 from llmx.models.generate import Completion, generate
 from llmx.models.loss import (
@@ -35,7 +41,7 @@ from llmx.models.loss import (
     values_of_logits,
     without_cache,
 )
-from llmx.models.pooling import pooled
+from llmx.models.pooling import has_score, pooled, pooled_tokens
 from llmx.models.sampling import Sampling
 from llmx.models.spec import BACKBONE as BACKBONE
 from llmx.models.spec import CAUSAL_LM as CAUSAL_LM
@@ -44,6 +50,57 @@ from llmx.models.spec import HEADS as HEADS
 from llmx.models.spec import LANGUAGE_MODELS as LANGUAGE_MODELS
 from llmx.models.spec import MASKED_LM as MASKED_LM
 from llmx.models.spec import ModelSpec as ModelSpec
+
+SEEDS = "draw_seeds"
+"""Of a batch: int64 [sequences], a seed for each of its sequences (``Task.draws``)."""
+
+
+def embedding_noise(
+    like: torch.Tensor, segment_ids: torch.Tensor, seeds: torch.Tensor, *, alpha: float
+) -> torch.Tensor:
+    """Noise in the shape of the embeddings ``like`` [..., d]: uniform in +- alpha / sqrt(L d) for
+    each sequence of L tokens, 0 in the padding.
+
+    Args:
+        segment_ids: int [B, T], on the CPU: 1, 2, ... for the sequences of a line, 0 in the
+            padding.
+        seeds: int64 [sequences], in the order in which they lie.
+    """
+    width = like.shape[-1]
+    noise = torch.zeros(segment_ids.numel(), width, dtype=like.dtype, device=like.device)
+    generator = torch.Generator(like.device)
+    remaining = iter(seeds.tolist())
+    at = 0
+    for line in segment_ids:
+        _, lengths = torch.unique_consecutive(line[line > 0], return_counts=True)
+        start = at
+        for length in lengths.tolist():
+            size = alpha / math.sqrt(length * width)
+            generator.manual_seed(next(remaining))
+            noise[start : start + length].uniform_(-size, size, generator=generator)
+            start += length
+        at += len(line)
+    return noise.view(like.shape)
+
+
+@contextmanager
+def noisy_embeddings(
+    network: nn.Module, segment_ids: torch.Tensor, seeds: torch.Tensor, *, alpha: float
+) -> Iterator[None]:
+    """Inside, the token embeddings of ``network`` come out with noise."""
+    embedding = getattr(network, "get_input_embeddings", lambda: None)()
+    if not isinstance(embedding, nn.Module):
+        raise TypeError(f"{type(network).__name__} has no token embeddings")
+
+    def add(_module: nn.Module, _arguments: object, output: torch.Tensor) -> torch.Tensor:
+        return output + embedding_noise(output, segment_ids, seeds, alpha=alpha)
+
+    handle = embedding.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
 
 Batch = dict[str, torch.Tensor]
 """A micro batch as ``llmx.data.collate`` makes it, on the CPU."""
@@ -349,3 +406,31 @@ def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     first = torch.cumsum(by_line, 0) - by_line
     numbers = first[:, None] + segment_ids - 1
     return numbers.where(segment_ids > 0, -1), int(by_line.sum())
+
+
+AUTO_CLASSES = {
+    CAUSAL_LM: "AutoModelForCausalLM",
+    MASKED_LM: "AutoModelForMaskedLM",
+    CLASSIFICATION: "AutoModelForSequenceClassification",
+    BACKBONE: "AutoModel",
+}
+"""Head -> what others load an exported model with, too."""
+_ENDINGS = {
+    "LMHeadModel": CAUSAL_LM,
+    "ForMaskedLM": MASKED_LM,
+    "ForSequenceClassification": CLASSIFICATION,
+    "Model": BACKBONE,
+}
+
+
+def head_of(config: Any) -> str:
+    """The head of an exported network, by the ``architectures`` of its config."""
+    named = (config.architectures or [""])[0]
+    return next((head for ending, head in _ENDINGS.items() if named.endswith(ending)), CAUSAL_LM)
+
+
+def auto_class(head: str) -> Any:
+    """``AutoModelForCausalLM`` and its like."""
+    import transformers
+
+    return getattr(transformers, AUTO_CLASSES[head])

@@ -1,15 +1,25 @@
-"""One vector of the hidden states of a sequence, and which one a published model takes.
+"""Networks that end in one vector of each sequence: an embedding, or the scores of classes.
 
-Shown by ``python -m pytest tests/unit/test_models_pooling.py``.
+A published embedding model says which hidden states make its vector. Of a causal backbone the
+classification head (``score``) looks at the last token of each sequence, so sequences are packed as
+ever. Every other architecture (BERT and its like) pools a sequence in its own way: it gets one
+sequence per line, with the mask of its padding, as its authors run it.
+
+Shown by ``python -m pytest tests/unit/test_models_pooling.py
+tests/unit/test_models_classification.py``.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from llmx.models.tiny import tiny_config
 
 MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
 """The mean over a sequence's tokens, its first token, its last one."""
@@ -100,3 +110,128 @@ def pooling_config(pooling: str, *, width: int) -> dict[str, Any]:
         **{key: name == pooling for key, name in _PUBLISHED.items()},
         "include_prompt": True,
     }
+
+
+def has_score(network: nn.Module) -> bool:
+    """Whether its head is a ``score`` over the last hidden state, which can be put anywhere."""
+    score = getattr(network, "score", None)
+    return isinstance(score, nn.Module) and hasattr(network, "base_model")
+
+
+def give_pooled_forward(network: Any) -> None:
+    """Let the forward of a classification network take ``pool_at``: (rows, columns) of the tokens
+    that its head looks at, so that packed sequences are classified each by itself.
+
+    Raises:
+        TypeError: its head is not a ``score`` over the last hidden state.
+    """
+    if not has_score(network):
+        raise TypeError(
+            f"{type(network).__name__} has no `score` over hidden states: its head cannot be put "
+            "at the last token of a sequence"
+        )
+    score = network.score
+
+    def forward(*, pool_at: tuple[torch.Tensor, torch.Tensor], **inputs: Any) -> torch.Tensor:
+        hidden = network.base_model(**inputs).last_hidden_state
+        logits: torch.Tensor = score(hidden[pool_at[0], pool_at[1]])
+        return logits
+
+    network.forward = forward  # of this instance: ZeRO-3 gathers its weights as ever
+
+
+def head_names(network: Any) -> set[str]:
+    """The parameters that a pretrained language model may lack: those of the head, and the dense
+    layer before it (``pooler``)."""
+    inside = f"{network.base_model_prefix}."
+    return {
+        name
+        for name, _ in network.named_parameters(remove_duplicate=False)
+        if not name.startswith(inside) or ".pooler." in name
+    }
+
+
+def pooler_names(network: Any) -> set[str]:
+    """Parameters of the dense layer (``pooler``) that a backbone has behind its hidden states, and
+    that a pretrained language model may lack."""
+    return {
+        name
+        for name, _ in network.named_parameters(remove_duplicate=False)
+        if "pooler" in name.split(".")
+    }
+
+
+def is_of_another_head(network: Any, name: str) -> bool:
+    """Whether a weight of a checkpoint belongs to a head (of a language model, say)."""
+    return not name.startswith(f"{network.base_model_prefix}.") or ".pooler." in name
+
+
+def pooled_tokens(
+    segment_ids: torch.Tensor, input_ids: torch.Tensor | None = None, pad_id: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, columns) of the token of each sequence that a ``score`` looks at, line by line.
+
+    As in transformers: the last that is not ``pad_id``, the ``pad_token_id`` of the config; the
+    last one where the config has none.
+    """
+    length = segment_ids.shape[1]
+    by_line = segment_ids.max(dim=1).values.to(torch.long)
+    before = torch.cumsum(by_line, 0) - by_line
+    numbers = (before[:, None] + segment_ids - 1).reshape(-1)
+    real = segment_ids.reshape(-1) > 0
+    counts = (
+        real if input_ids is None or pad_id is None else real & (input_ids.reshape(-1) != pad_id)
+    )
+    places = torch.arange(len(numbers))
+    count = int(by_line.sum())
+    first = torch.full((count,), len(numbers)).scatter_reduce(
+        0, numbers[real], places[real], "amin"
+    )
+    last = torch.full((count,), -1).scatter_reduce(0, numbers[counts], places[counts], "amax")
+    last = torch.where(last < 0, first, last)  # nothing but padding tokens
+    return last // length, last % length
+
+
+def pools_itself(config: Any, *, trust_remote_code: bool = False) -> str | None:
+    """The class of the classification network, where it pools a sequence in its own way; None
+    where its head is a ``score``, or where transformers has no such network."""
+    network = _empty(config, trust_remote_code=trust_remote_code)
+    return None if network is None or has_score(network) else type(network).__name__
+
+
+def _empty(config: Any, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(
+                tiny_config(config), trust_remote_code=trust_remote_code
+            )
+    except Exception:  # building the real one says what is wrong
+        return None
+
+
+def take_config(
+    config: Any, *, num_labels: int, labels: Sequence[str], problem: str, tokenizer: Any
+) -> None:
+    """Write into the config what its classification head is: how many outputs, their names, the
+    kind of problem, and the token that pads (batches of transformers need it)."""
+    config.num_labels = num_labels
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: number for number, name in enumerate(labels)}
+    config.problem_type = problem or None
+    text = config.get_text_config()
+    pad = tokenizer.pad_token_id
+    if text.pad_token_id is None and pad not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        text.pad_token_id = pad
+
+
+def has_other_labels(published: Any, config: Any) -> bool:
+    """Whether the head of a published classifier, if it has one, is for other labels than those of
+    ``config``. Labels without names (``LABEL_0``) are taken as they are."""
+    names = [published.id2label[number] for number in sorted(published.id2label)]
+    if len(names) != config.num_labels:
+        return True
+    plain = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    return not plain and names != [config.id2label[number] for number in sorted(config.id2label)]

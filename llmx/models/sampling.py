@@ -53,7 +53,7 @@ class Sampling:
     """Draw from the smallest set of most probable tokens whose probabilities sum to ``top_p``;
     1: from all."""
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a completion (``llmx.models.generation_config.stop_ids``)."""
+    """Tokens that end a completion (``llmx.models.generate.stop_ids``)."""
 
     def __post_init__(self) -> None:
         for name, limits in RANGES.items():

@@ -20,11 +20,11 @@ from llmx.collectives import all_gather
 from llmx.config import DataConfig, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
-from llmx.models.classification import pools_itself
 from llmx.models.factory import DTYPES
 from llmx.models.isolation import DIFFERS, TrialResult, find_methods
 from llmx.models.loss import takes
 from llmx.models.model import CAUSAL_LM, CLASSIFICATION, MASKED_LM
+from llmx.models.pooling import pools_itself
 from llmx.models.varlen import (
     IMPLEMENTATIONS,
     SEGMENTS,

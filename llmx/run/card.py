@@ -310,7 +310,7 @@ def _pipeline(directory: Path) -> tuple[str | None, str]:
     for ending, found in _PIPELINES.items():
         if named.endswith(ending):
             return found
-    # A network from scratch does not name its class; ``llmx.models.heads`` takes it for a language
+    # A network from scratch does not name its class; ``llmx.models.model`` takes it for a language
     # model.
     return _PIPELINES["CAUSAL_LM"] if config and not named else (None, "AutoModel")
 

@@ -350,7 +350,7 @@ class Classify(Task):
         evaluation (nothing where gradients are on)."""
         import torch
 
-        from llmx.models.transfer import to_device
+        from llmx.models.attention import to_device
 
         logits = models.main.logits(batch)
         if self.problem == REGRESSION:
@@ -391,7 +391,7 @@ class Classify(Task):
     ) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
         import torch
 
-        from llmx.models.transfer import to_device
+        from llmx.models.attention import to_device
 
         complete = [-1 not in row for row in numbers]
         known = to_device(complete, logits.device, dtype=torch.bool)

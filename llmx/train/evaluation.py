@@ -16,8 +16,7 @@ from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, TaskConfig
 from llmx.data import EvalPrompt, unreachable_completions
 from llmx.errors import ConfigError
-from llmx.models.generate import generate
-from llmx.models.generation_config import stop_ids
+from llmx.models.generate import generate, stop_ids
 from llmx.models.sampling import Sampling
 from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir, read_json, write_json

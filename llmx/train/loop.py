@@ -20,19 +20,16 @@ from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
-from llmx.train.divergence import Diverged
-from llmx.train.early_stopping import EarlyStop
 from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
-from llmx.train.joint import loss_of_step
 from llmx.train.rebalance import Line, record_change
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
-from llmx.train.signals import ShutdownRequest, exit_interrupted
-from llmx.train.status import RankStatus
-from llmx.train.step import seed_step, train_step, transform_of, with_weight
+from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
+from llmx.train.step import loss_of_step, seed_step, train_step, transform_of, with_weight
 from llmx.train.step_log import StepLog
+from llmx.train.stopping import Diverged, EarlyStop
 from llmx.train.synchronisations import SynchronisationWatch
 
 

@@ -25,10 +25,10 @@ from llmx.plan.types import Plan
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir, read_json
 from llmx.text import plural
-from llmx.train.divergence import SPIKE_WINDOW
 from llmx.train.engine.build import Engine
 from llmx.train.metrics import lines_until
 from llmx.train.schedule import RunLength
+from llmx.train.stopping import SPIKE_WINDOW
 
 PREPARED = "preparation"
 """Only explains why samples differ; the fingerprint of the data decides whether they do."""

@@ -1,9 +1,15 @@
-"""When the training state is saved, and what training waits for.
+"""When the training state is saved, with what files, and what training waits for.
 
 At a boundary between two steps the state is copied to host memory and a thread writes it
 (``llmx.checkpoint.save``) while training continues; where memory does not allow a copy, training
-blocks until the disk has it. Tried by ``python -m pytest -m deepspeed
-tests/integration/test_resume.py``.
+blocks until the disk has it.
+
+A signal or a clock is seen by one rank, and all must act at the same step. So each step one small
+all-reduce of flags (``Consensus``) runs in a gloo group of its own while the optimizer works:
+posted after the last backward pass, read at the end of the step.
+
+Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py
+tests/integration/test_resume_signals.py``.
 """
 
 from __future__ import annotations
@@ -11,27 +17,149 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from llmx.checkpoint.distributed import StorageTopology
-from llmx.checkpoint.export.model import NO_FILES
+from llmx.checkpoint.export.model import (
+    NO_FILES,
+    vocabulary_names,
+    write_adapter_config,
+    write_description,
+)
+from llmx.checkpoint.manifest import FORMAT, MODEL
 from llmx.checkpoint.save import HostCopies, SaveFailed, SaveJob, fits
-from llmx.checkpoint.state.engine_state import capture
+from llmx.checkpoint.state.engine_state import capture, state_values
 from llmx.checkpoint.state.layout import state_layout
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
-from llmx.train.checkpoint_files import TrainingProgress, small_files, state_of
-from llmx.train.consensus import Consensus, Flags
+from llmx.run.scratch import scratch_directory
 from llmx.train.engine.build import Engine
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import ResumePoint
-from llmx.train.signals import ShutdownRequest, exit_interrupted
-from llmx.train.status import RankStatus
+from llmx.train.schedule import RunLength
+from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
+from llmx.train.stopping import NonFiniteWatch
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Each is true where it is on at least one rank."""
+
+    save: bool = False
+    """A checkpoint is due by ``checkpoint.every_minutes``."""
+    stop: bool = False
+    """Save, then exit."""
+    busy: bool = False
+    """The last checkpoint is still being written."""
+
+
+class Consensus:
+    """The group, and the reduction in flight. All methods are collective."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """``timeout_s``: how long a rank waits for the others (``launch.comm_timeout_s``)."""
+        timeout = timedelta(seconds=timeout_s)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._values = torch.zeros(3, dtype=torch.int32)
+        self._work: Any = None
+
+    def post(self, flags: Flags) -> None:
+        """Start the reduction; does not wait."""
+        self._values = torch.tensor([flags.save, flags.stop, flags.busy], dtype=torch.int32)
+        self._work = torch.distributed.all_reduce(
+            self._values, op=torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
+        )
+
+    def read(self) -> Flags:
+        """The flags of all ranks; none where nothing was posted."""
+        if self._work is None:
+            return Flags()
+        self._work.wait()
+        self._work = None
+        save, stop, busy = (bool(value) for value in self._values.tolist())
+        return Flags(save=save, stop=stop, busy=busy)
+
+    def post_and_read(self, flags: Flags) -> Flags:
+        """Post, and wait for the result."""
+        self.read()
+        self.post(flags)
+        return self.read()
+
+    def barrier(self) -> None:
+        """Wait for all ranks, in gloo: a GPU that waits in NCCL is polled, and timed out, by it."""
+        torch.distributed.barrier(group=self.group)
+
+
+class TrainingProgress(Protocol):
+    """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
+
+    tokens_seen: int
+    target_tokens_seen: int
+    total: int
+    length: RunLength
+    watch: NonFiniteWatch
+
+
+def state_of(
+    progress: TrainingProgress,
+    *,
+    step: int,
+    reason: str,
+    engine: Engine,
+    plan: Plan,
+    identity: dict[str, Any],
+    metric: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """``state.json`` (docs/contracts.md) but for the hash of the weights."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "samples": progress.length.samples_at(step),
+        "tokens_seen": progress.tokens_seen,
+        "target_tokens_seen": progress.target_tokens_seen,
+        **identity,
+        "world_size": plan.world_size,
+        "total_steps": progress.total,
+        "vocab_size": engine.vocab_size,
+        "padded_vocab_size": engine.config.get_text_config().vocab_size,
+        "vocabulary": [engine.main_prefix + name for name in vocabulary_names(engine.main.module)],
+        # Of several models, the one that is exported.
+        **({"main_prefix": engine.main_prefix} if engine.main_prefix else {}),
+        **state_values(engine),
+        "metric": metric,
+        "time": time.time(),
+        "reason": reason,
+    }
+
+
+def small_files(
+    run_dir: RunDir, engine: Engine, tokenizer: Any, *, files: Mapping[str, str]
+) -> dict[str, bytes]:
+    """Relative path -> content: the run's config and plan, and the model's description with its
+    tokenizer and ``files`` (``Task.export_files``). They stay the same through an attempt."""
+    found = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
+    with scratch_directory() as directory:
+        write_description(
+            directory,
+            engine.main.module,
+            engine.config,
+            tokenizer=tokenizer,
+            vocab_size=engine.vocab_size,
+            dtype=engine.dtype,
+            files=files,
+        )
+        if engine.main.adapter is not None:
+            write_adapter_config(directory, engine.main.adapter)
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                found[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
+    return found
 
 
 class SaveReport:

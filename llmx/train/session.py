@@ -22,18 +22,56 @@ from llmx.run.rundir import RunDir, write_json
 from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.balance import Subject, described, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
-from llmx.train.consensus import Consensus
-from llmx.train.early_stopping import EarlyStopping
 from llmx.train.engine.build import Engine, build_engine
-from llmx.train.inputs import write_data, write_inputs
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
 from llmx.train.rebalance import Rebalance, changed, recorded_changes, trained_until
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
-from llmx.train.saver import Saver, ever_saves
+from llmx.train.saver import Consensus, Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
-from llmx.train.signals import ShutdownRequest
-from llmx.train.status import RankStatus
+from llmx.train.status import RankStatus, ShutdownRequest
+from llmx.train.stopping import EarlyStopping
+
+
+def write_inputs(
+    run_dir: RunDir, *, tokenizer: Any, train_store: Any, eval_store: Any, model_config: Any
+) -> None:
+    """Write ``inputs.json``; called by rank 0 alone."""
+    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
+
+    write_json(
+        run_dir.inputs,
+        {
+            "data": train_store.fingerprint,
+            "eval_data": None if eval_store is None else eval_store.fingerprint,
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            # Of a model from the Hub: the commit that was loaded.
+            "model": getattr(model_config, "_commit_hash", None),
+        },
+    )
+
+
+PREPARATION = ("encoder", "time")
+"""Lines about how the data was prepared, which another run may have done."""
+
+
+def write_data(run_dir: RunDir, *, train_store: Any, eval_store: Any) -> None:
+    """Write ``data.json``: (name, value) lines of each split. Called by rank 0 alone."""
+    from llmx.data.store.summary import report
+
+    stores = {"train": train_store, "eval": eval_store}
+    write_json(
+        run_dir.data,
+        {
+            split: [
+                [name, value]
+                for name, value in report(store.meta, found=True)
+                if name not in PREPARATION
+            ]
+            for split, store in stores.items()
+            if store is not None
+        },
+    )
 
 
 @dataclass

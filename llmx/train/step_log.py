@@ -13,14 +13,20 @@ from llmx.models.flops import model_flops
 from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
 from llmx.train.batches import Step
-from llmx.train.divergence import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 from llmx.train.metrics import context_gib, memory_gib
 from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
-from llmx.train.speed_probe import DriftWatch, SpeedProbe
 from llmx.train.step import StepMetrics
-from llmx.train.step_times import PHASES, StepTimes, StragglerWatch, idle_share
+from llmx.train.step_times import (
+    PHASES,
+    DriftWatch,
+    SpeedProbe,
+    StepTimes,
+    StragglerWatch,
+    idle_share,
+)
+from llmx.train.stopping import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 
 LEAST_IDLE = 0.05
 """The console says the idle share from here on."""

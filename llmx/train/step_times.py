@@ -2,15 +2,22 @@
 
 The three phases of a step are timed: forward passes, backward passes, updates. Up to ZeRO stage 2
 forward passes communicate nothing, so a rank that takes longer for them is a slower one; in the
-other two, ranks wait for each other. At stage 3, and in tasks whose loss is one of all ranks,
-nothing is measured.
+other two, ranks wait for each other.
 
-``python -m pytest tests/unit/test_train_step_times.py``
+At stage 3, and in tasks with a joint loss, forward passes wait as well. There ``SpeedProbe`` times
+a small fixed piece of work beside a ``train`` line now and then: products of two matrices of the
+run's dtype, about as wide as the model. They take 10 ms on a GPU and 100 ms on a CPU (a whole
+period of a CPU quota), twice a minute at most, so 0.03 and 0.3 % of the time. No communication, no
+random numbers, nothing of the model.
+
+Tried by ``python -m pytest tests/unit/test_train_step_times.py
+tests/unit/test_train_speed_probe.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -118,3 +125,104 @@ def _times_longer(seconds: Sequence[float], expected: Sequence[float]) -> list[f
     ]
     usual = sorted(rates)[(len(rates) - 1) // 2]
     return [rate / usual if usual > 0 else 0.0 for rate in rates]
+
+
+EVERY_S = 30.0
+"""Not more often."""
+PIECE_S = {"cuda": 0.01, "cpu": 0.1}
+"""It takes about so long when it is first timed."""
+LEAST_WIDTH, MOST_WIDTH = 256, 2048
+"""Three matrices of 2048 x 2048 take 24 MiB in 16 bits."""
+MOST_PRODUCTS = 10_000
+FIRST = 3
+"""A rank's own first values are its usual ones."""
+
+
+class SpeedProbe:
+    """Times the same piece of work again and again."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, width: int, active: bool
+    ) -> None:
+        self._device = device
+        self.active = self._due = active
+        self._probed = self._before = -math.inf
+        self._products = 1
+        if not active:
+            return
+        size = min(MOST_WIDTH, max(LEAST_WIDTH, width))
+        # No random numbers: those of the run stay as they are.
+        values = torch.arange(size * size, device=device).remainder(17).sub(8).div(8 * size)
+        self._one = values.view(size, size).to(dtype)
+        self._other, self._product = self._one.t().contiguous(), torch.empty_like(self._one)
+        self._seconds()  # a kernel is chosen
+        wanted = PIECE_S[device.type] / max(self._seconds(), 1e-7)
+        self._products = min(MOST_PRODUCTS, max(1, round(wanted)))
+
+    @torch.no_grad()
+    def _seconds(self) -> float:
+        """Of one product."""
+        if self._device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._multiply()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3 / self._products
+        began = time.perf_counter()
+        self._multiply()
+        return (time.perf_counter() - began) / self._products
+
+    def _multiply(self) -> None:
+        for _ in range(self._products):
+            torch.mm(self._one, self._other, out=self._product)
+
+    def at_line(self) -> float:
+        """Seconds of one product, where it is time to look; else 0."""
+        return self._seconds() if self._due else 0.0
+
+    def after_line(self, now: float) -> None:
+        """``now``: seconds by the clock of rank 0, so that all ranks look at the same lines."""
+        if self._due:
+            self._probed = now
+        # By when the next line comes, if it takes as long as this one.
+        gap = now - self._before if math.isfinite(self._before) else 0.0
+        self._before = now
+        self._due = self.active and now + gap - self._probed >= EVERY_S
+
+
+class DriftWatch:
+    """Finds ranks that have become slower, or are slower than others on the same type of device."""
+
+    def __init__(self, devices: Sequence[str], expected: Sequence[float]) -> None:
+        """``devices``: the type of each rank's. ``expected``: what the plan says of how long each
+        takes for the same work, in any unit."""
+        self._devices, self._expected = devices, expected
+        self._first: list[Sequence[float]] = []
+        self._watch = StragglerWatch([1.0] * len(devices))
+
+    def see(self, seconds: Sequence[float], *, now: float) -> list[tuple[int, float]]:
+        """Ranks that are stragglers ``now`` and were not before, each with how many times longer it
+        takes: than before, where others have not changed, or than others like it."""
+        changed = [1.0] * len(seconds)
+        if len(self._first) < FIRST:
+            self._first.append(tuple(seconds))
+        else:
+            usual = [_typical(values) for values in zip(*self._first, strict=True)]
+            changed = [now_ / then for now_, then in zip(seconds, usual, strict=True)]
+        rates = [each / planned for each, planned in zip(seconds, self._expected, strict=True)]
+        alike = {
+            name: _typical([r for r, d in zip(rates, self._devices, strict=True) if d == name])
+            for name in dict.fromkeys(self._devices)
+        }
+        whole = _typical(changed)
+        factors = [
+            max(own / whole, rate / alike[name])
+            for own, rate, name in zip(changed, rates, self._devices, strict=True)
+        ]
+        return self._watch.see(factors, now=now)
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median; of two the smaller."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -29,21 +29,21 @@ from llmx.checkpoint.state.engine_state import capture, frozen_fingerprints
 from llmx.data import collate
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.blocks import compile_blocks
 from llmx.models.factory import build_model, model_config, num_parameters
 from llmx.models.generate import generate
 from llmx.models.loss import micro_batch_loss
 from llmx.models.model import ModelSpec
-from llmx.models.recompute import compile_blocks
 from llmx.models.sampling import Sampling
 from llmx.plan import ds_config, make_plan
 from llmx.plan.memory import step_bytes
 from llmx.train.batches import Layout, make_step
-from llmx.train.divergence import NonFiniteWatch
 from llmx.train.engine.build import Engine, build_engine, whole_weights
-from llmx.train.engine.frozen import frozen_models
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.evaluation import evaluate_task
+from llmx.train.precompute import frozen_models
 from llmx.train.step import train_step
+from llmx.train.stopping import NonFiniteWatch
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train

@@ -44,10 +44,9 @@ from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
-from llmx.train.joint import loss_of_step
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
-from llmx.train.step import seed_step, train_step, with_weight
+from llmx.train.step import loss_of_step, seed_step, train_step, with_weight
 from tests.programs.leaving import run_and_leave
 from tests.reference import (
     SEQ_LEN,

@@ -19,16 +19,16 @@ from llmx.config import Experiment
 from llmx.data import collate
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
-from llmx.models.classification import (
+from llmx.models.experts import Routing
+from llmx.models.factory import build_model, model_config, true_vocab
+from llmx.models.model import CLASSIFICATION, Model, ModelSpec
+from llmx.models.pooling import (
     give_pooled_forward,
     has_other_labels,
     has_score,
     pooled_tokens,
     pools_itself,
 )
-from llmx.models.experts import Routing
-from llmx.models.factory import build_model, model_config, true_vocab
-from llmx.models.model import CLASSIFICATION, Model, ModelSpec
 from llmx.tasks import tokenizer_of
 from tests.architectures import small_config
 from tests.rundirs import experiment

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmx.data import collate
-from llmx.models.embedding_noise import embedding_noise, noisy_embeddings
+from llmx.models.model import embedding_noise, noisy_embeddings
 from llmx.plan.types import BatchPlan
 from llmx.tasks import next_token_loss
 from llmx.train.batches import Layout, make_step

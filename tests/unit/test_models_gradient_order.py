@@ -13,11 +13,10 @@ import torch
 from llmx.config import AdapterConfig, DataConfig, ModelConfig
 from llmx.models.adapter import add_adapter
 from llmx.models.attention import AttentionMethod, model_inputs
-from llmx.models.gradient_order import gradient_order
-from llmx.models.recompute import recompute
+from llmx.models.blocks import recompute
 from llmx.models.spec import CAUSAL_LM
 from llmx.models.varlen import SEGMENTS, register
-from llmx.train.engine.build import BuiltNetwork, check_gradient_order
+from llmx.train.engine.build import BuiltNetwork, check_gradient_order, gradient_order
 from tests.saved_activations import SMALL, WITH_EXPERTS, small_inputs, small_model
 
 WHOLE = {"zero_optimization": {"stage": 0}}

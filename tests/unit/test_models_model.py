@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod
-from llmx.models.classification import give_pooled_forward
 from llmx.models.experts import Routing
 from llmx.models.loss import IGNORE
 from llmx.models.model import (
@@ -21,6 +20,7 @@ from llmx.models.model import (
     NetworksByName,
     sequence_numbers,
 )
+from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import next_token_loss
 from tests.architectures import small_config
 

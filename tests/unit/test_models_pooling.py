@@ -15,7 +15,6 @@ from llmx.config import ModelConfig
 from llmx.data import collate
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
-from llmx.models.classification import pooler_names
 from llmx.models.experts import Routing
 from llmx.models.load import load_weights
 from llmx.models.model import BACKBONE, Model, ModelSpec
@@ -23,6 +22,7 @@ from llmx.models.pooling import (
     POOLING_FILE,
     POOLINGS,
     pooled,
+    pooler_names,
     pooling_config,
     published_pooling,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.models.recompute import recompute
+from llmx.models.blocks import recompute
 from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import does_not_fit, layer_activations, offloaded_gradients
 from llmx.plan.types import MemoryPlan

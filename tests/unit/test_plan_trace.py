@@ -16,8 +16,7 @@ from llmx.plan.choices import choices, with_traces
 from llmx.plan.predict import TraceKey
 from llmx.plan.trace import GRADIENT, StepTrace
 from llmx.train import memory_trace
-from llmx.train.memory_trace import Untraced, trace_step
-from llmx.train.trace_blocks import Run
+from llmx.train.memory_trace import Run, Untraced, trace_step
 from tests.live_memory import LiveMemory
 from tests.rundirs import PARITY_MODELS, experiment
 

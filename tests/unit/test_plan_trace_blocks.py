@@ -12,8 +12,7 @@ from transformers import LlamaModel
 
 from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, StepTrace
 from llmx.train import memory_trace
-from llmx.train.memory_trace import trace_step
-from llmx.train.trace_blocks import Numbers, Run, with_all_blocks
+from llmx.train.memory_trace import Numbers, Run, trace_step, with_all_blocks
 from tests.rundirs import EXPERT_MODELS, PARITY_MODELS, experiment
 
 BLOCKS = 8

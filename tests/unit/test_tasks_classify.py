@@ -17,8 +17,8 @@ from llmx.cli.target import Target
 from llmx.config import Experiment
 from llmx.data import SampleStore, collate
 from llmx.errors import ConfigError, DataError
-from llmx.models.classification import give_pooled_forward
 from llmx.models.model import Models
+from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
 from llmx.train.evaluation import together

@@ -16,8 +16,8 @@ from llmx import data
 from llmx.config import Experiment
 from llmx.data import SampleStore
 from llmx.errors import DataError
-from llmx.models.classification import give_pooled_forward
 from llmx.models.model import Models
+from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.reward import Reward
 from tests.chat_templates import PUBLISHED

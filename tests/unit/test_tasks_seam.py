@@ -42,7 +42,7 @@ ALLOWED = {
     # A library of metrics of texts, which any task may use.
     ("llmx/run/metrics/completions.py", "exact_match"),
     # What modules of networks are called.
-    ("llmx/train/engine/learning_rates.py", "embed"),
+    ("llmx/train/engine/optimizer.py", "embed"),
 }
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llmx.train.divergence import (
+from llmx.train.stopping import (
     NEVER,
     SPIKE_LEAST,
     SPIKE_WINDOW,

@@ -7,8 +7,8 @@ import pytest
 from llmx.config import CheckpointConfig, EarlyStoppingConfig
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.train.early_stopping import EarlyStopping
 from llmx.train.metrics import lines_until
+from llmx.train.stopping import EarlyStopping
 from tests.composing import composed
 
 METRICS = {

@@ -12,7 +12,7 @@ import torch
 from llmx.checkpoint.export.model import write_description
 from llmx.config import ModelConfig
 from llmx.data.format.templates import choose_template
-from llmx.models.generation_config import FILE, keep_generation_config, stop_ids
+from llmx.models.generate import FILE, keep_generation_config, stop_ids
 from tests.small_models import small_model
 from tests.small_tokenizers import byte_tokenizer
 

@@ -16,8 +16,7 @@ from llmx.models.model import Models
 from llmx.plan.types import BatchPlan
 from llmx.tasks.embed import Embed, Options, Pairs, contrast
 from llmx.train.batches import Layout, Step, make_step
-from llmx.train.joint import JointStep, loss_of_step
-from llmx.train.step import seed_step
+from llmx.train.step import JointStep, loss_of_step, seed_step
 from tests.reference import text_pairs_store
 from tests.unit.test_models_pooling import backbone, model_of
 
@@ -143,7 +142,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, without a process group."""
     distributed = torch.distributed
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr("llmx.train.joint.all_gather", lambda value, group: [value])
+    monkeypatch.setattr("llmx.train.step.all_gather", lambda value, group: [value])
     monkeypatch.setattr(distributed, "all_gather", lambda found, own: found[0].copy_(own))
 
 

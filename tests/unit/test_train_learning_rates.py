@@ -10,9 +10,8 @@ import torch
 from llmx.config import Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter
-from llmx.train.engine import learning_rates
-from llmx.train.engine.learning_rates import lr_scales
-from llmx.train.engine.optimizer import LR_SCALE, build_optimizer
+from llmx.train.engine import optimizer as learning_rates
+from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, lr_scales
 from tests.small_models import small_model
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from llmx.config import OptimConfig, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.train.engine import muon
-from llmx.train.engine.learning_rates import lr_scales
 from llmx.train.engine.muon import MATRICES, MOMENTUM, Muon, hidden_matrices, orthogonal
-from llmx.train.engine.optimizer import LR_SCALE, build_optimizer
+from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, lr_scales
 from tests.small_models import converted_model, small_model
 
 OPTIM = OptimConfig(

@@ -12,8 +12,7 @@ from torch import nn
 
 from llmx.config import OptimConfig
 from llmx.errors import ConfigError
-from llmx.train.engine.lion import Lion
-from llmx.train.engine.optimizer import build_optimizer
+from llmx.train.engine.optimizer import Lion, build_optimizer
 
 OPTIM = OptimConfig(kind="adamw", lr=0.01, betas=[0.9, 0.95], weight_decay=0.1)
 

@@ -29,8 +29,7 @@ from llmx.plan import make_plan
 from llmx.tasks import Task
 from llmx.train import precompute
 from llmx.train.batches import Layout
-from llmx.train.engine.frozen import FrozenModels
-from llmx.train.precompute import Rounds, group_size, model_identity, with_precomputed
+from llmx.train.precompute import FrozenModels, Rounds, group_size, model_identity, with_precomputed
 from tests.rundirs import experiment as small_experiment
 from tests.unit.test_data_precomputed import pairs
 

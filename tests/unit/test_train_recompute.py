@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmx.models.recompute import compile_blocks, recompute
+from llmx.models.blocks import compile_blocks, recompute
 from tests.saved_activations import saved_bytes, small_inputs, small_model
 
 

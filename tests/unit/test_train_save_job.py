@@ -31,11 +31,10 @@ from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train import saver as saver_module
-from llmx.train.consensus import Consensus, Flags
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import ResumePoint, find_resume_point
-from llmx.train.signals import ShutdownRequest
-from llmx.train.status import RankStatus
+from llmx.train.saver import Consensus, Flags
+from llmx.train.status import RankStatus, ShutdownRequest
 from tests.resumed_runs import events
 from tests.rundirs import experiment
 

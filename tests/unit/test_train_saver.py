@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmx.checkpoint.save import as_buffer, available_bytes, is_finite, room_for
-from llmx.train.signals import SAME_REQUEST_S, ShutdownRequest, TermSignals
+from llmx.train.status import SAME_REQUEST_S, ShutdownRequest, TermSignals
 
 GIB = 2**30
 

@@ -8,14 +8,13 @@ import itertools
 import pytest
 import torch
 
-from llmx.train import speed_probe
-from llmx.train.speed_probe import EVERY_S, FIRST, DriftWatch, SpeedProbe
-from llmx.train.step_times import LINES
+from llmx.train import step_times
+from llmx.train.step_times import EVERY_S, FIRST, LINES, DriftWatch, SpeedProbe
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(speed_probe.PIECE_S, "cpu", 0.002)
+    monkeypatch.setitem(step_times.PIECE_S, "cpu", 0.002)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,9 +16,9 @@ import torch
 from llmx.errors import ConfigError, DataError
 from llmx.run.rundir import RunDir, read_json
 from llmx.train import status as status_module
-from llmx.train.divergence import NonFiniteLoss
 from llmx.train.metrics import MetricsWriter, memory_gib
 from llmx.train.status import RankStatus, category, describe
+from llmx.train.stopping import NonFiniteLoss
 
 
 def on_disk(run_dir: RunDir, rank: int = 0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import llmx.train.step_log as module
 from llmx.config import AdapterConfig, OptimConfig
 from llmx.tasks import Loss
-from llmx.train import speed_probe
+from llmx.train import step_times
 from llmx.train.step_log import StepLog
 
 
@@ -143,7 +143,7 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(
         out[1][12] *= slow[0]
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-    monkeypatch.setitem(speed_probe.PIECE_S, "cpu", 0.001)
+    monkeypatch.setitem(step_times.PIECE_S, "cpu", 0.001)
     session = session_of(lines, monkeypatch)
     session.engine.stage, session.task = 3, SimpleNamespace(joint=False)
     session.exp.batch, session.rebalance = SimpleNamespace(balance="auto"), None

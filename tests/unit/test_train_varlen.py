@@ -12,8 +12,8 @@ from torch.nn import functional
 from llmx.data import collate
 from llmx.models import varlen
 from llmx.models.attention import methods, model_inputs
+from llmx.models.blocks import compile_blocks
 from llmx.models.isolation import find_methods
-from llmx.models.recompute import compile_blocks
 from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
 from tests.architectures import full_config, small_config
 from tests.unit.test_train_attention import CPU, sample

@@ -18,7 +18,7 @@ import torch
 
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.errors import ConfigError
-from llmx.models.heads import auto_class, head_of
+from llmx.models.model import auto_class, head_of
 
 SHAPES = ((2, 9), (1, 1), (3, 17))
 """Batch and sequence: several, as neither may be fixed in the file."""

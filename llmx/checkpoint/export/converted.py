@@ -22,7 +22,7 @@ from llmx.models.conversion import (
     convert_export,
     plan_export,
 )
-from llmx.models.heads import auto_class, head_of
+from llmx.models.model import auto_class, head_of
 
 
 def write_converted(

@@ -33,8 +33,8 @@ from llmx.models.adapter_names import (
 )
 from llmx.models.conversion import Group, plan_load
 from llmx.models.factory import plain_config
-from llmx.models.heads import auto_class, head_of
 from llmx.models.load import Checkpoint, checkpoint_files
+from llmx.models.model import auto_class, head_of
 from llmx.models.parameters import persistent_buffers
 from llmx.models.quantized import Quantization, is_quantized, rounded, trained_dtype
 

@@ -37,7 +37,7 @@ from llmx.models.conversion import (
     convert_export,
     plan_export,
 )
-from llmx.models.generation_config import write_generation_config
+from llmx.models.generate import write_generation_config
 from llmx.models.parameters import (
     output_embedding,
     persistent_buffers,

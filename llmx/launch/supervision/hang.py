@@ -148,7 +148,7 @@ def dump_stacks(
     poll: Callable[[], None],
 ) -> Hang:
     """Have every rank dump its stacks, and find the one that the others wait for. The attempt ends
-    after it: ranks that do not answer SIGUSR2 get SIGQUIT (``llmx.train.signals``).
+    after it: ranks that do not answer SIGUSR2 get SIGQUIT (``llmx.train.status``).
 
     ``clock_offsets_s``: rank -> clock of its host minus that of this machine; ``poll``:
     receives what the agents send, and waits a moment.

@@ -1,14 +1,20 @@
 """Networks, optimizer and ``deepspeed.initialize``: the engine that the loop drives.
 
+DeepSpeed's stages 1 and 2 put gradients into buckets as they become ready, and add up the buckets
+of all ranks: ranks whose order differs would add up different parameters, without a word. Where
+ranks compute in different ways (activation checkpointing or attention by type of device), each
+tries its network on a few tokens, and they compare (``check_gradient_order``).
+
 Tried by ``python -m pytest -m deepspeed tests/integration/test_train_engines.py
-tests/integration/test_train_export.py``.
+tests/integration/test_train_export.py`` and ``python -m pytest
+tests/unit/test_models_gradient_order.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -27,7 +33,6 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.blocks import Stack
-from llmx.models.classification import has_score
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,
@@ -37,7 +42,6 @@ from llmx.models.factory import (
     plain_config,
     vocab_rows,
 )
-from llmx.models.gradient_order import gradient_order
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.liger import apply_liger, wants_liger
 from llmx.models.loss import fused_loss_problem, without_cache
@@ -51,17 +55,54 @@ from llmx.models.model import (
     base_of,
 )
 from llmx.models.parameters import whole_shape
+from llmx.models.pooling import has_score
 from llmx.models.select_attention import select_attention
 from llmx.models.spec import are_bases
 from llmx.plan.by_device import on_device
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
-from llmx.train.engine.gathering import know_evaluations_apart
-from llmx.train.engine.learning_rates import lr_scales
-from llmx.train.engine.loss_scale import grow_after_step
 from llmx.train.engine.muon import Muon, hidden_matrices
-from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled
+from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled, lr_scales
+from llmx.train.engine.patches import grow_after_step, know_evaluations_apart
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
+
+
+def gradient_order(network: nn.Module, forward: Callable[[], Any]) -> list[str]:
+    """Names of trained parameters in the order in which a backward pass completes their gradients.
+
+    ``forward`` passes the network forward. Gradients are dropped one by one, so that it takes no
+    memory for all of them. The network is as it was afterwards, but for random numbers drawn.
+    """
+    found: list[str] = []
+    handles = []
+
+    def record(name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            found.append(name)
+            parameter.grad = None
+
+        return hook
+
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(record(name)))
+    try:
+        with torch.enable_grad():
+            parts = [one.float().square().sum() for one in _differentiable(forward())]
+            torch.stack(parts).sum().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    """What of an output a loss may see: logits or hidden states, an auxiliary loss."""
+    values = output.values() if hasattr(output, "keys") else [output]
+    found = [one for one in values if isinstance(one, torch.Tensor) and one.requires_grad]
+    if not found:
+        raise ValueError("its forward pass has no output with a gradient")
+    return found
 
 
 def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
@@ -151,7 +192,7 @@ class Engine:
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step; that of parts with one of their own is in proportion
-        to it (``llmx.train.engine.learning_rates``)."""
+        to it (``llmx.train.engine.optimizer``)."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
 

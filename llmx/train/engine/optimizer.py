@@ -1,21 +1,69 @@
-"""The optimizer that DeepSpeed wraps: ``optim.kind``, its parameter groups, what it needs built."""
+"""The optimizer that DeepSpeed wraps: ``optim.kind``, its parameter groups, what it needs built.
+
+Parts of a network may have learning rates of their own, as factors of the schedule's:
+``optim.layer_decay``, ``optim.lr_scale``, ``optim.muon_lr`` and ``adapter.lr``. Parameters with the
+same factor share a group of the optimizer, so the schedule keeps their ratios.
+
+Tried by ``python -m pytest tests/unit/test_train_optimizer.py
+tests/unit/test_train_learning_rates.py``.
+"""
 
 from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmx.config import OptimConfig
+from llmx.config import AdapterConfig, OptimConfig
+from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor, layer_number
 from llmx.config.optimizers import optimizer_of
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, did_you_mean
+from llmx.models.adapter_names import is_added
 from llmx.models.parameters import whole_shape
-from llmx.train.engine.lion import Lion
 from llmx.train.engine.muon import MATRICES, Muon, hidden_matrices
+
+
+class Lion(torch.optim.Optimizer):
+    """Keeps one number an element (``exp_avg``); weight decay is decoupled, as in AdamW.
+
+    An update has the size ``lr`` in every element, so the learning rate is 3 to 10 times smaller
+    than AdamW's, and the weight decay larger by as much.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = self.state[parameter], parameter.grad
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                update = torch.lerp(average, gradient.to(average.dtype), 1 - beta1).sign_()
+                parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+                average.lerp_(gradient.to(average.dtype), 1 - beta2)
+        return loss
 
 
 def load_muon_uncompiled() -> None:
@@ -178,4 +226,87 @@ def _need_compiler(kind: str) -> None:
         raise ConfigError(
             f"optim.kind={kind} is an extension that DeepSpeed compiles on each host, and this "
             f"one lacks {' and '.join(missing)}. Install it, or set optim.kind=adamw."
+        )
+
+
+def lr_scales(
+    optim: OptimConfig, adapter: AdapterConfig, networks: Iterable[nn.Module]
+) -> dict[int, float]:
+    """Id of a trained parameter -> its part of the schedule's learning rate; left out where it is
+    all of it.
+
+    Raises:
+        ConfigError: a pattern of ``optim.lr_scale`` matches no trained parameter, or there are no
+            layers for ``optim.layer_decay``.
+    """
+    networks = list(networks)
+    named = [
+        (name, parameter, network)
+        for network in networks
+        for name, parameter in network.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    ]
+    _check_patterns(optim, [name for name, _, _ in named])
+    trained = {id(network): network for _, _, network in named}
+    decays = {key: LayerDecay(network, optim) for key, network in trained.items()}
+    beside_adapter = 1.0
+    if adapter.kind != "none" and adapter.lr is not None:
+        beside_adapter = optim.lr / adapter.lr
+    matrices: set[int] = set()
+    if optim.kind == "muon" and optim.muon_lr is not None:
+        matrices = {one for network in networks for one in hidden_matrices(network)}
+    found: dict[int, float] = {}
+    for name, parameter, network in named:
+        factor = decays[id(network)].factor(name)
+        factor *= 1.0 if is_added(name) else beside_adapter
+        if id(parameter) in matrices and optim.muon_lr is not None:
+            own = adapter.lr if is_added(name) else None
+            factor *= optim.muon_lr / (own or optim.lr)
+        for pattern, scale in optim.lr_scale.items():
+            factor *= scale if fnmatchcase(name, pattern) else 1.0
+        # A tied weight is looked up by its first name: an embedding, where it is the head, too.
+        found.setdefault(id(parameter), factor)
+    return {key: factor for key, factor in found.items() if factor != 1.0}
+
+
+class LayerDecay:
+    """``optim.layer_decay`` over one network."""
+
+    def __init__(self, network: nn.Module, optim: OptimConfig) -> None:
+        self._decay = optim.layer_decay
+        numbers = [layer_number(name) for name, _ in network.named_parameters()]
+        self._layers = max((number for number in numbers if number is not None), default=-1) + 1
+        self._embeddings = tuple(f"{name}." for name in _embeddings(network))
+        if self._decay is not None and not self._layers:
+            raise ConfigError(
+                f"optim.layer_decay={self._decay}: {type(network).__name__} has no numbered "
+                "layers. Set optim.layer_decay=null, or name its parts in optim.lr_scale."
+            )
+
+    def factor(self, name: str) -> float:
+        if self._decay is None:
+            return 1.0
+        place: int | str | None = layer_number(name)
+        if place is None:
+            place = EMBEDDINGS if name.startswith(self._embeddings) else HEAD
+        return layer_factor(self._decay, place, num_layers=self._layers)
+
+
+def _embeddings(network: nn.Module) -> Iterator[str]:
+    """Modules below the first layer: tables, and what is called so (the norm of BERT's)."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Embedding) or "embed" in name.rpartition(".")[2]:
+            yield name
+
+
+def _check_patterns(optim: OptimConfig, names: list[str]) -> None:
+    for pattern in optim.lr_scale:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        near = did_you_mean(pattern.strip("*.")[:100], names)
+        some = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
+        raise ConfigError(
+            f"optim.lr_scale: {pattern} matches none of the {len(names)} trained parameters: "
+            f"{', '.join(some)}.{near} A star stands for any characters, as in "
+            "'*.embed_tokens.*'."
         )

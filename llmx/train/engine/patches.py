@@ -1,7 +1,11 @@
-"""What ZeRO-3 fetches ahead and keeps, known for training and for other forward passes apart.
+"""Two faults of DeepSpeed's engine, corrected in a running one.
+
+What ZeRO-3 fetches ahead and keeps is known for training and for other forward passes apart. The
+dynamic fp16 loss scale grows after an update and not within it.
 
 Shown by ``python -m pytest -m deepspeed tests/integration/test_train_engines.py``; without llmx by
-``python docs/upstream/deepspeed_zero3_gathers_after_eval.py``.
+``python docs/upstream/deepspeed_zero3_gathers_after_eval.py`` and ``python
+docs/upstream/deepspeed_fp16_growing_scale.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from llmx.checkpoint.state.values import loss_scaler
 
 
 def know_evaluations_apart(engine: Any) -> None:
@@ -96,3 +102,34 @@ class ByGradients:
         # DeepSpeed asks in the same way, in the thread of the hook.
         in_backward = torch._C._current_graph_task_id() != -1
         return getattr(self._training if in_backward else self._current, name)
+
+
+def grow_after_step(engine: Any) -> None:
+    """Let the loss scale of ``engine`` grow when its optimizer's step is over.
+
+    DeepSpeed 0.19.8 updates the scale in the middle of ``step`` (``_update_scale``), before it
+    divides the gradients by it (``unscale_and_clip_grads``). At the step at which the scale
+    doubles, gradients that were computed with the old scale are divided by the new one: that
+    update is half of what it should be, at every stage, and at stage 3 the reported norm is, too.
+    A scale that shrinks does so at a step that is not made, so that is left as it is.
+    """
+    scaler, optimizer = loss_scaler(engine), engine.optimizer
+    if scaler is None:
+        return
+    update_scale, step = optimizer._update_scale, optimizer.step
+    grown: list[float] = []
+
+    def update_later(*args: Any, **kwargs: Any) -> None:
+        before = scaler.cur_scale
+        update_scale(*args, **kwargs)
+        if scaler.cur_scale > before:
+            grown.append(scaler.cur_scale)
+            scaler.cur_scale = before
+
+    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if grown:
+            scaler.cur_scale = grown.pop()
+        return result
+
+    optimizer._update_scale, optimizer.step = update_later, step_then_grow
