@@ -1,18 +1,20 @@
-"""Sweeps through the command line whose trials start nothing, but leave what a run leaves."""
+"""Sweeps through the command line whose trials start no rank, but leave what a run leaves."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmx.errors import RunFailed
-from llmx.run.rundir import RunDir, write_json, write_text
-from llmx.sweep import journal as journals
-from llmx.sweep.journal import Journal
+from llmx.config import Experiment
+from llmx.run.rundir import RunDir, write_json
+from llmx.run.sweepdir import Sweep, load
+from llmx.sweep.process import End
 
 
 class Killed(BaseException):
@@ -31,28 +33,48 @@ class Deaths:
             raise Killed
 
 
-def enter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory to sweep in."""
+class InThisProcess:
+    """In the place of ``TrialProcess``: the run is over when it has started."""
+
+    def __init__(self, run: RunDir, supervise: Callable[[], int], **_: Any) -> None:
+        self.run = run
+        self._end = End(supervise())
+
+    def poll(self) -> End:
+        return self._end
+
+
+def enter(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Callable[[Experiment, RunDir], int] | None = None,
+) -> Path:
+    """An empty directory to sweep in; ``trained`` stands for a launched run, and returns its exit
+    code."""
     monkeypatch.chdir(directory)
     monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    if trained is not None:
+
+        def supervise(exp: Experiment, plan: Any, run: RunDir, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(exit_code=trained(exp, run))
+
+        monkeypatch.setattr("llmx.sweep.sweep.TrialProcess", InThisProcess)
+        monkeypatch.setattr("llmx.sweep.sweep.supervise", supervise)
+        monkeypatch.setattr("llmx.sweep.sweep.start_report", lambda run: None)
     return directory
 
 
 def leave(
     run: RunDir, lines: Sequence[dict[str, Any]], *, outcome: str = "ok", cause: str = ""
 ) -> int:
-    """The files of a run that has ended; a RunFailed where it did not end well."""
-    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    result = {"outcome": outcome, "started": 1.0, "ended": 2.0}
-    write_json(run.result, result | ({"cause": cause} if cause else {}))
-    if cause:
-        raise RunFailed(cause)
-    return 0
+    """The files of a run that has ended; its exit code."""
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    now = time.time()
+    write_json(run.result, {"outcome": outcome, "cause": cause, "started": now - 1, "ended": now})
+    return 0 if outcome == "ok" else 1
 
 
-def only_sweep() -> Journal:
+def only_sweep() -> Sweep:
     """The one sweep of this directory."""
     (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
-    found = journals.load(directory)
-    assert found is not None
-    return found
+    return load(directory)

@@ -80,7 +80,8 @@ def entry(index: int, overrides: list[str], **values: Any) -> dict[str, Any]:
     """An entry of the journal."""
     return {
         "index": index, "overrides": overrides, "state": "waiting", "outcome": "", "cause": "",
-        "fix": "", "run_dir": "", "same_as": None, "started": None, "ended": None, **values,
+        "fix": "", "run_dir": f"{index}_not_run", "same_as": None, "started": None, "ended": None,
+        **values,
     }  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def journal(directory: Path, trials: list[dict[str, Any]], words: list[str], **v
     write_json(
         directory / "sweep.json",
         {
-            "version": 1, "words": words, "objective": "tokens_per_s", "mode": "max",
+            "version": 1, "words": words, "objective": "tokens_per_s",
             "complete": True, "started": START_S, "trials": trials, **values,
         },
     )  # fmt: skip
@@ -145,7 +146,7 @@ def rates(directory: Path, lrs: tuple[str, ...] = ("1e-4", "3e-4", "1e-3", "3e-3
         root = directory / f"{index}_optim.lr-{lr}"
         run = write_trial(root, [f"optim.lr={lr}"], lr=float(lr))
         trials.append(ended(index, [f"optim.lr={lr}"], run))
-    journal(directory, trials, [f"optim.lr={','.join(lrs)}"], objective="eval/loss", mode="min")
+    journal(directory, trials, [f"optim.lr={','.join(lrs)}"], objective="eval/loss")
     return directory
 
 
@@ -168,5 +169,5 @@ def search(directory: Path, count: int = 24) -> Path:
         trials.append(
             ended(index, words, run, outcome=outcome, **(OOM if outcome == "oom" else {}))
         )
-    journal(directory, trials, ["hydra/sweeper=optuna"], objective="eval/loss", mode="min")
+    journal(directory, trials, ["hydra/sweeper=optuna"], objective="eval/loss")
     return directory

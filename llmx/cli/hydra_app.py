@@ -58,22 +58,23 @@ def run_hydra(
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
     """Where the same sweep has ended early: the override that continues it; else nothing."""
-    from llmx.sweep import journal as journals
+    from llmx.run.sweepdir import OWN_WORDS, unfinished
 
-    words = [word for word in argv if not word.startswith((*journals.OWN_WORDS, "--"))]
+    words = [word for word in argv if not word.startswith((*OWN_WORDS, "--"))]
     typed = {word.partition("=")[0]: word.partition("=")[2] for word in argv}
     if "hydra.sweep.dir" in typed or typed.get("sweep.resume", "").lower() == "false":
         return []
     root = Path(os.environ.get("LLMX_OUTPUTS") or "outputs", "sweeps").absolute()
-    found = journals.unfinished(root, words, cwd=Path.cwd(), config_dir=config_dir)
-    if found is None:
+    sweep = unfinished(root, words, cwd=Path.cwd(), config_dir=config_dir)
+    if sweep is None:
         return []
+    done = sum(trial.is_done for trial in sweep.trials)
     print(
-        f"Continuing the sweep of {found.directory}: {found.done()} of "
-        f"{plural(len(found.trials), 'trial')} done (sweep.resume=false starts a new one)",
+        f"Continuing the sweep of {sweep.directory}: {done} of "
+        f"{plural(len(sweep.trials), 'trial')} done (sweep.resume=false starts a new one)",
         flush=True,
     )
-    return [f"hydra.sweep.dir='{found.directory}'"]
+    return [f"hydra.sweep.dir='{sweep.directory}'"]
 
 
 def _compose(
@@ -98,10 +99,8 @@ def _compose(
     from llmx.config import experiment_from_dict, known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir
-    from llmx.lifecycle.resume.continued import continue_run
     from llmx.lifecycle.start import require_success, run_composed
     from llmx.run.rundir import claim
-    from llmx.sweep.sweep import current
 
     register_defaults()
     ended: list[int | LlmxError] = []
@@ -118,7 +117,6 @@ def _compose(
             values = {str(key): value for key, value in composed.items()}
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
-                # Of a sweep, the launcher looks at all trials together.
                 check_effects(experiment_from_dict(values), words, command=command)
             named = values.get("run_dir") != str(made)
             if command or named:
@@ -130,18 +128,7 @@ def _compose(
             if command:
                 code = _run_command(command, values, own=own)
             else:
-                sweep = current()
-                if sweep is None:
-                    composed = compose(values)
-                    code = run_composed(composed, overrides=words, keep=keep or named)
-                elif (trial := sweep.next(values)) is None:
-                    if sweep.now.process is None:
-                        _remove_if_empty(made)
-                    return 0
-                elif sweep.now.continues:
-                    code = continue_run(trial.experiment, instead=sweep.launch)
-                else:
-                    code = run_composed(trial, overrides=words, instead=sweep.launch)
+                code = run_composed(compose(values), overrides=words, keep=keep or named)
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:

@@ -11,7 +11,7 @@ from llmx.cli.hydra_app import run_hydra
 from llmx.config.build import shown
 from llmx.config.groups import sweeps_dir
 from llmx.errors import ConfigError, did_you_mean
-from llmx.sweep import journal as journals
+from llmx.run.sweepdir import FILE, NOT_OF_A_SWEEP, is_sweep, load
 
 RESUME = "resume"
 
@@ -37,25 +37,24 @@ def resume(words: Sequence[str]) -> int:
     if not words or "=" in words[0]:
         raise ConfigError("sweep resume needs a sweep's directory: python -m llmx sweep resume DIR")
     directory, more = Path(words[0]).absolute(), list(words[1:])
-    journal = journals.load(directory)
-    if journal is None:
+    if not is_sweep(directory):
         raise ConfigError(
-            f"{directory}: not a sweep directory: it has no {journals.FILE}. Sweeps are in "
-            "outputs/sweeps."
+            f"{directory}: not a sweep directory: it has no {FILE}. Sweeps are in outputs/sweeps."
         )
-    other = [word for word in more if not word.startswith(journals.NOT_OF_A_SWEEP)]
+    sweep = load(directory)
+    other = [word for word in more if not word.startswith(NOT_OF_A_SWEEP)]
     if other:
         raise ConfigError(
             f"{shown(other[0])}: would make it a different sweep. To continue a sweep, change only "
             "sweep.*, launch.* and tracking.*; for other changes start a new one."
         )
-    if not Path(journal.cwd).is_dir():
+    if not Path(sweep.cwd).is_dir():
         raise ConfigError(
-            f"{journal.cwd}: the directory where the sweep was started no longer exists, and "
+            f"{sweep.cwd}: the directory where the sweep was started no longer exists, and "
             "relative paths start there. Create it again, or start a new sweep."
         )
-    os.chdir(journal.cwd)
+    os.chdir(sweep.cwd)
     changed = {word.partition("=")[0] for word in more}
-    kept = [word for word in journal.words if word.partition("=")[0] not in changed]
-    config_dir = ["--config-dir", journal.config_dir] if journal.config_dir else []
+    kept = [word for word in sweep.words if word.partition("=")[0] not in changed]
+    config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     return run_hydra(["--multirun", *config_dir, *kept, *more, f"hydra.sweep.dir='{directory}'"])

@@ -1,6 +1,6 @@
 """Start, resume and reproduce a run: everything is checked before a file is touched.
 
-A start (``start.run_job``, also for each trial of a sweep):
+A start (``start.run_composed``; ``start.prepare`` for each trial of a sweep):
 
 1. ``compose.complete.compose`` types and completes the config, checks its rules, and plans.
 2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before

@@ -1,40 +1,28 @@
 """From composed values to a finished run: what a single run and a trial of a sweep share.
 
-``python -m llmx`` calls it once; the Hydra launcher plugin calls it for every trial.
+``python -m llmx`` calls ``run_composed`` once, a sweep calls ``prepare`` for every trial.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
-from llmx.compose.complete import Composed, check_paths, compose
-from llmx.config import Experiment
+from llmx.compose.complete import Composed, check_paths
 from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.lifecycle.speeds import with_known_speeds
-from llmx.plan import Plan
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
-from llmx.run.rundir import RunDir
 from llmx.tracking.base import check_packages
 
 if TYPE_CHECKING:
     from llmx.launch.spec import LaunchSpec
-
-Launch = Callable[[Experiment, Plan, RunDir, "LaunchSpec"], int]
-"""Runs what is ready to be launched; returns the exit code."""
-
-
-def run_job(values: dict[str, Any], *, overrides: list[str], stream: TextIO | None = None) -> int:
-    """Compose, snapshot and launch one job; returns the exit code (0: it ended well)."""
-    return run_composed(compose(values), overrides=overrides, stream=stream)
 
 
 def run_composed(
@@ -42,29 +30,71 @@ def run_composed(
     *,
     overrides: list[str],
     stream: TextIO | None = None,
-    instead: Launch | None = None,
     keep: bool = True,
+    is_trial: bool = False,
 ) -> int:
     """Write the run directory, then plan only (``dry_run``) or launch and supervise.
 
-    ``instead``: called instead of launching here. ``keep``: the run directory of a plan.
+    ``keep``: the run directory of a plan. ``is_trial``: it is one of a sweep.
     """
+    out = stream or sys.stdout
+    launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
+    exp, plan, run = launch.exp, launch.plan, launch.run_dir
+    if not exp.dry_run:
+        for line in said_of_memory(plan):
+            print(f"! {line}", file=out, flush=True)
+        return launched(launch)
+    from llmx.hardware.compare import problems_here
+    from llmx.hardware.survey import space_facts
+    from llmx.launch.files import path_problems, render_command
+    from llmx.launch.sync import sync_sizes
+    from llmx.observe.report.plan_table import print_plan
+
+    command = render_command(launch)
+    here = space_facts(str(run.root))
+    lacking = problems_here(plan, str(run.root), here)
+    warnings = (*plan.warnings, *path_problems(exp, plan), *lacking)
+    plan = replace(plan, warnings=warnings)
+    print_plan(
+        plan,
+        exp,
+        command=command if keep else None,
+        run_dir=run.root if keep else None,
+        stream=out,
+        traces=traces,
+        here=here,
+        copied=sync_sizes(launch),
+        overrides=overrides,
+    )
+    if not keep:
+        shutil.rmtree(run.root)
+    return 0
+
+
+def prepare(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
+    """Check a trial of a sweep and write its run directory; what is to be launched."""
+    return _prepared(composed, overrides=overrides, stream=sys.stdout, is_trial=True)[0]
+
+
+def _prepared(
+    composed: Composed, *, overrides: list[str], stream: TextIO, is_trial: bool
+) -> tuple[LaunchSpec, Any]:
+    """What is to be launched, and the traces of its plan."""
     from llmx.launch import check_launch, rank_environment, write_launch_files
 
-    out = stream or sys.stdout
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment, composed.plan)
     check_paths(
         composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
     )
-    if not composed.experiment.dry_run and instead is None:
-        _say_from_scratch(composed, out)
     if not composed.experiment.dry_run:
+        if not is_trial:
+            _say_from_scratch(composed, stream)
         check_packages(composed.experiment.tracking)
     composed = with_checked_inputs(composed)
-    composed = _chosen(composed, is_trial=instead is not None, stream=out)
+    composed = _chosen(composed, is_trial=is_trial, stream=stream)
     # A trial of a sweep is one of many, and read by nobody.
-    make = composed.experiment.dry_run and instead is None
+    make = composed.experiment.dry_run and not is_trial
     composed, traces = with_traced_memory(with_known_speeds(composed), make=make)
     composed = with_learned_time(composed)
     exp, plan = composed.experiment, composed.plan
@@ -72,38 +102,7 @@ def run_composed(
     run = snapshot.write(
         exp, plan, composed.ds_config, overrides=overrides, environment=environment
     )
-    launch = write_launch_files(exp, plan, run)
-    if exp.dry_run:
-        from llmx.hardware.compare import problems_here
-        from llmx.hardware.survey import space_facts
-        from llmx.launch.files import path_problems, render_command
-        from llmx.launch.sync import sync_sizes
-        from llmx.observe.report.plan_table import print_plan
-
-        command = render_command(launch)
-        here = space_facts(str(run.root))
-        lacking = problems_here(plan, str(run.root), here)
-        warnings = (*plan.warnings, *path_problems(exp, plan), *lacking)
-        plan = replace(plan, warnings=warnings)
-        print_plan(
-            plan,
-            exp,
-            command=command if keep else None,
-            run_dir=run.root if keep else None,
-            stream=out,
-            traces=traces,
-            here=here,
-            copied=sync_sizes(launch),
-            overrides=overrides,
-        )
-        if not keep:
-            shutil.rmtree(run.root)
-        return 0
-    if instead is not None:
-        return instead(exp, plan, run, launch)
-    for line in said_of_memory(plan):
-        print(f"! {line}", file=out, flush=True)
-    return launched(exp, plan, run, launch)
+    return write_launch_files(exp, plan, run), traces
 
 
 def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
@@ -118,12 +117,13 @@ def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
         )
 
 
-def launched(exp: Experiment, plan: Plan, run: RunDir, launch: LaunchSpec) -> int:
+def launched(launch: LaunchSpec) -> int:
     """Run what is ready to be launched, here; returns the exit code. If it ends well, it teaches
     (``learned.json``)."""
     from llmx.launch import supervise
 
-    result = supervise(exp, plan, run, launch=launch)
+    exp, run = launch.exp, launch.run_dir
+    result = supervise(exp, launch.plan, run, launch=launch)
     if result.exit_code == 0:
         learn(run, exp)
     return result.exit_code
@@ -145,6 +145,6 @@ def _chosen(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
 
 
 def require_success(exit_code: int) -> None:
-    """Raise RunFailed for an exit code other than 0 (what a trial of a sweep needs)."""
+    """Raise RunFailed for an exit code other than 0."""
     if exit_code != 0:
         raise RunFailed(f"the run ended with exit code {exit_code}; its result.json has the cause.")

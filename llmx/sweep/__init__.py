@@ -1,10 +1,11 @@
 """Sweeps: which trials of a multirun are run, what became of them, and which is best.
 
-The Hydra launcher plugin runs the trials, one after another; what is done with each is decided
-here:
-
-- ``sweep.py``: one sweep while it runs;
+- ``sweep.py``: the engine, which runs the trials of every sweeper;
 - ``prune.py``: trials that need not run, and why;
-- ``journal.py``: ``sweep.json``, by which a sweep is shown and continued;
+- ``halving.py``: which trials continue (``sweep.halving``);
+- ``slots.py``, ``process.py``, ``slurm.py``: where a trial runs;
+- ``search.py``, ``candidates.py``, ``tuned.py``: the search of ``tune``;
 - ``best.py``: the best trial as an experiment of its own.
+
+``llmx.run.sweepdir`` has the trials and their file, ``sweep.json``.
 """

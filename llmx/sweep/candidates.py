@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llmx.compose.complete import Composed, plan_experiment
@@ -43,32 +42,23 @@ Compose = Callable[[Sequence[str]], tuple[Experiment, list[str]]]
 """Overrides -> the completed experiment, and what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """All of them, and the place of the config as it was given."""
-
-    axes: list[Axis]
-    all: list[Candidate]
-    own: tuple[int, ...] | None
-
-
 def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
     """The axes that can matter for this config on this hardware, without ``chosen`` keys (those
     that the user has set or varies)."""
     exp, plan = given.experiment, given.plan
     cuda, world = plan.accelerator == "cuda", plan.world_size
-    found = []
+    axes = []
     zero = [key for key in chosen if key == ZERO or key in ("zero.stage", "zero.offload_optimizer")]
     if not zero:
         # Stage 0 sums 16 bit gradients in 16 bits: another training.
         stages = ["stage0"] if plan.precision == "fp32" else []
         stages += ["stage1", "stage2", "stage3"] if world > 1 else ["stage1"]
         offloads = ["stage2_offload", "stage3_offload"] if cuda else []
-        found.append(Axis(ZERO, (*stages, *offloads)))
+        axes.append(Axis(ZERO, (*stages, *offloads)))
     if MICRO_BATCH not in chosen:
-        found.append(Axis(MICRO_BATCH, tuple(map(str, micro_batches(exp, plan)))))
+        axes.append(Axis(MICRO_BATCH, tuple(map(str, micro_batches(exp, plan)))))
     if CHECKPOINTING not in chosen:
-        found.append(Axis(CHECKPOINTING, ("none", "selective", "full")))
+        axes.append(Axis(CHECKPOINTING, ("none", "selective", "full")))
     if BUCKETS not in chosen and world > 1:
         sizes = bucket_sizes(exp.model, exp.zero, plan.accelerator)["reduce"]
         shape = model_geometry(exp.model)
@@ -77,8 +67,8 @@ def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
         values += ["null"]
         values += [str(4 * sizes)] if trained > sizes else []
         if len(values) > 1:
-            found.append(Axis(BUCKETS, tuple(values)))
-    return found
+            axes.append(Axis(BUCKETS, tuple(values)))
+    return axes
 
 
 def in_order(axis: Axis, compose: Compose) -> Axis:
@@ -102,7 +92,7 @@ def in_order(axis: Axis, compose: Compose) -> Axis:
     return Axis(axis.key, tuple(values), ordered=False)
 
 
-def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -> Candidates:
+def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -> list[Candidate]:
     """Plan every combination of the axes' values.
 
     ``ram_gib``: of this machine; what CPU ranks have, where the hardware does not say.
@@ -121,9 +111,9 @@ def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -
         )
     composed = [number for number, axis in enumerate(axes) if axis.key not in DIRECT]
     bases: dict[tuple[int, ...], tuple[Experiment, list[str]] | LlmxError] = {}
-    typed: dict[tuple[str, str], Any] = {}
+    values: dict[tuple[str, str], Any] = {}
     alike: dict[str, list[int]] = {}
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for place in itertools.product(*(range(len(axis.values)) for axis in axes)):
         words = [f"{axis.key}={axis.values[at]}" for axis, at in zip(axes, place, strict=True)]
         chosen = tuple(place[number] for number in composed)
@@ -139,29 +129,30 @@ def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -
             exp, problems = base
             for number, axis in enumerate(axes):
                 if number not in composed:
-                    exp = _with(exp, axis.key, axis.values[place[number]], typed)
+                    exp = _with(exp, axis.key, axis.values[place[number]], values)
             # Values by themselves, with each base; what rules of several keys are left refuses
             # the trial.
             varied = sum(at > 0 for number, at in enumerate(place) if number not in composed)
             planned = plan_experiment(exp, problems, is_checked=varied > 1)
         except LlmxError as error:
             cause = f"{error}".splitlines()[0]
-            found.append(Candidate(place, tuple(words), ruled_out=f"refused: {cause}"))
+            candidates.append(Candidate(place, tuple(words), ruled_out=f"refused: {cause}"))
             continue
-        alike.setdefault(_same_key(planned), []).append(len(found))
-        found.append(_candidate(place, words, planned, ram_gib=ram_gib))
+        alike.setdefault(_same_key(planned), []).append(len(candidates))
+        candidates.append(_candidate(place, words, planned, ram_gib=ram_gib))
     for numbers in alike.values():
-        one = max(numbers, key=lambda number: (found[number].speed, -number))
+        fastest = max(numbers, key=lambda number: (candidates[number].speed, -number))
+        place = candidates[fastest].place
         for number in numbers:
-            if number != one:
-                found[number] = dataclasses.replace(found[number], same_as=found[one].place)
-    if all(candidate.ruled_out for candidate in found):
-        why = next(iter(dict.fromkeys(candidate.ruled_out for candidate in found)))
-        raise ConfigError(f"tune: no candidate can run. The first: {found[0].text}: {why}")
-    return Candidates(list(axes), found, None)
+            if number != fastest:
+                candidates[number] = dataclasses.replace(candidates[number], same_as=place)
+    if all(candidate.ruled_out for candidate in candidates):
+        first = candidates[0]
+        raise ConfigError(f"tune: no candidate can run. The first: {first.text}: {first.ruled_out}")
+    return candidates
 
 
-def own_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None:
+def given_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None:
     """The place of the config as it was given, by the values of its keys; None where an axis does
     not have it."""
     values = to_dict(given.experiment)
@@ -181,10 +172,10 @@ def own_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None:
 
 
 def _get(values: Mapping[str, Any], key: str) -> Any:
-    found: Any = values
+    value: Any = values
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _with(exp: Experiment, key: str, word: str, typed: dict[tuple[str, str], Any]) -> Experiment:
@@ -233,12 +224,12 @@ def _candidate(
 
 def _fullest(planned: Composed, ram_gib: float) -> tuple[float, float]:
     """Predicted and present memory of the rank that has least left; 0: not known."""
-    found = []
+    ranks = []
     for part in planned.plan.memory:
         capacity = part.capacity_gib or _ram_of_a_rank(planned, part, ram_gib)
         share = part.total_gib / capacity if capacity else 0.0
-        found.append((share, part.total_gib, capacity))
-    return max(found)[1:] if found else (0.0, 0.0)
+        ranks.append((share, part.total_gib, capacity))
+    return max(ranks)[1:] if ranks else (0.0, 0.0)
 
 
 def _ram_of_a_rank(planned: Composed, part: MemoryPlan, ram_gib: float) -> float:

@@ -1,69 +1,171 @@
-"""Successive halving (``sweep.halving``): all trials train a little, the better half goes on. Pure.
+"""Successive halving (``sweep.halving``): all trials train a little, the better half continues.
 
-All trials train to the first rung, ``sweep.halving`` steps; the better half goes on from its
-checkpoints to twice as many (``sweep.halving_factor``), and so on, until one is left, or the next
+All trials train to the first rung, ``sweep.halving`` steps. The better half continues from its
+checkpoints to twice as many (``sweep.halving_factor``), and so on, until one is left or the next
 rung would be the whole run. The last rung is the whole run. A trial keeps its directory, and its
-learning rates are those of the whole run all along: what is left has trained as if nothing had
-been compared on the way.
+learning rates are those of the whole run from the beginning, so the last one has trained as a
+single run would have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
+from llmx.compose.apply_overrides import RunCommand
 from llmx.config import Experiment, KeepConfig
+from llmx.errors import ConfigError
+from llmx.launch.spec import LaunchSpec
+from llmx.lifecycle.resume.command import prepare_resume
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir
+from llmx.run.sweepdir import STOPPED, Sweep, Trial
 
 
-@dataclass(frozen=True)
-class Rungs:
-    """Where trials are compared."""
+class Halving:
+    """The rungs of one sweep: where its trials are compared, and which of them continue."""
 
-    first: int
-    factor: int
+    def __init__(self, sweep: Sweep, first: int, factor: int) -> None:
+        self.sweep, self.first, self.factor = sweep, first, factor
+        self.rung = 0
+        """The first is 0."""
+        self.is_last = False
+        """Whether the trials of this rung train to the end of their runs."""
 
-    def stop(self, rung: int) -> int:
-        """The step at which a rung ends; the first rung is 0."""
+    def step(self, rung: int) -> int:
+        """The step at which a rung ends."""
         return self.first * int(self.factor**rung)
 
-    def keep(self, trials: int) -> int:
-        """How many of so many go on."""
-        return max(1, -(-trials // self.factor))
+    def survivors(self, count: int) -> int:
+        """How many of ``count`` trials continue."""
+        return max(1, math.ceil(count / self.factor))
 
     def count(self, trials: int, total: int | None) -> int:
-        """Of so many trials, the whole run included; ``total``: its steps."""
+        """The number of rungs for so many trials, the whole run included; ``total``: its steps."""
         rung = 0
-        while trials > 1 and (total is None or self.stop(rung) < total):
-            trials = self.keep(trials)
+        while trials > 1 and (total is None or self.step(rung) < total):
+            trials = self.survivors(trials)
             rung += 1
         return rung + 1
 
+    @property
+    def total_rungs(self) -> int:
+        """The number of rungs of this sweep, as far as it is known."""
+        lengths = [trial.total_steps for trial in self.sweep.trials if trial.total_steps]
+        started = sum(bool(trial.rungs) for trial in self.sweep.trials)
+        return self.count(started, max(lengths, default=None))
 
-def better(values: Mapping[int, float | None], mode: str) -> list[int]:
+    def has_passed(self, trial: Trial) -> bool:
+        """Whether a trial has reached this rung in an earlier attempt at the sweep.
+
+        Raises:
+            ConfigError: the trials were compared at other steps.
+        """
+        if trial.outcome == STOPPED or len(trial.rungs) <= self.rung:
+            return bool(trial.rungs) and trial.outcome == STOPPED
+        steps = trial.rungs[self.rung][0]
+        if len(trial.rungs) > self.rung + 1 and steps != self.step(self.rung):
+            raise ConfigError(
+                f"sweep.halving={self.first}, sweep.halving_factor={self.factor}: this sweep has "
+                f"compared its trials at step {steps:g}. Leave them as they were, or start a new "
+                "sweep (sweep.resume=false)."
+            )
+        return True
+
+    def shortened(self, exp: Experiment) -> Experiment:
+        """The experiment up to the end of this rung."""
+        stop, total = self.step(self.rung), exp.task.steps
+        if self.is_last or (total is not None and stop >= total):
+            return exp
+        return up_to(exp, stop, evaluates=self.sweep.objective.startswith("eval/"))
+
+    def record(self, trial: Trial) -> list[Trial]:
+        """Record what a trial measured at this rung.
+
+        Returns the trials that stop now, because enough others are better: their checkpoints are
+        not kept until the last trial has reached the rung.
+        """
+        value = trial.value(self.sweep.objective)
+        trial.rungs = [*trial.rungs[: self.rung], [trial.steps, value]]
+        if self.is_last or self._is_whole(self.step(self.rung)):
+            return []
+        rivals = [
+            other
+            for other in self.sweep.trials
+            if self.rung == 0
+            or (
+                len(other.rungs) >= self.rung
+                and not (other.outcome == STOPPED and len(other.rungs) <= self.rung)
+            )
+        ]
+        ranked = ranking(self._reached(), self.sweep.mode)
+        losers = self.sweep.trials_of(ranked[self.survivors(len(rivals)) :])
+        return [loser for loser in losers if self._stop(loser)]
+
+    def advance(self) -> tuple[list[Trial], list[Trial]]:
+        """Begin the next rung: the trials that continue, and those that stop.
+
+        Both are empty where everything is trained.
+        """
+        reached = self._reached()
+        if self.is_last or not reached or self._is_whole(self.step(self.rung)):
+            return [], []
+        best = ranking(reached, self.sweep.mode)[: self.survivors(len(reached))]
+        losers = self.sweep.trials_of(sorted(reached.keys() - set(best)))
+        stopped = [loser for loser in losers if self._stop(loser)]
+        self.rung += 1
+        self.is_last = len(best) <= 1 or self._is_whole(self.step(self.rung))
+        return self.sweep.trials_of(sorted(best)), stopped
+
+    def _reached(self) -> dict[int, float | None]:
+        """The value of each trial that has reached this rung."""
+        trials = self.sweep.trials
+        return {t.index: t.rungs[self.rung][1] for t in trials if len(t.rungs) > self.rung}
+
+    def _is_whole(self, stop: int) -> bool:
+        """Whether no trial that is left is longer than ``stop`` steps."""
+        lengths = [
+            trial.total_steps
+            for trial in self.sweep.trials
+            if trial.total_steps and len(trial.rungs) >= self.rung and trial.outcome != STOPPED
+        ]
+        return bool(lengths) and max(lengths) <= stop
+
+    def _stop(self, trial: Trial) -> bool:
+        """Stop a trial at this rung and remove its checkpoints; False where it has no part."""
+        if trial.outcome == STOPPED or len(trial.rungs) != self.rung + 1:
+            return False
+        steps, value = trial.rungs[self.rung]
+        trial.outcome = STOPPED
+        trial.cause = f"at rung {self.rung + 1} of {self.total_rungs}, after {steps or 0:g} steps"
+        if value is None or not math.isfinite(value):
+            trial.cause += f", without a value of {self.sweep.objective}"
+        shutil.rmtree(RunDir(trial.run_dir).checkpoints, ignore_errors=True)
+        return True
+
+
+def ranking(values: Mapping[int, float | None], mode: str) -> list[int]:
     """Trials that have a finite value, the best first; of equal ones the first."""
     sign = -1.0 if mode == "max" else 1.0
-    known = [(sign * v, i) for i, v in values.items() if v is not None and math.isfinite(v)]
-    return [index for _, index in sorted(known)]
+    finite = [(sign * v, i) for i, v in values.items() if v is not None and math.isfinite(v)]
+    return [index for _, index in sorted(finite)]
 
 
-def at_rung(exp: Experiment, stop: int | None, *, measures: bool) -> Experiment:
-    """The experiment up to a rung; None: the whole run, which is the experiment itself.
-
-    ``measures``: held-out data is measured at the rung.
-    """
-    if stop is None:
-        return exp
+def up_to(exp: Experiment, stop: int, *, evaluates: bool) -> Experiment:
+    """The experiment up to a rung at step ``stop``; ``evaluates``: on held-out data there."""
     every = exp.task.eval_every_steps
-    if measures and (not every or stop % every):
+    if evaluates and (not every or stop % every):
         every = stop
     limit = exp.task.stop_at_step
     task = dataclasses.replace(
         exp.task,
         stop_at_step=stop if limit is None else min(stop, limit),
         eval_every_steps=every,
-        evaluate=exp.task.evaluate or measures,
+        evaluate=exp.task.evaluate or evaluates,
         save_model=False,
     )
     checkpoint = dataclasses.replace(exp.checkpoint, at_end=True, keep=KeepConfig(last=1))
@@ -71,8 +173,8 @@ def at_rung(exp: Experiment, stop: int | None, *, measures: bool) -> Experiment:
 
 
 def continued(former: Experiment, now: Experiment) -> Experiment:
-    """A run that goes on to its next rung: what was found out when it began stays (``data.layout``,
-    say), what the rung and its slots change is taken over."""
+    """A run that continues to its next rung. What was settled when it began stays
+    (``data.layout``, say); what the rung and its slots change is taken over."""
     task = dataclasses.replace(
         former.task,
         stop_at_step=now.task.stop_at_step,
@@ -89,3 +191,16 @@ def continued(former: Experiment, now: Experiment) -> Experiment:
         launch=now.launch,
         sweep=now.sweep,
     )
+
+
+def prepare_rung(now: Experiment) -> LaunchSpec | None:
+    """Prepare a run to continue from its newest checkpoint, to where ``now`` stops; None where
+    nothing is left to train. What ``resume`` says goes to ``logs/console.log``."""
+    run = RunDir(Path(now.run_dir))
+    experiment = continued(snapshot.load(run), now)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with (
+        run.console_log.open("a", encoding="utf-8") as stream,
+        contextlib.redirect_stdout(stream),
+    ):
+        return prepare_resume(RunCommand(run.root, {}, (), ()), asked=experiment)

@@ -25,7 +25,6 @@ from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.run.rundir import RunDir, read_mapping
-from llmx.sweep import journal as journals
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 60_000
@@ -52,7 +51,10 @@ class Ended(RunFailed):
 class TrialProcess:
     """One trial that runs."""
 
-    def __init__(self, run: RunDir, supervise: Callable[[], int]) -> None:
+    def __init__(
+        self, run: RunDir, supervise: Callable[[], int], *, lock: int | None = None
+    ) -> None:
+        """``lock``: the descriptor of the sweep's lock, which must not outlive the sweep."""
         self.run = run
         libc = ctypes.CDLL(None, use_errno=True)
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,8 @@ class TrialProcess:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._reader)
+            if lock is not None:
+                os.close(lock)
             _be_the_trial(run, supervise, writer, parent=parent, libc=libc)
         os.close(writer)
         self._end: End | None = None
@@ -106,7 +110,6 @@ def _be_the_trial(
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(code)  # the sweep was killed meanwhile
-        journals.let_go()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)

@@ -56,14 +56,9 @@ class Screen:
         self.line(text, failed=failed)
         if self._live is None:
             with contextlib.suppress(LlmxError, OSError):
-                seen = self._reader.read()
-                if len(seen.trials) > 1:
-                    self.line(
-                        "  "
-                        + progress_line(
-                            seen.trials, now=time.time(), objective=seen.objective, mode=seen.mode
-                        )
-                    )
+                sweep = self._reader.read()
+                if len(sweep.trials) > 1:
+                    self.line(f"  {progress_line(sweep, now=time.time())}")
         self.tick(now=True)
 
     def tick(self, *, now: bool = False) -> None:

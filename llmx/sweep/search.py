@@ -11,12 +11,16 @@ was killed goes on where it was.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmx import text as human
+from llmx.run.sweepdir import Trial
 
 MICRO_BATCH = "batch.micro_batch"
+NO_MEMORY = ("oom", "pruned")
+"""Outcomes of trials that tell how much fits."""
 FITS = 0.95
 """Of a device's memory: what a plan may take of it, as in ``MemoryPlan.fits``."""
 HOPELESS = 1.3
@@ -79,17 +83,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What became of a trial."""
+class RuledOut:
+    """Why a candidate that was not tried cannot run."""
 
-    trial: int
-    outcome: str
-    speed: float | None = None
-    memory_gib: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.outcome == "ok" and self.speed is not None and self.speed > 0
+    cause: str
+    by_trial: bool = False
+    """Whether a trial has shown it; else the plan says so."""
 
 
 @dataclass(frozen=True)
@@ -108,123 +107,123 @@ class Search:
         axes: Sequence[Axis],
         candidates: Sequence[Candidate],
         *,
-        own: tuple[int, ...] | None = None,
+        given: tuple[int, ...] | None = None,
     ) -> None:
-        """``own``: the place of the config as it was given, where that is a candidate."""
+        """``given``: the place of the config as it was given, where that is a candidate."""
         self.axes = tuple(axes)
         self.at = {candidate.place: candidate for candidate in candidates}
-        self.measured: dict[tuple[int, ...], Measured] = {}
+        self.trials: dict[tuple[int, ...], Trial] = {}
         self.ended = ""
         """Why the search is over."""
         self.limit = ""
         """The key that ended it before all was tried: ``sweep.max_trials``."""
         keys = [axis.key for axis in self.axes]
         self._micro = keys.index(MICRO_BATCH) if MICRO_BATCH in keys else None
-        self._own = own
+        self._given = given
 
     # --- What is known -----------------------------------------------------------------------
 
-    def tell(self, candidate: Candidate, measured: Measured) -> None:
+    def tell(self, candidate: Candidate, trial: Trial) -> None:
         """What became of the trial of a candidate."""
-        self.measured[candidate.place] = measured
+        self.trials[candidate.place] = trial
 
     @property
     def best(self) -> Candidate | None:
         """The fastest that was measured."""
-        found = [(m.speed or 0.0, place) for place, m in self.measured.items() if m.ok]
-        return self.at[max(found)[1]] if found else None
+        speeds = [(speed, place) for place in self.trials if (speed := self._speed(place))]
+        return self.at[max(speeds)[1]] if speeds else None
 
-    def why_not(self, candidate: Candidate) -> str:
-        """Why a candidate that was not measured cannot run; empty where it may."""
+    def why_not(self, candidate: Candidate) -> RuledOut | None:
+        """Why a candidate that was not tried cannot run; None where it may."""
         if candidate.ruled_out:
-            return candidate.ruled_out
-        for place, measured in self.measured.items():
-            if measured.outcome == "oom":
-                less = self.at[place]
-                if self._needs_no_less(candidate, less):
-                    return f"trial {measured.trial} ran out of memory and needs no more"
-                if candidate.memory_gib and candidate.memory_gib > SAFELY_MORE * less.memory_gib:
-                    return (
-                        f"trial {measured.trial} ran out of memory and needs less by the plan "
-                        f"({human.gib(less.memory_gib)} GiB, here "
-                        f"{human.gib(candidate.memory_gib)})"
+            return RuledOut(candidate.ruled_out)
+        for place, trial in self.trials.items():
+            if trial.outcome in NO_MEMORY:
+                smaller = self.at[place]
+                if self._needs_no_less(candidate, smaller):
+                    cause = f"trial {trial.index} ran out of memory and needs no more"
+                    return RuledOut(cause, by_trial=True)
+                if candidate.memory_gib and candidate.memory_gib > SAFELY_MORE * smaller.memory_gib:
+                    return RuledOut(
+                        f"trial {trial.index} ran out of memory and needs less by the plan "
+                        f"({human.gib(smaller.memory_gib)} GiB, here "
+                        f"{human.gib(candidate.memory_gib)})",
+                        by_trial=True,
                     )
         return self._too_large(candidate)
 
-    def _too_large(self, candidate: Candidate) -> str:
+    def _too_large(self, candidate: Candidate) -> RuledOut | None:
         capacity = candidate.capacity_gib
         if not capacity or not candidate.memory_gib:
-            return ""
-        taken = [
-            (self._micro_of(self.at[place]), measured, self.at[place])
-            for place, measured in self.measured.items()
-            if measured.ok
-            and measured.memory_gib
+            return None
+        similar = [
+            (self.at[place], trial, trial.memory_gib)
+            for place, trial in self.trials.items()
+            if self._speed(place)
+            and trial.memory_gib
             and self._same_but_micro(candidate, self.at[place])
         ]
         scale = self._scale()
-        if taken:
-            _, measured, near = max(taken, key=lambda found: found[0])
-            more = scale * (candidate.memory_gib - near.memory_gib)
-            needed, limit = (measured.memory_gib or 0.0) + more, MEASURED_MORE * capacity
-            by = f"by what trial {measured.trial} took"
+        if similar:
+            nearest, trial, memory_gib = max(similar, key=lambda row: self._micro_of(row[0]))
+            needed = memory_gib + scale * (candidate.memory_gib - nearest.memory_gib)
+            limit, by = MEASURED_MORE * capacity, f"by what trial {trial.index} took"
         else:
             needed, limit = scale * candidate.memory_gib, HOPELESS * capacity
             by = "by the plan" if scale == 1.0 else "by the plan and what the trials took"
-        if needed > limit:
-            return (
-                f"would take about {human.gib(needed)} GiB {by}, the device has "
-                f"{human.gib(capacity)}"
-            )
-        return ""
+        if needed <= limit:
+            return None
+        return RuledOut(
+            f"would take about {human.gib(needed)} GiB {by}, the device has {human.gib(capacity)}",
+            by_trial=bool(similar) or scale != 1.0,
+        )
 
     def _scale(self) -> float:
         """What trials took, as a part of what their plans say: of the one that took most."""
-        found = [
-            (measured.memory_gib, self.at[place].memory_gib)
-            for place, measured in self.measured.items()
-            if measured.ok and measured.memory_gib and self.at[place].memory_gib
+        memory = [
+            (trial.memory_gib, self.at[place].memory_gib)
+            for place, trial in self.trials.items()
+            if self._speed(place) and trial.memory_gib and self.at[place].memory_gib
         ]
-        if not found:
+        if not memory:
             return 1.0
-        took, planned = max(found)
+        took, planned = max(memory)
         return took / planned
 
-    def _needs_no_less(self, candidate: Candidate, less: Candidate) -> bool:
-        if self._micro_of(candidate) < self._micro_of(less):
+    def _speed(self, place: tuple[int, ...]) -> float:
+        """Tokens/s that were measured; 0 where none were."""
+        trial = self.trials.get(place)
+        return (trial.tokens_per_s or 0.0) if trial and trial.outcome == "ok" else 0.0
+
+    def _needs_no_less(self, candidate: Candidate, smaller: Candidate) -> bool:
+        if self._micro_of(candidate) < self._micro_of(smaller):
             return False
-        if self._same_but_micro(candidate, less):
+        if self._same_but_micro(candidate, smaller):
             return True
-        known = candidate.memory_gib and less.memory_gib
         return (
-            bool(known)
-            and candidate.memory_gib >= less.memory_gib
-            and candidate.at_most >= less.at_most
+            bool(candidate.memory_gib and smaller.memory_gib)
+            and candidate.memory_gib >= smaller.memory_gib
+            and candidate.at_most >= smaller.at_most
         )
 
     def _micro_of(self, candidate: Candidate) -> int:
         return 0 if self._micro is None else candidate.place[self._micro]
 
-    def _same_but_micro(self, one: Candidate, other: Candidate) -> bool:
+    def _same_but_micro(self, first: Candidate, second: Candidate) -> bool:
         return all(
             a == b
-            for at, (a, b) in enumerate(zip(one.place, other.place, strict=True))
-            if at != self._micro
+            for axis, (a, b) in enumerate(zip(first.place, second.place, strict=True))
+            if axis != self._micro
         )
 
     def _open(self, candidate: Candidate | None) -> bool:
         """Whether it may be tried."""
         return (
             candidate is not None
-            and candidate.place not in self.measured
+            and candidate.place not in self.trials
             and candidate.same_as is None
-            and not self.why_not(candidate)
+            and self.why_not(candidate) is None
         )
-
-    def _ran(self, candidate: Candidate) -> bool:
-        """Whether it was measured, and did not run out of memory."""
-        measured = self.measured.get(candidate.place)
-        return measured is not None and measured.outcome != "oom"
 
     # --- What is next ------------------------------------------------------------------------
 
@@ -239,32 +238,32 @@ class Search:
         return None
 
     def _first(self) -> Step | None:
-        failures = [m for m in self.measured.values() if m.outcome != "oom"]
+        failures = [t for t in self.trials.values() if t.outcome not in NO_MEMORY]
         if len(failures) >= MANY_FAILURES:
             self.ended = (
                 f"the first {len(failures)} trials failed, and not for memory: it is not the "
                 "configuration that is varied here"
             )
             return None
-        found = [candidate for candidate in self.at.values() if self._open(candidate)]
-        if not found:
+        left = [candidate for candidate in self.at.values() if self._open(candidate)]
+        if not left:
             self.ended = "no remaining candidate could fit"
             return None
-        fitting = [candidate for candidate in found if candidate.fits]
-        if not all(candidate.memory_gib and candidate.capacity_gib for candidate in found):
-            own = self.at.get(self._own) if self._own else None
-            like = [c for c in found if own and self._micro_of(c) == self._micro_of(own)]
+        if not all(candidate.memory_gib and candidate.capacity_gib for candidate in left):
+            given = self.at.get(self._given) if self._given else None
+            like = [c for c in left if given and self._micro_of(c) == self._micro_of(given)]
             if like:
                 first = max(like, key=lambda c: c.speed)
                 return Step(
                     first, "the micro batch of the config: the plan does not know what fits"
                 )
-            first = min(found, key=lambda c: (self._micro_of(c), -c.speed))
+            first = min(left, key=lambda c: (self._micro_of(c), -c.speed))
             return Step(first, "the smallest micro batch: the plan does not know what fits")
+        fitting = [candidate for candidate in left if candidate.fits]
         if not fitting:
-            least = min(found, key=lambda c: c.memory_gib)
+            least = min(left, key=lambda c: c.memory_gib)
             return Step(least, "needs the least memory; by the plan nothing fits")
-        over = [self.at[p].memory_gib for p, m in self.measured.items() if m.outcome == "oom"]
+        over = [self.at[p].memory_gib for p, t in self.trials.items() if t.outcome in NO_MEMORY]
         # The plan has promised too much: well below it, so that the next one runs.
         below = [c for c in fitting if not over or c.memory_gib <= BACK_OFF * min(over)]
         fastest = max(below or fitting, key=lambda c: (c.speed, -c.memory_gib))
@@ -280,12 +279,12 @@ class Search:
         if down and self._open(down) and not self._saturated(best, -1):
             yield Step(down, "a smaller micro batch may be faster")
         limited = self._limited(best)
-        found: list[tuple[bool, float, Step]] = []
+        others: list[tuple[bool, float, Step]] = []
         for number, axis in enumerate(self.axes):
             if number != self._micro:
                 for step, saves in self._along(best, number, axis, limited):
-                    found.append((saves, -step.candidate.speed, step))
-        yield from (step for *_, step in sorted(found, key=lambda each: each[:2]))
+                    others.append((saves, -step.candidate.speed, step))
+        yield from (step for *_, step in sorted(others, key=lambda row: row[:2]))
 
     def _beside(self, candidate: Candidate, direction: int) -> Candidate | None:
         """The next micro batch that is another training than this one's."""
@@ -300,17 +299,16 @@ class Search:
 
     def _saturated(self, best: Candidate, direction: int) -> bool:
         """Whether the same change of the micro batch was clearly slower elsewhere."""
-        other = self._beside(best, direction)
-        assert other is not None
-        for place, measured in self.measured.items():
-            there = self.at[place]
-            if self._micro_of(there) != self._micro_of(best) or not measured.ok:
+        neighbour = self._beside(best, direction)
+        assert neighbour is not None
+        for place in self.trials:
+            before, changed = self.at[place], self._beside(self.at[place], direction)
+            if changed is None or self._micro_of(before) != self._micro_of(best):
                 continue
-            changed = self._beside(there, direction)
-            if changed is None or self._micro_of(changed) != self._micro_of(other):
-                continue
-            then = self.measured.get(changed.place)
-            if then and then.ok and (then.speed or 0) < CLEARLY_SLOWER * (measured.speed or 0):
+            is_same_change = self._micro_of(changed) == self._micro_of(neighbour)
+            if is_same_change and 0 < self._speed(changed.place) < CLEARLY_SLOWER * self._speed(
+                place
+            ):
                 return True
         return False
 
@@ -319,16 +317,14 @@ class Search:
         up = self._beside(best, 1)
         if up is None:
             return False
-        measured = self.measured.get(up.place)
-        return measured.outcome == "oom" if measured else bool(self.why_not(up))
+        trial = self.trials.get(up.place)
+        return trial.outcome in NO_MEMORY if trial else self.why_not(up) is not None
 
     def _gain(self, best: Candidate) -> float:
         """What the last growth of the micro batch gained."""
         down = self._beside(best, -1)
-        measured = self.measured.get(down.place) if down else None
-        if measured is None or not measured.ok:
-            return ASSUMED_GAIN
-        return (self.measured[best.place].speed or 0.0) / (measured.speed or 1.0)
+        speed = self._speed(down.place) if down else 0.0
+        return self._speed(best.place) / speed if speed else ASSUMED_GAIN
 
     def _along(
         self, best: Candidate, number: int, axis: Axis, limited: bool
@@ -343,7 +339,7 @@ class Search:
             word = other.words[number]
             if self._open(other):
                 yield Step(other, f"{word} instead of {best.words[number]} may be faster"), False
-            elif not self._ran(other) and self._gain(best) < ASSUMED_GAIN:
+            elif self._has_no_room(other) and self._gain(best) < ASSUMED_GAIN:
                 smaller = self._beside(other, -1)
                 if smaller and self._open(smaller):
                     yield (
@@ -359,6 +355,11 @@ class Search:
             if other is not best and less and larger and self._open(larger) and bound >= WORTH:
                 saves = other.at_most < best.at_most
                 yield Step(larger, f"{other.words[number]} leaves memory for that"), saves
+
+    def _has_no_room(self, candidate: Candidate) -> bool:
+        """Whether it was not tried, or ran out of memory."""
+        trial = self.trials.get(candidate.place)
+        return trial is None or trial.outcome in NO_MEMORY
 
     def _near(
         self, best: Candidate, line: Sequence[Candidate], number: int, *, ordered: bool
@@ -382,23 +383,20 @@ class Search:
 
     def word_of(self, candidate: Candidate) -> str:
         """What became of a candidate, in a word or two."""
-        measured = self.measured.get(candidate.place)
-        if measured is not None:
-            return measured.outcome
+        if candidate.place in self.trials:
+            return self.trials[candidate.place].outcome
         if candidate.same_as is not None:
             return "the same as another"
-        if candidate.ruled_out:
-            return "ruled out by the plan"
-        if why := self.why_not(candidate):
-            return "ruled out by a trial" if "trial" in why else "ruled out by the plan"
+        if reason := self.why_not(candidate):
+            return f"ruled out by {'a trial' if reason.by_trial else 'the plan'}"
         if self.limit:
             return f"not tried ({self.limit})"
         return "not worth trying" if self.ended else "not tried"
 
     def counts(self) -> dict[str, int]:
         """How many candidates there are of each word, those that were tried as one."""
-        found: dict[str, int] = {}
-        for candidate in self.at.values():
-            word = "tried" if candidate.place in self.measured else self.word_of(candidate)
-            found[word] = found.get(word, 0) + 1
-        return found
+        words = [
+            "tried" if candidate.place in self.trials else self.word_of(candidate)
+            for candidate in self.at.values()
+        ]
+        return dict(Counter(words))

@@ -1,26 +1,32 @@
 """A trial as a Slurm job of its own (``launch.transport=slurm``, outside an allocation).
 
 ``sbatch`` gets the hosts of the trial's plan, and ``RUN_DIR/job.sh``, which supervises the run from
-its snapshot inside the allocation (``job.py``). So a job waits in the queue and runs without the
+its snapshot inside the allocation (``main``). So a job waits in the queue and runs without the
 sweep's process; the journal has its number, by which a sweep that is continued finds it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from llmx.config import Experiment
-from llmx.errors import LaunchError
+from llmx.errors import LaunchError, exit_code
+from llmx.hardware.detect import local_names
+from llmx.launch import supervise, write_launch_files
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports.slurm import chosen_options
-from llmx.run.rundir import RunDir, read_mapping, write_text
-from llmx.run.snapshot import run_id
+from llmx.plan.types import Plan
+from llmx.run import snapshot
+from llmx.run.rundir import RunDir, read_json, read_mapping, write_text
 from llmx.sweep.process import End, Ended
 
 POLL_S = 2.0
@@ -97,7 +103,7 @@ class SlurmJob:
 
     def _result(self) -> dict[str, object]:
         result = read_mapping(self.run.result)
-        return result if result.get("run_token") == run_id(self.run) else {}
+        return result if result.get("run_token") == snapshot.run_id(self.run) else {}
 
     def _how_it_ended(self) -> End:
         deadline = time.monotonic() + 5
@@ -149,7 +155,7 @@ def arguments(spec: LaunchSpec) -> list[str]:
 
 def script(spec: LaunchSpec) -> str:
     """``job.sh``. Slurm gives the job the environment of ``sbatch``, that of the sweep."""
-    words = [spec.python, "-m", "llmx.sweep.job", str(spec.run_dir.root)]
+    words = [spec.python, "-m", "llmx.sweep.slurm", str(spec.run_dir.root)]
     path = ""
     if spec.code_root is not None:
         path = f"export PYTHONPATH={shlex.quote(spec.code_root)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
@@ -171,3 +177,22 @@ def _asked(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         except OSError as error:
             return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: {error.strerror}")
     return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: no answer in {COMMAND_S:.0f} s")
+
+
+def main() -> int:
+    """The program of the job: launch and supervise the run of a directory; its exit code."""
+    run = RunDir(Path(sys.argv[1]))
+    exp, plan = snapshot.load(run), Plan.from_dict(read_json(run.plan))
+    # The snapshot was made where the sweep runs.
+    names = local_names()
+    hosts = [
+        dataclasses.replace(host, is_local=bool({host.name, host.address} & names))
+        for host in plan.hosts
+    ]
+    plan = dataclasses.replace(plan, hosts=tuple(hosts))
+    launch = write_launch_files(exp, plan, run)
+    return supervise(exp, plan, run, launch=launch).exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

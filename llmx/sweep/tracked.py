@@ -21,6 +21,7 @@ from llmx.errors import LlmxError
 from llmx.launch import rank_environment
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.sweepdir import Trial
 
 DIRECTORY = "left_out"
 
@@ -31,11 +32,8 @@ class Replays:
     def __init__(self) -> None:
         self._running: list[tuple[subprocess.Popen[bytes], float]] = []
 
-    def left_out(
-        self, composed: Composed, outcome: str, cause: str, fix: str, *,
-        directory: Path, overrides: Sequence[str],
-    ) -> None:  # fmt: skip
-        """Send a trial that is not run."""
+    def left_out(self, composed: Composed, trial: Trial, directory: Path) -> None:
+        """Send a trial that is not run; ``directory``: of the sweep."""
         exp = composed.experiment
         if not _services(exp.tracking.kinds) or exp.dry_run:
             return
@@ -49,12 +47,13 @@ class Replays:
                 exp,
                 composed.plan,
                 composed.ds_config,
-                overrides=[*overrides],
+                overrides=[*trial.overrides],
                 environment=rank_environment(exp, composed.plan),
             )
             now = time.time()
-            result = {"outcome": outcome, "cause": cause, "fix": fix, "started": now, "ended": now}
-            write_json(run.result, {"run_token": snapshot.run_id(run), **result})
+            result = {"outcome": trial.outcome, "cause": trial.cause, "fix": trial.fix}
+            times = {"started": now, "ended": now}
+            write_json(run.result, {"run_token": snapshot.run_id(run), **result, **times})
             self._send(run, exp.tracking.finish_timeout_s)
 
     def failed(self, composed: Composed, run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""What ``python -m llmx tune`` says: the candidates before, what was found after. Pure."""
+"""What ``python -m llmx tune`` prints: the candidates before, the fastest after. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from llmx import text as human
 from llmx.compose.complete import Composed
-from llmx.observe.report.sweep_table import Trial, best_of
-from llmx.sweep.best import command
-from llmx.sweep.candidates import Candidates
-from llmx.sweep.journal import Journal
-from llmx.sweep.search import MICRO_BATCH, Candidate, Search
+from llmx.observe.report.sweep_table import experiment_command
+from llmx.run.sweepdir import Sweep, Trial
+from llmx.sweep.search import MICRO_BATCH, Axis, Candidate, Search
 from llmx.text import plural
 
 MARKDOWN = "tune.md"
@@ -18,24 +16,24 @@ SHOWN = 40
 """Candidates of the table on the screen; ``tune.md`` has all."""
 
 
-def beginning(found: Candidates, given: Composed) -> list[str]:
+def beginning(axes: Sequence[Axis], candidates: Sequence[Candidate], given: Composed) -> list[str]:
     """What is varied, how many candidates there are, and what becomes of the batch."""
     lines = ["Tuning for speed (tokens/s), by the plan first, then by short trials"]
-    for axis in found.axes:
+    for axis in axes:
         lines.append(f"  {axis.key}: {', '.join(axis.values)}")
-    out = sum(bool(c.ruled_out) and c.same_as is None for c in found.all)
-    same = sum(candidate.same_as is not None for candidate in found.all)
-    larger = sum(_left(candidate) and not candidate.fits for candidate in found.all)
+    out = sum(bool(c.ruled_out) and c.same_as is None for c in candidates)
+    same = sum(candidate.same_as is not None for candidate in candidates)
+    larger = sum(_left(candidate) and not candidate.fits for candidate in candidates)
     parts = [
         f"{out} cannot run" if out else "",
         f"{same} are the same as another" if same else "",
         f"{larger} would not fit by the plan" if larger else "",
     ]
     told = ", ".join(part for part in parts if part)
-    lines.append(f"  {plural(len(found.all), 'candidate')}{f': {told}' if told else ''}")
+    lines.append(f"  {plural(len(candidates), 'candidate')}{f': {told}' if told else ''}")
     batch = given.experiment.batch
     if batch.global_batch is None and batch.tokens_per_step is None:
-        if any(axis.key == MICRO_BATCH for axis in found.axes):
+        if any(axis.key == MICRO_BATCH for axis in axes):
             lines.append(
                 "  batch.global_batch is not set, so a step takes as many samples as the micro "
                 "batch makes. Set it where the training is to stay the same."
@@ -52,19 +50,19 @@ def _left(candidate: Candidate) -> bool:
     return not candidate.ruled_out and candidate.same_as is None
 
 
-def _by_plan(found: Candidates) -> list[Candidate]:
+def _by_plan(candidates: Sequence[Candidate]) -> list[Candidate]:
     """In the order of the plan: what fits, the fastest first; then what does not."""
     return sorted(
-        (candidate for candidate in found.all if candidate.same_as is None),
+        (candidate for candidate in candidates if candidate.same_as is None),
         key=lambda c: (bool(c.ruled_out), not c.fits, -c.speed, c.memory_gib),
     )
 
 
-def candidate_table(found: Candidates) -> str:
+def candidate_table(axes: Sequence[Axis], candidates: Sequence[Candidate]) -> str:
     """The candidates in their order, as a person reads it."""
-    order = _by_plan(found)
+    order = _by_plan(candidates)
     fastest = max((candidate.speed for candidate in order if _left(candidate)), default=0.0)
-    rows = [["by the plan", "GiB", *(axis.key for axis in found.axes), ""]]
+    rows = [["by the plan", "GiB", *(axis.key for axis in axes), ""]]
     for candidate in order[:SHOWN]:
         rows.append([*_numbers(candidate, fastest), *_values(candidate), _note(candidate)])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -94,28 +92,28 @@ def _note(candidate: Candidate) -> str:
     return "" if candidate.fits else "would not fit"
 
 
-def to_markdown(found: Candidates, search: Search) -> str:
+def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: Search) -> str:
     """Every candidate and what became of it: ``tune.md`` in the sweep's directory."""
-    head = ["trial", *(axis.key for axis in found.axes), "tokens/s", "GiB", "GiB by the plan",
+    head = ["trial", *(axis.key for axis in axes), "tokens/s", "GiB", "GiB by the plan",
             "outcome"]  # fmt: skip
     lines = [_row(head), _row(["---"] * len(head))]
     order = sorted(
-        _by_plan(found),
-        key=lambda c: search.measured[c.place].trial if c.place in search.measured else 10**6,
+        _by_plan(candidates),
+        key=lambda c: search.trials[c.place].index if c.place in search.trials else 10**6,
     )
     for candidate in order:
-        measured = search.measured.get(candidate.place)
+        trial = search.trials.get(candidate.place)
         word = search.word_of(candidate)
-        why = "" if measured else search.why_not(candidate)
+        reason = None if trial else search.why_not(candidate)
         lines.append(
             _row(
                 [
-                    str(measured.trial) if measured else "",
+                    str(trial.index) if trial else "",
                     *_values(candidate),
-                    human.count(measured.speed) if measured and measured.speed else "",
-                    human.gib(measured.memory_gib) if measured and measured.memory_gib else "",
+                    human.count(trial.tokens_per_s) if trial and trial.tokens_per_s else "",
+                    human.gib(trial.memory_gib) if trial and trial.memory_gib else "",
                     human.gib(candidate.memory_gib) if candidate.memory_gib else "",
-                    f"{word}: {human.one_line(why, limit=200)}" if why else word,
+                    f"{word}: {human.one_line(reason.cause, limit=200)}" if reason else word,
                 ]
             )
         )
@@ -126,14 +124,14 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def conclusion(search: Search, trials: Sequence[Trial], journal: Journal | None) -> list[str]:
+def conclusion(search: Search, sweep: Sweep) -> list[str]:
     """What was chosen and why, what became of the others, and what trains with it."""
     counts = search.counts()
     tried = counts.pop("tried", 0)
     others = ", ".join(f"{count} {word}" for word, count in counts.items())
     lines = ["", f"Tuned: {tried} of {plural(len(search.at), 'candidate')} tried; {others}"]
     lines.append(f"  ended because {search.ended}")
-    best = best_of(trials, "tokens_per_s", "max")
+    best = sweep.best
     if best is None or best.tokens_per_s is None:
         lines.append("  no trial finished; the causes are listed above")
         return lines
@@ -141,9 +139,8 @@ def conclusion(search: Search, trials: Sequence[Trial], journal: Journal | None)
     speed = human.count(best.tokens_per_s)
     memory = f", {human.gib(best.memory_gib)} GiB a rank" if best.memory_gib else ""
     lines.append(f"  the fastest: {candidate.text if candidate else ''}")
-    lines.append(f"  trial {best.index}: {speed} tokens/s{memory}{_ahead(best, trials)}")
-    if journal is not None:
-        lines.append(f"  train with it: {command(journal)}")
+    lines.append(f"  trial {best.index}: {speed} tokens/s{memory}{_ahead(best, sweep.trials)}")
+    lines.append(f"  train with it: {experiment_command(sweep)}")
     return lines
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from llmx.sweep import journal as journals
+from llmx.run.sweepdir import ENDED, Trial, is_sweep, load
 from tests.cluster.launching import SMALL, hardware_of, nothing_left
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import logs, start_slurm
@@ -48,9 +48,8 @@ def test_trials_are_jobs_that_outlive_their_sweep(
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def entries() -> list[journals.Entry]:
-        journal = journals.load(sweep_dir)
-        return journal.trials if journal else []
+    def entries() -> list[Trial]:
+        return load(sweep_dir).trials if is_sweep(sweep_dir) else []
 
     def said(name: str) -> str:
         consoles = "".join(
@@ -68,9 +67,7 @@ def test_trials_are_jobs_that_outlive_their_sweep(
         jobs = [entry.job for entry in entries()]
         assert [entry.slots for entry in entries()] == ["node-a:0", "node-b:0", "node-a:0"]
         first.run(["scancel", jobs[1]])  # it waits for node-b
-        wait_until(
-            lambda: entries()[1].state == journals.ENDED, timeout_s=60, what="one is cancelled"
-        )
+        wait_until(lambda: entries()[1].state == ENDED, timeout_s=60, what="one is cancelled")
         assert entries()[1].outcome == "interrupted"
         assert entries()[1].cause == f"its Slurm job {jobs[1]} was cancelled before it started"
     except BaseException:

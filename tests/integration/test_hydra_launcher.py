@@ -23,7 +23,7 @@ from hydra.version import VersionBase
 from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
 from llmx.run.rundir import read_json
-from llmx.sweep import journal as journals
+from llmx.run.sweepdir import Sweep, load
 
 # The suite composes without a version_base, of which Hydra warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions")
@@ -73,16 +73,14 @@ LLMX = [sys.executable, "-m", "llmx"]
 GRID = [*LLMX, "-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *SMALL, "sweep.slots_per_trial=1"]
 
 
-def training(root: Path, *indices: int, limit_s: float) -> journals.Journal:
+def training(root: Path, *indices: int, limit_s: float) -> Sweep:
     """The journal of the sweep below ``root`` when all those trials write metrics."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         for path in root.glob("outputs/sweeps/*/sweep.json"):
-            journal = journals.load(path.parent)
-            entries = [journal.trials[index] for index in indices] if journal else []
-            files = [path.parent / entry.run_dir / "metrics.jsonl" for entry in entries]
-            begun = all(entry.run_dir for entry in entries)
-            if journal and begun and all(file.is_file() for file in files):
+            journal = load(path.parent)
+            files = [journal.trials[index].run_dir / "metrics.jsonl" for index in indices]
+            if all(file.is_file() for file in files):
                 return journal
         time.sleep(0.05)
     raise AssertionError(f"trials {indices} did not run within {limit_s:.0f} s")
@@ -117,8 +115,7 @@ def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -
     )
     assert done.returncode == 2, done.stderr
     assert f"Continuing the sweep of {journal.directory}: " in done.stdout
-    again = journals.load(journal.directory)
-    assert again is not None
+    again = load(journal.directory)
     assert again.complete
     assert [entry.outcome for entry in again.trials] == ["ok", "refused", "ok", "refused"]
     one, other = (again.trials[0], again.trials[2])

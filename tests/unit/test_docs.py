@@ -23,9 +23,8 @@ from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.groups import conf_dir
 from llmx.config.validate import validate
-from llmx.observe.report.sweep_table import Trial
 from llmx.plan.geometry import position_limit
-from llmx.sweep import journal as journals
+from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
 from tests import sweepdirs
 from tests.composing import values
@@ -120,11 +119,12 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert main([*small[:1], "dry_run=true"]) == 0  # one under outputs/, which `status` lists
         grid = ["zero=stage1,stage2", "hydra.sweep.dir=outputs/sweeps/x", "dry_run=true"]
         assert main(["-m", *grid, *small[:1]]) == 0
-        journal = journals.load(place / "outputs" / "sweeps" / "x")
-        assert journal is not None
-        ended = [Trial(e.index, tuple(e.overrides), place, "ok", loss=1.0) for e in journal.trials]
-        journal.objective = "train/loss"
-        assert write_best(journal, ended)
+        sweep = load(place / "outputs" / "sweeps" / "x")
+        for trial in sweep.trials:
+            trial.outcome, trial.loss = "ok", 1.0
+        sweep.objective = "train/loss"
+        write_best(sweep)
+        assert sweep.best
     return place
 
 

@@ -19,13 +19,15 @@ from llmx.observe.compare import outcome_rows
 from llmx.observe.report import wording
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
-from llmx.observe.report.sweep_table import read_trial, to_csv, to_markdown
+from llmx.observe.report.sweep_data import measure
+from llmx.observe.report.sweep_table import to_csv, to_markdown
 from llmx.observe.status.observer import Observer
 from llmx.observe.status.show import panel
 from llmx.observe.status.view import interpret
 from llmx.run.metrics import Metric
 from llmx.run.metrics.equality import compare
 from llmx.run.rundir import RunDir, write_json
+from llmx.run.sweepdir import Trial
 from tests import tracked_run
 
 METRICS = {
@@ -142,7 +144,9 @@ def test_a_sweep_has_a_column_for_each(run: RunDir, tmp_path: Path) -> None:
                for line in lines()]  # fmt: skip
     tracked_run.append(worse, changed)
     write_json(worse.result, tracked_run.result())
-    trials = [read_trial(n, [f"seed={n}"], each.root) for n, each in enumerate((run, worse))]
+    trials = [Trial(n, [f"seed={n}"], each.root) for n, each in enumerate((run, worse))]
+    for trial in trials:
+        measure(trial, has_ended=True)
     head, _, one, two = to_markdown(trials).splitlines()[:4]
     columns = [cell.strip() for cell in head.split("|")]
     assert columns[columns.index("accuracy") :][:5] == [*TITLES, "undeclared"]

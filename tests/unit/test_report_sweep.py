@@ -6,17 +6,11 @@ import csv
 import io
 from pathlib import Path
 
-from llmx.errors import ConfigError
-from llmx.observe.report.sweep_table import (
-    Trial,
-    axes,
-    print_sweep,
-    read_trial,
-    to_csv,
-    to_markdown,
-    write_sweep,
-)
+from llmx.observe.report.sweep_charts import number_of
+from llmx.observe.report.sweep_data import axes, measure
+from llmx.observe.report.sweep_table import print_sweep, to_csv, to_markdown, write_sweep
 from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.run.sweepdir import Trial
 
 HERE = Path("/sweeps/one")
 
@@ -73,7 +67,6 @@ def test_a_trial_is_read_from_its_run_directory(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "0")
     run.root.mkdir()
     write_text(run.config, "name: x\n")
-    assert read_trial(0, ["zero=stage1"], run.root).outcome == "planned"
     write_text(
         run.metrics,
         '{"kind": "start", "time": 1.0, "total_steps": 4}\n'
@@ -83,16 +76,20 @@ def test_a_trial_is_read_from_its_run_directory(tmp_path: Path) -> None:
         '"memory_gib": [1.5, 2.5]}\n'
         '{"kind": "eval", "step": 4, "time": 3.5, "loss": 2.2, "exact_match": 0.5}\n',
     )
-    assert read_trial(0, [], run.root).outcome == "failed", "no result.json: it was killed"
+    found = Trial(0, ["zero=stage1"], run.root, started=10.0)
+    measure(found)
+    assert (found.outcome, found.steps, found.seconds) == ("", 4, None)
     write_json(run.result, {"outcome": "ok", "started": 0.0, "ended": 9.0})
-    found = read_trial(0, ["zero=stage1"], run.root)
+    measure(found)
+    assert found.outcome == "", "the result is of an earlier start"
+    measure(found, has_ended=True)
     assert (found.outcome, found.steps, found.loss, found.eval_loss) == ("ok", 4, 2.0, 2.2)
     assert (found.tokens_per_s, found.memory_gib, found.seconds) == (20.0, 2.5, 9.0)
 
 
 def test_a_trial_that_was_refused_has_no_directory(tmp_path: Path) -> None:
-    found = read_trial(1, ["optim.lr=-1"], tmp_path / "none", error=ConfigError("optim.lr=-1: no"))
-    assert (found.outcome, found.cause) == ("refused", "optim.lr=-1: no")
+    found = Trial(1, ["optim.lr=-1"], tmp_path / "none", "refused", "optim.lr=-1: no")
+    measure(found)
     write_sweep([found], directory=tmp_path)
     assert "refused" in (tmp_path / "sweep.csv").read_text()
     assert "optim.lr=-1: no" in (tmp_path / "sweep.md").read_text()
@@ -105,6 +102,4 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_the_best() -> None:
 
 
 def test_what_looks_like_a_number_and_is_none() -> None:
-    from llmx.observe.report.sweep_charts import number_of
-
     assert [number_of(text) for text in ("1__0", "1_", "2026_", "1_0")] == [None, None, None, 10.0]

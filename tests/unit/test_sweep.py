@@ -13,10 +13,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from llmx.__main__ import main
 from llmx.errors import ConfigError
-from llmx.observe.report.sweep_table import Trial, best_of
-from llmx.sweep import journal as journals
+from llmx.run import sweepdir
+from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.best import experiment, write_best
-from llmx.sweep.journal import Entry, Journal
+from llmx.sweep.sweep import put_aside
 from tests.composing import composed
 from tests.made_up_trials import enter, only_sweep
 
@@ -38,7 +38,7 @@ def test_the_same_command_continues_a_sweep_and_runs_only_what_failed(
     journal = only_sweep()
     assert [entry.outcome for entry in journal.trials] == ["planned", "refused"] * 2
     assert journal.complete
-    assert not journal.finished
+    assert not journal.is_finished
     assert journal.words == ["experiment=demo", *(word for word in GRID if word != "-m")]
     capsys.readouterr()
 
@@ -90,37 +90,34 @@ def test_another_directory_or_another_grid_is_another_sweep(
     words = only_sweep().words
     root = here / "outputs" / "sweeps"
     same = {"cwd": here, "config_dir": None}
-    assert journals.unfinished(root, words, **same) is not None
-    assert journals.unfinished(root, [*words, "sweep.fail_fast=true"], **same) is not None
-    assert journals.unfinished(root, [*words, "seed=1"], **same) is None
-    assert journals.unfinished(root, words, cwd=here.parent, config_dir=None) is None
-    assert journals.unfinished(root, words, cwd=here, config_dir="/etc") is None
+    assert sweepdir.unfinished(root, words, **same) is not None
+    assert sweepdir.unfinished(root, [*words, "sweep.fail_fast=true"], **same) is not None
+    assert sweepdir.unfinished(root, [*words, "seed=1"], **same) is None
+    assert sweepdir.unfinished(root, words, cwd=here.parent, config_dir=None) is None
+    assert sweepdir.unfinished(root, words, cwd=here, config_dir="/etc") is None
 
 
 def test_a_finished_sweep_is_started_anew(here: Path) -> None:
     words = ["-m", "zero=stage1,stage2", *PLAN_ONLY]
     assert main(words) == 0
-    assert only_sweep().finished
+    assert only_sweep().is_finished
     root = here / "outputs" / "sweeps"
     journal = only_sweep()
-    assert journals.unfinished(root, journal.words, cwd=here, config_dir=None) is None
+    assert sweepdir.unfinished(root, journal.words, cwd=here, config_dir=None) is None
 
 
 def test_a_sweep_that_runs_is_not_continued(here: Path) -> None:
     assert main(GRID) == 2
     journal = only_sweep()
-    descriptor = os.open(journal.directory / journals.LOCK, os.O_RDWR)
+    descriptor = os.open(journal.directory / sweepdir.LOCK, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go of when the sweep ended
-    assert journals.is_running(journal.directory)
+    assert sweepdir.is_running(journal.directory)
     root = journal.directory.parent
-    assert journals.unfinished(root, journal.words, cwd=here, config_dir=None) is None
-    with (
-        pytest.raises(ConfigError, match="this sweep is running"),
-        journals.held(journal.directory),
-    ):
-        pass
+    assert sweepdir.unfinished(root, journal.words, cwd=here, config_dir=None) is None
+    with pytest.raises(ConfigError, match="this sweep is running"):
+        sweepdir.lock(journal.directory)
     os.close(descriptor)
-    assert not journals.is_running(journal.directory)
+    assert not sweepdir.is_running(journal.directory)
 
 
 def test_trials_of_the_same_config_are_planned_once(
@@ -177,8 +174,7 @@ def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(
     assert "[0] zero=stage0: pruned: parameters, gradients" in capsys.readouterr().out
     assert main([*words, "sweep.prune=false", "sweep.resume=false"]) == 0
     newest = max((here / "outputs" / "sweeps").iterdir())
-    again = journals.load(newest)
-    assert again is not None
+    again = sweepdir.load(newest)
     assert again.trials[0].outcome == "planned"
 
 
@@ -249,10 +245,11 @@ def test_the_best_trial_is_one_that_ended_well_and_has_a_number() -> None:
         trial(3, tokens_per_s=11.0, memory_gib=2.0),
         trial(4, tokens_per_s=11.0, memory_gib=1.0),
     ]
-    best = best_of(trials, "tokens_per_s", "max")
-    assert best is trials[4], "of two that are as fast, the one that takes less memory"
-    assert best_of(trials[1:3], "tokens_per_s", "max") is None
-    assert best_of(trials, "eval/loss", "min") is None
+    sweep = Sweep(Path("/x"), trials, "tokens_per_s")
+    assert sweep.best is trials[4], "of two that are as fast, the one that takes less memory"
+    sweep.trials = trials[1:3]
+    assert sweep.best is None
+    assert Sweep(Path("/x"), trials, "eval/loss").best is None
 
 
 def test_the_best_trial_is_an_experiment_that_composes(
@@ -260,13 +257,11 @@ def test_the_best_trial_is_an_experiment_that_composes(
 ) -> None:
     assert main(["-m", "zero=stage1,stage3", "optim.lr=1e-3", *PLAN_ONLY]) == 0
     journal = only_sweep()
-    journal.objective, journal.mode = "train/loss", "min"
-    trials = [
-        Trial(entry.index, tuple(entry.overrides), here, "ok", loss=3.0 - entry.index)
-        for entry in journal.trials
-    ]
-    best = write_best(journal, trials)
-    assert best is trials[1]
+    journal.objective = "train/loss"
+    for entry in journal.trials:
+        entry.outcome, entry.loss = "ok", 3.0 - entry.index
+    write_best(journal)
+    assert journal.best is journal.trials[1]
     capsys.readouterr()
     place = journal.directory.relative_to(here)
     assert main([f"experiment={place}/best", "dry_run=true", "run_dir=run", "seed=7"]) == 0
@@ -298,13 +293,15 @@ def test_what_is_of_the_sweep_is_not_of_the_best_run() -> None:
     }
 
 
-def test_a_torn_or_foreign_journal_is_none(tmp_path: Path) -> None:
+def test_a_torn_or_foreign_file_is_refused(tmp_path: Path) -> None:
     for text in ("", "[]", '{"version": 1}', '{"version": 9}', '{"version": 1, "trials": [3]}'):
-        (tmp_path / journals.FILE).write_text(text)
-        assert journals.load(tmp_path) is None
-    journal = Journal(tmp_path, ["seed=1"], "/x", None, started=1.0)
-    journal.put(Entry(0, ["seed=1"], outcome="ok", state="ended"))
-    assert journals.load(tmp_path) == journal
+        (tmp_path / sweepdir.FILE).write_text(text)
+        with pytest.raises(ConfigError, match=r"sweep\.json: (cannot be read|is of version 9)"):
+            sweepdir.load(tmp_path)
+    trials = [Trial(0, ["seed=1"], tmp_path / "0_seed-1", "ok", key="k", rungs=[[10, 1.5]])]
+    sweep = Sweep(tmp_path, trials, "eval/loss", words=["seed=1"], cwd="/x", started=1.0)
+    sweep.write()
+    assert sweepdir.load(tmp_path) == sweep
 
 
 def test_directories_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
@@ -312,8 +309,8 @@ def test_directories_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         run.mkdir()
         (run / "config.yaml").write_text(str(number))
-        aside = journals.put_aside(run)
+        aside = put_aside(run)
         assert aside is not None
         assert aside.name == f"0_zero-1.attempt-{number}"
-    assert journals.put_aside(run) is None
+    assert put_aside(run) is None
     assert (tmp_path / "0_zero-1.attempt-1" / "config.yaml").read_text() == "1"

@@ -22,9 +22,9 @@ import yaml
 from llmx.__main__ import main
 from llmx.launch.supervision.journal import supervisor_lock
 from llmx.lifecycle.learned import learned_file, read_observations
-from llmx.run import snapshot
+from llmx.run import snapshot, sweepdir
 from llmx.run.rundir import RunDir, write_json
-from llmx.sweep import journal as journals
+from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.process import TrialProcess, end_earlier
 from llmx.sweep.tracked import Replays
 from tests.cluster.netns import wait_until
@@ -75,13 +75,11 @@ def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool)
     return SimpleNamespace(exit_code={"ok": 0, "interrupted": 130}.get(outcome, 1))
 
 
-def sweep_of(root: Path) -> journals.Journal:
-    found = journals.load(max((root / "outputs" / "sweeps").iterdir()))
-    assert found is not None
-    return found
+def sweep_of(root: Path) -> Sweep:
+    return sweepdir.load(max((root / "outputs" / "sweeps").iterdir()))
 
 
-def config_of(journal: journals.Journal, index: int) -> dict[str, Any]:
+def config_of(journal: Sweep, index: int) -> dict[str, Any]:
     path = journal.directory / journal.trials[index].run_dir / "config.yaml"
     values: dict[str, Any] = yaml.safe_load(path.read_text())
     return values
@@ -93,7 +91,7 @@ def trials(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def at_once(journal: journals.Journal) -> int:
+def at_once(journal: Sweep) -> int:
     """The most trials that ran at a time."""
     changes = [
         change
@@ -289,7 +287,7 @@ def test_trials_die_with_their_sweep_and_it_goes_on(
     process.kill()
     process.communicate()
     directory = sweep_of(here).directory
-    assert not journals.is_running(directory), "its trials do not hold it"
+    assert not sweepdir.is_running(directory), "its trials do not hold it"
     monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
     monkeypatch.chdir(here)
     # The trials of the first attempt end on their own; shorter ones do in their place.
@@ -332,7 +330,8 @@ def test_what_no_rank_ran_is_in_the_trackers_all_the_same(
     words = ["tracking=wandb", "tracking.mode=offline", "tracking.group=mine", *SMALL]
     made = composed([*words, 'tracking.tags=["zero=stage0"]'], run_dir=str(tmp_path / "0_zero"))
     replays = Replays()
-    replays.left_out(made, "pruned", "cannot fit", "buy more", directory=tmp_path, overrides=words)
+    trial = Trial(0, words, tmp_path / "0_zero", "pruned", "cannot fit", "buy more")
+    replays.left_out(made, trial, tmp_path)
     failed = composed([*words, 'tracking.tags=["zero=stage1"]'], run_dir=str(tmp_path / "1_zero"))
     run = snapshot.write(
         failed.experiment, failed.plan, failed.ds_config, overrides=words, environment={}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from llmx.__main__ import main
-from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
-from llmx.sweep.halving import Rungs, at_rung, better, continued
+from llmx.run.sweepdir import Sweep
+from llmx.sweep.halving import Halving, continued, ranking, up_to
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 
@@ -38,32 +38,9 @@ class Trials(Deaths):
         """Checkpoints that were there at a time."""
         self.fails = ""
 
-    def begin(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
-        run = snapshot.write(
-            trial.experiment, trial.plan, trial.ds_config, overrides=overrides, environment={}
-        )
-        return self._train(run, trial.experiment)
-
-    def go_on(self, now: Experiment, **_: Any) -> int:
-        run = RunDir(Path(now.run_dir))
-        former = snapshot.load(run)
-        assert (run.checkpoints / "state").is_file()
-        assert former.optim == now.optim
-        exp = continued(former, now)
-        values = snapshot.config_values(run.config)
-        assert values is not None
-        text = run.config.read_text()
-        assert f"stop_at_step: {json.dumps(former.task.stop_at_step)}\n" in text
-        run.config.write_text(
-            text.replace(
-                f"stop_at_step: {json.dumps(former.task.stop_at_step)}\n",
-                f"stop_at_step: {json.dumps(exp.task.stop_at_step)}\n",
-            )
-        )
-        return self._train(run, exp)
-
-    def _train(self, run: RunDir, exp: Experiment) -> int:
+    def __call__(self, exp: Experiment, run: RunDir) -> int:
         self.may_die(len(self.ran))
+        assert snapshot.load(run) == exp
         rate = f"{exp.optim.lr:.0e}".replace("e-0", "e-")
         step = exp.task.stop_at_step or 100
         self.ran.append((rate, step))
@@ -84,9 +61,7 @@ class Trials(Deaths):
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    enter(tmp_path, monkeypatch)
-    monkeypatch.setattr("llmx.lifecycle.start.run_composed", found.begin)
-    monkeypatch.setattr("llmx.lifecycle.resume.continued.continue_run", found.go_on)
+    enter(tmp_path, monkeypatch, found)
     return found
 
 
@@ -166,29 +141,28 @@ def test_mistakes_are_said(
 
 
 def test_rungs() -> None:
-    rungs = Rungs(10, 2)
-    assert [rungs.stop(rung) for rung in range(4)] == [10, 20, 40, 80]
-    assert [rungs.keep(count) for count in (8, 7, 3, 2, 1)] == [4, 4, 2, 1, 1]
+    rungs = Halving(Sweep(Path()), 10, 2)
+    assert [rungs.step(rung) for rung in range(4)] == [10, 20, 40, 80]
+    assert [rungs.survivors(count) for count in (8, 7, 3, 2, 1)] == [4, 4, 2, 1, 1]
     assert rungs.count(8, None) == 4
     assert rungs.count(8, 40) == 3  # the third would be the whole run
     assert rungs.count(1, 100) == 1
-    assert Rungs(10, 3).count(9, 1000) == 3
+    assert Halving(Sweep(Path()), 10, 3).count(9, 1000) == 3
 
 
 def test_values_that_are_no_number_come_last() -> None:
-    assert better({0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf")}, "min") == [3, 0]
-    assert better({0: 2.0, 1: 2.0, 2: 3.0}, "max") == [2, 0, 1]
+    assert ranking({0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf")}, "min") == [3, 0]
+    assert ranking({0: 2.0, 1: 2.0, 2: 3.0}, "max") == [2, 0, 1]
 
 
 def test_what_a_rung_changes_is_taken_back_for_the_whole_run() -> None:
     exp = composed(["hardware=cpu2", "task.steps=100", "task.eval_every_steps=30"]).experiment
-    first = at_rung(exp, 20, measures=True)
+    first = up_to(exp, 20, evaluates=True)
     assert (first.task.stop_at_step, first.task.eval_every_steps) == (20, 20)
     assert not first.task.save_model
     assert first.checkpoint.at_end
-    assert at_rung(exp, 60, measures=True).task.eval_every_steps == 30
-    assert at_rung(exp, None, measures=True) == exp
-    assert continued(first, at_rung(exp, None, measures=True)) == exp
+    assert up_to(exp, 60, evaluates=True).task.eval_every_steps == 30
+    assert continued(first, exp) == exp
     found_out = dataclasses.replace(first, data=dataclasses.replace(first.data, layout="padded"))
     assert continued(found_out, exp).data.layout == "padded"
 

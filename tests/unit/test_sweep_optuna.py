@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llmx.__main__ import main
-from llmx.compose.complete import Composed
-from llmx.run import snapshot
+from llmx.config import Experiment
+from llmx.run.rundir import RunDir
 from tests.made_up_trials import enter, leave, only_sweep
 
 pytestmark = pytest.mark.long
@@ -28,13 +27,11 @@ class Trials:
         self.rates: list[float] = []
         self.dies_at = -1
 
-    def __call__(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
-        exp = trial.experiment
+    def __call__(self, exp: Experiment, run: RunDir) -> int:
         if len(self.rates) == self.dies_at:
             self.dies_at = -1
             raise KeyError("killed")
         self.rates.append(exp.optim.lr)
-        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides, environment={})
         if exp.optim.lr > 1e-2:
             return leave(run, [], outcome="diverged", cause="loss is NaN")
         off = abs(math.log10(exp.optim.lr / 1e-3))
@@ -49,8 +46,7 @@ class Trials:
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    enter(tmp_path, monkeypatch)
-    monkeypatch.setattr("llmx.lifecycle.start.run_composed", found)
+    enter(tmp_path, monkeypatch, found)
     return found
 
 

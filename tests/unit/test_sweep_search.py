@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from llmx.sweep.search import Axis, Candidate, Measured, Search
+from llmx.run.sweepdir import Trial
+from llmx.sweep.search import Axis, Candidate, Search
 
 STAGES = Axis("zero", ("stage1", "stage2", "stage3", "stage3_offload"))
 MICRO = Axis("batch.micro_batch", ("1", "2", "4", "8", "16", "32", "64"))
@@ -70,11 +72,13 @@ def searched(
         oom = needed(place) > capacity
         search.tell(
             step.candidate,
-            Measured(
+            Trial(
                 len(trials),
+                [],
+                Path(),
                 "oom" if oom else "ok",
-                None if oom else truth(place),
-                None if oom else needed(place),
+                tokens_per_s=None if oom else truth(place),
+                memory_gib=None if oom else needed(place),
             ),
         )
         trials.append((place, step.why))
@@ -124,7 +128,7 @@ def test_it_takes_seven_trials_on_average() -> None:
 
 
 def test_from_below_where_nothing_is_known_of_memory() -> None:
-    search = Search(AXES, candidates(capacity=0.0), own=(0, 2, 0))
+    search = Search(AXES, candidates(capacity=0.0), given=(0, 2, 0))
     trials = searched(search, capacity=CAPACITY)
     assert trials[0][0] == (0, 2, 0)
     assert search.best is not None
@@ -145,7 +149,7 @@ def test_failures_of_another_kind_end_it_early() -> None:
     for trial in range(3):
         step = search.next()
         assert step is not None
-        search.tell(step.candidate, Measured(trial, "crash"))
+        search.tell(step.candidate, Trial(trial, [], Path(), "crash"))
     assert search.next() is None
     assert "not for memory" in search.ended
 

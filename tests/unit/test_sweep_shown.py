@@ -21,22 +21,12 @@ from llmx.__main__ import main
 from llmx.cli.main import run_here
 from llmx.observe.report import sweep_charts
 from llmx.observe.report.command import with_objective
-from llmx.observe.report.sweep_data import (
-    Sweep,
-    Trial,
-    axes,
-    best_of,
-    is_sweep,
-    load_sweep,
-    objective_of,
-    trials_of,
-    union,
-    value_of,
-)
+from llmx.observe.report.sweep_data import axes, load_sweep, union, value_of
 from llmx.observe.report.sweep_page import sweep_page
 from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
 from llmx.observe.report.sweep_table import failures, to_csv, to_markdown
-from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.run.rundir import RunDir, write_text
+from llmx.run.sweepdir import Sweep, Trial, is_sweep
 from tests import sweepdirs
 from tests.chromium import measured
 from tests.sweepdirs import START_S
@@ -51,28 +41,6 @@ def trial(index: int, outcome: str = "ok", **values: Any) -> Trial:
 
 
 # --- The journal -----------------------------------------------------------------------------
-
-
-def test_the_journal_is_read_with_what_nobody_knows_in_it() -> None:
-    journal = {
-        "version": 1, "new": {"key": 1}, "words": ["task.steps=5", "zero=stage1,stage2", 3],
-        "trials": [
-            {"index": 1, "overrides": ["zero=stage2"], "state": "ended", "outcome": "ok",
-             "run_dir": "1_zero-stage2", "started": 10.0, "ended": 30.0, "gpus": [0]},
-            {"index": 0, "overrides": ["zero=stage1"], "state": "odd", "run_dir": None},
-            {"overrides": ["zero=stage9"]}, "torn", None,
-            {"index": 2, "state": "ended", "outcome": "same", "same_as": 1, "started": "soon"},
-        ],
-    }  # fmt: skip
-    found = trials_of(journal, directory=HERE)
-    assert [each.index for each in found] == [0, 1, 2]
-    assert found[0].state == "waiting"
-    assert found[1].overrides == ("task.steps=5", "zero=stage2")
-    assert (found[1].run_dir, found[1].seconds) == (HERE / "1_zero-stage2", 20.0)
-    assert (found[2].word, found[2].started) == ("same as 1", None)
-    assert trials_of({"trials": {"0": 1}}, directory=HERE) == []
-    absolute = {"trials": [{"index": 0, "run_dir": "/elsewhere/run"}]}
-    assert trials_of(absolute, directory=HERE)[0].run_dir == Path("/elsewhere/run")
 
 
 def test_a_sweep_is_its_journal_with_the_numbers_of_its_runs(tmp_path: Path) -> None:
@@ -107,36 +75,6 @@ def test_a_trial_that_runs_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert third.word == "running", "the result is of the start before this one"
 
 
-def test_a_journal_that_cannot_be_read_leaves_the_directories(tmp_path: Path) -> None:
-    sweepdirs.grid(tmp_path)
-    write_text(tmp_path / "sweep.json", '{"version": 1, "tri')
-    sweep = load_sweep(tmp_path)
-    assert [each.index for each in sweep.trials] == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11]
-    assert "sweep.json cannot be read" in sweep.warnings[0]
-    write_json(tmp_path / "sweep.json", {"version": 7, "trials": []})
-    assert "version 7" in load_sweep(tmp_path).warnings[0]
-
-
-def test_a_sweep_of_an_earlier_version(tmp_path: Path) -> None:
-    """Directories and ``sweep.csv``, in which alone a refused trial stands."""
-    for index, lr in enumerate(("1e-3", "3e-3")):
-        words = ["experiment=demo", f"optim.lr={lr}"]
-        sweepdirs.write_trial(tmp_path / f"{index}_optim.lr-{lr}", words, lr=float(lr))
-    write_text(
-        tmp_path / "sweep.csv",
-        "trial,optim.lr,outcome,steps,loss,run_dir,cause,fix\n"
-        "0,1e-3,ok,20,1,0_optim.lr-1e-3,,\n2,-1,refused,,,,optim.lr=-1: must be above 0,\n",
-    )
-    sweep = load_sweep(tmp_path)
-    assert [each.outcome for each in sweep.trials] == ["ok", "ok", "refused"]
-    assert axes(sweep.trials) == ["optim.lr"]
-    assert sweep.objective == "eval/loss", "a learning rate is looked at for its loss"
-    assert sweep.trials[2].cause == "optim.lr=-1: must be above 0"
-    text = to_csv(sweep.trials, directory=tmp_path)
-    write_text(tmp_path / "sweep.csv", text)
-    assert to_csv(load_sweep(tmp_path).trials, directory=tmp_path) == text, "again the same"
-
-
 # --- The best --------------------------------------------------------------------------------
 
 
@@ -151,16 +89,16 @@ def test_the_best_ended_ok_and_is_finite() -> None:
         trial(6, "same", same_as=4, tokens_per_s=5.0, memory_gib=1.0),
         trial(7, tokens_per_s=5.0),
     ]
-    best = best_of(trials, "tokens_per_s", "max")
+    best = Sweep(HERE, trials, "tokens_per_s").best
     assert best is not None
     assert best.index == 4
-    assert best_of(trials[:3], "tokens_per_s", "max") is None
-    assert best_of([], "eval/loss", "min") is None
-    losses = [trial(0, eval_loss=2.0), trial(1, eval_loss=1.0), trial(2, metrics={"f1": 0.5})]
-    least = best_of(losses, "eval/loss", "min")
+    assert Sweep(HERE, trials[:3], "tokens_per_s").best is None
+    assert Sweep(HERE, [], "eval/loss").best is None
+    losses = [trial(0, eval_loss=2.0), trial(1, eval_loss=1.0), trial(2, metrics={"f1/macro": 0.5})]
+    least = Sweep(HERE, losses, "eval/loss").best
     assert least is not None
     assert least.index == 1
-    assert objective_of(losses[2], "eval/f1") == 0.5
+    assert losses[2].value("eval/f1/macro") == 0.5
 
 
 numbers = st.sampled_from([None, 0.0, math.nan, math.inf, -math.inf]) | st.floats(-1e30, 1e30)
@@ -168,7 +106,8 @@ some_trials = st.lists(
     st.builds(
         lambda index, outcome, a, b, speed, memory, state: Trial(
             index, tuple(w for w in (f"a={a}" if a else "", f"b={b}") if w), HERE / str(index),
-            outcome if state == "ended" else "", "why <&", state=state,
+            outcome if state == "ended" else "", "why <&",
+            started=1.0 if state == "running" else None,
             tokens_per_s=speed, memory_gib=memory, eval_loss=speed,
             curve=[(2, memory or 0.0), (4, 1.0)],
         ),
@@ -187,28 +126,23 @@ some_trials = st.lists(
 @given(some_trials, st.sampled_from(["tokens_per_s", "eval/loss", "memory_gib", "eval/none"]))
 def test_odd_grids_are_shown(trials: list[Trial], objective: str) -> None:
     """Missing values, NaN and markup anywhere: every view is made, and the best is the best."""
-    for mode in ("min", "max"):
-        best = best_of(trials, objective, mode)
-        if best is not None:
-            value = objective_of(best, objective)
-            assert value is not None
-            finite = [
-                v
-                for t in trials
-                if t.outcome == "ok" and (v := objective_of(t, objective)) is not None
-                and math.isfinite(v)
-            ]  # fmt: skip
-            assert value == (max if mode == "max" else min)(finite)
-        sweep = Sweep(HERE, trials, objective, mode)
-        html = sweep_page(sweep, out=HERE)
-        assert "=<b>" not in html, "text of the sweep is escaped"
-        assert "><b></th>" not in html
-        assert "\u202e" not in html
-        rows = list(csv.reader(io.StringIO(to_csv(trials, directory=HERE))))
-        assert len(rows) == len(trials) + 1
-        assert len({len(row) for row in rows}) == 1
-        to_markdown(trials)
-        progress_line(trials, now=1.0, objective=objective, mode=mode)
+    sweep = Sweep(HERE, trials, objective)
+    if sweep.best is not None:
+        finite = [
+            v
+            for t in trials
+            if t.outcome == "ok" and (v := t.value(objective)) is not None and math.isfinite(v)
+        ]
+        assert sweep.best.value(objective) == (max if sweep.mode == "max" else min)(finite)
+    html = sweep_page(sweep, out=HERE)
+    assert "=<b>" not in html, "text of the sweep is escaped"
+    assert "><b></th>" not in html
+    assert "\u202e" not in html
+    rows = list(csv.reader(io.StringIO(to_csv(trials, directory=HERE))))
+    assert len(rows) == len(trials) + 1
+    assert len({len(row) for row in rows}) == 1
+    to_markdown(trials)
+    progress_line(sweep, now=1.0)
 
 
 # --- The table -------------------------------------------------------------------------------
@@ -302,7 +236,7 @@ def test_the_same_name_in_two_places(tmp_path: Path) -> None:
 
 def test_another_objective() -> None:
     trials = [trial(1, memory_gib=3.0), trial(2, memory_gib=2.0)]
-    sweep = with_objective(Sweep(HERE, trials, "tokens_per_s", "max"), "memory_gib")
+    sweep = with_objective(Sweep(HERE, trials, "tokens_per_s"), "memory_gib")
     assert sweep.best is trials[1]
 
 
@@ -336,7 +270,7 @@ def test_a_title_says_what_was_swept_and_equal_curves_are_one_line() -> None:
         for at, (name, curve) in enumerate(curves.items())
     ]
     where = Path("/outputs/2030-01-01/12-00-00")
-    html = sweep_page(Sweep(where, trials, "eval/loss", "min"), out=where)
+    html = sweep_page(Sweep(where, trials, "eval/loss"), out=where)
     assert "<title>Sweep over zero" in html
     loss = html[html.index("<h2>Loss") : html.index("<h2>Trials")]
     assert "[0] zero=stage1 = [1] zero=stage2" in re.sub("<[^>]*>", "", loss)
@@ -362,7 +296,7 @@ def test_three_axes_have_a_map_for_each_value_of_the_third(tmp_path: Path) -> No
               tokens_per_s=100.0 * m / s, memory_gib=1.0)
         for i, (s, m, n) in enumerate((s, m, n) for s in (1, 2) for m in (1, 2) for n in (64, 128))
     ]  # fmt: skip
-    html = sweep_charts.heat_maps(trials, objective="tokens_per_s", mode="max", link=lambda t: "")
+    html = sweep_charts.heat_maps(Sweep(HERE, trials, "tokens_per_s"), link=lambda t: "")
     assert re.findall(r"<h3>(.*?)</h3>", html) == ["data.seq_len=64", "data.seq_len=128"]
     assert html.count("<table") == 4
 
@@ -400,9 +334,9 @@ def running(count: int, *, done: int, at_once: int, took: float = 100.0) -> list
         if index < done:
             values = {"started": 1.0, "ended": 1.0 + took, "tokens_per_s": 10.0 + index}
         elif index < done + at_once:
-            values = {"state": "running", "started": 960.0, "steps": 8, "total_steps": 20}
+            values = {"started": 960.0, "steps": 8, "total_steps": 20}
         else:
-            values = {"state": "waiting"}
+            values = {}
         trials.append(trial(index, "ok" if index < done else "", **values))
     return trials
 
@@ -414,21 +348,23 @@ def running(count: int, *, done: int, at_once: int, took: float = 100.0) -> list
 )  # fmt: skip
 def test_the_time_that_is_left(count: int, done: int, at_once: int, left_s: float | None) -> None:
     trials = running(count, done=done, at_once=at_once)
-    seen = progress_of(trials, now=1000.0, objective="tokens_per_s", mode="max")
+    seen = progress_of(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
     assert seen.left_s == (None if left_s is None else pytest.approx(left_s))
     assert (seen.over, len(seen.running), seen.waiting) == (done, at_once, count - done - at_once)
 
 
 def test_pruned_trials_take_no_time_and_say_nothing_of_the_others() -> None:
     trials = [*running(4, done=1, at_once=1), trial(4, "pruned"), trial(5, "same", same_as=0)]
-    seen = progress_of(trials, now=1000.0, objective="tokens_per_s", mode="max")
+    seen = progress_of(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
     assert seen.left_s == pytest.approx(60 + 200)
     assert (seen.pruned, seen.same, seen.over) == (1, 1, 3)
 
 
 def shown(trials: list[Trial], **values: Any) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=100).print(sweep_progress(trials, now=1000.0, **values))
+    Console(file=stream, width=100).print(
+        sweep_progress(Sweep(HERE, trials, "tokens_per_s"), now=1000.0, **values)
+    )
     return stream.getvalue()
 
 
@@ -513,13 +449,13 @@ def test_trials_that_ended_are_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     reader = sweep_data.SweepReader(sweepdirs.rates(tmp_path / "rates"))
     first = reader.read()
     reads: list[int] = []
-    read = sweep_data.read_trial
+    measure = sweep_data.measure
 
-    def counted(index: int, *arguments: Any, **values: Any) -> Trial:
-        reads.append(index)
-        return read(index, *arguments, **values)
+    def counted(trial: Trial) -> None:
+        reads.append(trial.index)
+        measure(trial)
 
-    monkeypatch.setattr(sweep_data, "read_trial", counted)
+    monkeypatch.setattr(sweep_data, "measure", counted)
     assert reader.read() == first
     assert reads == []
     run = RunDir(tmp_path / "rates" / "2_optim.lr-1e-3")

@@ -11,9 +11,9 @@ import yaml
 from llmx.__main__ import main
 from llmx.cli.arguments import with_searched
 from llmx.cli.tune import tune_words
-from llmx.compose.complete import Composed
+from llmx.config import Experiment
 from llmx.errors import ConfigError, RunFailed
-from llmx.run import snapshot
+from llmx.run.rundir import RunDir
 from tests.composing import composed
 from tests.made_up_trials import Deaths, Killed, enter, leave, only_sweep
 from tests.unit.test_checkpoint_export import make_model
@@ -35,13 +35,11 @@ class Trials(Deaths):
         self.run: list[str] = []
         self.batches: list[int | None] = []
 
-    def __call__(self, trial: Composed, *, overrides: list[str], **_: Any) -> int:
-        exp = trial.experiment
+    def __call__(self, exp: Experiment, run: RunDir) -> int:
         self.may_die(len(self.run))
         self.batches.append(exp.batch.global_batch)
         micro = str(exp.batch.micro_batch)
         self.run.append(f"stage{exp.zero.stage} {micro} {exp.model.activation_checkpointing}")
-        run = snapshot.write(exp, trial.plan, trial.ds_config, overrides=overrides, environment={})
         oom = exp.batch.micro_batch >= 16
         speed = 1000.0 * SPEEDS[micro] / (1 + 0.1 * abs(exp.zero.stage - 1))
         lines = [
@@ -57,8 +55,7 @@ class Trials(Deaths):
 @pytest.fixture
 def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     found = Trials()
-    enter(tmp_path, monkeypatch)
-    monkeypatch.setattr("llmx.lifecycle.start.run_composed", found)
+    enter(tmp_path, monkeypatch, found)
     return found
 
 
@@ -219,7 +216,7 @@ def test_failures_that_are_not_memory_end_it(
         trials.run.append("failed")
         raise RunFailed("no such data")
 
-    monkeypatch.setattr("llmx.lifecycle.start.run_composed", fails)
+    monkeypatch.setattr("llmx.sweep.sweep.prepare", fails)
     assert main(["tune", *SMALL]) == 1
     assert len(trials.run) == 3
     said = capsys.readouterr()

@@ -138,7 +138,7 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
         # The split over ranks that was measured then. Ranks on other devices measure anew.
         shutil.copyfile(run.balance, target.balance)
     launch = write_launch_files(new, plan, target)
-    return launched(new, plan, target, launch)
+    return launched(launch)
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -22,7 +23,7 @@ from llmx.lifecycle.resume.edited import edited_config
 from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
 from llmx.lifecycle.resume.rules import SAME, refuse_other_content
 from llmx.lifecycle.resume.run_state import RunState, read_state
-from llmx.lifecycle.start import Launch, launched
+from llmx.lifecycle.start import launched
 from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot, trust
 from llmx.run.provenance import record
@@ -36,26 +37,24 @@ from llmx.run.provenance.differences import (
 from llmx.run.rundir import RunDir, check_writable, read_mapping, write_text
 from llmx.tracking.base import check_packages
 
+if TYPE_CHECKING:
+    from llmx.launch.spec import LaunchSpec
+
 OWN = ("step", "trust")
 
 
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code of the run."""
-    found = parse_run_command("resume", words, own=OWN)
-    return resume(found, typed=words)
+    launch = prepare_resume(parse_run_command("resume", words, own=OWN), typed=words)
+    return 0 if launch is None else launched(launch)
 
 
-def resume(
-    words: RunCommand,
-    *,
-    typed: Sequence[str] = (),
-    asked: Experiment | None = None,
-    instead: Launch | None = None,
-) -> int:
-    """Check everything, say it, rewrite what changes, launch.
+def prepare_resume(
+    words: RunCommand, *, typed: Sequence[str] = (), asked: Experiment | None = None
+) -> LaunchSpec | None:
+    """Check everything, say it, and rewrite what changes; what is to be launched, or None.
 
-    ``asked``: the experiment to go on with, where it is known whole. ``instead``: called instead of
-    launching here.
+    ``asked``: the experiment to continue with, where it is known whole.
     """
     from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import refuse_alive
@@ -73,7 +72,7 @@ def resume(
     composed, _ = with_traced_memory(upcoming.composed, make=False)
     upcoming = replace(upcoming, composed=composed)
     if nothing_left(run, upcoming, state, step):
-        return 0
+        return None
     origin = first_step(run, state, step)
     new = upcoming.composed
     check_launch(new.experiment, new.plan)
@@ -91,7 +90,7 @@ def resume(
     _print_changes(run, upcoming, state, origin=origin, step=step, found=found)
     if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
-        return 0
+        return None
     check_writable(
         run.config, fix="Copy the run to a directory that you can write to, and resume the copy."
     )
@@ -100,10 +99,7 @@ def resume(
         run, upcoming, state, severe,
         origin=origin, step=step, then=then, now=now, typed=typed,
     )  # fmt: skip
-    launch = write_launch_files(new.experiment, new.plan, run)
-    if instead is not None:
-        return instead(new.experiment, new.plan, run, launch)
-    return launched(new.experiment, new.plan, run, launch)
+    return write_launch_files(new.experiment, new.plan, run)
 
 
 def refuse_other_data(found: Sequence[Difference]) -> None:

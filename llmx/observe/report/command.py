@@ -19,14 +19,7 @@ from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
 from llmx.observe.report.figure import draw_loss, draw_table, tables
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
-from llmx.observe.report.sweep_data import (
-    CSV,
-    Sweep,
-    direction_of,
-    is_sweep,
-    load_sweep,
-    union,
-)
+from llmx.observe.report.sweep_data import CSV, load_sweep, union
 from llmx.observe.report.sweep_page import PAGE, sweep_page
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
@@ -37,6 +30,7 @@ from llmx.observe.report.sweep_table import (
 )
 from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import RunDir, no_run, write_text
+from llmx.run.sweepdir import Sweep, is_sweep
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,7 +85,7 @@ def _report_sweep(
             warnings.append(f"{error.filename or out}: not written ({error.strerror}).")
     print_sweep(
         sweep.trials, directory=out or sweep.directory, stream=sys.stdout, files=files,
-        best=best_lines_of(sweep), width=width,
+        best=best_lines(sweep), width=width,
     )  # fmt: skip
     for text in warnings:
         print(f" {text}")
@@ -109,21 +103,14 @@ def with_objective(sweep: Sweep, objective: str) -> Sweep:
         )
     if objective == sweep.objective:
         return sweep
-    mode = direction_of(objective, sweep.trials)
-    return replace(sweep, objective=objective, mode=mode, of_one=False)
+    return replace(sweep, objective=objective, of_one=False)
 
 
 def write_report(sweep: Sweep, out: Path) -> None:
     """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
     out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
-    write_sweep(sweep.trials, directory=out, best=best_lines_of(sweep))
+    write_sweep(sweep.trials, directory=out, best=best_lines(sweep))
     write_text(out / PAGE, sweep_page(sweep, out=out))
-
-
-def best_lines_of(sweep: Sweep) -> list[str]:
-    """The best trial of a sweep, and what to type to train with it."""
-    directory = sweep.directory if sweep.of_one else None
-    return best_lines(sweep.trials, sweep.objective, sweep.mode, directory=directory)
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:

@@ -9,23 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from llmx import text as human
 from llmx.observe.report import chart
 from llmx.observe.report.chart import Labels, Line, linear_axis, log_axis, numbers
 from llmx.observe.report.markup import escaped
-from llmx.observe.report.sweep_data import (
-    SWEEP,
-    WELL,
-    Trial,
-    axes,
-    best_of,
-    objective_of,
-    value_of,
-)
+from llmx.observe.report.sweep_data import SWEEP, axes, value_of
 from llmx.observe.report.sweep_table import BEST, settings_of, shown_value, title_of
+from llmx.run.sweepdir import WELL, Sweep, Trial
 from llmx.text import plural
 
 MOST_MAPS = 12
@@ -177,21 +170,22 @@ class Measure:
     """RGB of the strongest cell."""
 
 
-def measures_of(trials: Sequence[Trial], objective: str, mode: str) -> list[Measure]:
+def measures_of(sweep: Sweep) -> list[Measure]:
     """The objective, tokens/s and the peak memory: what any trial has of them."""
+    trials = sweep.trials
 
-    def measure(name: str, better: str, colour: str) -> Measure:
+    def measure(name: str, mode: str, colour: str) -> Measure:
         return Measure(
-            title_of(name, trials), lambda trial: objective_of(trial, name),
-            lambda value, trial: shown_value(name, value, trial), better, colour,
+            title_of(name, trials), lambda trial: trial.value(name),
+            lambda value, trial: shown_value(name, value, trial), mode, colour,
         )  # fmt: skip
 
-    wanted = {objective: mode, "tokens_per_s": "max", "memory_gib": ""}
+    better = {sweep.objective: sweep.mode, "tokens_per_s": "max", "memory_gib": ""}
     colours = {"memory_gib": "217 130 43"}
     return [
-        measure(name, better, colours.get(name, "47 129 199"))
-        for name, better in wanted.items()
-        if any(objective_of(trial, name) is not None for trial in trials)
+        measure(name, mode, colours.get(name, "47 129 199"))
+        for name, mode in better.items()
+        if any(trial.value(name) is not None for trial in trials)
     ]
 
 
@@ -225,10 +219,9 @@ def _is_fractional(trials: Sequence[Trial], name: str) -> bool:
     return any(size is not None and size != int(size) for size in sizes)
 
 
-def heat_maps(
-    trials: Sequence[Trial], *, objective: str, mode: str, link: Callable[[Trial], str]
-) -> str:
+def heat_maps(sweep: Sweep, *, link: Callable[[Trial], str]) -> str:
     """A map of each measure for each combination of the other axes, all on one colour scale."""
+    trials = sweep.trials
     chosen = map_axes(trials)
     if chosen is None:
         return ""
@@ -239,8 +232,7 @@ def heat_maps(
     groups: dict[tuple[str | None, ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault(tuple(value_of(trial, name) for name in others), []).append(trial)
-    measures = measures_of(trials, objective, mode)
-    best = best_of(trials, objective, mode)
+    measures, best = measures_of(sweep), sweep.best
     parts = [f"<p>{_reading(measures)}</p>"]
     for values, found in list(groups.items())[:MOST_MAPS]:
         title = " ".join(f"{name}={v}" for name, v in zip(others, values, strict=True) if v)
@@ -376,11 +368,12 @@ def _cell(
 # --- Lines over an axis ----------------------------------------------------------------------
 
 
-def lines_over_axes(trials: Sequence[Trial], *, objective: str, mode: str) -> str:
+def lines_over_axes(sweep: Sweep) -> str:
     """For each axis of numbers, the objective over it, a line for each combination of the others;
     of the only axis, tokens/s and memory, too."""
+    trials = sweep.trials
     names = [name for name in axes(trials) if name != SWEEP or len(axes(trials)) == 1]
-    measures = measures_of(trials, objective, mode)
+    measures = measures_of(sweep)
     if not measures:
         return ""
     parts = []
@@ -450,9 +443,10 @@ def _is_continuous(trials: Sequence[Trial], name: str) -> bool:
     return len(values) > MANY_VALUES and all(number_of(value) is not None for value in values)
 
 
-def parallel_coordinates(trials: Sequence[Trial], *, objective: str, mode: str) -> str:
+def parallel_coordinates(sweep: Sweep) -> str:
     """A line a trial through its value on each axis, coloured by the objective, which is the last
     axis. Only where there are more than two axes, or continuous ones."""
+    trials, objective, mode = sweep.trials, sweep.objective, sweep.mode
     names = axes(trials)
     if len(names) < 2 or len(trials) < 3:
         return ""
@@ -463,11 +457,11 @@ def parallel_coordinates(trials: Sequence[Trial], *, objective: str, mode: str) 
         trial.label: value
         for trial in trials
         if trial.outcome == "ok"
-        and (value := objective_of(trial, objective)) is not None
+        and (value := trial.value(objective)) is not None
         and math.isfinite(value)
     }
     goal = _goal(list(ended.values()))
-    best = best_of(trials, objective, mode)
+    best = sweep.best
     width = len(names) if goal else len(names) - 1
     drawn = []
     for trial in sorted(trials, key=lambda each: (each is best, each.label in ended)):
@@ -572,13 +566,14 @@ def _colour_scale(mode: str) -> str:
 # --- Loss curves -----------------------------------------------------------------------------
 
 
-def loss_curves(trials: Sequence[Trial], *, objective: str, mode: str) -> str:
+def loss_curves(sweep: Sweep) -> str:
     """The training losses of all trials, coloured by the objective, the best one bold."""
+    trials, objective, mode = sweep.trials, sweep.objective, sweep.mode
     drawn = [trial for trial in trials if len(trial.curve) > 1 and trial.outcome != "same"]
     if not drawn:
         return ""
     names = axes(trials)
-    best = best_of(drawn, objective, mode)
+    best = replace(sweep, trials=drawn).best
     ranked = sorted(drawn, key=lambda trial: _rank(trial, objective, mode))
     left = len(ranked) - MOST_CURVES
     if left > 0:
@@ -623,7 +618,7 @@ def loss_curves(trials: Sequence[Trial], *, objective: str, mode: str) -> str:
 
 def _rank(trial: Trial, objective: str, mode: str) -> float:
     """Less is better; not finite where the trial has no value."""
-    value = objective_of(trial, objective)
+    value = trial.value(objective)
     if value is None or not math.isfinite(value) or trial.outcome != "ok":
         return math.inf
     return -value if mode == "max" else value

@@ -17,17 +17,7 @@ from urllib.parse import quote
 from llmx import text as human
 from llmx.observe.report import sweep_charts
 from llmx.observe.report.markup import bullets, document, escaped, heading, pairs, pre, prose
-from llmx.observe.report.sweep_data import (
-    ENDED,
-    RUNNING,
-    WAITING,
-    WELL,
-    Sweep,
-    Trial,
-    axes,
-    objective_of,
-    value_of,
-)
+from llmx.observe.report.sweep_data import axes, value_of
 from llmx.observe.report.sweep_table import (
     BEST,
     best_command,
@@ -39,6 +29,7 @@ from llmx.observe.report.sweep_table import (
     settings_of,
     title_of,
 )
+from llmx.run.sweepdir import ENDED, RUNNING, WAITING, WELL, Sweep, Trial
 
 PAGE = "sweep.html"
 
@@ -77,18 +68,21 @@ for (const table of document.querySelectorAll('table.trials')) {
 
 def sweep_page(sweep: Sweep, *, out: Path) -> str:
     """The page as text; links are relative to ``out``, where it will lie."""
-    trials, objective, mode = sweep.trials, sweep.objective, sweep.mode
+    trials = sweep.trials
 
     def link(trial: Trial) -> str:
         return _link(trial, out)
 
-    maps = sweep_charts.heat_maps(trials, objective=objective, mode=mode, link=link)
-    over = sweep_charts.lines_over_axes(trials, objective=objective, mode=mode)
-    parallel = sweep_charts.parallel_coordinates(trials, objective=objective, mode=mode)
-    curves = sweep_charts.loss_curves(trials, objective=objective, mode=mode)
+    maps = sweep_charts.heat_maps(sweep, link=link)
+    over = sweep_charts.lines_over_axes(sweep)
+    parallel = sweep_charts.parallel_coordinates(sweep)
+    curves = sweep_charts.loss_curves(sweep)
     ended_well = any(trial.outcome in WELL for trial in trials)
     state = "open" if not sweep.complete else "ok" if ended_well else "failed"
-    title = " + ".join(dict.fromkeys(trial.sweep for trial in trials if trial.sweep)) or sweep.name
+    title = (
+        " + ".join(dict.fromkeys(trial.sweep for trial in trials if trial.sweep))
+        or sweep.directory.name
+    )
     if not re.search("[A-Za-z]", title) and axes(trials):  # Hydra's directory, a date and a time
         title = f"Sweep over {', '.join(axes(trials))}"
     parts = [
@@ -108,16 +102,15 @@ def sweep_page(sweep: Sweep, *, out: Path) -> str:
 
 def _best(sweep: Sweep) -> str:
     best = sweep.best
-    value = objective_of(best, sweep.objective) if best else None
-    if best is None or value is None:
+    if best is None:
         return ""
     name = title_of(sweep.objective, sweep.trials)
-    known = known_of(best, sweep.objective, sweep.trials)
-    command = best_command(best, directory=sweep.directory if sweep.of_one else None)
+    numbers = known_of(best, sweep.objective)
+    command = best_command(sweep, best)
     settings = settings_of(best, axes(sweep.trials))
     return (
         f"<p><b>Best by {escaped(name)}: {prose(f'{best.label} {settings}')}</b> "
-        f"({prose(known)}). To train with it:</p>{pre(command)}"
+        f"({prose(numbers)}). To train with it:</p>{pre(command)}"
     )
 
 

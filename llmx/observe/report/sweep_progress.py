@@ -14,18 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmx import text as human
-from llmx.observe.report.sweep_data import (
-    ENDED,
-    NOT_RUN,
-    RUNNING,
-    STOPPED,
-    WAITING,
-    WELL,
-    Trial,
-    axes,
-    best_of,
-)
+from llmx.observe.report.sweep_data import axes
 from llmx.observe.report.sweep_table import known_of, settings_of
+from llmx.run.sweepdir import NOT_RUN, RUNNING, STOPPED, WAITING, WELL, Sweep, Trial
 from llmx.text import plural
 
 if TYPE_CHECKING:
@@ -65,15 +56,16 @@ class Progress:
         return self.total - len(self.running) - self.waiting
 
 
-def progress_of(trials: Sequence[Trial], *, now: float, objective: str, mode: str) -> Progress:
+def progress_of(sweep: Sweep, *, now: float) -> Progress:
     """Count the trials and estimate the time that is left; pure."""
+    trials = sweep.trials
     running = [trial for trial in trials if trial.state == RUNNING]
     failed = [trial for trial in trials if trial.failed]
     waiting = sum(trial.state == WAITING for trial in trials)
     at_once = _at_once(trials, now=now)
     return Progress(
         total=len(trials),
-        ok=sum(trial.state == ENDED and trial.outcome in WELL for trial in trials),
+        ok=sum(trial.outcome in WELL for trial in trials),
         failed=sorted(failed, key=lambda trial: trial.ended or 0.0),
         pruned=sum(trial.outcome == "pruned" for trial in trials),
         same=sum(trial.outcome == "same" for trial in trials),
@@ -82,13 +74,13 @@ def progress_of(trials: Sequence[Trial], *, now: float, objective: str, mode: st
         waiting=waiting,
         at_once=at_once,
         left_s=_left_s(trials, running, waiting, at_once=at_once, now=now),
-        best=best_of(trials, objective, mode),
+        best=sweep.best,
     )
 
 
 def _took(trial: Trial) -> float | None:
     """Seconds from the start to the end of a trial that was run."""
-    if trial.state != ENDED or trial.outcome in NOT_RUN:
+    if not trial.outcome or trial.outcome in NOT_RUN:
         return None
     if trial.started and trial.ended and trial.ended > trial.started:
         return trial.ended - trial.started
@@ -130,14 +122,7 @@ def _left_s(
 
 
 def sweep_progress(
-    trials: Sequence[Trial],
-    *,
-    now: float,
-    objective: str = "tokens_per_s",
-    mode: str = "max",
-    title: str = "",
-    note: str = "",
-    plain: bool = False,
+    sweep: Sweep, *, now: float, title: str = "", note: str = "", plain: bool = False
 ) -> Group:
     """The sweep at the moment ``now`` (seconds since the epoch) for a terminal.
 
@@ -147,7 +132,7 @@ def sweep_progress(
     from rich.table import Table
     from rich.text import Text
 
-    seen = progress_of(trials, now=now, objective=objective, mode=mode)
+    seen = progress_of(sweep, now=now)
     head = Text.assemble((title, "bold"), "  " if title else "", _bar(seen, plain=plain))
     counts = Text("  ")
     for at, (text, style) in enumerate(_counts(seen, now=now)):
@@ -155,7 +140,7 @@ def sweep_progress(
     parts: list[Text | Table] = [Text(""), head, counts]
     if note:
         parts.append(Text(f"  {note}", style="bold yellow"))
-    names = axes(trials)
+    names = axes(sweep.trials)
     if seen.running:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
@@ -169,21 +154,19 @@ def sweep_progress(
         if len(seen.running) > SHOWN_RUNNING:
             parts.append(Text(f"  and {len(seen.running) - SHOWN_RUNNING} more", style="dim"))
     below = [Text(line, style="red") for line in _failed(seen, names)]
-    best = _best(seen, trials, names, objective)
+    best = _best(seen, sweep, names)
     below += [Text(best, style="bold")] if best else []
     return Group(*parts, *([Text("")] if below else []), *below)
 
 
-def progress_line(
-    trials: Sequence[Trial], *, now: float, objective: str = "tokens_per_s", mode: str = "max"
-) -> str:
+def progress_line(sweep: Sweep, *, now: float) -> str:
     """One line for a log file: the counts, what is left, the best so far."""
-    seen = progress_of(trials, now=now, objective=objective, mode=mode)
+    seen = progress_of(sweep, now=now)
     parts = [
         f"{seen.over}/{plural(seen.total, 'trial')}",
         ", ".join(t for t, _ in _counts(seen, now=now)),
     ]
-    best = _best(seen, trials, axes(trials), objective).strip()
+    best = _best(seen, sweep, axes(sweep.trials)).strip()
     return "  ".join([*parts, best] if best else parts)
 
 
@@ -227,8 +210,8 @@ def _failed(seen: Progress, names: Sequence[str]) -> list[str]:
     return [f"  and {before} earlier failures", *lines] if before else lines
 
 
-def _best(seen: Progress, trials: Sequence[Trial], names: Sequence[str], objective: str) -> str:
+def _best(seen: Progress, sweep: Sweep, names: Sequence[str]) -> str:
     if seen.best is None:
         return ""
-    known = known_of(seen.best, objective, trials)
-    return f"  best: {seen.best.label} {settings_of(seen.best, names)}  ({known})"
+    numbers = known_of(seen.best, sweep.objective)
+    return f"  best: {seen.best.label} {settings_of(seen.best, names)}  ({numbers})"

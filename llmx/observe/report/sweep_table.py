@@ -18,35 +18,11 @@ from typing import Any, TextIO
 
 from llmx import text as human
 from llmx.observe.report.screen import open_console
-from llmx.observe.report.sweep_data import (
-    CSV,
-    NOT_RUN,
-    STOPPED,
-    WELL,
-    Trial,
-    axes,
-    best_of,
-    objective_of,
-    read_trial,
-    value_of,
-)
+from llmx.observe.report.sweep_data import CSV, axes, value_of
 from llmx.run.metrics import Metric, metric_of
 from llmx.run.rundir import write_text
+from llmx.run.sweepdir import NOT_RUN, STOPPED, WELL, Sweep, Trial
 from llmx.text import plural
-
-__all__ = [
-    "BEST",
-    "MARKDOWN",
-    "Trial",
-    "axes",
-    "best_of",
-    "failures",
-    "print_sweep",
-    "read_trial",
-    "to_csv",
-    "to_markdown",
-    "write_sweep",
-]
 
 MARKDOWN = "sweep.md"
 BEST_CONFIG = "experiment/best.yaml"
@@ -124,44 +100,44 @@ def headline(trials: Sequence[Trial]) -> str:
     return f"{done} of {plural(len(trials), 'trial')} {verb}" + (f"; {rest}" if rest else "")
 
 
-def best_lines(
-    trials: Sequence[Trial], objective: str, mode: str, *, directory: Path | None
-) -> list[str]:
-    """The best trial, and what to type to train with it; nothing where no trial has a value.
-
-    ``directory``: of the sweep, whose ``best.yaml`` is by this objective; None where there is none.
-    """
-    best = best_of(trials, objective, mode)
-    value = objective_of(best, objective) if best else None
-    if best is None or value is None:
+def best_lines(sweep: Sweep) -> list[str]:
+    """The best trial, and what to type to train with it; nothing where no trial has a value."""
+    best = sweep.best
+    if best is None:
         return []
-    known = known_of(best, objective, trials)
-    settings = settings_of(best, axes(trials))
+    settings = settings_of(best, axes(sweep.trials))
     return [
-        f"best by {title_of(objective, trials)}: {best.label} {settings}  ({known})",
-        f"to train with it: {best_command(best, directory=directory)}",
+        f"best by {title_of(sweep.objective, sweep.trials)}: {best.label} {settings}  "
+        f"({known_of(best, sweep.objective)})",
+        f"to train with it: {best_command(sweep, best)}",
     ]
 
 
-def known_of(trial: Trial, objective: str, trials: Sequence[Trial]) -> str:
+def known_of(trial: Trial, objective: str) -> str:
     """The trial's value of the objective, and its memory: ``1,941 tokens/s, 4.60 GiB``."""
-    value, known = objective_of(trial, objective), []
+    value, numbers = trial.value(objective), []
     if value is not None:
         shown = shown_value(objective, value, trial)
         unit = {"tokens_per_s": "tokens/s", "memory_gib": "GiB", "seconds": ""}.get(objective)
-        title = title_of(objective, trials) if unit is None else ""
-        known.append(f"{title} {shown} {unit or ''}".strip())
+        title = title_of(objective, [trial]) if unit is None else ""
+        numbers.append(f"{title} {shown} {unit or ''}".strip())
     if trial.memory_gib is not None and objective != "memory_gib":
-        known.append(f"{human.gib(trial.memory_gib)} GiB")
-    return ", ".join(known)
+        numbers.append(f"{human.gib(trial.memory_gib)} GiB")
+    return ", ".join(numbers)
 
 
-def best_command(best: Trial, *, directory: Path | None) -> str:
+def best_command(sweep: Sweep, best: Trial) -> str:
     """What to type to train with the best trial's config."""
-    if directory is not None and (directory / BEST_CONFIG).is_file():
-        experiment = f"experiment={near(directory / 'best')}"
-        return shlex.join(["python", "-m", "llmx", experiment])
+    if sweep.of_one and (sweep.directory / BEST_CONFIG).is_file():
+        return experiment_command(sweep)
     return shlex.join(["python", "-m", "llmx", "reproduce", near(best.run_dir)])
+
+
+def experiment_command(sweep: Sweep) -> str:
+    """What trains with ``experiment/best.yaml`` of a sweep."""
+    config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
+    experiment = f"experiment={near(sweep.directory / 'best')}"
+    return shlex.join(["python", "-m", "llmx", *config_dir, experiment])
 
 
 def near(path: Path) -> str:
@@ -174,7 +150,7 @@ def title_of(objective: str, trials: Sequence[Trial]) -> str:
     """An objective for a reader."""
     if objective in TITLES:
         return TITLES[objective]
-    name = objective.rpartition("/")[2]
+    name = objective.partition("/")[2]
     return metrics_of(trials)[name].title if name in metrics_of(trials) else objective
 
 
@@ -188,7 +164,7 @@ def shown_value(objective: str, value: float, trial: Trial) -> str:
         return human.gib(value)
     if objective == "seconds":
         return human.duration(value)
-    name = objective.rpartition("/")[2]
+    name = objective.partition("/")[2]
     return human.number(value) if name == "loss" else metric_of(name, trial.declared).shown(value)
 
 

@@ -13,20 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from llmx.observe.report.screen import open_console
-from llmx.observe.report.sweep_data import (
-    ENDED,
-    JOURNAL,
-    RUNNING,
-    Sweep,
-    SweepReader,
-    Trial,
-    is_sweep,
-)
+from llmx.observe.report.sweep_data import SweepReader
 from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
 from llmx.observe.report.sweep_table import near
 from llmx.observe.status import observer
 from llmx.observe.status.remote import RunLocation
 from llmx.observe.status.view import LIVE, duration_text, interpret
+from llmx.run.sweepdir import FILE, RUNNING, Sweep, Trial, is_sweep
 from llmx.text import printable
 
 SILENT_S = 90.0
@@ -38,7 +31,6 @@ class Seen:
     """A sweep at one moment."""
 
     sweep: Sweep
-    trials: list[Trial]
     over: bool
     """Nothing of it runs any more."""
     note: str
@@ -47,14 +39,11 @@ class Seen:
     @property
     def code(self) -> int:
         """The exit code: 1 where it is over, and a trial failed or was not run."""
-        failed = any(trial.failed or trial.state != ENDED for trial in self.trials)
-        return 1 if self.over and failed else 0
+        return 1 if self.over and not all(trial.is_done for trial in self.sweep.trials) else 0
 
     def panel(self, *, plain: bool) -> Any:
-        return sweep_progress(
-            self.trials, now=self.now, objective=self.sweep.objective, mode=self.sweep.mode,
-            title=near(self.sweep.directory), note=self.note, plain=plain,
-        )  # fmt: skip
+        title = near(self.sweep.directory)
+        return sweep_progress(self.sweep, now=self.now, title=title, note=self.note, plain=plain)
 
 
 def is_here(location: RunLocation) -> bool:
@@ -66,33 +55,27 @@ def is_here(location: RunLocation) -> bool:
 def look(reader: SweepReader) -> Seen:
     """Read the sweep; trials whose process is gone with the sweep's are not shown as running."""
     sweep, now = reader.read(), time.time()
-    if not sweep.has_journal:
-        over = not any(trial.state == RUNNING for trial in sweep.trials)
-        return Seen(sweep, sweep.trials, over, "; ".join(sweep.warnings), now)
-    if sweep.complete:
-        return Seen(sweep, sweep.trials, True, "; ".join(sweep.warnings), now)
-    silent_s = _silent_s(sweep, now)
+    silent_s = None if sweep.complete else _silent_s(sweep, now)
     if silent_s is None:
-        return Seen(sweep, sweep.trials, False, "; ".join(sweep.warnings), now)
+        return Seen(sweep, sweep.complete, "", now)
     note = (
         f"The process of this sweep has ended (last update {duration_text(silent_s)} ago). "
         f"To run the remaining trials: python -m llmx sweep resume {near(sweep.directory)}"
     )
-    return Seen(sweep, [_gone(trial) for trial in sweep.trials], True, note, now)
-
-
-def _gone(trial: Trial) -> Trial:
-    if trial.state != RUNNING:
-        return trial
-    return dataclasses.replace(
-        trial, state=ENDED, outcome="interrupted", cause="the sweep's process ended unexpectedly"
-    )
+    cause = "the sweep's process ended unexpectedly"
+    sweep.trials = [
+        dataclasses.replace(trial, outcome="interrupted", cause=cause)
+        if trial.state == RUNNING
+        else trial
+        for trial in sweep.trials
+    ]
+    return Seen(sweep, True, note, now)
 
 
 def _silent_s(sweep: Sweep, now: float) -> float | None:
     """Seconds since the last sign of life of a sweep that runs no more; None while it runs."""
-    newest = _mtime(sweep.directory / JOURNAL)
-    alive = observer._is_alive(dict(sweep.process)) if sweep.process else None
+    newest = _mtime(sweep.directory / FILE)
+    alive = observer._is_alive({"pid": sweep.pid, "host": sweep.host})
     if alive:
         return None
     for trial in sweep.trials:
@@ -128,21 +111,20 @@ def status(path: str, *, as_json: bool) -> int:
 
 def _facts(seen: Seen) -> dict[str, Any]:
     """For scripts: numbers that are not finite are null."""
-    found = progress_of(
-        seen.trials, now=seen.now, objective=seen.sweep.objective, mode=seen.sweep.mode
-    )
-    apart = ("config", "curve", "declared")
-    names = [f.name for f in dataclasses.fields(Trial) if f.name not in apart]
-    trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in seen.trials]
+    sweep = seen.sweep
+    progress = progress_of(sweep, now=seen.now)
+    apart = ("config", "curve", "declared", "key", "rungs", "slots", "job")
+    names = ["state", *(f.name for f in dataclasses.fields(Trial) if f.name not in apart)]
+    trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in sweep.trials]
     return {
-        "sweep": str(seen.sweep.directory),
-        "objective": seen.sweep.objective,
-        "mode": seen.sweep.mode,
-        "complete": seen.sweep.complete,
+        "sweep": str(sweep.directory),
+        "objective": sweep.objective,
+        "mode": sweep.mode,
+        "complete": sweep.complete,
         "over": seen.over,
         "note": seen.note,
-        "left_s": _plain(found.left_s),
-        "best": found.best.index if found.best else None,
+        "left_s": _plain(progress.left_s),
+        "best": progress.best.index if progress.best else None,
         "trials": trials,
     }
 
@@ -190,12 +172,9 @@ def _lines(looks: Iterator[Seen]) -> Seen:
     """A line whenever a trial begins or ends."""
     said: list[tuple[int, str, str]] | None = None
     for seen in looks:
-        news = [(trial.index, trial.state, trial.outcome) for trial in seen.trials]
+        news = [(trial.index, trial.state, trial.outcome) for trial in seen.sweep.trials]
         if news != said:
-            sweep = seen.sweep
-            line = progress_line(
-                seen.trials, now=seen.now, objective=sweep.objective, mode=sweep.mode
-            )
+            line = progress_line(seen.sweep, now=seen.now)
             when = time.strftime("%H:%M:%S", time.localtime(seen.now))
             print(f"{when}  {printable(line)}", flush=True)
         said = news
