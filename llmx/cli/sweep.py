@@ -55,6 +55,8 @@ def resume(words: Sequence[str]) -> int:
         )
     os.chdir(sweep.cwd)
     changed = {word.partition("=")[0] for word in more}
-    kept = [word for word in sweep.words if word.partition("=")[0] not in changed]
+    unchanged = [word for word in sweep.words if word.partition("=")[0] not in changed]
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
-    return run_hydra(["--multirun", *config_dir, *kept, *more, f"hydra.sweep.dir='{directory}'"])
+    return run_hydra(
+        ["--multirun", *config_dir, *unchanged, *more, f"hydra.sweep.dir='{directory}'"]
+    )

@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
 
 def tune_words(words: Sequence[str]) -> list[str]:
     """The words of the sweep that ``tune`` is."""
-    found = []
+    overrides = []
     for word in words:
         key, equal, value = word.partition("=")
         if word == "--dry-run":
@@ -35,8 +35,8 @@ def tune_words(words: Sequence[str]) -> list[str]:
             word = f"{OWN[key]}={value}"
         elif key in ("hydra/sweeper", "hydra/launcher"):
             raise ConfigError(f"{word}: tune has its own. For another search: python -m llmx -m.")
-        found.append(word)
-    typed = {word.partition("=")[0]: word.partition("=")[2] for word in found}
+        overrides.append(word)
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
     objective = typed.get("sweep.objective", SPEED)
     if objective != SPEED:
         if not re.fullmatch(r"eval/\S+", objective):
@@ -50,13 +50,13 @@ def tune_words(words: Sequence[str]) -> list[str]:
                 "needs sweep.halving=N, the steps after which half of the trials are stopped: a "
                 "tenth of the run or so, past the warm-up."
             )
-        return found
-    again = ",".join(each for each in (*FAILURES, "refused") if each != "oom")
-    own = {
+        return overrides
+    again = ",".join(outcome for outcome in (*FAILURES, "refused") if outcome != "oom")
+    defaults = {
         "sweep.objective": SPEED,
         "sweep.trial_steps": str(TRIAL_STEPS),
         # Out of memory is an answer, which a search that goes on need not ask for again.
         "sweep.retry": f"[{again}]",
     }
-    more = [f"{key}={value}" for key, value in own.items() if key not in typed]
-    return [SWEEPER, *more, *found]
+    more = [f"{key}={value}" for key, value in defaults.items() if key not in typed]
+    return [SWEEPER, *more, *overrides]

@@ -188,7 +188,7 @@ class Sweep:
 
     def own_words(self, trial: Trial) -> list[str]:
         """The overrides of a trial that are not those of all trials."""
-        common = set.intersection(*(set(each.overrides) for each in self.trials))
+        common = set.intersection(*(set(other.overrides) for other in self.trials))
         return [word for word in trial.overrides if word not in common]
 
     def write(self) -> None:

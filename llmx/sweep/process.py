@@ -87,10 +87,10 @@ class TrialProcess:
 
     def _read_end(self, code: int) -> End:
         with os.fdopen(self._reader, "rb") as stream:
-            said = stream.read()
+            message = stream.read()
         error: LlmxError | None = None
         with contextlib.suppress(ValueError, KeyError):
-            facts = json.loads(said)
+            facts = json.loads(message)
             error = RunFailed(facts["error"]) if facts["defect"] else LlmxError(facts["error"])
             error.exit_code = facts["code"]
         if code < 0:
@@ -104,7 +104,7 @@ def _be_the_trial(
 ) -> NoReturn:
     """The other process, to its end."""
     code = 1
-    said: dict[str, object] = {}
+    message: dict[str, object] = {}
     try:
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -117,20 +117,20 @@ def _be_the_trial(
         code = supervise()
     except LlmxError as error:
         print(f"llmx: {error}", flush=True)
-        code, said = error.exit_code, {"error": f"{error}", "defect": False}
+        code, message = error.exit_code, {"error": f"{error}", "defect": False}
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BaseException as error:
         with contextlib.suppress(OSError):
             traceback.print_exc(file=sys.stdout)
-        said = {"error": f"{error!r} (a defect of llmx; see logs/console.log)", "defect": True}
+        message = {"error": f"{error!r} (a defect of llmx; see logs/console.log)", "defect": True}
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            if said:
-                text = str(said["error"])[: MESSAGE_BYTES // 4]
-                os.write(writer, json.dumps({**said, "error": text, "code": code}).encode())
+            if message:
+                text = str(message["error"])[: MESSAGE_BYTES // 4]
+                os.write(writer, json.dumps({**message, "error": text, "code": code}).encode())
         os._exit(code)
 
 

@@ -65,16 +65,18 @@ def impossible(exp: Experiment, plan: Plan) -> str:
     return ""
 
 
-def needs_more(exp: Experiment, plan: Plan, known: Sequence[OutOfMemory]) -> str:
+def needs_more(exp: Experiment, plan: Plan, out_of_memory: Sequence[OutOfMemory]) -> str:
     """Why a trial will run out of memory as an earlier one did; empty where it may not.
 
     It must be the same in all that takes memory, with a micro batch as large or larger, a ZeRO
     stage as low or lower, and no less memory by the plan.
     """
-    mine = _memory_keys(exp)
-    for other in known:
-        theirs = _memory_keys(other.experiment)
-        differing = {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)}
+    keys = _memory_keys(exp)
+    for other in out_of_memory:
+        other_keys = _memory_keys(other.experiment)
+        differing = {
+            key for key in keys.keys() | other_keys.keys() if keys.get(key) != other_keys.get(key)
+        }
         if differing - {MICRO_BATCH, STAGE}:
             continue
         if any(
@@ -84,7 +86,7 @@ def needs_more(exp: Experiment, plan: Plan, known: Sequence[OutOfMemory]) -> str
             continue
         if exp.zero.stage > other.experiment.zero.stage or _less(plan.memory, other.plan.memory):
             continue
-        more = ", ".join(f"{key}={mine[key]}" for key in (STAGE, MICRO_BATCH) if key in differing)
+        more = ", ".join(f"{key}={keys[key]}" for key in (STAGE, MICRO_BATCH) if key in differing)
         return (
             f"trial {other.index} ran out of memory and needs no more"
             f"{f' ({more} here)' if more else ''}"
@@ -96,24 +98,24 @@ def _memory_keys(exp: Experiment) -> dict[str, Any]:
     return {key: value for key, value in _flat(exp).items() if not _among(key, NO_MEMORY)}
 
 
-def _less(mine: Sequence[MemoryPlan], theirs: Sequence[MemoryPlan]) -> bool:
+def _less(memory: Sequence[MemoryPlan], other: Sequence[MemoryPlan]) -> bool:
     """Whether any device type needs less here by the plan (fewer micro steps, say)."""
-    needed = {part.device: part.total_gib for part in theirs}
-    return any(part.total_gib < needed.get(part.device, 0.0) for part in mine)
+    needed = {part.device: part.total_gib for part in other}
+    return any(part.total_gib < needed.get(part.device, 0.0) for part in memory)
 
 
 def _flat(exp: Experiment) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
 
     def walk(values: Mapping[str, Any], prefix: str) -> None:
         for key, value in values.items():
             if isinstance(value, dict) and value:
                 walk(value, f"{prefix}{key}.")
             else:
-                found[f"{prefix}{key}"] = value
+                flat[f"{prefix}{key}"] = value
 
     walk(to_dict(exp), "")
-    return found
+    return flat
 
 
 def _among(key: str, patterns: Sequence[str]) -> bool:

@@ -46,8 +46,8 @@ class Placed:
     @property
     def ram_gib(self) -> float | None:
         """The least RAM that a host leaves to it; None where it is not known."""
-        found = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]
-        return min(found) if len(found) == len(self.shares) else None
+        shares_gib = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]
+        return min(shares_gib) if len(shares_gib) == len(self.shares) else None
 
     def __str__(self) -> str:
         """``node-a:0,1 node-b:0``."""
@@ -65,11 +65,11 @@ class Slots:
         gives, whose shape every trial has, so that they compare."""
         for device in dict.fromkeys(host.device for host in hosts):
             free = [(host, self._free(host)) for host in hosts if host.device == device]
-            found = _choose(free, count, alone=len(first.shares) == 1)
-            if found is not None and found.shape == first.shape:
-                for host, slots in found.shares:
+            placed = _choose(free, count, alone=len(first.shares) == 1)
+            if placed is not None and placed.shape == first.shape:
+                for host, slots in placed.shares:
                     self._taken.setdefault(_place(host), set()).update(slots)
-                return found
+                return placed
         return None
 
     def give_back(self, placed: Placed) -> None:
@@ -78,8 +78,8 @@ class Slots:
             self._taken.get(_place(host), set()).difference_update(slots)
 
     def _free(self, host: HostConfig) -> list[int]:
-        taken = self._taken.get(_place(host), set())
-        return [slot for slot in range(host.slots) if slot not in taken]
+        used = self._taken.get(_place(host), set())
+        return [slot for slot in range(host.slots) if slot not in used]
 
 
 def placed_at(hosts: Sequence[HostConfig], text: str) -> Placed | None:
@@ -103,9 +103,9 @@ def first_of(hardware: HardwareConfig, count: int) -> Placed:
     for device in totals:
         alike = [host for host in hosts if host.device == device]
         alone = any(host.slots >= count for host in alike)
-        found = _choose([(host, list(range(host.slots))) for host in alike], count, alone=alone)
-        if found is not None:
-            return found
+        placed = _choose([(host, list(range(host.slots))) for host in alike], count, alone=alone)
+        if placed is not None:
+            return placed
     counted = ", ".join(f"{plural(total, 'slot')} of {name}" for name, total in totals.items())
     raise ConfigError(
         f"sweep.slots_per_trial={count}, but hardware has {counted or 'no host'}, and a trial gets "
@@ -121,10 +121,10 @@ def _choose(
         fits = [(host, slots) for host, slots in free if len(slots) >= count]
         if not fits:
             return None
-        host, slots = min(fits, key=lambda each: len(each[1]))
+        host, slots = min(fits, key=lambda pair: len(pair[1]))
         return Placed(((host, tuple(slots[:count])),))
     shares: list[tuple[HostConfig, tuple[int, ...]]] = []
-    for host, slots in sorted(free, key=lambda each: -len(each[1])):
+    for host, slots in sorted(free, key=lambda pair: -len(pair[1])):
         part = slots[: count - sum(len(chosen) for _, chosen in shares)]
         if part:
             shares.append((host, tuple(part)))
@@ -141,7 +141,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
     if transport_of(exp.launch.transport).device_choice:
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
-    kept = hardware.hosts[0].name == hosts[0].name
+    keeps_first = hardware.hosts[0].name == hosts[0].name
     env, launch = dict(hardware.env), exp.launch
     if launch.transport == "slurm":
         if launch.slurm.cpus_per_task is None:
@@ -159,7 +159,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
             hardware,
             hosts=hosts,
             slots=None,
-            master_addr=hardware.master_addr if kept else None,
+            master_addr=hardware.master_addr if keeps_first else None,
             env=env,
         ),
     )

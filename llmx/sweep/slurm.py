@@ -70,8 +70,8 @@ class SlurmJob:
         done = _asked(["sbatch", *arguments(spec), str(run.root / SCRIPT)])
         number = done.stdout.strip().partition(";")[0]
         if done.returncode != 0 or not number.isdecimal():
-            said = done.stderr.strip() or done.stdout.strip() or "it said nothing"
-            raise LaunchError(f"sbatch refused the job of this trial: {said}")
+            message = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+            raise LaunchError(f"sbatch refused the job of this trial: {message}")
         return cls(run, number)
 
     def poll(self) -> End | None:

@@ -33,9 +33,8 @@ from llmx.launch import start_report, supervise
 from llmx.launch.transports import transport_of
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
-from llmx.observe.report.command import write_report
 from llmx.observe.report.sweep_data import CSV, load_sweep, measure
-from llmx.observe.report.sweep_page import PAGE
+from llmx.observe.report.sweep_page import PAGE, write_report
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,
@@ -265,11 +264,11 @@ class Runner:
         if index not in self._values:
             self._values[index] = self.compose(index, overrides)
         typed = self._named(trial, experiment_from_dict(dict(self._values[index])))
-        whole, problems = complete(typed)
-        composed = plan_experiment(self._on_first_slots(whole, typed), problems)
+        on_cluster, problems = complete(typed)
+        composed = plan_experiment(self._on_first_slots(on_cluster, typed), problems)
         exp = composed.experiment
         settings = self._agreed(exp)
-        key = _key(exp, whole)
+        key = _key(exp, on_cluster)
         fresh = Trial(index, trial.overrides, Path(exp.run_dir), key=key)
         first = self._first_with.setdefault(key, index)
         if settings.prune and first != index:
@@ -280,15 +279,15 @@ class Runner:
             if self._halving is not None and not exp.dry_run:
                 continues = bool(trial.rungs)
                 if self._halving.has_passed(trial):
-                    self._keep(trial, composed, whole, typed)
+                    self._keep(trial, composed, on_cluster, typed)
                     return
             is_kept = trial.is_done or trial.outcome not in (settings.retry or FAILED)
             is_open = trial.outcome in ("", "pruned", "same", "interrupted")  # or found out anew
             if is_kept and not is_open and not (continues and trial.outcome == "ok"):
-                self._keep(trial, composed, whole, typed)
+                self._keep(trial, composed, on_cluster, typed)
                 return
             fresh.rungs = trial.rungs
-        placed = self._wait_for_room(whole)
+        placed = self._wait_for_room(on_cluster)
         if self.ending:
             self._free(placed)
             return
@@ -299,7 +298,9 @@ class Runner:
                 self._screen.began(f"{self._label(trial)}: Slurm job {job.number}")
                 return
             self._end_job(trial, job)
-        on_slots = composed if placed is None else plan_experiment(_placed(whole, typed, placed))
+        on_slots = (
+            composed if placed is None else plan_experiment(_placed(on_cluster, typed, placed))
+        )
         rivals = [oom for oom, kind in self._out_of_memory if kind == _kind(placed)]
         too_much = impossible(on_slots.experiment, on_slots.plan) or needs_more(
             exp, on_slots.plan, rivals
@@ -393,12 +394,14 @@ class Runner:
             self._halving = Halving(self.sweep, settings.halving, settings.halving_factor)
         return settings
 
-    def _keep(self, trial: Trial, composed: Composed, whole: Experiment, typed: Experiment) -> None:
+    def _keep(
+        self, trial: Trial, composed: Composed, on_cluster: Experiment, typed: Experiment
+    ) -> None:
         """A trial that ran in an earlier attempt at the sweep is not run again."""
         if trial.outcome == "oom":  # what did not fit there spares the larger ones there
-            placed, plan = placed_at(whole.hardware.hosts, trial.slots), composed.plan
+            placed, plan = placed_at(on_cluster.hardware.hosts, trial.slots), composed.plan
             if placed is not None:
-                plan = plan_experiment(_placed(whole, typed, placed)).plan
+                plan = plan_experiment(_placed(on_cluster, typed, placed)).plan
             self._remember_oom(trial, composed, plan, placed)
         measure(trial)
         if trial.failed:
@@ -430,39 +433,39 @@ class Runner:
 
     # --- Slots -------------------------------------------------------------------------------
 
-    def _on_first_slots(self, whole: Experiment, typed: Experiment) -> Experiment:
+    def _on_first_slots(self, on_cluster: Experiment, typed: Experiment) -> Experiment:
         """The trial on the first slots, of those that it needs."""
-        count = whole.sweep.slots_per_trial
+        count = on_cluster.sweep.slots_per_trial
         if count is None:
-            return whole
-        problems = list(hardware_problems(whole.hardware, whole.zero))
+            return on_cluster
+        problems = list(hardware_problems(on_cluster.hardware, on_cluster.zero))
         if problems:
             raise ConfigError("\n".join(problems))
-        first = first_of(whole.hardware, count)
+        first = first_of(on_cluster.hardware, count)
         part = any(len(slots) < host.slots for host, slots in first.shares)
-        gpus = whole.hardware.devices[first.device].accelerator == "cuda"
-        transport = transport_of(whole.launch.transport)
+        gpus = on_cluster.hardware.devices[first.device].accelerator == "cuda"
+        transport = transport_of(on_cluster.launch.transport)
         if transport.device_choice and not transport.allocates and part and gpus:
             raise ConfigError(
                 f"sweep.slots_per_trial={count} with launch.transport={transport.name}: "
                 f"{transport.device_choice} GPUs of a host, so trials would share them. Use "
                 "launch.transport=pdsh, or whole hosts."
             )
-        return _placed(whole, typed, first)
+        return _placed(on_cluster, typed, first)
 
-    def _wait_for_room(self, whole: Experiment) -> Placed | None:
+    def _wait_for_room(self, on_cluster: Experiment) -> Placed | None:
         """Wait until a trial may start, or the sweep ends; its slots, if it has a part."""
-        count, is_queued = whole.sweep.slots_per_trial, applies(whole)
+        count, is_queued = on_cluster.sweep.slots_per_trial, applies(on_cluster)
         self._collect()
-        while not self.ending and not whole.dry_run:
-            if is_queued and len(self._running) >= whole.sweep.max_jobs:
+        while not self.ending and not on_cluster.dry_run:
+            if is_queued and len(self._running) >= on_cluster.sweep.max_jobs:
                 self._wait()
             elif count is None:
                 if is_queued or not self._running:
                     return None
                 self._wait()
             else:
-                hosts, first = whole.hardware.hosts, first_of(whole.hardware, count)
+                hosts, first = on_cluster.hardware.hosts, first_of(on_cluster.hardware, count)
                 placed = self._slots.take(hosts, count, first)
                 if is_queued and placed is None:  # Slurm has the job wait
                     self._slots = Slots()
@@ -599,18 +602,18 @@ def put_aside(run_dir: Path) -> Path | None:
     return target
 
 
-def _placed(whole: Experiment, typed: Experiment, placed: Placed) -> Experiment:
-    exp = placed_on(whole, placed)
+def _placed(on_cluster: Experiment, typed: Experiment, placed: Placed) -> Experiment:
+    exp = placed_on(on_cluster, placed)
     if typed.zero.hpz_partition_size == 0:  # as completing has set it: the slots of a host
         zero = dataclasses.replace(exp.zero, hpz_partition_size=exp.hardware.hosts[0].slots)
         exp = dataclasses.replace(exp, zero=zero)
     return exp
 
 
-def _key(exp: Experiment, whole: Experiment) -> str:
+def _key(exp: Experiment, on_cluster: Experiment) -> str:
     """Without what a part of the cluster adds of this machine: threads and cores."""
-    hardware = dataclasses.replace(exp.hardware, env=whole.hardware.env)
-    return key_of(dataclasses.replace(exp, hardware=hardware, launch=whole.launch))
+    hardware = dataclasses.replace(exp.hardware, env=on_cluster.hardware.env)
+    return key_of(dataclasses.replace(exp, hardware=hardware, launch=on_cluster.launch))
 
 
 def _kind(placed: Placed | None) -> tuple[str, float | None] | None:

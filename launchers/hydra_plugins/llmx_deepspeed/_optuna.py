@@ -49,8 +49,10 @@ def sweep(sweeper: OptunaSweeper, arguments: Sequence[str]) -> None:
         # The first trial runs alone, as it tells the direction.
         study, count, size = make_study("minimize", is_first=True), 0, 1
         while count < sweeper.n_trials and not runner.ending:
-            asked = [study.ask(dict(space)) for _ in range(min(size, sweeper.n_trials - count))]
-            values = [[f"{key}={trial.params[key]}" for key in space] for trial in asked]
+            suggestions = [
+                study.ask(dict(space)) for _ in range(min(size, sweeper.n_trials - count))
+            ]
+            values = [[f"{key}={trial.params[key]}" for key in space] for trial in suggestions]
             trials = runner.run({count + at: [*fixed, *words] for at, words in enumerate(values)})
             if count == 0:
                 mode = runner.sweep.mode
@@ -59,17 +61,17 @@ def sweep(sweeper: OptunaSweeper, arguments: Sequence[str]) -> None:
                 study.add_trial(
                     optuna.trial.create_trial(
                         state=states.FAIL if value is None else states.COMPLETE,
-                        params=asked[0].params,
-                        distributions=asked[0].distributions,
+                        params=suggestions[0].params,
+                        distributions=suggestions[0].distributions,
                         value=value,
                     )
                 )
             else:
-                for suggestion, trial in zip(asked, trials, strict=True):
+                for suggestion, trial in zip(suggestions, trials, strict=True):
                     if trial.index in runner.ends:
                         value = _value(runner.sweep, trial)
                         study.tell(suggestion, value, state=states.FAIL if value is None else None)
-            count += len(asked)
+            count += len(suggestions)
             size = sweeper.n_jobs
     check_any_ended_well(runner)
 

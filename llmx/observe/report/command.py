@@ -10,7 +10,6 @@ Reads directories only; works for what still trains, and for what failed. Of a r
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from llmx.observe.report.figure import draw_loss, draw_table, tables
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.sweep_data import CSV, load_sweep, union
-from llmx.observe.report.sweep_page import PAGE, sweep_page
+from llmx.observe.report.sweep_page import PAGE, write_report
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,
     metrics_of,
     print_sweep,
-    write_sweep,
 )
 from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import RunDir, no_run, write_text
@@ -104,13 +102,6 @@ def with_objective(sweep: Sweep, objective: str) -> Sweep:
     if objective == sweep.objective:
         return sweep
     return replace(sweep, objective=objective, of_one=False)
-
-
-def write_report(sweep: Sweep, out: Path) -> None:
-    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
-    out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
-    write_sweep(sweep.trials, directory=out, best=best_lines(sweep))
-    write_text(out / PAGE, sweep_page(sweep, out=out))
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:

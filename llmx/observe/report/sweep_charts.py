@@ -118,8 +118,8 @@ class Scale:
 def scale_of(values: Sequence[str]) -> Scale:
     """Numbers by size, logarithmic where they spread over a decade or so; names evenly."""
     seen = in_order(values)
-    known = [number_of(value) for value in seen]
-    sizes = [size for size in known if size is not None]
+    numbers_of = [number_of(value) for value in seen]
+    sizes = [size for size in numbers_of if size is not None]
     if len(sizes) < len(seen) or len(set(sizes)) < 2:
         margin = 1 / (2 * len(seen)) if seen else 0.0
         places = {value: margin + at / len(seen) for at, value in enumerate(seen)}
@@ -144,14 +144,14 @@ def scale_of(values: Sequence[str]) -> Scale:
 
 def apart(ticks: Sequence[tuple[float, str]], *, pixels: float) -> list[tuple[float, str]]:
     """The labels that stand beside each other on so many pixels."""
-    kept: list[tuple[float, str]] = []
+    shown: list[tuple[float, str]] = []
     free = -math.inf
     for place, name in ticks:
         half = LETTER * len(name) / 2
         if place * pixels - half >= free:
-            kept.append((place, name))
+            shown.append((place, name))
             free = place * pixels + half + LETTER
-    return kept
+    return shown
 
 
 # --- Heat maps -------------------------------------------------------------------------------
@@ -194,9 +194,11 @@ def map_axes(trials: Sequence[Trial]) -> tuple[str, str | None] | None:
     names = [name for name in axes(trials) if name != SWEEP]
     small = [name for name in names if 2 <= len(_values(trials, name)) <= MOST_CELLS]
     if len(small) < 2:
-        one = small[:1] if len(names) == 1 else []
-        numeric = one and all(number_of(value) is not None for value in _values(trials, one[0]))
-        return (one[0], None) if one and not numeric else None
+        single = small[:1] if len(names) == 1 else []
+        numeric = single and all(
+            number_of(value) is not None for value in _values(trials, single[0])
+        )
+        return (single[0], None) if single and not numeric else None
     small.sort(key=lambda name: (name not in ("zero", "zero.stage"), _is_fractional(trials, name)))
     rows = small[0]
     others = sorted(small[1:], key=lambda name: name != "batch.micro_batch")
@@ -209,8 +211,8 @@ def map_axes(trials: Sequence[Trial]) -> tuple[str, str | None] | None:
 
 
 def _values(trials: Sequence[Trial], name: str) -> list[str]:
-    found = [value_of(trial, name) for trial in trials]
-    return in_order([value for value in found if value is not None])
+    values = [value_of(trial, name) for trial in trials]
+    return in_order([value for value in values if value is not None])
 
 
 def _is_fractional(trials: Sequence[Trial], name: str) -> bool:
@@ -234,13 +236,13 @@ def heat_maps(sweep: Sweep, *, link: Callable[[Trial], str]) -> str:
         groups.setdefault(tuple(value_of(trial, name) for name in others), []).append(trial)
     measures, best = measures_of(sweep), sweep.best
     parts = [f"<p>{_reading(measures)}</p>"]
-    for values, found in list(groups.items())[:MOST_MAPS]:
+    for values, group in list(groups.items())[:MOST_MAPS]:
         title = " ".join(f"{name}={v}" for name, v in zip(others, values, strict=True) if v)
         parts.append(f"<h3>{escaped(title)}</h3>" if title else "")
         drawn = [
             f"<div><h4>{escaped(measure.title)}</h4>"
             + _heat_map(
-                found, rows, columns, measure, of=_range(trials, measure), link=link,
+                group, rows, columns, measure, of=_range(trials, measure), link=link,
                 size=(_values(trials, rows), _values(trials, columns) if columns else []),
                 best=best,
             )
@@ -291,13 +293,13 @@ def _range(trials: Sequence[Trial], measure: Measure) -> _Range | None:
     return _Range(low, high, log=low > 0 and high / low > SPREAD)
 
 
-def _strength(value: float, found: _Range, better: str) -> float:
-    if found.high <= found.low:
+def _strength(value: float, limits: _Range, better: str) -> float:
+    if limits.high <= limits.low:
         return 0.35
-    if found.log:
-        part = math.log(value / found.low) / math.log(found.high / found.low)
+    if limits.log:
+        part = math.log(value / limits.low) / math.log(limits.high / limits.low)
     else:
-        part = (value - found.low) / (found.high - found.low)
+        part = (value - limits.low) / (limits.high - limits.low)
     part = min(1.0, max(0.0, part))
     return 0.08 + 0.62 * (1 - part if better == "min" else part)
 
@@ -416,9 +418,9 @@ def _line_plot(
     lines: list[Line] = []
     if len(groups) <= MOST_LINES:
         for colour, (title, points) in zip(DISTINCT, groups.items(), strict=False):
-            found = sorted(points.items())
-            lines.append(Line(title, found, colour, title=title))
-            lines.append(Line("", found, colour, "dots"))
+            line = sorted(points.items())
+            lines.append(Line(title, line, colour, title=title))
+            lines.append(Line("", line, colour, "dots"))
     else:
         for title, points in groups.items():
             lines.append(Line("", sorted(points.items()), "blue", "dots", title))
@@ -464,7 +466,7 @@ def parallel_coordinates(sweep: Sweep) -> str:
     best = sweep.best
     width = len(names) if goal else len(names) - 1
     drawn = []
-    for trial in sorted(trials, key=lambda each: (each is best, each.label in ended)):
+    for trial in sorted(trials, key=lambda trial: (trial is best, trial.label in ended)):
         if trial.outcome == "same":
             continue
         places = []
@@ -525,11 +527,11 @@ def _through(places: Sequence[float | None], width: int) -> str:
 
 def _spread(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """The ticks that do not lie over each other along the height of the plot."""
-    kept: list[tuple[float, str]] = []
+    shown: list[tuple[float, str]] = []
     for place, name in sorted(ticks):
-        if not kept or place - kept[-1][0] >= 0.055:
-            kept.append((place, name))
-    return kept
+        if not shown or place - shown[-1][0] >= 0.055:
+            shown.append((place, name))
+    return shown
 
 
 def _goal(
@@ -579,8 +581,8 @@ def loss_curves(sweep: Sweep) -> str:
     if left > 0:
         every = (len(ranked) - 1) / (MOST_CURVES - 1)
         ranked = [ranked[round(every * at)] for at in range(MOST_CURVES)]
-    known = [trial for trial in ranked if math.isfinite(_rank(trial, objective, mode))]
-    places = {trial.label: at for at, trial in enumerate(known)}
+    finite = [trial for trial in ranked if math.isfinite(_rank(trial, objective, mode))]
+    places = {trial.label: at for at, trial in enumerate(finite)}
     few = len(ranked) <= MOST_LINES
     # Curves that look the same would hide each other: one line, with the names of all.
     alike: dict[tuple[str, ...], list[Trial]] = {}
@@ -597,9 +599,9 @@ def loss_curves(sweep: Sweep) -> str:
         else:
             colour = GRAY
         title = " = ".join(
-            f"{one.label} {settings_of(one, names)}"
-            + ("" if one.outcome == "ok" else f": {one.word}")
-            for one in group
+            f"{similar.label} {settings_of(similar, names)}"
+            + ("" if similar.outcome == "ok" else f": {similar.word}")
+            for similar in group
         )
         named = few or trial is best
         lines.append(

@@ -130,14 +130,14 @@ def axes(trials: Sequence[Trial]) -> list[str]:
             values.setdefault(key.lstrip("+"), set()).add(value)
         for key in {word.partition("=")[0].lstrip("+") for word in trial.overrides}:
             given[key] = given.get(key, 0) + 1
-    found = [
+    names = [
         key
         for key, seen in values.items()
         # Typed in one sweep and not in another: the other has the default, or its own option.
         if len(seen) > 1 or (given[key] < len(trials) and key not in _OF_A_RUN)
     ]
-    found = found or list(values)
-    return [*found, SWEEP] if len({trial.sweep for trial in trials}) > 1 else found
+    names = names or list(values)
+    return [*names, SWEEP] if len({trial.sweep for trial in trials}) > 1 else names
 
 
 def value_of(trial: Trial, axis: str) -> str | None:

@@ -21,6 +21,7 @@ from llmx.observe.report.sweep_data import axes, value_of
 from llmx.observe.report.sweep_table import (
     BEST,
     best_command,
+    best_lines,
     cells,
     columns_of,
     failures,
@@ -28,7 +29,9 @@ from llmx.observe.report.sweep_table import (
     known_of,
     settings_of,
     title_of,
+    write_sweep,
 )
+from llmx.run.rundir import write_text
 from llmx.run.sweepdir import ENDED, RUNNING, WAITING, WELL, Sweep, Trial
 
 PAGE = "sweep.html"
@@ -64,6 +67,13 @@ for (const table of document.querySelectorAll('table.trials')) {
   }));
 }
 """
+
+
+def write_report(sweep: Sweep, out: Path) -> None:
+    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
+    out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
+    write_sweep(sweep.trials, directory=out, best=best_lines(sweep))
+    write_text(out / PAGE, sweep_page(sweep, out=out))
 
 
 def sweep_page(sweep: Sweep, *, out: Path) -> str:
@@ -169,20 +179,22 @@ def _table(sweep: Sweep, out: Path) -> str:
     best, lines = sweep.best, []
     for at, (trial, row) in enumerate(zip(trials, rows, strict=True)):
         href, run = _link(trial, out), trial.run_dir.name
-        found = [(str(at), str(trial.index), False)]
+        cells_of_row = [(str(at), str(trial.index), False)]
         anchor = f'<a href="{escaped(href)}">{escaped(run)}</a>' if href else ""
-        found.append((run if href else "", anchor, True))
+        cells_of_row.append((run if href else "", anchor, True))
         for name in names:
             typed = value_of(trial, name) or ""
-            found.append((typed, typed, False))
-        found.append((trial.word, f"{trial.word}{BEST}" if trial is best else trial.word, False))
+            cells_of_row.append((typed, typed, False))
+        cells_of_row.append(
+            (trial.word, f"{trial.word}{BEST}" if trial is best else trial.word, False)
+        )
         for column, cell in zip(columns, row[3:], strict=True):
             value = column.values[at]
-            known = value is not None and math.isfinite(value)
-            found.append((repr(value) if known else "", cell, False))
+            is_finite = value is not None and math.isfinite(value)
+            cells_of_row.append((repr(value) if is_finite else "", cell, False))
         shown = "".join(
             f'<td class="{kind}" data-v="{escaped(key)}">{text if raw else prose(text)}</td>'
-            for (key, text, raw), (_, kind) in zip(found, heads, strict=True)
+            for (key, text, raw), (_, kind) in zip(cells_of_row, heads, strict=True)
         )
         lines.append(f'<tr class="{_row_class(trial, best)}">{shown}</tr>')
     note = f"<p>Click a column header to sort; {BEST} marks the best value, and the best trial.</p>"

@@ -179,13 +179,13 @@ def _bar(seen: Progress, *, plain: bool) -> str:
 
 def _counts(seen: Progress, *, now: float) -> list[tuple[str, str]]:
     """Text and style of each count that is not 0."""
-    found = [
+    kinds = [
         (seen.ok, "done", "green"), (len(seen.running), "running", "cyan"),
         (len(seen.failed), "failed", "bold red"), (seen.pruned, "pruned", "yellow"),
         (seen.same, "the same as another", "dim"), (seen.stopped, "stopped", "dim"),
         (seen.waiting, "left", ""),
     ]  # fmt: skip
-    counts = [(f"{count} {word}", style) for count, word, style in found if count]
+    counts = [(f"{count} {word}", style) for count, word, style in kinds if count]
     if seen.left_s is not None and (seen.running or seen.waiting):
         done = time.strftime("%a %H:%M", time.localtime(now + seen.left_s))
         counts.append((f"{human.duration(seen.left_s)} to go (done {done})", "bold"))

@@ -53,16 +53,18 @@ def print_sweep(
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     # A setting is not broken where there is room for it.
     longest = max((len(word) for row in rows for word in row[1].split()), default=0)
-    taken = sum(2 + max(map(len, column)) for column in zip(head, *rows, strict=True)) - max(
-        2 + len(row[1]) for row in [head, *rows]
-    )
+    width_of_others = sum(
+        2 + max(map(len, column)) for column in zip(head, *rows, strict=True)
+    ) - max(2 + len(row[1]) for row in [head, *rows])
     for at, name in enumerate(head):
         grid.add_column(
             name,
             justify="left" if at in (1, 2) else "right",
             overflow="fold",
             no_wrap=at != 1,
-            min_width=max(1, min(longest, console.width - taken - 2)) if at == 1 else None,
+            min_width=max(1, min(longest, console.width - width_of_others - 2))
+            if at == 1
+            else None,
         )
     for trial, row in zip(trials, rows, strict=True):
         style = "red" if trial.failed else "" if trial.outcome in WELL else "dim"
@@ -216,7 +218,7 @@ def to_markdown(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
     lines = [_markdown(head), _markdown(["---"] * len(head)), *map(_markdown, rows)]
     if any(BEST in cell for row in rows for cell in row):
         lines += ["", f"{BEST} best of its column"]
-    lines += [line for each in (*failures(trials), *best) for line in ("", each)]
+    lines += [line for text in (*failures(trials), *best) for line in ("", text)]
     return "\n".join(lines) + "\n"
 
 
@@ -230,8 +232,8 @@ def failures(trials: Sequence[Trial]) -> list[str]:
         if apart and text and not (trial.outcome == "same" and trial.same_as is not None):
             groups.setdefault((trial.word, text), []).append(trial)
     return [
-        f"{_labels(found)} {word}: {human.one_line(text, limit=400)}"
-        for (word, text), found in groups.items()
+        f"{_labels(group)} {word}: {human.one_line(text, limit=400)}"
+        for (word, text), group in groups.items()
     ]
 
 
@@ -280,8 +282,8 @@ def cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     for column in columns:
         shown, values = column.shown, column.values
         good = [v for v, trial in zip(values, trials, strict=True) if trial.outcome == "ok"]
-        known = [value for value in good if value is not None]
-        finite = [value for value in known if value == value]
+        numbers = [value for value in good if value is not None]
+        finite = [value for value in numbers if value == value]
         # By what is shown: of two that read alike, neither is the better one.
         several = column.better is not None and len({*map(shown, finite)}) > 1
         best = shown(column.better(finite)) if several and column.better else None

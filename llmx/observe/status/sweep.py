@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 
@@ -170,14 +170,14 @@ def _live(looks: Iterator[Seen]) -> Seen:
 
 def _lines(looks: Iterator[Seen]) -> Seen:
     """A line whenever a trial begins or ends."""
-    said: list[tuple[int, str, str]] | None = None
+    shown: list[tuple[int, str, str]] | None = None
     for seen in looks:
         news = [(trial.index, trial.state, trial.outcome) for trial in seen.sweep.trials]
-        if news != said:
+        if news != shown:
             line = progress_line(seen.sweep, now=seen.now)
             when = time.strftime("%H:%M:%S", time.localtime(seen.now))
             print(f"{when}  {printable(line)}", flush=True)
-        said = news
+        shown = news
     if seen.note:
         print(printable(seen.note), flush=True)
     return seen
