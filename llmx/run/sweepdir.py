@@ -277,10 +277,16 @@ def lock(directory: Path) -> int:
 
 def is_running(directory: Path) -> bool:
     """Whether a process holds the lock of the sweep."""
-    if not (directory / LOCK).is_file():
-        return False
+    return is_locked(directory / LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file."""
     try:
-        os.close(lock(directory))
-    except ConfigError:
+        with path.open("r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:
+        pass
     return False

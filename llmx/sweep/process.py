@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -25,6 +23,7 @@ from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.sweepdir import is_locked
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 60_000
@@ -152,7 +151,7 @@ def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -
     ConfigError where it is on another machine.
     """
     deadline, told = time.monotonic() + grace_s, False
-    while _is_held(run):
+    while is_locked(run.supervisor_lock):
         if not told:
             notify(f"waiting for the earlier attempt of {run.root.name}, which is ending")
             told = True
@@ -168,17 +167,3 @@ def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -
                 os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + 5
         time.sleep(0.1)
-
-
-def _is_held(run: RunDir) -> bool:
-    try:
-        descriptor = os.open(run.supervisor_lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(descriptor)
-    return False

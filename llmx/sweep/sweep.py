@@ -66,9 +66,9 @@ Compose = Callable[[int, Sequence[str]], Mapping[str, Any]]
 """Number and overrides of a trial -> the values of its config, with its run directory."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Attempt:
-    """A trial that runs now."""
+    """A trial that is started, or runs."""
 
     trial: Trial
     composed: Composed
@@ -76,7 +76,7 @@ class Attempt:
     plan: Plan
     """On its own slots."""
     placed: Placed | None
-    process: TrialProcess | SlurmJob
+    process: TrialProcess | SlurmJob | None = None
 
 
 class Runner:
@@ -106,7 +106,7 @@ class Runner:
         self._screen = Screen(directory)
         self._running: list[Attempt] = []
         self._values: dict[int, Mapping[str, Any]] = {}
-        """Of the configs of trials that were composed: they are the same at each rung."""
+        """Of the configs of trials, which are the same at each rung."""
         self._slots = Slots()
         self._replays = Replays()
         self._first_with: dict[str, int] = {}
@@ -209,7 +209,8 @@ class Runner:
         they may save, with the second they are ended at once."""
         self.ending = True
         for attempt in self._running:
-            attempt.process.signal(number)
+            if attempt.process is not None:
+                attempt.process.signal(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and any(a.trial.job for a in self._running):
@@ -261,9 +262,8 @@ class Runner:
             ConfigError: its config is refused.
         """
         (trial,) = self.sweep.trials_of([index])
-        if index not in self._values:
-            self._values[index] = self.compose(index, overrides)
-        typed = self._named(trial, experiment_from_dict(dict(self._values[index])))
+        values = self._values.get(index) or self.compose(index, overrides)
+        typed = self._named(trial, experiment_from_dict(dict(values)))
         on_cluster, problems = complete(typed)
         composed = plan_experiment(self._on_first_slots(on_cluster, typed), problems)
         exp = composed.experiment
@@ -275,6 +275,8 @@ class Runner:
             self._leave_out(fresh, "same", f"the same config as trial {first}", same_as=first)
             return
         continues = False
+        if self._halving is not None:
+            self._values[index] = values
         if trial.key == key:
             if self._halving is not None and not exp.dry_run:
                 continues = bool(trial.rungs)
@@ -288,25 +290,37 @@ class Runner:
                 return
             fresh.rungs = trial.rungs
         placed = self._wait_for_room(on_cluster)
-        if self.ending:
-            self._free(placed)
-            return
+        attempt = Attempt(fresh, composed, composed.plan, placed)
+        try:
+            if not self.ending:
+                self._start(attempt, trial, on_cluster, typed, continues=continues)
+        finally:
+            if attempt not in self._running:
+                self._free(placed)
+
+    def _start(
+        self, attempt: Attempt, trial: Trial, on_cluster: Experiment, typed: Experiment, *,
+        continues: bool,
+    ) -> None:  # fmt: skip
+        """Start a trial on its slots, unless it cannot fit. ``trial``: what is recorded of it."""
+        fresh, placed, index = attempt.trial, attempt.placed, trial.index
+        exp, on_slots = attempt.composed.experiment, attempt.composed
         if trial.state == RUNNING:
             job = SlurmJob(RunDir(trial.run_dir), trial.job)
-            if trial.key == key:
-                self._running.append(Attempt(trial, composed, composed.plan, placed, job))
+            if trial.key == fresh.key:
+                attempt.trial, attempt.process = trial, job
+                self._running.append(attempt)
                 self._screen.began(f"{self._label(trial)}: Slurm job {job.number}")
                 return
             self._end_job(trial, job)
-        on_slots = (
-            composed if placed is None else plan_experiment(_placed(on_cluster, typed, placed))
-        )
+        if placed is not None:
+            on_slots = plan_experiment(_placed(on_cluster, typed, placed))
+            attempt.plan = on_slots.plan
         rivals = [oom for oom, kind in self._out_of_memory if kind == _kind(placed)]
         too_much = impossible(on_slots.experiment, on_slots.plan) or needs_more(
             exp, on_slots.plan, rivals
         )
-        if settings.prune and too_much:
-            self._free(placed)
+        if exp.sweep.prune and too_much:
             fresh.fix = "sweep.prune=false runs it all the same"
             self._leave_out(fresh, "pruned", too_much)
             self._replays.left_out(on_slots, fresh, self.sweep.directory)
@@ -322,19 +336,14 @@ class Runner:
         fresh.slots, fresh.started = str(placed or ""), time.time()
         self._put(fresh)
         self.sweep.write()
-        try:
-            process = self._launched(fresh, on_slots, placed, continues=continues)
-        except BaseException:
-            self._free(placed)
-            raise
-        if process is None:
-            self._free(placed)
+        attempt.process = self._launched(fresh, on_slots, placed, continues=continues)
+        if attempt.process is None:
             measure(fresh, has_ended=True)
             self._conclude(fresh, None, composed=on_slots)
             return
-        self._running.append(Attempt(fresh, composed, on_slots.plan, placed, process))
+        self._running.append(attempt)
         if self.ending:  # a signal arrived meanwhile
-            process.signal(signal.SIGINT)
+            attempt.process.signal(signal.SIGINT)
         where = f" on {fresh.slots}" if fresh.slots else ""
         did = f"Slurm job {fresh.job}" if fresh.job else "started"
         self._screen.began(f"{self._label(fresh)}: {did}{where}")
@@ -493,16 +502,16 @@ class Runner:
             self._has_announced_stop = True
             trials = plural(len(self._running), "trial")
             self._screen.line(f"Stopping {trials}; a second Ctrl-C ends them at once")
-        ends = [(attempt, attempt.process.poll()) for attempt in self._running]
-        for attempt, end in ends:
+        ends = [(a, a.process, a.process.poll()) for a in self._running if a.process is not None]
+        for attempt, process, end in ends:
             if end is not None:
                 self._running.remove(attempt)
                 self._free(attempt.placed)
-                self._ended(attempt, end)
-        return any(end is not None for _, end in ends)
+                self._ended(attempt, process.run, end)
+        return any(end is not None for *_, end in ends)
 
-    def _ended(self, attempt: Attempt, end: End) -> None:
-        trial, run = attempt.trial, attempt.process.run
+    def _ended(self, attempt: Attempt, run: RunDir, end: End) -> None:
+        trial = attempt.trial
         if not trial.job:
             start_report(run)  # while the next trial runs
         stopped = end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ def make_runner(context: HydraContext, config: DictConfig) -> Runner:
     """The sweep of ``hydra.sweep.dir``."""
     directory = Path(str(config.hydra.sweep.dir)).absolute()
     directory.mkdir(parents=True, exist_ok=True)
+    os.environ.update(config.hydra.job.env_set)
     # As they were typed: ${...} in a word is the trial's to resolve.
     typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     sources = config.hydra.runtime.config_sources

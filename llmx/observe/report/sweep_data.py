@@ -163,32 +163,27 @@ def union(sweeps: Sequence[Sweep]) -> Sweep:
     if len(sweeps) == 1:
         return sweeps[0]
     names = _names([sweep.directory for sweep in sweeps])
-    trials: list[Trial] = []
-    by_config: dict[Any, int] = {}
-    by_words: dict[Any, int] = {}
+    rows: list[tuple[Any, frozenset[str], Trial]] = []
     left_out = 0
     for sweep, name in zip(sweeps, names, strict=True):
         for trial in sweep.trials:
             if trial.outcome == "same":
                 left_out += 1
                 continue
-            named, config, words = replace(trial, sweep=name), _numbers(trial), _typed(trial)
-            at = by_config.get(config) if config else None
-            if at is None and words in by_words:
-                # What was typed tells only where one of the two has no config to compare.
-                near = by_words[words]
-                at = near if not config or not trials[near].config else None
+            config, words = _numbers(trial), frozenset(trial.overrides)
+            # What was typed tells only where one of the two has no config to compare.
+            is_same = (
+                config == other if config and other else words == typed for other, typed, _ in rows
+            )
+            at = next((at for at, same in enumerate(is_same) if same), None)
+            row = (config, words, replace(trial, sweep=name))
             if at is None:
-                at = len(trials)
-                trials.append(named)
+                rows.append(row)
             else:
                 left_out += 1
-                trials[at] = max(trials[at], named, key=_worth)
-            by_words.setdefault(words, at)
-            if config:
-                by_config.setdefault(config, at)
-    order = {name: at for at, name in enumerate(names)}
-    trials.sort(key=lambda trial: (order[trial.sweep], trial.index))
+                rows[at] = max(rows[at], row, key=lambda row: _worth(row[-1]))
+    trials = [trial for *_, trial in rows]
+    trials.sort(key=lambda trial: (names.index(trial.sweep), trial.index))
     first = sweeps[0]
     warnings = []
     if any(sweep.objective != first.objective for sweep in sweeps):
@@ -218,10 +213,6 @@ def _names(directories: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return names
-
-
-def _typed(trial: Trial) -> frozenset[str]:
-    return frozenset(trial.overrides)
 
 
 def _numbers(trial: Trial) -> tuple[tuple[str, str], ...]:
