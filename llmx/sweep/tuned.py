@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llmx import text as human
 from llmx.compose.complete import Composed
-from llmx.observe.report.sweep_table import experiment_command
+from llmx.observe.report.sweep_table import experiment_command, markdown_row
 from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.search import MICRO_BATCH, Axis, Candidate, Search
 from llmx.text import plural
@@ -96,7 +96,7 @@ def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: S
     """Every candidate and what became of it: ``tune.md`` in the sweep's directory."""
     head = ["trial", *(axis.key for axis in axes), "tokens/s", "GiB", "GiB by the plan",
             "outcome"]  # fmt: skip
-    lines = [_row(head), _row(["---"] * len(head))]
+    lines = [markdown_row(head), markdown_row(["---"] * len(head))]
     order = sorted(
         _by_plan(candidates),
         key=lambda c: search.trials[c.place].index if c.place in search.trials else 10**6,
@@ -106,7 +106,7 @@ def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: S
         word = search.word_of(candidate)
         reason = None if trial else search.why_not(candidate)
         lines.append(
-            _row(
+            markdown_row(
                 [
                     str(trial.index) if trial else "",
                     *_values(candidate),
@@ -118,10 +118,6 @@ def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: S
             )
         )
     return "\n".join([*lines, "", f"Ended: {search.ended}"]) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def conclusion(search: Search, sweep: Sweep) -> list[str]:

@@ -85,7 +85,7 @@ def print_sweep(
 def write_sweep(trials: Sequence[Trial], *, directory: Path, best: Sequence[str] = ()) -> None:
     """``sweep.csv`` (every number as it is) and ``sweep.md`` (the table)."""
     write_text(directory / CSV, to_csv(trials, directory=directory))
-    write_text(directory / MARKDOWN, to_markdown(trials, best=best))
+    write_text(directory / MARKDOWN, tomarkdown_row(trials, best=best))
 
 
 def headline(trials: Sequence[Trial]) -> str:
@@ -179,31 +179,22 @@ def settings_of(trial: Trial, names: Sequence[str]) -> str:
 
 def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
     """A line a trial, a column for each key of the sweep; numbers without rounding."""
-    names = axes(trials)
-    before, after = ("steps", "loss", "eval_loss"), ("tokens_per_s", "memory_gib", "seconds")
-    metrics = metrics_of(trials)
-    same = [("same_as", trial) for trial in trials if trial.same_as is not None][:1]
+    names, metrics = axes(trials), metrics_of(trials)
+    same_as = ["same_as"] if any(trial.same_as is not None for trial in trials) else []
+    before = ["outcome", *same_as, "steps", "loss", "eval_loss"]
+    after = ["tokens_per_s", "memory_gib", "seconds"]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
-        [
-            *("trial", *names, "outcome", *(name for name, _ in same)),
-            *(*before, *metrics, *after, "run_dir", "cause", "fix"),
-        ]
-    )
+    writer.writerow(["trial", *names, *before, *metrics, *after, "run_dir", "cause", "fix"])
     for trial in trials:
-        measured = [
-            *(trial.same_as for _ in same),
-            *(getattr(trial, name) for name in before),
-            *(trial.metrics.get(name) for name in metrics),
-            *(getattr(trial, name) for name in after),
-        ]
         writer.writerow(
             [
                 trial.index,
-                *(value_of(trial, name) or "" for name in names),
+                *(value_of(trial, name) for name in names),
                 trial.outcome or trial.state,
-                *("" if value is None else value for value in measured),
+                *(getattr(trial, name) for name in before[1:]),
+                *(trial.metrics.get(name) for name in metrics),
+                *(getattr(trial, name) for name in after),
                 _near(trial.run_dir, directory) if trial.run_dir.is_dir() else "",
                 trial.cause,
                 trial.fix,
@@ -212,10 +203,10 @@ def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
     return stream.getvalue()
 
 
-def to_markdown(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
+def tomarkdown_row(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
     """The table for a note or an issue; ``best``: lines on the best trial."""
     head, rows = cells(trials)
-    lines = [_markdown(head), _markdown(["---"] * len(head)), *map(_markdown, rows)]
+    lines = [markdown_row(head), markdown_row(["---"] * len(head)), *map(markdown_row, rows)]
     if any(BEST in cell for row in rows for cell in row):
         lines += ["", f"{BEST} best of its column"]
     lines += [line for text in (*failures(trials), *best) for line in ("", text)]
@@ -302,5 +293,6 @@ def _near(path: Path, directory: Path) -> str:
     return str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
 
 
-def _markdown(row: Sequence[str]) -> str:
+def markdown_row(row: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
