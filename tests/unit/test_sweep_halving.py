@@ -83,7 +83,7 @@ def test_the_better_half_goes_on(trials: Trials, capsys: pytest.CaptureFixture[s
     assert causes[1] == "at rung 2 of 4, after 20 steps"
     assert causes[3] == "at rung 3 of 4, after 40 steps"
     assert journal.trials[2].rungs == [[10, 1.0], [20, 1.0], [40, 1.0], [100, 1.0]]
-    assert journal.finished
+    assert journal.is_finished
     assert len(list(journal.directory.glob("*/checkpoints"))) == 1
     best = (journal.directory / "experiment" / "best.yaml").read_text()
     assert "lr: 0.0003" in best

@@ -85,7 +85,7 @@ def print_sweep(
 def write_sweep(trials: Sequence[Trial], *, directory: Path, best: Sequence[str] = ()) -> None:
     """``sweep.csv`` (every number as it is) and ``sweep.md`` (the table)."""
     write_text(directory / CSV, to_csv(trials, directory=directory))
-    write_text(directory / MARKDOWN, tomarkdown_row(trials, best=best))
+    write_text(directory / MARKDOWN, to_markdown(trials, best=best))
 
 
 def headline(trials: Sequence[Trial]) -> str:
@@ -203,7 +203,7 @@ def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
     return stream.getvalue()
 
 
-def tomarkdown_row(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
+def to_markdown(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
     """The table for a note or an issue; ``best``: lines on the best trial."""
     head, rows = cells(trials)
     lines = [markdown_row(head), markdown_row(["---"] * len(head)), *map(markdown_row, rows)]
