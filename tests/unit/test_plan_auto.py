@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from llmx.compose.complete import Composed, check, complete, plan_experiment, refusal
-from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.config import experiment_from_dict, to_dict
 from llmx.config.fields import AUTO
 from llmx.errors import ConfigError
 from llmx.lifecycle.learned import learned_file
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.resume.changed import keep_choice
 from llmx.lifecycle.resume.command import main as resume
-from llmx.lifecycle.start import run_composed
+from llmx.lifecycle.start import prepare, run_composed
 from llmx.observe.report.plan_table import print_plan
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
 from llmx.plan.learned import Observation
@@ -333,32 +333,21 @@ def test_a_trial_chooses_as_those_beside_it(
     words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
     found = composed(words, run_dir=tmp_path / "run")
     learned((1, 0.01), (3, 0.1))
-    stages = []
-
-    def launch(exp: Experiment, *_: object) -> int:
-        stages.append(exp.zero.stage)
-        return 0
-
-    assert run_composed(found, overrides=words, stream=io.StringIO(), instead=launch) == 0
-    assert stages == [found.experiment.zero.stage]
+    assert prepare(found, overrides=words).exp.zero.stage == found.experiment.zero.stage
 
 
-def test_a_launch_keeps_the_choice_and_its_reason(tmp_path: Path) -> None:
+def test_a_launch_keeps_the_choice_and_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*ALL, *SMALL, "hardware.devices.cpu.memory_gib=8"]
     found = composed(words, run_dir=tmp_path / "run")
-    stream, launched = io.StringIO(), []
-
-    def launch(exp: Experiment, plan: Plan, *_: object) -> int:
-        launched.append((exp, plan))
-        return 0
-
-    assert run_composed(found, overrides=words, stream=stream, instead=launch) == 0
-    (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("auto: ")]
+    launch = prepare(found, overrides=words)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
     assert "batch.micro_batch=8" in line
     run = RunDir(tmp_path / "run")
     kept = snapshot.load(run)
     assert not auto_keys(kept)
-    assert kept == launched[0][0]
+    assert kept == launch.exp
     assert read_json(run.plan)["chosen"]["words"] == list(found.plan.chosen.words)  # type: ignore[union-attr]
     assert "auto" not in (tmp_path / "run" / "ds_config.json").read_text()
     # Planned again, as a resume does, it is not chosen again.
