@@ -44,8 +44,8 @@ TIME_LIMIT_S = 60.0
 """What is not traced by then is left out: first of all other ways to run it."""
 CODE = (
     "models/adapter.py", "models/blocks.py", "models/experts.py", "models/factory.py",
-    "models/loss.py", "models/model.py", "models/varlen.py", "plan/trace.py",
-    "train/memory_trace.py",
+    "models/loss.py", "models/model.py", "models/quantized.py", "models/varlen.py",
+    "plan/trace.py", "train/memory_trace.py",
 )  # fmt: skip
 """Files of llmx that a trace depends on, beside that of the task."""
 
@@ -100,8 +100,6 @@ def _traces_of(composed: Composed, *, make: bool, others: bool | None = None) ->
     known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
     if not known:
         return Traces({}, "no device of the run has a known memory")
-    if exp.adapter.quantize != "none":
-        return Traces({}, "weights in 4 bits are not traced")
     return find_traces(exp, plan, others=make if others is None else others, make=make)
 
 

@@ -208,9 +208,13 @@ class Model:
             values = target_log_probabilities(
                 self.forward, inputs, labels, vocab_size=self.vocab_size
             )
+        numbers, count = self.sequences_of_targets(batch)
+        return SequenceLogProbs(values, to_device(numbers, self.device), count)
+
+    def sequences_of_targets(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        """int64 [n]: the sequence of each target token of the batch; and how many there are."""
         numbers, count = sequence_numbers(batch["segment_ids"])
-        mine = numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
-        return SequenceLogProbs(values, to_device(mine, self.device), count)
+        return numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE], count
 
     def of_logits(
         self, batch: Batch, function: OfLogits, *beside: torch.Tensor

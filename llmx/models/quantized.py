@@ -160,11 +160,14 @@ class QuantizedLinear(nn.Linear):
         return self.in_features * self.out_features
 
     @property
-    def packed_bytes(self) -> int:
-        """Of the packed weight and all of its scales."""
+    def packed_tensors(self) -> list[torch.Tensor]:
+        """The packed weight and all of its scales."""
         state = self._state
-        tensors = [self.packed, state.absmax, *([state.state2.absmax] if state.nested else [])]
-        return sum(each.numel() * each.element_size() for each in tensors)
+        return [self.packed, state.absmax, *([state.state2.absmax] if state.nested else [])]
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.packed_tensors)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]

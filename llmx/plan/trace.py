@@ -57,10 +57,12 @@ class StepTrace:
     flops: float = 0.0
     """Of matrix products and attention, forward and backward, as they were run: recomputed ones,
     too."""
+    num_packed: int = 0
+    """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
 
     @property
     def num_parameters(self) -> int:
-        return sum(one.numel for one in self.parameters)
+        return sum(one.numel for one in self.parameters) + self.num_packed
 
     @property
     def num_trained(self) -> int:
@@ -92,6 +94,7 @@ class StepTrace:
             mixed(self.last_peak, other.last_peak),
             self.buffers,
             mixed(self.flops, other.flops),
+            self.num_packed,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,6 +108,7 @@ class StepTrace:
             "last_peak": self.last_peak,
             "buffers": self.buffers,
             "flops": self.flops,
+            "num_packed": self.num_packed,
         }
 
     @classmethod
@@ -117,4 +121,5 @@ class StepTrace:
             values["last_peak"],
             values["buffers"],
             values["flops"],
+            values["num_packed"],
         )

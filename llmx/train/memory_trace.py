@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,13 +35,27 @@ from torch.utils.flop_counter import flop_registry
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
+from llmx.data.format.formats import Preference
 from llmx.data.store.samples import Sample
 from llmx.models.adapter import add_adapter, freeze
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
 from llmx.models.factory import DTYPES, build_model, padded_vocab, plain_config, true_vocab
-from llmx.models.model import CAUSAL_LM, LANGUAGE_MODELS, Model, Models, ModelSpec
+from llmx.models.isolation import turn_dropout_off
+from llmx.models.model import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    LANGUAGE_MODELS,
+    ForwardOf,
+    Model,
+    Models,
+    ModelSpec,
+    NetworksByName,
+    base_of,
+)
+from llmx.models.quantized import BLOCK, Quantization, QuantizeOnArrival, quantized_layers
+from llmx.models.spec import are_bases
 from llmx.models.varlen import IMPLEMENTATIONS, register
 from llmx.plan.memory import fused_loss
 from llmx.plan.trace import (
@@ -54,6 +69,7 @@ from llmx.plan.trace import (
     TracedParameter,
 )
 from llmx.run.rundir import write_json
+from llmx.train.engine.build import with_source
 from llmx.train.engine.muon import hidden_matrices
 from llmx.train.engine.optimizer import lr_scales, parameter_groups
 
@@ -351,17 +367,13 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
     module.register_forward_hook(after)
 
 
-class Untraced(Exception):
-    """What is never traced; the plan keeps its formula, and says why."""
-
-
 def trace_step(
     exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
 ) -> StepTrace:
     """One forward and backward pass of the experiment's task, on fake tensors: of a few of its
     blocks, where the others do the same.
 
-    Raises Untraced, or whatever the network or the task raises where it cannot be run so.
+    Raises whatever the network or the task raises where it cannot be run so.
     """
     how = (precision, accelerator, attention, micro_batch)
     found = None
@@ -388,52 +400,63 @@ def _trace(
     register()
     task = task_class(exp.task.kind)(exp, None)
     specs = task.models()
-    trained = {name: spec for name, spec in specs.items() if spec.trained}
-    if len(specs) > len(trained) or len(trained) != 1:
-        raise Untraced("a task with several networks is not traced")
-    (name, spec), *_ = trained.items()
-    if spec.source is not None:
-        raise Untraced("a network with a source of its own is not traced")
-    config = _config(exp, spec)
+    bases = are_bases(specs, exp.adapter, exp.model)
+    own = {name: spec for name, spec in specs.items() if name not in bases and not spec.precomputes}
     method = _method(exp, attention)
     with _fake(), _pretended(accelerator):
-        network = _network(exp, config, spec, precision=precision, method=method)
+        parts = {
+            name: _network(with_source(exp, spec), spec, precision=precision, method=method)
+            for name, spec in own.items()
+        }
+        networks = {name: network for name, (network, _) in parts.items()}
+        one = len(networks) == 1
+        frozen = [name for name, spec in own.items() if not spec.trained]
+        whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
+        packed = quantized_layers(whole).values()
         recorder = Recorder()
-        recorder.leave_out([*network.parameters(), *network.buffers()])
-        found = watch(network, recorder)
-        model = _TracedModel(
-            name=name,
-            spec=spec,
-            module=network,
-            forward=network,
-            config=config,
-            vocab_size=_true_rows(exp, config),
-            attention=method,
-            dtype=DTYPES[precision],
-            device=torch.device("cpu"),
-            routing=Routing(network),
-            fused_loss=spec.head in LANGUAGE_MODELS and fused_loss(exp.model, accelerator),
-        )
+        packed_tensors = [one for layer in packed for one in layer.packed_tensors]
+        recorder.leave_out([*whole.parameters(), *whole.buffers(), *packed_tensors])
+        found = watch(whole, recorder)
+        models = Models()
+        for name, (network, config) in parts.items():
+            spec = own[name]
+            models[name] = _TracedModel(
+                name=name,
+                spec=spec,
+                module=network,
+                forward=whole if one else ForwardOf(whole, name, network),
+                config=config,
+                vocab_size=_true_rows(exp, config),
+                attention=method,
+                dtype=DTYPES[spec.precision or precision],
+                device=torch.device("cpu"),
+                routing=Routing(network),
+                fused_loss=spec.head in LANGUAGE_MODELS and fused_loss(exp.model, accelerator),
+            )
+        for name in bases:
+            models[name] = base_of(models.main, name=name, spec=specs[name])
         apart = optimizer_of(exp.optim.kind).matrices_apart
-        matrices = hidden_matrices(network) if apart else set()
-        groups = _groups(exp, network, matrices)
+        matrices = hidden_matrices(whole) if apart else set()
+        groups = _groups(exp, whole, [*networks.values()], matrices)
         parameters = tuple(
             TracedParameter(
                 one.numel(), one.requires_grad, groups.get(id(one), 0), id(one) in matrices
             )
-            for one in network.parameters()
+            for one in whole.parameters()
         )
-        buffers = sum(one.numel() * one.element_size() for one in network.buffers())
+        buffers = sum(one.numel() * one.element_size() for one in whole.buffers())
+        buffers += sum(layer.packed_bytes for layer in packed)
+        num_packed = sum(layer.num_weights for layer in packed)
         batch = _batch(exp, task, micro_batch, layout=method.layout)
-        network.train()
+        whole.train()
         # A loss of routers is of all of them.
-        stack = stack_of(network) if by_blocks and not expert_blocks(network) else None
+        stack = stack_of(whole) if by_blocks and one and not expert_blocks(whole) else None
         if stack is not None and len(stack.blocks) > (kept := stack.least + BEYOND):
-            blocks = numbers_of(network, stack)
+            blocks = numbers_of(whole, stack)
             stack.cut(kept)
-            run = with_all_blocks(_run(recorder, task, model, batch), blocks, kept)
+            run = with_all_blocks(_run(recorder, task, models, batch), blocks, kept)
         else:
-            run = _run(recorder, task, model, batch)
+            run = _run(recorder, task, models, batch)
     if run is None:
         return None
     return replace(
@@ -443,15 +466,24 @@ def _trace(
         last_peak=run.last_peak,
         buffers=buffers,
         flops=run.last_flops,
+        num_packed=num_packed,
     )
 
 
-def _run(recorder: Recorder, task: Any, model: Model, batch: Any) -> Run:
+def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
+    main = models.main
     with recorder:
-        loss = task.loss(Models({model.name: model}), batch)
-        total = loss.sum * 1.0
-        total = model.routing.objective(total, factor=1.0)
-        del loss
+        if main.spec.head == CLASSIFICATION:
+            # Losses of a few numbers by sequence take no memory, but read labels.
+            total = main.logits(batch).float().square().sum()
+        elif task.joint:
+            # The gradients of a step's outputs come from all of them together.
+            total = task.outputs(models, batch).float().sum()
+        else:
+            loss = task.loss(models, batch)
+            total = loss.sum * 1.0
+            del loss
+        total = main.routing.objective(total, factor=1.0)
         total.backward()
         del total
     return recorder.run()
@@ -482,6 +514,10 @@ class _TracedModel(Model):
         with unset_fake_temporarily():
             return super().inputs(batch)
 
+    def sequences_of_targets(self, batch: Any) -> tuple[torch.Tensor, int]:
+        with unset_fake_temporarily():
+            return super().sequences_of_targets(batch)
+
 
 @contextlib.contextmanager
 def _fake() -> Iterator[None]:
@@ -493,13 +529,17 @@ def _fake() -> Iterator[None]:
 def _pretended(accelerator: str) -> Iterator[None]:
     """Inside, fake tensors of the CPU are computed with as those of a GPU would be: a build of
     torch without CUDA has no fake ones of it."""
+    from llmx.models import loss, quantized
+
+    packing = mock.patch.multiple(quantized, pack=_pack, unpack=_unpack)
     if accelerator == "cpu":
-        yield
+        with packing:
+            yield
         return
-    from llmx.models import loss
 
     chunks = {"cpu": loss.CHUNK_ELEMENTS["cuda"]}
     with (
+        packing,
         mock.patch.object(loss, "CHUNK_ELEMENTS", loss.CHUNK_ELEMENTS | chunks),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention_on_cuda),
         mock.patch.object(nn.functional, "dropout", _dropout_on_cuda),
@@ -592,22 +632,34 @@ def _true_rows(exp: Experiment, config: Any) -> int:
 
 
 def _network(
-    exp: Experiment, config: Any, spec: ModelSpec, *, precision: str, method: AttentionMethod
-) -> nn.Module:
-    how = exp.model.activation_checkpointing
+    exp: Experiment, spec: ModelSpec, *, precision: str, method: AttentionMethod
+) -> tuple[nn.Module, Any]:
+    """The network of ``spec`` without weights, and its config."""
+    config = _config(exp, spec)
+    how = exp.model.activation_checkpointing if spec.trained else "none"
     plain = replace(exp.model, activation_checkpointing="none", compile=False)
+    dtype = DTYPES[spec.precision or precision]
+    quantization = Quantization.of(exp.adapter) if spec.trained else None
     network = build_model(
         plain,
         exp.seed,
         config,
-        precision=precision,
+        precision=spec.precision or precision,
         device=torch.device("cpu"),
         implementation=method.implementation,
         ds_config=WHOLE,
         head=spec.head,
         weights=False,
+        adapter=exp.adapter if quantization is not None else None,
     )
-    if exp.adapter.kind != "none":
+    if quantization is not None:
+        arrive = QuantizeOnArrival(network, quantization, device=torch.device("cpu"), dtype=dtype)
+        for name, weight in list(network.named_parameters()):
+            if weight.is_meta:
+                arrive(name, torch.empty(weight.shape, dtype=dtype))
+    if not spec.trained:
+        network.requires_grad_(False)
+    elif exp.adapter.kind != "none":
         with mock.patch.object(nn.Module, "_apply", _apply):
             add_adapter(
                 network,
@@ -615,15 +667,36 @@ def _network(
                 exp.adapter,
                 exp.seed,
                 ds_config=WHOLE,
-                dtype=DTYPES[precision],
+                dtype=dtype,
                 head=spec.head,
             )
     else:
         freeze(network, exp.model.freeze)
+    if not spec.dropout:
+        turn_dropout_off(network)
     if how != "none":
         # A generator's state is no fake tensor.
         recompute(network, how, preserve_rng_state=False)
-    return network
+    return network, config
+
+
+def _pack(weight: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, Any]:
+    """Two weights in a byte and a scale for each block, as bitsandbytes lays them out."""
+    blocks = -(-weight.numel() // BLOCK)
+    scales = torch.empty(blocks, dtype=torch.uint8 if quantization.double else torch.float32)
+    second = torch.empty(-(-blocks // 256)) if quantization.double else None
+    state = SimpleNamespace(
+        absmax=scales,
+        nested=quantization.double,
+        state2=SimpleNamespace(absmax=second),
+        shape=weight.shape,
+        dtype=weight.dtype,
+    )
+    return torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8), state
+
+
+def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    return torch.empty(state.shape, dtype=state.dtype)
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
@@ -639,31 +712,34 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _groups(exp: Experiment, network: nn.Module, matrices: set[int]) -> dict[int, int]:
+def _groups(
+    exp: Experiment, whole: nn.Module, networks: list[nn.Module], matrices: set[int]
+) -> dict[int, int]:
     """The optimizer's group of each trained parameter, by its id."""
     groups = parameter_groups(
-        network,
+        whole,
         weight_decay=exp.optim.weight_decay,
-        apart=lr_scales(exp.optim, exp.adapter, [network]),
+        apart=lr_scales(exp.optim, exp.adapter, networks),
         matrices=matrices,
     )
     return {id(one): number for number, group in enumerate(groups) for one in group["params"]}
 
 
 def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict[str, torch.Tensor]:
-    """Full rows of two sequences each where they are packed, every token a target."""
+    """Full rows of two sequences each where they are packed or come in pairs, every token a
+    target."""
     length = exp.data.seq_len
-    several = layout == "packed" and exp.data.packing != "none" and length > 1
+    packs = layout == "packed" and exp.data.packing != "none"
+    several = (packs or Preference in task.takes) and length > 1
     starts = np.array([0, length // 2] if several else [0], dtype=np.int64)
     targets = np.ones(length, dtype=bool)
     targets[starts] = False
+    stored = [one for one in (*task.columns, *task.precomputed) if one.name != "weight"]
     columns = {
         one.name: np.zeros(
-            ({"token": length, "sequence": len(starts)}.get(one.per, len(starts)), *one.shape),
-            dtype=one.dtype,
+            (length if one.per == "token" else len(starts), *one.shape), dtype=one.dtype
         )
-        for one in task.columns
-        if one.name != "weight"
+        for one in stored
     }
     sample = Sample(np.zeros(length, dtype=np.uint32), targets, starts, columns=columns)
     with unset_fake_temporarily():
@@ -672,7 +748,7 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
             seq_len=length,
             pad_id=0,
             layout=layout,
-            columns=task.columns or None,
+            columns=(*task.columns, *task.precomputed) or None,
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig, MixtralForCausalLM
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmx.lifecycle import memory
 from llmx.lifecycle.memory import find_traces
@@ -16,7 +18,7 @@ from llmx.plan.choices import choices, with_traces
 from llmx.plan.predict import TraceKey
 from llmx.plan.trace import GRADIENT, StepTrace
 from llmx.train import memory_trace
-from llmx.train.memory_trace import Run, Untraced, trace_step
+from llmx.train.memory_trace import Run, trace_step
 from tests.live_memory import LiveMemory
 from tests.rundirs import PARITY_MODELS, experiment
 
@@ -110,6 +112,53 @@ def test_adapters_and_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert gradients == {i for i, one in enumerate(found.parameters) if one.trained}
 
 
+TASKS: dict[str, dict[str, Any]] = {
+    "a stored reference": {"task": {"kind": "dpo"}},
+    "a live reference": {"task": {"kind": "dpo", "options": {"reference": "live"}}},
+    "the base of an adapter": {
+        "task": {"kind": "dpo", "options": {"reference": "live"}},
+        "adapter": LORA,
+    },
+    "joint": {"task": {"kind": "dpo", "options": {"loss": "kto"}}},
+    "a loss of one value by sequence": {"task": {"kind": "reward"}},
+    "a loss over all examples": {"task": {"kind": "embed"}},
+    "a teacher": {"task": {"kind": "distill", "options": {"teacher_logits": "live"}}},
+    "4 bits": {"adapter": {**LORA, "quantize": "nf4", "double_quant": True}},
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = TASKS[name]
+    config = {**PARITY_MODELS["llama"], **LLAMA, "vocab_size": 2048}
+    if name == "a teacher":
+        (tmp_path / "teacher").mkdir()
+        values = {**config, "model_type": "llama", "num_hidden_layers": 1}
+        (tmp_path / "teacher/config.json").write_text(json.dumps(values))
+        options = {**groups["task"]["options"], "teacher": str(tmp_path / "teacher")}
+        groups = {"task": {"kind": "distill", "options": options}}
+    model = {"kind": "llama", "config": config, "init": "pretrained", "path": "demo"}
+    exp = experiment(tmp_path / "run", model=model, data={"seq_len": 64}, **groups)
+    found = traced(exp)
+    assert found.peak == pytest.approx(really(exp, monkeypatch), rel=0.01)
+    network = LlamaForCausalLM(LlamaConfig(**config))
+    whole = sum(one.numel() for one in network.parameters())
+    if name == "a live reference":
+        assert (found.num_parameters, found.num_trained) == (2 * whole, whole)
+    elif name == "a teacher":
+        assert whole < found.num_parameters < 2 * whole
+        assert found.num_trained == whole
+    elif name == "4 bits":
+        linear = sum(one.weight.numel() for one in network.model.modules() if is_linear(one))
+        assert found.num_packed == linear
+        assert found.buffers == pytest.approx(linear * (0.5 + (1 + 4 / 256) / 64), rel=0.01)
+        assert StepTrace.from_dict(found.to_dict()) == found
+
+
+def is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear)
+
+
 @pytest.mark.parametrize("attention", ["varlen", "segments", "sdpa"])
 def test_a_gpu_needs_no_gpu(attention: str, tmp_path: Path) -> None:
     """Its kernels keep no scores, and its fused loss no logits."""
@@ -156,8 +205,6 @@ def test_flops_are_counted_with_what_is_computed_again(tmp_path: Path) -> None:
 
 
 def test_experts_are_traced_as_they_run(tmp_path: Path) -> None:
-    import json
-
     config = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mixtral"}))
     exp = experiment(
@@ -238,5 +285,3 @@ def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
     plan = make_plan(exp)
     traces = find_traces(exp, plan, others=False, make=False)
     assert with_traces(plan, exp, traces) == plan
-    with pytest.raises(Untraced, match="several networks"):
-        traced(experiment(tmp_path / "run", task={"kind": "dpo"}))
