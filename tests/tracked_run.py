@@ -37,7 +37,7 @@ def plan() -> Plan:
         num_parameters=1_400_000,
         peak_tflops=0.0,
         memory=(memory,),
-        warnings=("data.eval_samples=64 are 2 % of the rows.",),
+        notes=("data.eval_samples=64 are 2 % of the rows.",),
     )
 
 

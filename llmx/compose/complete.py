@@ -32,7 +32,14 @@ from llmx.compose.task_rules import (
     task_problems,
     task_warnings,
 )
-from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig, experiment_from_dict
+from llmx.config import (
+    DataConfig,
+    Experiment,
+    ModelConfig,
+    TaskConfig,
+    experiment_from_dict,
+    to_dict,
+)
 from llmx.config.model_rules import as_typed, head_problem, model_config_problems
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -100,7 +107,7 @@ def plan_experiment(
         logits=loss_logits(exp),
         known=known,
     )
-    plan = dataclasses.replace(plan, warnings=(*plan.warnings, *task_warnings(exp)))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *task_warnings(exp)))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
 
 
@@ -119,8 +126,9 @@ def chosen_experiment(
     """
 
     def allows(one: Experiment) -> str:
-        return refusal(one, problems)
+        return refusal(one, problems, is_typed=True)
 
+    experiment_from_dict(to_dict(exp))  # once for all variants
     size_of_a_step(exp)
     first = plan_experiment(first_allowed(exp, allows), is_checked=True)
     taken, why = choose(
@@ -131,26 +139,27 @@ def chosen_experiment(
     return dataclasses.replace(found, plan=plan, asked=exp)
 
 
-def refusal(exp: Experiment, problems: Sequence[str] = ()) -> str:
+def refusal(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = False) -> str:
     """What ``check`` says; empty where nothing is wrong."""
     try:
-        check(exp, problems)
+        check(exp, problems, is_typed=is_typed)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def check(exp: Experiment, problems: Sequence[str] = ()) -> None:
+def check(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = False) -> None:
     """Every rule of an experiment that is complete: of its values, of the names in its model, and
-    those of its task. Raises ConfigError with all that is wrong, ``problems`` included."""
+    those of its task. Raises ConfigError with all that is wrong, ``problems`` included.
+    ``is_typed``: every value has been checked by its field already."""
     if auto_keys(exp):
-        first_allowed(exp, lambda one: refusal(one, problems))
+        first_allowed(exp, lambda one: refusal(one, problems, is_typed=is_typed))
         return
     of_task = task_problems(exp)
     found = [*problems, *of_task]
     if not of_task:  # else it does not say which networks it has
         found += _network_problems(exp)
-    validate(exp, found, position_limit=position_limit(exp.model.config))
+    validate(exp, found, position_limit=position_limit(exp.model.config), is_typed=is_typed)
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:

@@ -35,14 +35,19 @@ MAX_RANKS = 16384
 
 
 def validate(
-    exp: Experiment, problems: Sequence[str] = (), *, position_limit: int | None = None
+    exp: Experiment,
+    problems: Sequence[str] = (),
+    *,
+    position_limit: int | None = None,
+    is_typed: bool = False,
 ) -> None:
     """Raise one ConfigError with every broken rule, after ``problems`` that were found before.
 
-    ``position_limit``: the longest sequence the model takes, where it is known.
+    ``position_limit``: the longest sequence the model takes, where it is known. ``is_typed``: every
+    value has been checked by its field already.
     """
-    # Hosts of a hostfile, or of this machine, have come in after the config was read.
-    exp = experiment_from_dict(to_dict(exp))
+    if not is_typed:  # hosts of a hostfile, or of this machine, came in after the config was read
+        exp = experiment_from_dict(to_dict(exp))
     problems = [
         *_version(exp.schema_version),
         *problems,

@@ -14,7 +14,6 @@ from llmx import text as human
 from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimConfig, ZeroConfig
 from llmx.plan import cuda_builds
-from llmx.plan.storage import less_ram
 from llmx.plan.types import HostStorage, Plan, StoragePlan
 from llmx.text import plural
 
@@ -462,5 +461,5 @@ def ram_problem(host: HostStorage, name: str, facts: Mapping[str, Any]) -> str:
         return ""
     return (
         f"{name}: {human.size(needed)} of RAM predicted, {human.size(available)} available now: "
-        f"the kernel may kill ranks. {less_ram(host)}"
+        f"the kernel may kill ranks. {host.less_ram}"
     )

@@ -52,7 +52,7 @@ def with_checked_inputs(composed: Composed) -> Composed:
     unreached = list(_unreached(exp))
     if unreached and not exp.dry_run:
         raise ConfigError("\n".join(unreached))
-    return replace(composed, plan=replace(plan, warnings=(*plan.warnings, *unreached)))
+    return replace(composed, plan=replace(plan, notes=(*plan.notes, *unreached)))
 
 
 def _models(exp: Experiment) -> dict[str, str]:

@@ -17,7 +17,6 @@ from llmx.lifecycle.learned import learn, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.lifecycle.speeds import with_known_speeds
-from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot
 from llmx.tracking.base import check_packages
 
@@ -41,7 +40,7 @@ def run_composed(
     launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
     exp, plan, run = launch.exp, launch.plan, launch.run_dir
     if not exp.dry_run:
-        for line in said_of_memory(plan):
+        for line in plan.memory_warnings:
             print(f"! {line}", file=out, flush=True)
         return launched(launch)
     from llmx.hardware.compare import problems_here
@@ -53,8 +52,7 @@ def run_composed(
     command = render_command(launch)
     here = space_facts(str(run.root))
     lacking = problems_here(plan, str(run.root), here)
-    warnings = (*plan.warnings, *path_problems(exp, plan), *lacking)
-    plan = replace(plan, warnings=warnings)
+    plan = replace(plan, notes=(*plan.notes, *path_problems(exp, plan), *lacking))
     print_plan(
         plan,
         exp,

@@ -37,11 +37,10 @@ from llmx.plan.by_device import (
     with_checkpointing,
 )
 from llmx.plan.make import LOCAL_NAMES, make_plan
-from llmx.plan.memory import does_not_fit
 from llmx.plan.predict import Traces, devices_of, memory_of
 from llmx.plan.speed import tokens_per_s
 from llmx.plan.step_time import NOTHING, Known, with_time
-from llmx.plan.storage import plan_storage, ram_warning, with_storage
+from llmx.plan.storage import plan_storage, with_storage
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -343,23 +342,11 @@ def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows =
     """The plan with the memory that the traces give (its own, where they do not cover it), and
     what to change where it does not fit."""
     memory = traced_memory(exp, plan, traces)
-    found = plan.memory if memory is None else memory
-    former = [does_not_fit(one) for one in plan.memory]
-    kept = [text for text in plan.warnings if text not in former]
-    plan = replace(plan, memory=tuple(found), warnings=tuple(kept))
-    said = [does_not_fit(one) for one in found if not one.fits]
-    if said:
-        known = traces if memory is not None else Traces({})
-        said.append(advice(exp, plan, known, allows=allows))
-    return with_storage(replace(plan, warnings=(*said, *kept)), exp)
-
-
-def said_of_memory(plan: Plan) -> list[str]:
-    """Of the warnings of a plan (``with_traces``) those on memory, with what to change."""
-    count = sum(not one.fits for one in plan.memory)
-    of_devices = list(plan.warnings[: count + 1]) if count else []
-    hosts = plan.storage.hosts if plan.storage is not None else ()
-    return [*of_devices, *dict.fromkeys(text for one in hosts if (text := ram_warning(one)))]
+    plan = replace(plan, memory=plan.memory if memory is None else memory, advice="")
+    if not all(part.fits for part in plan.memory):
+        covering = traces if memory is not None else Traces({})
+        plan = replace(plan, advice=advice(exp, plan, covering, allows=allows))
+    return with_storage(plan, exp)
 
 
 def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:

@@ -60,6 +60,11 @@ class Geometry:
         return (6.0 if self.causal else 12.0) * self.num_layers * width * seq_len
 
 
+MOST_COUNTED = 256
+_COUNTED: dict[tuple[str, int, int], tuple[dict[str, Any], Geometry]] = {}
+"""The last geometries, with the values of the config that they are of."""
+
+
 def position_limit(config: dict[str, Any]) -> int | None:
     """The longest sequence the network takes, under the names that HF configs use."""
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"):
@@ -91,10 +96,18 @@ def geometry(kind: str, config: dict[str, Any], *, vocab_multiple: int = 1) -> G
     count = _COUNTERS.get(kind)
     if count is None:
         return None
-    try:
-        return count(config, vocab_multiple)
-    except KeyError:
-        return None
+    # A plan with ``auto`` asks for the same one some thousand times.
+    key = (kind, vocab_multiple, id(config))
+    values, shape = _COUNTED.get(key, ({}, None))
+    if shape is None or values != config:
+        try:
+            shape = count(config, vocab_multiple)
+        except KeyError:
+            return None
+        if len(_COUNTED) >= MOST_COUNTED:
+            _COUNTED.clear()
+        _COUNTED[key] = dict(config), shape
+    return shape
 
 
 def _padded(vocab_size: int, multiple: int) -> int:

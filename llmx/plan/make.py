@@ -28,8 +28,6 @@ from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import (
     before_training_gib,
-    does_not_fit,
-    not_measured,
     predict_memory,
 )
 from llmx.plan.precision import choose_grad_accum, choose_precision
@@ -73,7 +71,12 @@ def make_plan(
         logits: what the loss of its task needs (``Task.logits``).
         known: speeds to plan with where the ranks will measure them.
     """
-    common: dict[str, Any] = {"local_names": local_names, "frozen": frozen, "logits": logits}
+    common: dict[str, Any] = {
+        "local_names": local_names,
+        "frozen": frozen,
+        "logits": logits,
+        "limits": dict[tuple[str, int], bool](),
+    }
     plan = _planned(exp, **common, known=known)
     if plan.balance is not None and plan.balance.micro_step_fs is None and plan.step_time_s:
         # The split decides how often ranks meet, and takes what that costs into account.
@@ -90,9 +93,11 @@ def _planned(
     frozen: tuple[FrozenNetwork, ...],
     logits: str,
     known: KnownSpeeds | None,
+    limits: dict[tuple[str, int], bool],
     micro_step_fs: int | None = None,
 ) -> Plan:
-    """Without time and storage. ``micro_step_fs``: where no earlier run has measured it."""
+    """Without time and storage. ``micro_step_fs``: where no earlier run has measured it.
+    ``limits``: by device and micro batch, whether it fits, as far as that was asked before."""
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     used: dict[str, list[str]] = {}
@@ -110,11 +115,15 @@ def _planned(
         return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live, logits)
 
     def fits(device: str, micro_batch: int) -> bool:
-        ranks = tuple(
-            RankPlan(rank, index, hosts[index].device, micro_batch)
-            for rank, index in enumerate(placed)
-        )
-        return all(part.fits for part in memory_of(ranks, "") if part.device == device)
+        if (device, micro_batch) not in limits:
+            ranks = tuple(
+                RankPlan(rank, index, device, micro_batch)
+                for rank, index in enumerate(placed)
+                if hosts[index].device == device
+            )
+            memory = memory_of(ranks, "")
+            limits[device, micro_batch] = all(part.fits for part in memory)
+        return limits[device, micro_batch]
 
     batch, balance = _batch(
         exp,
@@ -160,11 +169,10 @@ def _planned(
         memory=memory,
         total_steps=exp.task.steps,
         step_time_s=_step_time_s(shape, batch, ranks, peaks, trained=trained, frozen=live),
-        warnings=(
-            *_warnings(exp, hosts, ranks, precision, memory),
+        notes=(
+            *_notes(exp, hosts, precision),
             *_of_balance(exp, ranks, precision, balance),
             *_of_frozen(exp, frozen, memory, precision, len(ranks)),
-            *_of_what_is_not_measured(exp, frozen, memory),
         ),
         num_trained=trained,
         frozen=frozen,
@@ -254,7 +262,7 @@ def _memory(
                 device_name=name,
                 device=exp.hardware.devices[name],
                 micro_batch=max(rank.micro_batch for rank in ranks if rank.device == name),
-                world_size=len(ranks),
+                world_size=sum(host.slots for host in hosts),
                 slots=max(host.slots for host in hosts if host.device == name),
                 precision=precision,
                 buckets=bucket_sizes(exp.model, exp.zero, accelerator),
@@ -287,18 +295,10 @@ def _step_time_s(
     )
 
 
-def _warnings(
-    exp: Experiment,
-    hosts: tuple[HostPlan, ...],
-    ranks: tuple[RankPlan, ...],
-    precision: str,
-    memory: tuple[MemoryPlan, ...],
-) -> tuple[str, ...]:
-    # What to change is said by ``llmx.plan.choices.with_traces``, which plans it.
-    found = [does_not_fit(part) for part in memory if not part.fits]
+def _notes(exp: Experiment, hosts: tuple[HostPlan, ...], precision: str) -> Iterator[str]:
     trained = exp.model.trained_dtype
     if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
-        found.append(
+        yield (
             f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "
             "fp16 (loss scale falls, then NaN). If it does: precision=fp32, or devices with bf16."
         )
@@ -306,24 +306,23 @@ def _warnings(
         exp.hardware.devices[name].accelerator == "cuda" for name in {h.device for h in hosts}
     )
     if on_cuda and exp.model.attention in ("sdpa", "eager") and exp.data.layout != "padded":
-        found.append(
+        yield (
             f"model.attention={exp.model.attention} isolates packed rows with a mask of "
             f"{exp.data.seq_len:,} x {exp.data.seq_len:,}, kept for each layer, and computes what "
             "it hides. model.attention=auto needs no mask."
         )
     if unpriced := without_price(exp.hardware, hosts):
-        found.append(
+        yield (
             f"hardware.price_per_hour has no price for {', '.join(unpriced)}, so the cost of the "
             "run is unknown."
         )
     if exp.zero.quantized_gradients and len(hosts) == 1:
-        found.append("zero.quantized_gradients (qgZ) has no effect on one node.")
+        yield ("zero.quantized_gradients (qgZ) has no effect on one node.")
     if exp.hardware.env.get("NCCL_IB_DISABLE") == "1" and exp.zero.stage == 3 and len(hosts) > 2:
-        found.append(
+        yield (
             "NCCL_IB_DISABLE=1 with ZeRO-3 makes every added node slower; remove it where "
             "InfiniBand or RoCE works."
         )
-    return tuple(found)
 
 
 def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:
@@ -432,15 +431,6 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _of_what_is_not_measured(
-    exp: Experiment, frozen: tuple[FrozenNetwork, ...], memory: tuple[MemoryPlan, ...]
-) -> Iterator[str]:
-    """Where a plan says that it fits by what no run has shown."""
-    unsure = not_measured(exp, frozen)
-    if unsure and any(part.capacity_gib and part.fits for part in memory):
-        yield f"Memory, not measured against a run: {'; '.join(unsure)}. Leave room."
 
 
 def _of_frozen(

@@ -418,27 +418,3 @@ def _dense_mask_bytes(
         return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
     layers = geometry.num_layers if model.activation_checkpointing == "none" else 1
     return squares * (1 + width * layers)
-
-
-def not_measured(exp: Experiment, frozen: Sequence[FrozenNetwork] = ()) -> list[str]:
-    """What of the experiment's memory follows from rules, or is not known at all, but was never
-    held against a real run."""
-    zero, found = exp.zero, []
-    names = ("quantized_weights", "quantized_gradients")
-    if quantizing := [f"zero.{name}" for name in names if getattr(zero, name)]:
-        found.append(
-            f"what {' and '.join(quantizing)} take for a moment is not known, and not in the plan"
-        )
-    if "nvme" in (zero.offload_optimizer, zero.offload_param):
-        found.append("buffers for the traffic with NVMe are not in the plan")
-    if any(not one.before_training for one in frozen):
-        found.append("networks beside the trained one follow from a formula")
-    return found
-
-
-def does_not_fit(memory: MemoryPlan) -> str:
-    """The sentence of a plan that does not."""
-    return (
-        f"{memory.device}: {memory.total_gib:.1f} GiB predicted, {memory.capacity_gib:.3g} GiB "
-        "available: expect it to run out of memory."
-    )

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from llmx import text as human
 from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig, ZeroConfig
 from llmx.plan.geometry import model_geometry
@@ -59,42 +58,8 @@ class ModelSize:
 
 
 def with_storage(plan: Plan, exp: Experiment, *, size: ModelSize | None = None) -> Plan:
-    """The plan with what it takes of its hosts, and a warning where that is more RAM than the
-    config says they have. ``size``: of a model that only its trace knows."""
-    said = {text for one in _hosts(plan) if (text := ram_warning(one))}
-    kept = tuple(text for text in plan.warnings if text not in said)
-    plan = replace(plan, storage=plan_storage(exp, plan, size=size))
-    new = dict.fromkeys(text for one in _hosts(plan) if (text := ram_warning(one)))
-    return replace(plan, warnings=(*kept, *new))
-
-
-def _hosts(plan: Plan) -> tuple[HostStorage, ...]:
-    return plan.storage.hosts if plan.storage is not None else ()
-
-
-def ram_warning(host: HostStorage) -> str:
-    """The sentence where a host has less than it needs; empty where it fits or is not known."""
-    needed, has = host.ram_bytes, host.ram_has_bytes
-    if needed is None or has is None or needed <= has:
-        return ""
-    return (
-        f"{host.names}: {human.size(needed)} of RAM predicted, {human.size(has)} available "
-        f"(hardware.hosts[].memory_gib): expect the kernel to kill ranks. {less_ram(host)}"
-    )
-
-
-def less_ram(host: HostStorage) -> str:
-    """What to change, by the largest part."""
-    if (host.staging_bytes or 0) > (host.offload_bytes or 0):
-        return "Fewer ranks on the host, or zero.sub_group_size=100000000."
-    if host.offload_bytes:
-        return (
-            "Offload less, or to NVMe: zero=infinity zero.nvme_path=/path/on/a/fast/disk; "
-            "or more hosts."
-        )
-    if host.training_bytes:
-        return "batch.micro_batch=1, zero=stage3, or fewer ranks on the host."
-    return "Fewer ranks on the host."
+    """The plan with what it takes of its hosts. ``size``: of a model that only its trace knows."""
+    return replace(plan, storage=plan_storage(exp, plan, size=size))
 
 
 def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from llmx import text as human
+
 
 @dataclass(frozen=True)
 class HostPlan:
@@ -184,6 +186,16 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.capacity_gib == 0 or self.total_gib <= USABLE * self.capacity_gib
 
+    @property
+    def warning(self) -> str:
+        """The sentence of a device that the ranks do not fit on; else empty."""
+        if self.fits:
+            return ""
+        return (
+            f"{self.device}: {self.total_gib:.1f} GiB predicted, {self.capacity_gib:.3g} GiB "
+            "available: expect it to run out of memory."
+        )
+
 
 @dataclass(frozen=True)
 class HostStorage:
@@ -230,6 +242,32 @@ class HostStorage:
         saves = 0 if self.saves_optional else self.saves_bytes or 0
         training = sum(part or 0 for part in parts[:-1]) + saves
         return self.processes_bytes + max(self.loading_bytes, training)
+
+    @property
+    def warning(self) -> str:
+        """The sentence of hosts that have less RAM than they need; empty where they fit or it is
+        not known."""
+        needed, has = self.ram_bytes, self.ram_has_bytes
+        if needed is None or has is None or needed <= has:
+            return ""
+        return (
+            f"{self.names}: {human.size(needed)} of RAM predicted, {human.size(has)} available "
+            f"(hardware.hosts[].memory_gib): expect the kernel to kill ranks. {self.less_ram}"
+        )
+
+    @property
+    def less_ram(self) -> str:
+        """What to change, by the largest part."""
+        if (self.staging_bytes or 0) > (self.offload_bytes or 0):
+            return "Fewer ranks on the host, or zero.sub_group_size=100000000."
+        if self.offload_bytes:
+            return (
+                "Offload less, or to NVMe: zero=infinity zero.nvme_path=/path/on/a/fast/disk; "
+                "or more hosts."
+            )
+        if self.training_bytes:
+            return "batch.micro_batch=1, zero=stage3, or fewer ranks on the host."
+        return "Fewer ranks on the host."
 
     @property
     def names(self) -> str:
@@ -377,7 +415,10 @@ class Plan:
     """Optimizer steps; None when it follows from the number of samples (``task.epochs``)."""
     step_time_s: float = 0.0
     """Predicted computing time of a step on the slowest rank, without the network; 0 unknown."""
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Warnings that do not follow from ``memory`` and ``storage``."""
+    advice: str = ""
+    """What to change, where ``memory`` does not fit."""
     num_trained: int | None = None
     """Parameters that are trained beside frozen ones (``adapter``); None where all are, or where
     it is not known."""
@@ -411,10 +452,23 @@ class Plan:
     def world_size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def memory_warnings(self) -> tuple[str, ...]:
+        """What does not fit on devices and hosts, with what to change."""
+        hosts = self.storage.hosts if self.storage is not None else ()
+        texts = (*(part.warning for part in self.memory), self.advice, *(h.warning for h in hosts))
+        return tuple(dict.fromkeys(filter(None, texts)))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """All, for a person."""
+        return (*self.memory_warnings, *self.notes)
+
     def to_dict(self) -> dict[str, Any]:
         """As nested plain values (tuples as lists), with the totals that a reader wants."""
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
+        values["warnings"] = list(self.warnings)
         if not self.frozen:
             del values["frozen"]
         for memory in values["memory"]:
@@ -443,7 +497,8 @@ class Plan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """The inverse of ``to_dict``, also after a trip through JSON."""
-        values = {key: value for key, value in values.items() if key != "world_size"}
+        derived = ("world_size", "warnings")
+        values = {key: value for key, value in values.items() if key not in derived}
         batch = dict(values.pop("batch"))
         batch["micro_batches"] = tuple(batch["micro_batches"])
         batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
@@ -451,10 +506,10 @@ class Plan:
         time, storage = values.pop("time", None), values.pop("storage", None)
         return cls(
             hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
-            ranks=tuple(_rank_plan(rank) for rank in values.pop("ranks")),
+            ranks=tuple(RankPlan(**rank) for rank in values.pop("ranks")),
             batch=BatchPlan(**batch),
             memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
-            warnings=tuple(values.pop("warnings")),
+            notes=tuple(values.pop("notes")),
             frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
             attention=tuple((name, way) for name, way in values.pop("attention", ())),
             checkpointing=tuple((name, how) for name, how in values.pop("checkpointing", ())),
@@ -489,8 +544,3 @@ def _storage_from_dict(values: dict[str, Any]) -> StoragePlan:
 
 def _chosen_from_dict(values: dict[str, Any]) -> ChosenPlan:
     return ChosenPlan(**{**values, "keys": tuple(values["keys"]), "words": tuple(values["words"])})
-
-
-def _rank_plan(values: dict[str, Any]) -> RankPlan:
-    """Earlier versions stored the rank's place on its host, too."""
-    return RankPlan(**{key: value for key, value in values.items() if key != "local_rank"})

@@ -22,7 +22,7 @@ from llmx.plan.adapter import (
     network_modules,
     target_problems,
 )
-from llmx.plan.choices import said_of_memory, with_traces
+from llmx.plan.choices import with_traces
 from llmx.plan.memory import GIB
 from llmx.plan.predict import Traces
 from tests.composing import composed
@@ -317,6 +317,6 @@ def test_zero_3_is_not_advised_for_4_bits() -> None:
     more = ["model.activation_checkpointing=full", "model.config.num_hidden_layers=900"]
     found = composed([*QLORA, *words, *more])
     plan = with_traces(found.plan, found.experiment, Traces({}), allows=refusal)
-    said = " ".join(said_of_memory(plan))
+    said = " ".join(plan.memory_warnings)
     assert "expect it to run out of memory" in said
     assert "zero=stage3" not in said

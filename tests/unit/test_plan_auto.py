@@ -20,7 +20,6 @@ from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.resume.changed import keep_choice
 from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import prepare, run_composed
-from llmx.observe.report.plan_table import print_plan
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
 from llmx.plan.learned import Observation
 from llmx.plan.predict import TraceKey, Traces
@@ -257,27 +256,6 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     resume([str(run)])
     said = capsys.readouterr().out
     assert "  !         These fit by the plan, the fastest first: " in said
-
-
-@pytest.mark.parametrize(
-    ("words", "about"),
-    [
-        (["zero=stage3", "zero.quantized_weights=true"], "zero.quantized_weights"),
-        (["zero=infinity", "zero.nvme_path=/local_nvme"], "NVMe"),
-    ],
-)
-def test_what_was_never_measured_is_no_plain_fit(words: list[str], about: str) -> None:
-    found = composed([*LLAMA, "batch.micro_batch=1", *words])
-    assert all(part.fits for part in found.plan.memory)
-    (note,) = [text for text in found.plan.warnings if "not measured against a run" in text]
-    assert about in note
-    stream = io.StringIO()
-    print_plan(found.plan, found.experiment, command=None, run_dir=Path("/r"), stream=stream)
-    assert "fits, not measured" in stream.getvalue()
-    for measured in (["zero=stage3"], ["zero=stage3", "zero.hpz_partition_size=4"],
-                     ["zero=stage3_offload"]):  # fmt: skip
-        plain = composed([*LLAMA, "batch.micro_batch=1", *measured]).plan
-        assert not any("not measured" in text for text in plain.warnings)
 
 
 def test_traces_that_cover_nothing_leave_the_formula() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from llmx.models.blocks import recompute
 from llmx.plan.geometry import Geometry, geometry
-from llmx.plan.memory import does_not_fit, layer_activations, offloaded_gradients
+from llmx.plan.memory import layer_activations, offloaded_gradients
 from llmx.plan.types import MemoryPlan
 from tests.saved_activations import SMALL, VOCABULARY, saved_bytes, small_inputs, small_model
 
@@ -78,4 +78,4 @@ def test_gradients_that_an_offload_leaves_on_the_device(
 @pytest.mark.parametrize(("capacity", "said"), [(1.38, "1.38"), (40.0, "40"), (139.8, "140")])
 def test_what_a_device_has_is_said_as_exactly_as_what_it_needs(capacity: float, said: str) -> None:
     used = MemoryPlan("gpu", 1, 1, 1, 1, 1, 1, 1, 0, capacity_gib=capacity)
-    assert f"gpu: 7.0 GiB predicted, {said} GiB available" in does_not_fit(used)
+    assert f"gpu: 7.0 GiB predicted, {said} GiB available" in used.warning

@@ -52,11 +52,8 @@ def mixed_plan() -> Plan:
             MemoryPlan("a100_40g", 10.2, 3.1, 12.0, 6.8, 3.2, 0.09, 1.0, 0.0, 40.0),
             MemoryPlan("v100_32g", 10.2, 3.1, 18.8, 3.4, 1.6, 0.09, 1.0, 120.0, 32.0),
         ),
-        warnings=(
-            "v100_32g: 38.2 GiB predicted, 32 GiB available: expect it to run out of memory.",
-            "These fit by the plan, the fastest first: zero=stage3_offload (21.0 GiB, about +40% "
-            "time).",
-        ),
+        advice="These fit by the plan, the fastest first: zero=stage3_offload (21.0 GiB, about "
+        "+40% time).",
     )
 
 
@@ -94,7 +91,7 @@ def test_fits_the_terminal_and_keeps_the_command_whole(width: int) -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    plan = dataclasses.replace(mixed_plan(), num_parameters=0, memory=(), warnings=())
+    plan = dataclasses.replace(mixed_plan(), num_parameters=0, memory=(), advice="")
     text = rendered(plan, experiment(epochs=1.0), width=100)
     assert "an unknown number of parameters" in text
     assert "1 epoch; steps follow from the number of samples" in text

@@ -17,7 +17,6 @@ from llmx.lifecycle.reproduce.show import print_differences, print_outcome
 from llmx.lifecycle.reproduce.target import fresh_sibling, next_experiment
 from llmx.lifecycle.resume.changed import keep_choice, plan_of
 from llmx.lifecycle.start import launched
-from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot, trust
 from llmx.run.metrics.equality import compare_runs
 from llmx.run.metrics.lines import read_metrics
@@ -72,7 +71,7 @@ def reproduce(words: RunCommand) -> int:
     found = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
     print_differences(found, not_recorded(then), stream=sys.stdout)
-    for line in said_of_memory(composed.plan):
+    for line in composed.plan.memory_warnings:
         print(f"! {line}", flush=True)
     grave = [difference for difference in found if difference.severity != HARMLESS]
     if strict and grave:

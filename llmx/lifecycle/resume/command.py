@@ -24,7 +24,6 @@ from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
 from llmx.lifecycle.resume.rules import SAME, refuse_other_content
 from llmx.lifecycle.resume.run_state import RunState, read_state
 from llmx.lifecycle.start import launched
-from llmx.plan.choices import said_of_memory
 from llmx.run import snapshot, trust
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import (
@@ -213,7 +212,7 @@ def _print_changes(
                 f" ({MEANING[difference.severity]})"
             )
     composed = upcoming.composed
-    for line in said_of_memory(composed.plan):
+    for line in composed.plan.memory_warnings:
         print(f"  !         {line}")
     sys.stdout.flush()
 

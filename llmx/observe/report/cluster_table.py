@@ -13,7 +13,6 @@ from llmx import text as human
 from llmx.observe.report.plan_table import SHOWN_STEPS, VERDICTS, seconds, verdict
 from llmx.observe.report.screen import open_console
 from llmx.plan.make import without_price
-from llmx.plan.memory import not_measured
 from llmx.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -60,8 +59,7 @@ STYLES = {**VERDICTS, "refused": "bold red"}
 def cluster_values(found: Composed, *, steps: bool) -> dict[str, str]:
     """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
     plan = found.plan
-    sure = not not_measured(found.experiment, plan.frozen)
-    known = {verdict(memory, sure=sure) for memory in plan.memory if memory.capacity_gib}
+    known = {verdict(memory) for memory in plan.memory if memory.capacity_gib}
     fits = next((one for one in VERDICTS if one in known), "not checked")
     peaks = [
         human.gib(memory.total_gib)

@@ -35,7 +35,6 @@ from llmx.plan.batch import solve_batch
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
 from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
-from llmx.plan.memory import not_measured
 from llmx.plan.predict import Traces
 from llmx.plan.types import (
     USABLE,
@@ -117,7 +116,7 @@ def render_plan(
     facts = facts_table(plan, exp, traces, overrides)
     parts: list[RenderableType] = [title, hosts_table(plan), facts]
     if plan.memory:
-        table = _memory(plan, sure=not not_measured(exp, plan.frozen))
+        table = _memory(plan)
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
         parts += choice_tables(plan, exp, traces) if traces else []
     elif traces is not None and traces.problem:
@@ -440,9 +439,8 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
     return f"{next(iter(kinds.values())) if same else each}; {rows}"
 
 
-def _memory(plan: Plan, *, sure: bool = True) -> Table:
-    """Parts as rows, device types as columns: stays narrow with many parts. ``sure``: all parts are
-    such as were measured."""
+def _memory(plan: Plan) -> Table:
+    """Parts as rows, device types as columns: stays narrow with many parts."""
     from rich.text import Text
 
     table = _table()
@@ -463,7 +461,7 @@ def _memory(plan: Plan, *, sure: bool = True) -> Table:
     if any(memory.capacity_gib for memory in plan.memory):
         reserve = (_reserve(memory) for memory in plan.memory)
         table.add_row(f"kept free ({1 - USABLE:.0%}: fragmentation)", *reserve)
-    table.add_row("", *(_fits(memory, sure=sure) for memory in plan.memory))
+    table.add_row("", *(_fits(memory) for memory in plan.memory))
     if plan.storage is not None:
         return table  # RAM has a table of its own
     if any(memory.host_gib for memory in plan.memory):
@@ -543,31 +541,21 @@ def _reserve(memory: MemoryPlan) -> str:
     return human.gib((1 - USABLE) * memory.capacity_gib) if memory.capacity_gib else ""
 
 
-VERDICTS = {
-    "not checked": "",
-    "does not fit": "bold red",
-    "fits, not measured": "yellow",
-    "fits by formula": "yellow",
-    "fits": "green",
-}
+VERDICTS = {"not checked": "", "does not fit": "bold red", "fits": "green"}
 """What is said of a device's memory, the worst first, and its style."""
 
 
-def verdict(memory: MemoryPlan, *, sure: bool) -> str:
-    """One of ``VERDICTS``. ``sure``: all that the run does has been compared with real runs."""
+def verdict(memory: MemoryPlan) -> str:
+    """One of ``VERDICTS``."""
     if memory.capacity_gib == 0:
         return "not checked"
-    if not memory.fits:
-        return "does not fit"
-    if not sure:
-        return "fits, not measured"
-    return "fits" if memory.traced else "fits by formula"
+    return "fits" if memory.fits else "does not fit"
 
 
-def _fits(memory: MemoryPlan, *, sure: bool = True) -> RenderableType:
+def _fits(memory: MemoryPlan) -> RenderableType:
     from rich.text import Text
 
-    words = verdict(memory, sure=sure)
+    words = verdict(memory)
     return Text(words, style=VERDICTS[words])
 
 
