@@ -202,11 +202,9 @@ def shown(value: float) -> str:
 
 
 def memory_gb(row: Row) -> float:
-    """Peak by a traced micro step; of weights in 4 bits, which are not traced, by the formula."""
+    """Peak by a traced micro step."""
     exp = experiment(row)
     plan = make_plan(exp)
-    if exp.adapter.quantize != "none":
-        return plan.memory[0].total_gib * 1.073741824
     trace = trace_step(
         exp, precision="bf16", accelerator="cuda", attention=plan.attention_on(row.device),
         micro_batch=row.micro_batch,

@@ -59,10 +59,13 @@ class StepTrace:
     too."""
     num_packed: int = 0
     """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
+    num_beside: int = 0
+    """Of ``parameters`` those of frozen networks beside the trained one."""
 
     @property
     def num_parameters(self) -> int:
-        return sum(one.numel for one in self.parameters) + self.num_packed
+        """Of the trained network."""
+        return sum(one.numel for one in self.parameters) + self.num_packed - self.num_beside
 
     @property
     def num_trained(self) -> int:
@@ -95,6 +98,7 @@ class StepTrace:
             self.buffers,
             mixed(self.flops, other.flops),
             self.num_packed,
+            self.num_beside,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,6 +113,7 @@ class StepTrace:
             "buffers": self.buffers,
             "flops": self.flops,
             "num_packed": self.num_packed,
+            "num_beside": self.num_beside,
         }
 
     @classmethod
@@ -122,4 +127,5 @@ class StepTrace:
             values["buffers"],
             values["flops"],
             values["num_packed"],
+            values["num_beside"],
         )

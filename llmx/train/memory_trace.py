@@ -447,6 +447,7 @@ def _trace(
         buffers = sum(one.numel() * one.element_size() for one in whole.buffers())
         buffers += sum(layer.packed_bytes for layer in packed)
         num_packed = sum(layer.num_weights for layer in packed)
+        num_beside = sum(one.numel() for name in frozen for one in networks[name].parameters())
         batch = _batch(exp, task, micro_batch, layout=method.layout)
         whole.train()
         # A loss of routers is of all of them.
@@ -467,6 +468,7 @@ def _trace(
         buffers=buffers,
         flops=run.last_flops,
         num_packed=num_packed,
+        num_beside=num_beside,
     )
 
 

@@ -144,10 +144,10 @@ def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     network = LlamaForCausalLM(LlamaConfig(**config))
     whole = sum(one.numel() for one in network.parameters())
     if name == "a live reference":
-        assert (found.num_parameters, found.num_trained) == (2 * whole, whole)
+        assert (found.num_parameters, found.num_trained, found.num_beside) == (whole,) * 3
     elif name == "a teacher":
-        assert whole < found.num_parameters < 2 * whole
-        assert found.num_trained == whole
+        assert (found.num_parameters, found.num_trained) == (whole, whole)
+        assert 0 < found.num_beside < whole
     elif name == "4 bits":
         linear = sum(one.weight.numel() for one in network.model.modules() if is_linear(one))
         assert found.num_packed == linear
