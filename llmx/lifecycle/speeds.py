@@ -8,7 +8,7 @@ from llmx.compose.complete import Composed, plan_experiment
 from llmx.run.speeds import known_speeds
 
 BY_SPEED = (
-    *("batch", "balance", "ranks", "memory", "time", "step_time_s", "notes"),
+    *("batch", "balance", "ranks", "memory", "time", "notes"),
     "grad_accum_dtype",
 )
 """Fields of a plan that follow from the split."""

@@ -17,6 +17,8 @@ from llmx.config.schema import Experiment
 
 CHECKPOINTING = ("none", "selective", "full")
 """In the order of what is kept: all, some, least."""
+RECOMPUTED = {"none": 1.0, "selective": 1 + 0.1 / 3, "full": 4 / 3}
+"""Work of a step, of what it is without activation checkpointing."""
 HOW = "model.activation_checkpointing"
 
 Ways = Mapping[str, str]

@@ -3,7 +3,7 @@
 ZeRO options x activation checkpointing x micro batches. Each of them is a plan of its own
 (``make_plan``: its batch, its sums, its buckets, its share of the adapter), with the memory of the
 traced micro step where that is known. They stand in the order of their predicted time, which
-``llmx.plan.speed`` alone knows.
+``llmx.plan.step_time`` alone knows.
 
 ``python -m llmx plan zero=auto model=llama3_8b hardware=a100x8``
 """
@@ -38,8 +38,7 @@ from llmx.plan.by_device import (
 )
 from llmx.plan.make import LOCAL_NAMES, make_plan
 from llmx.plan.predict import Traces, devices_of, memory_of
-from llmx.plan.speed import tokens_per_s
-from llmx.plan.step_time import NOTHING, Known, with_time
+from llmx.plan.step_time import NOTHING, Known, tokens_per_s, with_time
 from llmx.plan.storage import plan_storage, with_storage
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 

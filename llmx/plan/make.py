@@ -23,7 +23,7 @@ from llmx.config.schema import (
 from llmx.plan.adapter import adapter_size, trained_parameters
 from llmx.plan.balance import FS, balanced_batch
 from llmx.plan.batch import solve_batch, wanted_global_batch
-from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, on_device
+from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import (
@@ -31,7 +31,6 @@ from llmx.plan.memory import (
     predict_memory,
 )
 from llmx.plan.precision import choose_grad_accum, choose_precision
-from llmx.plan.speed import RECOMPUTED
 from llmx.plan.step_time import micro_step_exchange_s, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
@@ -78,7 +77,7 @@ def make_plan(
         "limits": dict[tuple[str, int], bool](),
     }
     plan = _planned(exp, **common, known=known)
-    if plan.balance is not None and plan.balance.micro_step_fs is None and plan.step_time_s:
+    if plan.balance is not None and plan.balance.micro_step_fs is None and plan.peak_tflops:
         # The split decides how often ranks meet, and takes what that costs into account.
         cost = round(FS * micro_step_exchange_s(exp, plan))
         if cost and not exp.batch.weights:
@@ -168,7 +167,6 @@ def _planned(
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=memory,
         total_steps=exp.task.steps,
-        step_time_s=_step_time_s(shape, batch, ranks, peaks, trained=trained, frozen=live),
         notes=(
             *_notes(exp, hosts, precision),
             *_of_balance(exp, ranks, precision, balance),
@@ -272,27 +270,6 @@ def _memory(
             )
         )
     return tuple(plans)
-
-
-def _step_time_s(
-    shape: Geometry | None,
-    batch: BatchPlan,
-    ranks: tuple[RankPlan, ...],
-    peaks: list[float],
-    *,
-    trained: int | None,
-    frozen: tuple[FrozenNetwork, ...] = (),
-) -> float:
-    """Seconds of computing of the slowest rank; the network comes on top. 0: unknown."""
-    if shape is None or not all(peaks):
-        return 0.0
-    per_token = shape.flops_per_token(batch.seq_len, trained=trained)
-    # Of a frozen network the forward pass alone.
-    per_token += sum(2.0 * one.num_parameters for one in frozen)
-    return max(
-        per_token * batch.seq_len * sum(batch.sizes_of(rank.rank)) / (peak * USED_FLOPS)
-        for rank, peak in zip(ranks, peaks, strict=True)
-    )
 
 
 def _notes(exp: Experiment, hosts: tuple[HostPlan, ...], precision: str) -> Iterator[str]:

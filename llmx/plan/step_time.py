@@ -33,7 +33,7 @@ from llmx.errors import ConfigError
 from llmx.plan.adapter import adapter_size
 from llmx.plan.balance import NOT_HIDDEN
 from llmx.plan.batch import solve_batch
-from llmx.plan.by_device import checkpointing_on, on_device
+from llmx.plan.by_device import RECOMPUTED, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes
@@ -72,8 +72,9 @@ STAGE_3_LAYER_S = 3e-3
 """What DeepSpeed does at ZeRO-3 before and after each module of a layer, forward and backward: 2 ms
 where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepSpeed 0.19.8, against
 stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes longer."""
-SELECTIVE = 0.1
-"""Of a forward pass: what selective checkpointing computes again moves memory only."""
+NOMINAL_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
+NOMINAL_PARAMETERS = 1e9
+"""Where nothing is known, for an order of candidates alone."""
 LINK_GB_PER_S = {"cuda": 25.0, "cpu": 5.0}
 HOST_LINK_GB_PER_S = {"cuda": 25.0, "cpu": 10.0}
 DEVICE_MEMORY_GB_PER_S = {"cuda": 500.0, "cpu": 20.0}
@@ -105,14 +106,31 @@ NOTHING = Known()
 
 
 def step_time(
-    exp: Experiment, plan: Plan, *, known: Known = NOTHING, flops: TokenFlops | None = None
+    exp: Experiment,
+    plan: Plan,
+    *,
+    known: Known = NOTHING,
+    flops: TokenFlops | None = None,
+    nominal: bool = False,
 ) -> TimePlan:
     """The predicted time of an optimizer step, and what follows from it; ``step_s`` is 0, and
     ``unknown`` says why, where it cannot be told.
 
-    ``flops``: of a token, where it is not to be computed from the geometry of the model.
+    Args:
+        flops: of a token, where it is not to be computed from the geometry of the model.
+        nominal: with nominal numbers for what is not known.
     """
-    return _Prediction(exp, plan, known, flops).predict()
+    return _Prediction(exp, plan, known, flops, nominal=nominal).predict()
+
+
+def tokens_per_s(exp: Experiment, plan: Plan) -> float:
+    """What puts candidates in an order (``tune``, ``auto``, advice); with nominal numbers where
+    nothing is known, it promises nothing."""
+    time = plan.time
+    if time is None or not time.tokens_per_s:
+        time = step_time(exp, plan, nominal=True)
+    # Of buckets the plan knows no better than llmx's own choice.
+    return time.tokens_per_s / (1.0 if exp.zero.reduce_bucket_size is None else 1.001)
 
 
 @dataclass(frozen=True)
@@ -147,11 +165,11 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
     # A forward pass is a third of training all weights.
     forward = shape.flops_per_token(seq_len) / 3
     head = 2.0 * shape.vocab_size * shape.hidden_size  # is not checkpointed
-    again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(
-        exp.model.activation_checkpointing, 0.0
-    )
+    how = exp.model.activation_checkpointing
+    # What selective checkpointing computes again moves memory only.
+    again = max(0.0, forward - head) if how == "full" else 3 * (RECOMPUTED[how] - 1) * forward
     frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
-    passes = 4 if exp.model.activation_checkpointing == "full" else 3
+    passes = 4 if how == "full" else 3
     block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
     times = MOVED.get(block, MOVED_ELSEWHERE)
     times += MOVED["lora"] if exp.adapter.kind == "lora" else 0.0
@@ -217,10 +235,21 @@ class _Sent:
 
 
 class _Prediction:
-    def __init__(self, exp: Experiment, plan: Plan, known: Known, flops: TokenFlops | None) -> None:
-        self.exp, self.plan, self.known = exp, plan, known
+    def __init__(
+        self,
+        exp: Experiment,
+        plan: Plan,
+        known: Known,
+        flops: TokenFlops | None,
+        *,
+        nominal: bool = False,
+    ) -> None:
+        self.exp, self.plan, self.known, self.nominal = exp, plan, known, nominal
         self.devices = {rank.device: exp.hardware.devices[rank.device] for rank in plan.ranks}
         self.shape = model_geometry(exp.model)
+        if nominal and flops is None and self.shape is None:
+            count = plan.num_parameters or NOMINAL_PARAMETERS
+            flops = TokenFlops(2 * count, 4 * count, again=2 * count)
         self.given, self.by_device = flops, dict[str, TokenFlops]()
         if flops is not None:
             self.by_device = {name: self._as_on(name, flops) for name in self.devices}
@@ -229,13 +258,13 @@ class _Prediction:
         self.flops = next(iter(self.by_device.values()), None)
         """For what does not depend on what is computed again."""
         self.width = BYTES[plan.precision]
-        self.elements = plan.num_parameters
-        self.trained = plan.num_parameters if plan.num_trained is None else plan.num_trained
+        self.elements = plan.num_parameters or (int(NOMINAL_PARAMETERS) if nominal else 0)
+        self.trained = self.elements if plan.num_trained is None else plan.num_trained
         self.sources: list[str] = []
 
     def _as_on(self, name: str, flops: TokenFlops) -> TokenFlops:
         """What a trace of one type of device has counted, on another."""
-        if not self.plan.checkpointing:
+        if not self.plan.checkpointing and not self.nominal:
             return flops
         full = checkpointing_on(self.exp, name) == "full"
         return replace(flops, again=flops.forward if full else 0.0)
@@ -290,7 +319,7 @@ class _Prediction:
             reached = self.known.tflops[name]
             self.sources.append(f"{name}: {reached:.3g} TFLOP/s, {self.known.source}")
             return reached
-        peak, reached = device.peak_tflops.get(precision, 0.0), self._assumed_tflops(name, device)
+        peak, reached = self._peak(device), self._assumed_tflops(name, device)
         if peak:
             part = reached / peak
             self.sources.append(f"{name}: {part:.0%} of {peak:g} TFLOP/s in {precision} (assumed)")
@@ -299,7 +328,7 @@ class _Prediction:
     def _assumed_tflops(self, name: str, device: DeviceConfig) -> float:
         """Products and attention at their parts of the peak, and what moves through memory."""
         precision, flops = self.plan.precision, self.by_device[name]
-        peak = device.peak_tflops.get(precision, 0.0)
+        peak = self._peak(device)
         by_capability = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
         products, attention = REACHED_BY_DEVICE.get(name, by_capability)
         if precision == "fp32":
@@ -311,6 +340,11 @@ class _Prediction:
         moving = flops.moved / self._memory_speed(device)
         seconds = (flops.run - flops.attention) / products + flops.attention / attention
         return flops.run / 1e12 / (seconds / (peak * 1e12) + moving)
+
+    def _peak(self, device: DeviceConfig) -> float:
+        """TFLOP/s of the data sheet; 0: not known."""
+        nominal = NOMINAL_TFLOPS[device.accelerator] if self.nominal else 0.0
+        return device.peak_tflops.get(self.plan.precision, 0.0) or nominal
 
     def _unpacking(self, name: str) -> float:
         """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. What a
@@ -391,7 +425,9 @@ class _Prediction:
         except ConfigError:
             return 0.0
         even = replace(plan, batch=batch, balance=None)
-        return step_time(self.exp, even, known=self.known, flops=self.given).step_s
+        return step_time(
+            self.exp, even, known=self.known, flops=self.given, nominal=self.nominal
+        ).step_s
 
     def _mfu(self, per_token: float, step: float) -> list[tuple[str, float]]:
         found = []

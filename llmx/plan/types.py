@@ -413,8 +413,6 @@ class Plan:
     """One a device type; empty when the geometry is not known."""
     total_steps: int | None = None
     """Optimizer steps; None when it follows from the number of samples (``task.epochs``)."""
-    step_time_s: float = 0.0
-    """Predicted computing time of a step on the slowest rank, without the network; 0 unknown."""
     notes: tuple[str, ...] = ()
     """Warnings that do not follow from ``memory`` and ``storage``."""
     advice: str = ""

@@ -16,7 +16,7 @@ from llmx.plan.by_device import checkpointing_by_device
 from llmx.plan.choices import micro_batches
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import model_geometry
-from llmx.plan.speed import tokens_per_s
+from llmx.plan.step_time import tokens_per_s
 from llmx.plan.types import MemoryPlan
 from llmx.sweep.prune import impossible, key_of
 from llmx.sweep.search import MICRO_BATCH, Axis, Candidate

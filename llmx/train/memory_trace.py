@@ -400,6 +400,8 @@ def _trace(
     register()
     task = task_class(exp.task.kind)(exp, None)
     specs = task.models()
+    if len(specs) > 1:  # distributions over the same tokens
+        task = task_class(exp.task.kind)(exp, _tokenizer(exp))
     bases = are_bases(specs, exp.adapter, exp.model)
     own = {name: spec for name, spec in specs.items() if name not in bases and not spec.precomputes}
     method = _method(exp, attention)
@@ -624,13 +626,18 @@ def _plain_config(model: ModelConfig) -> Any:
 
 def _true_rows(exp: Experiment, config: Any) -> int:
     """Rows of the vocabulary that count: of the tokenizer where it is on this machine."""
-    if exp.model.init == "scratch":
-        from llmx.tasks import tokenizer_of
-
-        with contextlib.suppress(Exception), unset_fake_temporarily():
-            return true_vocab(tokenizer_of(exp))
-    rows: int = config.vocab_size
+    tokenizer = _tokenizer(exp) if exp.model.init == "scratch" else None
+    rows: int = config.vocab_size if tokenizer is None else true_vocab(tokenizer)
     return rows
+
+
+def _tokenizer(exp: Experiment) -> Any:
+    """None where it is not on this machine."""
+    from llmx.tasks import tokenizer_of
+
+    with contextlib.suppress(Exception), unset_fake_temporarily():
+        return tokenizer_of(exp)
+    return None
 
 
 def _network(

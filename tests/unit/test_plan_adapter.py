@@ -143,7 +143,7 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
     assert memory.gradients_gib < 0.2
     assert whole.memory[0].gradients_gib > 1
     assert memory.total_gib < whole.memory[0].total_gib / 1.5
-    assert lora.step_time_s == pytest.approx(whole.step_time_s * 2 / 3, rel=0.02)
+    assert lora.time.flops == pytest.approx(whole.time.flops * 2 / 3, rel=0.02)
 
 
 @pytest.mark.parametrize(

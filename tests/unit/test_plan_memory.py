@@ -77,5 +77,5 @@ def test_gradients_that_an_offload_leaves_on_the_device(
 
 @pytest.mark.parametrize(("capacity", "said"), [(1.38, "1.38"), (40.0, "40"), (139.8, "140")])
 def test_what_a_device_has_is_said_as_exactly_as_what_it_needs(capacity: float, said: str) -> None:
-    used = MemoryPlan("gpu", 1, 1, 1, 1, 1, 1, 1, 0, capacity_gib=capacity)
-    assert f"gpu: 7.0 GiB predicted, {said} GiB available" in used.warning
+    used = MemoryPlan("gpu", 994, 1, 1, 1, 1, 1, 1, 0, capacity_gib=capacity)
+    assert f"gpu: 1000.0 GiB predicted, {said} GiB available" in used.warning
