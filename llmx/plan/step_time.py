@@ -33,7 +33,7 @@ from llmx.errors import ConfigError
 from llmx.plan.adapter import adapter_size
 from llmx.plan.balance import NOT_HIDDEN
 from llmx.plan.batch import solve_batch
-from llmx.plan.by_device import RECOMPUTED, checkpointing_on, on_device
+from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes
@@ -72,8 +72,11 @@ STAGE_3_LAYER_S = 3e-3
 """What DeepSpeed does at ZeRO-3 before and after each module of a layer, forward and backward: 2 ms
 where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepSpeed 0.19.8, against
 stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes longer."""
+SELECTIVE = 0.1
+"""Of a forward pass: what selective checkpointing computes again moves memory only."""
 NOMINAL_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
 NOMINAL_PARAMETERS = 1e9
+NOMINAL_LAYER_S = 1e-4
 """Where nothing is known, for an order of candidates alone."""
 LINK_GB_PER_S = {"cuda": 25.0, "cpu": 5.0}
 HOST_LINK_GB_PER_S = {"cuda": 25.0, "cpu": 10.0}
@@ -166,8 +169,7 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
     forward = shape.flops_per_token(seq_len) / 3
     head = 2.0 * shape.vocab_size * shape.hidden_size  # is not checkpointed
     how = exp.model.activation_checkpointing
-    # What selective checkpointing computes again moves memory only.
-    again = max(0.0, forward - head) if how == "full" else 3 * (RECOMPUTED[how] - 1) * forward
+    again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(how, 0.0)
     frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
     passes = 4 if how == "full" else 3
     block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
@@ -371,6 +373,8 @@ class _Prediction:
         if self.exp.zero.stage == 3 and name not in self.known.at_stage_3:
             hooks = STAGE_3_LAYER_S * more
         if device.accelerator != "cuda":
+            if self.nominal:
+                hooks += NOMINAL_LAYER_S * more
             return {"computing": work / rate + hooks}  # by the same cores
         # Weights are read forward and backward, and their gradients written.
         reading = 3 * self.width * self.elements / self._memory_speed(device)
