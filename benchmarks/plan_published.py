@@ -9,7 +9,7 @@ plan. ``--memory`` traces a micro step of the rows whose memory is published (a 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +256,12 @@ def memories() -> list[str]:
         if row.memory_gb:
             stated = f"{row.memory_gb:.1f}"
             planned_gb = f"{value:.1f} ({value / row.memory_gb:.2f})"
-            if row.source != FACTORY and "quantize" not in row.adapter:
+            if row.source != FACTORY:
                 vocab = MODELS[row.model]["config"]["vocab_size"]
                 value += FP32_LOGITS * vocab * row.micro_batch * row.seq_len / 1e9
                 whole = f"{value:.1f} ({value / row.memory_gb:.2f})"
-            why = note(row, value / row.memory_gb)
+            about_time = replace(row, why="") if row.published else row
+            why = note(about_time, value / row.memory_gb)
         what = details(row, gpus=False)
         lines.append(f"| {row.source} | {what} | {stated} | {planned_gb} | {whole} | {why} |")
     return lines
