@@ -18,7 +18,7 @@ from machine import write_result
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.plan import make_plan
-from llmx.plan.predict import memory_of
+from llmx.plan.memory import memory_of
 from llmx.plan.types import Plan
 from llmx.train.memory_trace import trace_step
 

@@ -288,7 +288,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
 
 def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
     """As the plan predicts it, without what a process has beside tensors."""
-    from llmx.plan.predict import rules_of
+    from llmx.plan.memory import rules_of
     from llmx.plan.step_memory import peak_of
     from llmx.train.memory_trace import trace_step
 

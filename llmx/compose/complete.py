@@ -58,7 +58,7 @@ from llmx.plan.choices import (
 )
 from llmx.plan.geometry import geometry, model_geometry, position_limit
 from llmx.plan.memory import frozen_network
-from llmx.plan.predict import Traces
+from llmx.plan.trace import Traces
 from llmx.plan.types import FrozenNetwork, KnownSpeeds
 
 

@@ -32,10 +32,9 @@ from llmx.lifecycle.learned import known_contexts, known_runs
 from llmx.lifecycle.vocabulary import with_true_vocabulary
 from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import no_runs, traced_memory, with_traces
-from llmx.plan.predict import TraceKey, Traces, wanted_traces
 from llmx.plan.step_time import with_traced_time
 from llmx.plan.storage import ModelSize, with_storage
-from llmx.plan.trace import StepTrace
+from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
 

@@ -37,9 +37,10 @@ from llmx.plan.by_device import (
     with_checkpointing,
 )
 from llmx.plan.make import LOCAL_NAMES, make_plan
-from llmx.plan.predict import Traces, devices_of, memory_of
+from llmx.plan.memory import devices_of, memory_of
 from llmx.plan.step_time import NOTHING, Known, tokens_per_s, with_time
 from llmx.plan.storage import plan_storage, with_storage
+from llmx.plan.trace import Traces
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)

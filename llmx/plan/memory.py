@@ -25,9 +25,11 @@ from llmx.config.schema import (
     ZeroConfig,
 )
 from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
+from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry
-from llmx.plan.step_memory import ALL_REDUCED_ELEMENTS
-from llmx.plan.types import NO_LOGITS, SUMMED, FrozenNetwork, MemoryPlan
+from llmx.plan.step_memory import ALL_REDUCED_ELEMENTS, StepRules, peak_of
+from llmx.plan.trace import StepTrace
+from llmx.plan.types import NO_LOGITS, SUMMED, FrozenNetwork, MemoryPlan, Plan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -418,3 +420,71 @@ def _dense_mask_bytes(
         return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
     layers = geometry.num_layers if model.activation_checkpointing == "none" else 1
     return squares * (1 + width * layers)
+
+
+# --- By a trace ----------------------------------------------------------------------------------
+
+# ``llmx.lifecycle.memory`` has traces made and hands them over; without them the plan keeps the
+# formula above. In what gradients are summed is decided by the formula alone, so that a run does
+# not depend on what this machine has traced.
+
+
+def rules_of(exp: Experiment, plan: Plan) -> StepRules:
+    """What a step of the plan does, beside the network."""
+    zero, optimizer = exp.zero, optimizer_of(exp.optim.kind)
+    buckets = bucket_sizes(exp.model, zero, plan.accelerator)
+    fused = plan.accelerator == "cuda" or zero.offload_optimizer != "none"
+    temporary = optimizer.temporary_bytes + (0 if fused else optimizer.unfused_bytes)
+    return StepRules(
+        stage=zero.stage,
+        world=plan.world_size,
+        width=BYTES[plan.precision],
+        sums=BYTES[plan.grad_accum_dtype or plan.precision],
+        accumulation=plan.batch.accumulation,
+        reduce_bucket=buckets["reduce"],
+        overlap=bool(buckets["overlap"]),
+        prefetch_bucket=buckets["prefetch"],
+        persistence=buckets["persistence"],
+        max_live=zero.max_live_parameters,
+        max_reuse_distance=zero.max_reuse_distance,
+        sub_group=zero.sub_group_size,
+        state_width=optimizer.state_bytes,
+        temporary_width=temporary,
+        offload_optimizer=zero.offload_optimizer != "none",
+        offload_param=zero.offload_param != "none",
+        hpz=zero.hpz_partition_size,
+        bf16=plan.precision == "bf16",
+        sent=BYTES.get(str(zero.extra.get("communication_data_type")), 0),
+    )
+
+
+def memory_of(
+    exp: Experiment, plan: Plan, trace: StepTrace, device: str, *, context_gib: float | None = None
+) -> MemoryPlan:
+    """Of the ranks on one type of device. ``context_gib``: measured; None: assumed."""
+    config = exp.hardware.devices[device]
+    peaks = peak_of(trace, rules_of(exp, plan))
+    slots = max(host.slots for host in plan.hosts if host.device == device)
+    saves = next((one.saves_host_gib for one in plan.memory if one.device == device), 0.0)
+    part = {name: size / GIB for name, size in peaks.at.items()}
+    return MemoryPlan(
+        device=device,
+        parameters_gib=part["parameters"],
+        gradients_gib=part["gradients"],
+        optimizer_gib=part["optimizer"],
+        activations_gib=part["activations"],
+        logits_gib=0.0,
+        buffers_gib=part["buffers"],
+        context_gib=(context_gib or CONTEXT_GIB[config.accelerator])
+        + (peaks.freed / GIB if config.accelerator == "cpu" else 0.0),
+        host_gib=peaks.host * slots / GIB,
+        capacity_gib=config.memory_gib,
+        update_gib=part["update"],
+        saves_host_gib=saves,
+        traced=True,
+    )
+
+
+def devices_of(plan: Plan) -> list[str]:
+    """Types of devices, in the order of the ranks."""
+    return list(dict.fromkeys(rank.device for rank in plan.ranks))

@@ -1,14 +1,19 @@
 """What one micro step allocates, as it was traced on fake tensors: plain values. Pure.
 
-A trace is made once (``llmx.models.trace``, in a process of its own) for a network, a micro batch
-and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory`` plays it
-with DeepSpeed's rules for any stage, number of ranks and bucket size.
+A trace is made once (``llmx.train.memory_trace``, in a process of its own) for a network, a micro
+batch and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory``
+plays it with DeepSpeed's rules for any stage, number of ranks and bucket size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from llmx.config.schema import Experiment
+from llmx.plan.by_device import CHECKPOINTING, checkpointing_on
+from llmx.plan.types import Plan
 
 FETCH, RELEASE, FETCH_BACKWARD, RELEASE_BACKWARD, GRADIENT = range(5)
 """Kinds of events: a module begins and ends its forward pass, and its backward pass; the gradient
@@ -129,3 +134,59 @@ class StepTrace:
             values["num_packed"],
             values["num_beside"],
         )
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """What a trace is of, beside the network."""
+
+    attention: str
+    checkpointing: str
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Of one network and task."""
+
+    found: Mapping[TraceKey, StepTrace]
+    problem: str = ""
+    """Why there are none."""
+    context_gib: Mapping[str, float] = field(default_factory=dict)
+    """Of the CUDA context, by type of device, where finished runs have shown it."""
+    _between: dict[TraceKey, StepTrace | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
+        """That of this micro batch, or between those of two others: bytes are linear in it."""
+        key = TraceKey(attention, checkpointing, micro_batch)
+        if key in self.found:
+            return self.found[key]
+        if key not in self._between:
+            self._between[key] = self._mixed(attention, checkpointing, micro_batch)
+        return self._between[key]
+
+    def _mixed(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
+        sizes = sorted(
+            key.micro_batch
+            for key in self.found
+            if (key.attention, key.checkpointing) == (attention, checkpointing)
+        )
+        if len(sizes) < 2:
+            return None
+        low, high = sizes[0], sizes[-1]
+        first, last = (self.found[TraceKey(attention, checkpointing, size)] for size in (low, high))
+        return first.at(last, (micro_batch - low) / (high - low))
+
+
+def wanted_traces(exp: Experiment, plan: Plan, *, others: bool) -> list[TraceKey]:
+    """Those that a plan needs; ``others``: also for what it might be instead."""
+    ways = dict.fromkeys(dict(plan.attention).values())
+    own = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
+    sizes = sorted({rank.micro_batch for rank in plan.ranks})
+    found = [TraceKey(way, how, size) for way, how in own for size in sizes]
+    if others:
+        two = {1, max([2, *sizes])}
+        found += [TraceKey(way, how, size) for way in ways for how in CHECKPOINTING for size in two]
+    return list(dict.fromkeys(found))

@@ -19,8 +19,8 @@ from llmx.data import Column, collate
 from llmx.data.collate import PAD_TO
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample
+from llmx.plan.balance import Rows, even_work
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
-from llmx.plan.work import Rows, even_work
 
 PAD_TO_ON = {"cpu": PAD_TO, "cuda": 128}
 """``data.pad_to_multiple_of`` where it is null. On CUDA few shapes are better than short ones:

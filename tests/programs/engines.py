@@ -135,7 +135,7 @@ EXTRA = {
         "stage3_use_all_reduce_for_fetch_params": True,
     },
 }
-"""Keys of ``zero.extra`` that change how it is computed, by stage (``llmx.plan.ds_keys``)."""
+"""Keys of ``zero.extra`` that change how it is computed, by stage (``llmx.plan.ds_config``)."""
 
 
 @check

@@ -24,7 +24,7 @@ from llmx.plan.adapter import (
 )
 from llmx.plan.choices import with_traces
 from llmx.plan.memory import GIB
-from llmx.plan.predict import Traces
+from llmx.plan.trace import Traces
 from tests.composing import composed
 from tests.small_models import small_model
 

@@ -22,8 +22,7 @@ from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import prepare, run_composed
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
 from llmx.plan.learned import Observation
-from llmx.plan.predict import TraceKey, Traces
-from llmx.plan.trace import StepTrace
+from llmx.plan.trace import StepTrace, TraceKey, Traces
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json, write_json

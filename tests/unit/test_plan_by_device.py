@@ -24,7 +24,7 @@ from llmx.plan.by_device import (
     with_checkpointing,
 )
 from llmx.plan.choices import choices
-from llmx.plan.predict import Traces, wanted_traces
+from llmx.plan.trace import Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run import speeds
 from tests.composing import composed

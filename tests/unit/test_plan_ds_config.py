@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmx.errors import ConfigError
-from llmx.plan import ds_keys
-from llmx.plan.ds_config import merge_extra
+from llmx.plan.ds_config import REFUSED, SECTIONS, TAKEN, merge_extra
 from tests.composing import composed
 
 
@@ -58,7 +57,7 @@ def top_level_keys() -> set[str]:
 
 def test_every_key_of_deepspeed_is_taken_or_refused_with_a_reason(deepspeed_models) -> None:
     """A key that a later DeepSpeed brings must be decided about."""
-    decided = {*ds_keys.TAKEN, *ds_keys.REFUSED, *ds_keys.SECTIONS}
+    decided = {*TAKEN, *REFUSED, *SECTIONS}
     assert top_level_keys() | {"sequence_parallel_size"} <= decided
     for section, model in deepspeed_models.items():
         names = {field.alias or name for name, field in model.model_fields.items()}
@@ -66,13 +65,13 @@ def test_every_key_of_deepspeed_is_taken_or_refused_with_a_reason(deepspeed_mode
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
     assert {f"aio.{name}" for name in AIO_DEFAULT_DICT} <= decided
-    assert not set(ds_keys.TAKEN) & set(ds_keys.REFUSED)
-    assert all(reason.endswith(".") for reason in ds_keys.REFUSED.values())
+    assert not set(TAKEN) & set(REFUSED)
+    assert all(reason.endswith(".") for reason in REFUSED.values())
 
 
 def test_every_taken_key_is_one_that_deepspeed_reads(deepspeed_models) -> None:
     top = top_level_keys()
-    for place in ds_keys.TAKEN:
+    for place in TAKEN:
         section, _, name = place.rpartition(".")
         if section in deepspeed_models:
             fields = deepspeed_models[section].model_fields

@@ -15,8 +15,7 @@ from llmx.lifecycle import memory
 from llmx.lifecycle.memory import find_traces
 from llmx.plan import make_plan
 from llmx.plan.choices import choices, with_traces
-from llmx.plan.predict import TraceKey
-from llmx.plan.trace import GRADIENT, StepTrace
+from llmx.plan.trace import GRADIENT, StepTrace, TraceKey
 from llmx.train import memory_trace
 from llmx.train.memory_trace import Run, trace_step
 from tests.live_memory import LiveMemory

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.plan.balance import balanced_batch, share_out
+from llmx.plan.balance import Rows, balanced_batch, even_work, share_out
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
-from llmx.plan.work import Rows, even_work
 
 SEQ_LEN = 512
 

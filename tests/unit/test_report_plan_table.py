@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.plan_table import batch_line, print_plan, time_rows
-from llmx.plan.predict import TraceKey, Traces
-from llmx.plan.trace import StepTrace, TracedParameter
+from llmx.plan.trace import StepTrace, TracedParameter, TraceKey, Traces
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from tests.composing import composed
 

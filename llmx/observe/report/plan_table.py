@@ -35,7 +35,7 @@ from llmx.plan.batch import solve_batch
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
 from llmx.plan.choices import OPTIONS, Choice, choices
 from llmx.plan.geometry import model_geometry
-from llmx.plan.predict import Traces
+from llmx.plan.trace import Traces
 from llmx.plan.types import (
     USABLE,
     HostPlan,
