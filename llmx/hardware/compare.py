@@ -34,17 +34,17 @@ class Extension:
 
 def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
     """Those of an experiment, none of which a rank can do without."""
-    found = []
+    compiled = []
     if compiler := optimizer_of(optim.kind).compiled:
         setting = f"optim.kind={optim.kind}"
-        found.append(Extension(setting, "optim.kind=adamw", cuda=compiler == "cuda"))
+        compiled.append(Extension(setting, "optim.kind=adamw", cuda=compiler == "cuda"))
     for key in ("quantized_weights", "quantized_gradients"):
         if getattr(zero, key):
-            found.append(Extension(f"zero.{key}=true", f"zero.{key}=false", cuda=True))
+            compiled.append(Extension(f"zero.{key}=true", f"zero.{key}=false", cuda=True))
     if "nvme" in (zero.offload_optimizer, zero.offload_param):
         key = "offload_optimizer" if zero.offload_optimizer == "nvme" else "offload_param"
-        found.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
-    return tuple(found)
+        compiled.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
+    return tuple(compiled)
 
 
 def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str, Any]:
@@ -240,15 +240,15 @@ def _host(
         warnings.append(
             f"{name}: {facts['free_bytes'] / GIB:.1f} GiB free on the disk of the run directory."
         )
-    own = storage_of(plan, name)
-    through_shm = own.shm_bytes if own is not None else 0
+    storage = storage_of(plan, name)
+    through_shm = storage.shm_bytes if storage is not None else 0
     if plan.accelerator == "cuda" and 0 < facts["shm_bytes"] < max(512 * MIB, through_shm):
         takes = f" (about {through_shm // MIB} MiB without P2P)" if through_shm else ""
         warnings.append(
             f"{name}: /dev/shm has {facts['shm_bytes'] // MIB} MiB; NCCL between GPUs of a host "
             f"may fail there{takes}. In a container: --shm-size=8g or --ipc=host."
         )
-    if own is not None and (text := ram_problem(own, name, facts)):
+    if storage is not None and (text := ram_problem(storage, name, facts)):
         warnings.append(text)
     if 0 <= facts["open_files"] < 4096:
         warnings.append(
@@ -297,21 +297,21 @@ def _skips_cuda_check(facts: Mapping[str, Any]) -> bool:
 
 def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
     """The disk that states are offloaded to."""
-    found = facts.get("nvme")
-    if not found:
+    disk = facts.get("nvme")
+    if not disk:
         return []
     path = zero.nvme_path
-    if not found["writable"]:
+    if not disk["writable"]:
         return [
             f"{name}: zero.nvme_path={path} is not writable. Set it to a directory of a fast disk "
             "that exists on every host."
         ]
-    own = storage_of(plan, name)
-    need = (own.nvme_bytes if own is not None else None) or 0
-    if found["free_bytes"] >= need:
+    storage = storage_of(plan, name)
+    need = (storage.nvme_bytes if storage is not None else None) or 0
+    if disk["free_bytes"] >= need:
         return []
     return [
-        f"{name}: zero.nvme_path={path} has {found['free_bytes'] / GIB:.0f} GiB free, and the "
+        f"{name}: zero.nvme_path={path} has {disk['free_bytes'] / GIB:.0f} GiB free, and the "
         f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
     ]
 
@@ -319,24 +319,24 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
 def storage_of(plan: Plan, name: str) -> HostStorage | None:
     """What the plan takes of a host; None where nothing is known of it."""
     hosts = plan.storage.hosts if plan.storage is not None else ()
-    return next((one for one in hosts if name in one.hosts), None)
+    return next((storage for storage in hosts if name in storage.hosts), None)
 
 
 def _devices(
     hardware: HardwareConfig, plan: Plan, surveys: Mapping[str, dict[str, Any]]
 ) -> list[str]:
     """GPUs that are not those that the hardware file describes."""
-    found = []
+    problems = []
     for host in plan.hosts:
-        there = (surveys.get(host.name) or {}).get("capabilities") or []
-        said = hardware.devices[host.device].compute_capability
-        if said and there and said not in there:
-            listed = ", ".join(sorted({f"{each:g}" for each in there}))
-            found.append(
-                f"{host.name}: device={host.device} has compute capability {said:g}, but its GPUs "
-                f"have {listed}. Name the true device in the hardware file."
+        capabilities = (surveys.get(host.name) or {}).get("capabilities") or []
+        described = hardware.devices[host.device].compute_capability
+        if described and capabilities and described not in capabilities:
+            listed = ", ".join(sorted({f"{capability:g}" for capability in capabilities}))
+            problems.append(
+                f"{host.name}: device={host.device} has compute capability {described:g}, but its "
+                f"GPUs have {listed}. Name the true device in the hardware file."
             )
-    return found
+    return problems
 
 
 def _by_value(values: Mapping[str, Any]) -> str:
@@ -371,17 +371,17 @@ class DiskUse:
         ever = 2 if self.at_once is None else min(2, self.at_once)
         new = max(ever - self.there, min(1, ever))
         stays = max(0, min(1, ever) - self.there)
-        found = max(new * self.checkpoint, stays * self.checkpoint + self.model)
-        return math.floor(self.certain * found)
+        size = max(new * self.checkpoint, stays * self.checkpoint + self.model)
+        return math.floor(self.certain * size)
 
     @property
     def needed(self) -> int | None:
         """At most, beyond what lies there; None: no limit."""
         if self.at_once is None or self.kept is None:
             return None
-        there = min(self.there, self.kept)
-        stays = (self.kept - there) * self.checkpoint + self.model
-        return max((self.at_once - there) * self.checkpoint, stays)
+        present = min(self.there, self.kept)
+        stays = (self.kept - present) * self.checkpoint + self.model
+        return max((self.at_once - present) * self.checkpoint, stays)
 
 
 def disk_use(storage: StoragePlan | None, host: str | None, *, there: int = 0) -> DiskUse | None:
@@ -389,9 +389,11 @@ def disk_use(storage: StoragePlan | None, host: str | None, *, there: int = 0) -
     whole checkpoints. None where sizes are not known."""
     if storage is None:
         return None
-    own = next((one for one in storage.hosts if host in one.hosts), None)
-    checkpoint = storage.checkpoint_bytes if own is None else own.checkpoint_bytes
-    model = storage.model_bytes if own is None else own.model_bytes
+    storage_here = next(
+        (host_storage for host_storage in storage.hosts if host in host_storage.hosts), None
+    )
+    checkpoint = storage.checkpoint_bytes if storage_here is None else storage_here.checkpoint_bytes
+    model = storage.model_bytes if storage_here is None else storage_here.model_bytes
     if checkpoint is None or model is None:
         return None
     return DiskUse(
@@ -443,15 +445,15 @@ def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
 
 def problems_here(plan: Plan, run_dir: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
     """What this machine lacks now, of RAM for its ranks and of disk (``survey.space_facts``)."""
-    found: list[str] = []
+    problems: list[str] = []
     use = disk_use(plan.storage, None, there=facts.get("checkpoints", 0))
     if use is not None:
-        found += disk_problem(use, facts["free_bytes"], where=run_dir)
+        problems += disk_problem(use, facts["free_bytes"], where=run_dir)
     local = {host.name for host in plan.hosts if host.is_local}
     for one in plan.storage.hosts if plan.storage is not None else ():
         if local & set(one.hosts):
-            found.append(ram_problem(one, "this machine", facts))
-    return tuple(text for text in found if text)
+            problems.append(ram_problem(one, "this machine", facts))
+    return tuple(text for text in problems if text)
 
 
 def ram_problem(host: HostStorage, name: str, facts: Mapping[str, Any]) -> str:

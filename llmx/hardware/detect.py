@@ -112,16 +112,18 @@ def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, Devic
     joined = "".join(words)
     for name, device in devices.items():
         model = name.split("_")[0]
-        known = model in words or (model.startswith("rtx") and model in joined)
-        if known and abs(device.memory_gib - gpu.memory_gib) <= 0.1 * max(1.0, device.memory_gib):
+        is_model = model in words or (model.startswith("rtx") and model in joined)
+        if is_model and abs(device.memory_gib - gpu.memory_gib) <= 0.1 * max(
+            1.0, device.memory_gib
+        ):
             return name, device
-    made = DeviceConfig(
+    described = DeviceConfig(
         accelerator="cuda",
         memory_gib=round(gpu.memory_gib, 1),
         compute_capability=gpu.compute_capability,
         precisions=native_precisions(gpu.compute_capability),
     )
-    return "_".join(words), made
+    return "_".join(words), described
 
 
 def detect_hardware(
@@ -134,10 +136,10 @@ def detect_hardware(
     gpus = visible_gpus(detect_gpus(), visible)
     if gpus:
         name, device = match_device(max(gpus, key=lambda gpu: gpu.memory_gib), devices)
-        others = [gpu for gpu in gpus if match_device(gpu, devices)[0] != name]
-        if others:
+        other_types = [gpu for gpu in gpus if match_device(gpu, devices)[0] != name]
+        if other_types:
             listed = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus)
-            alike = ",".join(str(gpu.index) for gpu in gpus if gpu not in others)
+            alike = ",".join(str(gpu.index) for gpu in gpus if gpu not in other_types)
             raise ConfigError(
                 f"hardware=local: the GPUs of this machine differ ({listed}), but the ranks of a "
                 f"host need GPUs of one type. Select them, e.g. export CUDA_VISIBLE_DEVICES={alike}"

@@ -76,5 +76,5 @@ def run_survey(argv: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
             return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         raise SurveyError(str(error)) from error
-    said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    raise SurveyError(f"{said} (tried: {shlex.join(argv[:3])} ...)")
+    last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    raise SurveyError(f"{last_line} (tried: {shlex.join(argv[:3])} ...)")

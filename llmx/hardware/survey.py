@@ -119,14 +119,14 @@ def code_hash(package: str) -> str | None:
     """Of every source below a directory, by name and content; None where there is none."""
     if not package:
         return None
-    found = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(digest_size=6)
     paths = sorted(glob.glob(f"{glob.escape(package)}/**/*.py", recursive=True))  # noqa: PTH207
     for path in paths:
         with open(path, "rb") as stream:  # noqa: PTH123
             content = stream.read()
         name = os.path.relpath(path, package)
-        found.update(f"{name}\0{len(content)}\0".encode() + content)
-    return found.hexdigest() if paths else None
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest() if paths else None
 
 
 def version(name: str) -> str | None:
@@ -173,9 +173,9 @@ def said_by(words: list[str], *, timeout_s: float) -> str:
 
 def torch_build() -> dict[str, Any]:
     """What torch itself says of its build: CUDA, the GPUs it has code for, the NCCL it loads."""
-    said = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
+    output = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
     try:
-        return dict(json.loads(said.strip().splitlines()[-1]))
+        return dict(json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
         return {"cuda": cuda_of_torch()}
 
@@ -183,12 +183,12 @@ def torch_build() -> dict[str, Any]:
 def cuda_of_torch() -> str | None:
     """The CUDA that torch is built for, without importing it; None where it has none."""
     try:
-        found = util.find_spec("torch")
+        spec = util.find_spec("torch")
     except (ImportError, ValueError):
-        found = None
-    if found is None or not found.origin:
+        spec = None
+    if spec is None or not spec.origin:
         return None
-    text = _text(os.path.join(os.path.dirname(found.origin), "version.py"))  # noqa: PTH118, PTH120
+    text = _text(os.path.join(os.path.dirname(spec.origin), "version.py"))  # noqa: PTH118, PTH120
     match = re.search(r"""^cuda[^=\n]*= *['"]([0-9.]+)['"]""", text, re.MULTILINE)
     return match.group(1) if match else None
 
@@ -196,9 +196,9 @@ def cuda_of_torch() -> str | None:
 def nvcc() -> str | None:
     """Version of the CUDA compiler where torch looks for it; None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")  # noqa: PTH118
-    said = said_by([found or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
-    match = re.search(r"release ([0-9]+\.[0-9]+)", said)
+    program = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")  # noqa: PTH118
+    output = said_by([program or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
+    match = re.search(r"release ([0-9]+\.[0-9]+)", output)
     return match.group(1) if match else None
 
 
@@ -224,13 +224,13 @@ def has_libaio() -> bool:
 
 def directory_facts(path: str) -> dict[str, Any]:
     """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
-    there = nearest_directory(path)
+    existing = nearest_directory(path)
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             writable = True
     except OSError:
         writable = False
-    return {"writable": writable, "free_bytes": shutil.disk_usage(there).free}
+    return {"writable": writable, "free_bytes": shutil.disk_usage(existing).free}
 
 
 def space_facts(run_dir: str) -> dict[str, Any]:
@@ -249,12 +249,12 @@ def ram_available(root: str = "/") -> int | None:
 
     ``llmx.checkpoint.save`` asks the same for a rank, with torch.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(f"{root}proc/meminfo"), re.MULTILINE)
-    if found is None:
+    meminfo = re.search(r"^MemAvailable:\s*(\d+) kB", _text(f"{root}proc/meminfo"), re.MULTILINE)
+    if meminfo is None:
         return None
-    available = [int(found.group(1)) * 1024]
-    own = re.search(r"^0::(/.*)$", _text(f"{root}proc/self/cgroup"), re.MULTILINE)
-    group = own.group(1).strip("/") if own else ""
+    available = [int(meminfo.group(1)) * 1024]
+    cgroup_path = re.search(r"^0::(/.*)$", _text(f"{root}proc/self/cgroup"), re.MULTILINE)
+    group = cgroup_path.group(1).strip("/") if cgroup_path else ""
     while True:
         at = f"{root}sys/fs/cgroup/{group}".rstrip("/")
         limit, used = _text(f"{at}/memory.max").strip(), _text(f"{at}/memory.current").strip()
@@ -280,17 +280,17 @@ def gpu_names(directory: str = "/proc/driver/nvidia/gpus") -> list[str]:
     """The ``Model:`` of each GPU that the driver lists, in its order."""
     names = []
     for path in sorted(glob.glob(f"{directory}/*/information")):  # noqa: PTH207
-        found = re.search(r"^Model:\s*(.+)$", _text(path), re.MULTILINE)
-        if found:
-            names.append(found.group(1).strip())
+        model = re.search(r"^Model:\s*(.+)$", _text(path), re.MULTILINE)
+        if model:
+            names.append(model.group(1).strip())
     return names
 
 
 def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
     """``570.86.15``, else the whole line where it has another form; None without a driver."""
     line = _text(path).split("\n", 1)[0].strip()
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line)
-    return found.group(0) if found else line or None
+    version = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", line)
+    return version.group(0) if version else line or None
 
 
 def cpu_model(path: str = "/proc/cpuinfo") -> str | None:
@@ -298,8 +298,8 @@ def cpu_model(path: str = "/proc/cpuinfo") -> str | None:
     text = _text(path)
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
-    known = set((flags.group(1) if flags else "").split())
-    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in known]
+    flag_set = set((flags.group(1) if flags else "").split())
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flag_set]
     return " ".join([name.group(1).strip() if name else "unknown", *wide]) if text else None
 
 
@@ -331,14 +331,14 @@ def stale_locks() -> list[str]:
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(  # noqa: PTH111
         "~/.cache/torch_extensions"
     )
-    found = []
+    locks = []
     for lock in glob.glob(f"{root}/*/lock") + glob.glob(f"{root}/*/*/lock"):  # noqa: PTH207
         try:
             if time.time() - os.path.getmtime(lock) > STALE_LOCK_S:  # noqa: PTH204
-                found.append(lock)
+                locks.append(lock)
         except OSError:
             continue
-    return sorted(found)
+    return sorted(locks)
 
 
 if __name__ == "__main__":

@@ -112,15 +112,15 @@ class CheckpointSync:
             return
         for connection in self.private:
             inside = f"checkpoints/{directory.name}/"
-            there = connection.request("list_files", patterns=[f"{inside}**"], timeout_s=60)[
+            files_there = connection.request("list_files", patterns=[f"{inside}**"], timeout_s=60)[
                 "files"
             ]
             missing = [
                 name
                 for name in sorted(self._needed(manifest, connection))
-                if there.get(inside + name) != manifest.files[name].bytes
+                if files_there.get(inside + name) != manifest.files[name].bytes
             ]
-            if inside + MANIFEST not in there:
+            if inside + MANIFEST not in files_there:
                 missing.append(MANIFEST)
             if missing:
                 self.log.info(
@@ -133,9 +133,9 @@ class CheckpointSync:
         """The files of a checkpoint that the ranks of a host read."""
         ranks = self.spec.plan.ranks
         written = {name for name in manifest.files if name.startswith("rank-")}
-        own = {rank_file(rank.rank) for rank in ranks if rank.host in connection.hosts}
+        of_host = {rank_file(rank.rank) for rank in ranks if rank.host in connection.hosts}
         same_ranks = written == {rank_file(rank.rank) for rank in ranks}
-        return set(manifest.files) - (written - own if same_ranks else set())
+        return set(manifest.files) - (written - of_host if same_ranks else set())
 
     def _push(self, connection: Connection, directory: Path, names: list[str]) -> None:
         """No rank runs at that time."""
@@ -156,10 +156,10 @@ class CheckpointSync:
         if self.spec.plan.ranks[0].host not in connection.hosts:
             return
         names = [p.name for p in (self.spec.run_dir.metrics, self.spec.run_dir.samples)]
-        there = connection.request("list_files", patterns=names, timeout_s=60)["files"]
+        files_there = connection.request("list_files", patterns=names, timeout_s=60)["files"]
         for name in names:
             path = self.spec.run_dir.root / name
-            if path.exists() and path.stat().st_size > there.get(name, -1):
+            if path.exists() and path.stat().st_size > files_there.get(name, -1):
                 self._pool.run(
                     [str(path), f"{connection.name}:{path}"], what=f"{name} to {connection.name}"
                 )
@@ -179,19 +179,21 @@ class CheckpointSync:
 
     def _pull_all(self, *, limit: bool) -> None:
         """Pull and verify the newest checkpoint that all hosts have committed; prune old copies."""
-        there: dict[str, set[str]] = {}
+        hosts_of_step: dict[str, set[str]] = {}
         for connection in self.private:
             files = connection.request(
                 "list_files", patterns=["checkpoints/step-*/manifest.json"], timeout_s=30
             )["files"]
             for path in files:
                 if match := _STEP.fullmatch(path):
-                    there.setdefault(match[1], set()).add(connection.name)
+                    hosts_of_step.setdefault(match[1], set()).add(connection.name)
         names = {connection.name for connection in self.private}
         for path in self.spec.run_dir.checkpoints.glob(".step-*.pull"):
-            if path.name[1:-5] not in there:
+            if path.name[1:-5] not in hosts_of_step:
                 shutil.rmtree(path, ignore_errors=True)  # pruned there before the copy was complete
-        everywhere = sorted((step for step, have in there.items() if have >= names), reverse=True)
+        everywhere = sorted(
+            (step for step, have in hosts_of_step.items() if have >= names), reverse=True
+        )
         for step in everywhere:
             target = self.spec.run_dir.checkpoints / step
             if self.has_ranks_here and not target.is_dir():
@@ -207,7 +209,7 @@ class CheckpointSync:
             self._pin({step})
             break
         if not self.has_ranks_here:
-            self._prune(set(there))
+            self._prune(set(hosts_of_step))
 
     def _is_abandoned(self, step: str, target: Path) -> bool:
         """Whether the checkpoint is of a branch that a rollback abandoned, and is there until the
@@ -225,8 +227,8 @@ class CheckpointSync:
 
     def _newest_copy(self) -> set[str]:
         """The newest complete copy, of this attempt or an earlier one."""
-        kept = {step_name(step) for step in pinned(self.spec.run_dir.checkpoints)}
-        return {max(self._verified)} if self._verified else kept
+        pinned_steps = {step_name(step) for step in pinned(self.spec.run_dir.checkpoints)}
+        return {max(self._verified)} if self._verified else pinned_steps
 
     def _pin(self, steps: set[str]) -> None:
         """Keep the ranks from pruning the checkpoint that is copied, and the one copied before:
@@ -268,9 +270,9 @@ class CheckpointSync:
         self._verified.add(step)
         self.log.debug(f"checkpoints: {step} pulled and verified, {plural(len(present), 'file')}")
 
-    def _prune(self, there: set[str]) -> None:
+    def _prune(self, names_there: set[str]) -> None:
         """On a machine without ranks: remove copies of checkpoints that the hosts have pruned."""
         newest = max(self._verified, default="")
         for path in self.spec.run_dir.checkpoints.glob("step-*"):
-            if path.name not in there and path.name < newest:
+            if path.name not in names_there and path.name < newest:
                 shutil.rmtree(path, ignore_errors=True)

@@ -483,15 +483,15 @@ class Diagnosis:
 
 def diagnose(failure: Failure) -> Diagnosis:
     """The outcome, cause and fix of a failure; never raises, always has a cause."""
-    said = "\n".join(part for part in (_headline(failure), failure.traceback) if part)
-    row = _match(said)
+    text = "\n".join(part for part in (_headline(failure), failure.traceback) if part)
+    row = _match(text)
     if row is None and failure.signal:
         return _killed(failure)
-    if row is None and not said:
+    if row is None and not text:
         row = _match(failure.log)
-        said = failure.log
+        text = failure.log
     if row is not None and _agrees(row, failure.category):
-        return _from_row(row, said, failure)
+        return _from_row(row, text, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
     cause = (
         _headline(failure)

@@ -68,8 +68,8 @@ class HostRecord:
 
     def is_synced(self, path: str, here: str | None, there: str | None) -> bool:
         """Whether the path was verified on the host, and neither side has changed since."""
-        known = self._read("synced").get(path)
-        return bool(here and there) and known == [here, there]
+        stamps = self._read("synced").get(path)
+        return bool(here and there) and stamps == [here, there]
 
     def note_synced(self, path: str, here: str | None, there: str | None) -> None:
         """The path was verified; with a stamp missing it will be looked at again."""
@@ -84,13 +84,13 @@ class HostRecord:
         self._note("surveys", request, dict(facts))
 
     def _read(self, part: str) -> dict[str, Any]:
-        found = read_mapping(self.path).get(part)
-        return found if isinstance(found, dict) else {}
+        values = read_mapping(self.path).get(part)
+        return values if isinstance(values, dict) else {}
 
     def _note(self, part: str, key: str, value: Any) -> None:
         with contextlib.suppress(OSError), _lock(self.path.with_suffix(".lock"), lambda: False):
             values = read_mapping(self.path)
-            kept = {name: each for name, each in self._read(part).items() if name != key}
+            kept = {name: stamp for name, stamp in self._read(part).items() if name != key}
             if value is not None:
                 kept[key] = value
             if part == "surveys":
@@ -264,7 +264,7 @@ def _configured_paths(
     model: ModelConfig, data: DataConfig, task: TaskConfig, launch: LaunchConfig
 ) -> Iterable[tuple[str, str]]:
     """The absolute local paths of the config, with globs expanded."""
-    wanted = [
+    paths = [
         (model.path, "model"),
         (model.tokenizer, "tokenizer"),
         (data.path, "data"),
@@ -274,7 +274,7 @@ def _configured_paths(
         *((value, "model of the task") for value in task.options.values() if _is_model(value)),
         *((path, "launch.sync_extra") for path in launch.sync_extra),
     ]
-    for path, what in wanted:
+    for path, what in paths:
         if not path or not Path(path).expanduser().is_absolute():
             continue
         full = os.path.normpath(Path(path).expanduser())
@@ -404,8 +404,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
         names += ["/metrics.jsonl", "/samples.json", "/inputs.json"]
     # A log only grows: where a host lost its disk and has the shorter one, that is not copied. The
     # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
-    for mode, wanted in (["--append-verify"], logs), ([], names):
-        include = [f"--include={name}" for name in wanted]
+    for mode, patterns in (["--append-verify"], logs), ([], names):
+        include = [f"--include={name}" for name in patterns]
         words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
         received += _bytes_received(pool.run(words, what=f"{root} from {host}"))
     return received

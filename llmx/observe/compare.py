@@ -62,12 +62,12 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     config = config_rows(_config(a), _config(b))
     _print_config(console, config)
     records = [read_mapping(data.run.provenance) for data in (a, b)]
-    found = environment_rows(
+    environment = environment_rows(
         records[0], records[1],
         plans=(a.plan, b.plan), ds=(read_mapping(a.run.ds_config), read_mapping(b.run.ds_config)),
         config=config,
     )  # fmt: skip
-    _print_environment(console, found, records)
+    _print_environment(console, environment, records)
     _print_outcome(console, a, b)
     console.print(f"\n{curves(compare_runs(a.run, b.run))}\n")
     for name, data in (("A", a), ("B", b)):
@@ -136,19 +136,19 @@ def _print_config(console: Console, rows: Sequence[ConfigRow]) -> None:
 
 
 def _print_environment(
-    console: Console, found: Sequence[Difference], records: Sequence[dict[str, Any]]
+    console: Console, rows: Sequence[Difference], records: Sequence[dict[str, Any]]
 ) -> None:
     from rich.table import Table
 
     missing = sorted({name for record in records for name in not_recorded(record)})
-    if not found:
+    if not rows:
         console.print("environment: no difference")
     else:
         console.print("environment", style="bold")
         table = Table(box=None, header_style="dim")
         for name in ("", "A", "B", "which"):
             table.add_column(name, overflow="fold")
-        for row in found:
+        for row in rows:
             table.add_row(row.what, row.then, row.now, MEANING[row.severity])
         console.print(table)
     if missing:
@@ -199,9 +199,9 @@ class ConfigRow:
 
 def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
     """Keys whose values differ, in the order of the schema, without a run's own."""
-    one, two = flattened(a), flattened(b)
+    values_a, values_b = flattened(a), flattened(b)
     return [
-        ConfigRow(key, one.get(key, NOT_SET), two.get(key, NOT_SET))
+        ConfigRow(key, values_a.get(key, NOT_SET), values_b.get(key, NOT_SET))
         for key in changed_values(b, a)
         if key not in OWN_KEYS
     ]
@@ -219,27 +219,27 @@ def environment_rows(
 
     DeepSpeed's JSON only where the ``config`` that it is made from is the same.
     """
-    found = differences(a, b) if a and b else []
+    rows = differences(a, b) if a and b else []
     if {row.group for row in config} & {"zero", "batch", "optim", "model", "data", "hardware"}:
         ds = ({}, {})
     if plans[0] and plans[1]:
-        found += plan_differences(plans[0], plans[1], ds_then=ds[0], ds_now=ds[1])
-    return found
+        rows += plan_differences(plans[0], plans[1], ds_then=ds[0], ds_now=ds[1])
+    return rows
 
 
 def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     """What became of each: the rows of the report side by side."""
-    one, two = dict(_rows(a)), dict(_rows(b))
-    names = [*one, *(name for name in two if name not in one)]
-    return [(name, one.get(name, "-"), two.get(name, "-")) for name in names]
+    rows_a, rows_b = dict(_rows(a)), dict(_rows(b))
+    names = [*rows_a, *(name for name in rows_b if name not in rows_a)]
+    return [(name, rows_a.get(name, "-"), rows_b.get(name, "-")) for name in names]
 
 
 def _rows(data: RunData) -> list[tuple[str, str]]:
-    found = wording.headline(data)
-    line = found.line.removeprefix(f"{data.name}: ")
+    headline = wording.headline(data)
+    line = headline.line.removeprefix(f"{data.name}: ")
     rows = [("outcome", line)]
-    if found.cause:
-        rows.append(("cause", found.cause.splitlines()[0]))
+    if headline.cause:
+        rows.append(("cause", headline.cause.splitlines()[0]))
     rows += wording.summary_rows(data)
     restarts = (data.result or {}).get("restarts")
     if restarts:

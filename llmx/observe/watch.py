@@ -132,7 +132,7 @@ def _lines(views: Iterator[View | str]) -> View | None:
     from llmx.observe.status.show import plain_line
 
     last: View | None = None
-    said: tuple[Any, ...] = ()
+    last_shown: tuple[Any, ...] = ()
     lost, told = False, 0.0
     for seen in views:
         if isinstance(seen, str):
@@ -147,7 +147,7 @@ def _lines(views: Iterator[View | str]) -> View | None:
                 print(f"{moment} {printable(words)}", flush=True)
             told = max(told, when)
         news = (seen.state, len(seen.losses), seen.loss, seen.restarts, seen.is_over)
-        if news != said:
+        if news != last_shown:
             print(printable(plain_line(seen)), flush=True)
-        said, last = news, seen
+        last_shown, last = news, seen
     return last

@@ -229,11 +229,11 @@ def why_not_online(server: str, meta: RunMeta) -> str:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """A nested config as text under dotted keys, for services that take no nesting."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in values.items():
         name = prefix + re.sub(r"[^\w\-. ]", "_", str(key))
         if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{name}."))
+            texts.update(flat(value, f"{name}."))
         else:
-            found[name] = str(value)[:LONGEST_VALUE]
-    return found
+            texts[name] = str(value)[:LONGEST_VALUE]
+    return texts

@@ -31,9 +31,9 @@ class MlflowTracker(Tracker):
 
         here = meta.run_dir / "mlflow"
         here.mkdir(exist_ok=True)
-        uri = wanted = meta.uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
-        why = why_not_online(wanted, meta) if wanted.startswith("http") else ""
-        if why or not wanted:
+        uri = configured = meta.uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        why = why_not_online(configured, meta) if configured.startswith("http") else ""
+        if why or not configured:
             uri = f"sqlite:///{here}/mlflow.db"
         self._summary, self._last, online = Summary(), dict[str, int](), uri.startswith("http")
         self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -45,12 +45,14 @@ class MlflowTracker(Tracker):
 
     def _open(self, meta: RunMeta, artifacts: str | None) -> None:
         client, project = self._client, meta.project
-        found = client.get_experiment_by_name(project)
-        number = found.experiment_id if found else client.create_experiment(project, artifacts)
+        experiment = client.get_experiment_by_name(project)
+        number = (
+            experiment.experiment_id if experiment else client.create_experiment(project, artifacts)
+        )
         query = f"tags.`llmx.run_id` = '{meta.run_id}'"
         if runs := client.search_runs([number], query, max_results=1):
             self._id = runs[0].info.run_id
-            self._last = {each.key: each.step for each in runs[0].to_proto().data.metrics}
+            self._last = {metric.key: metric.step for metric in runs[0].to_proto().data.metrics}
             client.update_run(self._id, status="RUNNING")
             return
         tags = {"llmx.run_id": meta.run_id, "llmx.group": meta.group or ""}
@@ -61,9 +63,9 @@ class MlflowTracker(Tracker):
     def _send(self, kind: str, values: dict[str, Any], *when: int) -> None:
         from mlflow import entities
 
-        made = [getattr(entities, kind)(name, value, *when) for name, value in values.items()]
-        for start in range(0, len(made), 100):  # the most parameters that a server takes
-            part = {f"{kind.removeprefix('Run').lower()}s": made[start : start + 100]}
+        items = [getattr(entities, kind)(name, value, *when) for name, value in values.items()]
+        for start in range(0, len(items), 100):  # the most parameters that a server takes
+            part = {f"{kind.removeprefix('Run').lower()}s": items[start : start + 100]}
             self._client.log_batch(self._id, **part)
 
     def log(self, record: Record) -> None:

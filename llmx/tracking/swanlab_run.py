@@ -29,11 +29,11 @@ class SwanlabTracker(Tracker):
 
         self._summary = Summary()
         self._project = re.sub(r"[^\w\-+.]", "-", meta.project, flags=re.ASCII)[:100]
-        known = swanlab.Settings()
-        why = "" if known.api_key else f"no API key for {known.api_host}; run `swanlab login`"
-        if meta.mode == "auto" and known.mode != "online":
-            why = f"SWANLAB_MODE={known.mode} is set in the environment"
-        if not (why := why or why_not_online(known.api_host, meta)):
+        settings = swanlab.Settings()
+        why = "" if settings.api_key else f"no API key for {settings.api_host}; run `swanlab login`"
+        if meta.mode == "auto" and settings.mode != "online":
+            why = f"SWANLAB_MODE={settings.mode} is set in the environment"
+        if not (why := why or why_not_online(settings.api_host, meta)):
             try:
                 self._open("online", meta)
                 self.report("online", str(self._run.url))

@@ -44,7 +44,7 @@ class WandbTracker(Tracker):
     def start(self, meta: RunMeta) -> None:
         self._run_dir = meta.run_dir
         provenance = _shortened(meta.provenance)
-        whole = {**meta.config, "ds_config": meta.ds_config, "provenance": provenance}
+        config = {**meta.config, "ds_config": meta.ds_config, "provenance": provenance}
         # Nobody else's service, no crash reports to a third party, no chatter.
         os.environ.pop("WANDB_SERVICE", None)
         os.environ["WANDB_ERROR_REPORTING"] = "false"
@@ -54,7 +54,7 @@ class WandbTracker(Tracker):
         why = _why_not_online(meta)
         if not why:
             try:
-                self._open("online", whole, meta)
+                self._open("online", config, meta)
                 self._online = True
             except Exception as error:
                 why = f"the server refused or gave no answer: {_first_line(error)}"
@@ -62,7 +62,7 @@ class WandbTracker(Tracker):
                 wandb.teardown()
                 set_aside_earlier(meta)
         if why:
-            self._open("offline", whole, meta)
+            self._open("offline", config, meta)
         self._notify_mode(why)
 
     def _open(
@@ -142,8 +142,8 @@ class WandbTracker(Tracker):
         directory = Path(self._run.dir).parent
         if self._run.resumed:
             # Uploading this directory would put the last part in the place of the whole.
-            again = replay_command(self._run_dir)
-            self.report("offline", why, fix=again, where=str(directory))
+            replay = replay_command(self._run_dir)
+            self.report("offline", why, fix=replay, where=str(directory))
             return
         upload = f"wandb sync {directory}"
         self.report("offline", why, fix=upload, where=str(directory), sync=upload)

@@ -94,10 +94,10 @@ class ProcessTable:
 
     def find(self, *, fresh: bool = False) -> list[Process]:
         """Every live process of the run on this host, except this one and its ancestors."""
-        own = _ancestors(os.getpid())
-        found, ignored = [], {}
+        ancestors = _ancestors(os.getpid())
+        processes, ignored = [], {}
         for entry in os.listdir("/proc"):
-            if not entry.isdigit() or int(entry) in own:
+            if not entry.isdigit() or int(entry) in ancestors:
                 continue
             pid = int(entry)
             stat = _stat(pid)
@@ -108,11 +108,11 @@ class ProcessTable:
                 continue
             process = self._read(pid, int(stat[1]))
             if process is not None:
-                found.append(process)
+                processes.append(process)
             elif _age_s(stat[2]) > 5:  # a younger one may be between fork and exec
                 ignored[pid] = stat[2]
         self.ignored = ignored
-        return found
+        return processes
 
     def _read(self, pid: int, parent: int) -> Process | None:
         environ, cmdline = _bytes(f"/proc/{pid}/environ"), _bytes(f"/proc/{pid}/cmdline")
@@ -154,12 +154,12 @@ def terminate_processes(
     killed: set[int] = set()
 
     def alive() -> list[Process]:
-        found = table.find(fresh=True)
-        seen.update(process.pid for process in found)
-        for process in found:
+        processes = table.find(fresh=True)
+        seen.update(process.pid for process in processes)
+        for process in processes:
             if process.is_runner:
                 _signal(process.pid, signal.SIGKILL)
-        return [process for process in found if not process.is_runner]
+        return [process for process in processes if not process.is_runner]
 
     def wait(seconds: float, only_ranks: bool) -> list[Process]:
         deadline = time.monotonic() + seconds
@@ -451,14 +451,14 @@ class Agent:
 
     def do_list_files(self, message: Message) -> Message:
         """Files of the run directory that match the patterns: relative path -> bytes."""
-        found = {}
+        sizes = {}
         for pattern in message["patterns"]:
             pattern = os.path.join(glob.escape(self.run_dir), pattern)
             for path in glob.glob(pattern, recursive=True):
                 with contextlib.suppress(OSError):
                     if os.path.isfile(path):
-                        found[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
-        return {"files": found}
+                        sizes[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
+        return {"files": sizes}
 
     def do_pin(self, message: Message) -> Message:
         """Set the checkpoints that the ranks here must not prune."""
@@ -601,7 +601,7 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
         return None
     import hashlib  # not for each start of an agent
 
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(where: str, relative: str) -> None:
         status = os.lstat(where)
@@ -610,12 +610,12 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
         elif stat.S_ISREG(status.st_mode):
             what = f"{relative}\0{status.st_size}\0{status.st_mtime_ns}"
         elif stat.S_ISDIR(status.st_mode):
-            found.update(f"{relative}/\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{relative}/\n".encode("utf-8", "surrogateescape"))
             below(where, relative)
             return
         else:
             return
-        found.update(f"{what}\n".encode("utf-8", "surrogateescape"))
+        digest.update(f"{what}\n".encode("utf-8", "surrogateescape"))
 
     def below(directory: str, relative: str) -> None:
         for name in sorted(os.listdir(directory)):
@@ -631,7 +631,7 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
             add(real, "")
     except OSError:  # not there, or changed meanwhile
         return None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _run_all(commands: list[list[str]]) -> None:
@@ -647,25 +647,25 @@ def _listen(port: int) -> list[socket.socket]:
     families = [(socket.AF_INET, "0.0.0.0")]
     if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6"):
         families.append((socket.AF_INET6, "::"))
-    made: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     try:
         for family, address in families:
-            made.append(socket.socket(family, socket.SOCK_STREAM))
+            sockets.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                made[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # Closed connections of a run that has just ended do not count as in use.
-            made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made[-1].bind((address, port))
-            made[-1].listen(64)
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets[-1].bind((address, port))
+            sockets[-1].listen(64)
     except OSError:
-        _close(made)
+        _close(sockets)
         raise
-    return made
+    return sockets
 
 
 def _close(sockets: list[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
+    for listener in sockets:
+        listener.close()
 
 
 def _interface_of(address: str) -> str | None:
@@ -728,12 +728,12 @@ def _oom_kills() -> int:
 
 
 def _ancestors(pid: int) -> set[int]:
-    own = set()
+    ancestors = set()
     while pid > 0:
-        own.add(pid)
+        ancestors.add(pid)
         stat = _stat(pid)
         pid = int(stat[1]) if stat else 0
-    return own
+    return ancestors
 
 
 def _stat(pid: int) -> tuple[str, str, str] | None:

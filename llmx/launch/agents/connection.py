@@ -94,11 +94,11 @@ class Connection:
 
     def reconnect(self) -> Connection:
         """A new connection to the same host, not started yet."""
-        again = Connection(
+        connection = Connection(
             self.name, self.hosts, self.argv, self.log, self.inbox, is_remote=self.is_remote
         )
-        again.shared, again.session = self.shared, self.session
-        return again
+        connection.shared, connection.session = self.shared, self.session
+        return connection
 
     def send(self, cmd: str, **values: Any) -> queue.Queue[Message]:
         """Send one command; its reply arrives in the queue that is returned."""
@@ -243,7 +243,7 @@ def request_all(
     message: Callable[[Connection], Message] = lambda connection: {},
 ) -> Iterator[tuple[Connection, Message | AgentError]]:
     """Send a command to all agents, then yield their replies in order. ``message``: its values."""
-    pending = [(each, each.send(cmd, **message(each))) for each in connections]
+    pending = [(agent, agent.send(cmd, **message(agent))) for agent in connections]
     for connection, replies in pending:
         try:
             yield connection, connection.wait_for(replies, timeout_s=timeout_s)

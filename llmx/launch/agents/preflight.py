@@ -147,9 +147,9 @@ def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> M
 
 
 def _unreachable(connection: Connection, stderr: str) -> str:
-    found = diagnose(Failure(log=stderr))
-    if found.name:
-        return f"{connection.name}: {found.cause}. Fix: {found.fix}."
+    diagnosis = diagnose(Failure(log=stderr))
+    if diagnosis.name:
+        return f"{connection.name}: {diagnosis.cause}. Fix: {diagnosis.fix}."
     return (
         f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: ssh -F "
         f"RUN_DIR/ssh_config {connection.name} true"
@@ -229,20 +229,20 @@ def check_environments(
     """
     here = space_facts(str(spec.run_dir.root))
     space = _check_disks(spec, {None: here}, is_restart=is_restart)
-    asked = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
+    questions = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec)
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "DS_SKIP_CUDA_CHECK")
-    asked["env"] = {name: ranks[name] for name in names if name in ranks}
+    questions["env"] = {name: ranks[name] for name in names if name in ranks}
     if not any(connection.is_remote for connection in connections):
-        return (*space, *_check_this_machine(spec, asked, here))
+        return (*space, *_check_this_machine(spec, questions, here))
     used = [connection for connection in connections if connection.hosts]
-    name = survey_request(spec.python, asked)
-    records = {each.name: HostRecord(spec.plan.hosts[each.hosts[0]]) for each in used}
+    name = survey_request(spec.python, questions)
+    records = {agent.name: HostRecord(spec.plan.hosts[agent.hosts[0]]) for agent in used}
 
     def request(connection: Connection) -> Message:
-        known = records[connection.name].survey(name)
+        known_facts = records[connection.name].survey(name)
         arguments = [str(spec.run_dir.root), str(Path(spec.worker_path).parent)]
-        arguments.append(json.dumps({**asked, "known": known}))
+        arguments.append(json.dumps({**questions, "known": known_facts}))
         return {"python": spec.python, "program": survey_source(), "arguments": arguments}
 
     surveys = {}
@@ -265,7 +265,7 @@ def check_environments(
     if findings.errors:
         raise LaunchError("\n".join(findings.errors))
     remote: dict[str | None, Message] = {
-        each.name: surveys[each.name] for each in used if each.is_remote and not each.shared
+        agent.name: surveys[agent.name] for agent in used if agent.is_remote and not agent.shared
     }
     return (*space, *_check_disks(spec, remote, is_restart=is_restart), *findings.warnings)
 
@@ -276,11 +276,11 @@ def _check_disks(
     """Warnings of disks that may become full. ``facts``: by host with a run directory of its own;
     None: this machine."""
     errors, warnings = [], []
-    for name, found in facts.items():
-        use = disk_use(spec.plan.storage, name, there=found.get("checkpoints", 0))
+    for name, disk in facts.items():
+        use = disk_use(spec.plan.storage, name, there=disk.get("checkpoints", 0))
         where = str(spec.run_dir.root) if name is None else f"{name}: {spec.run_dir.root}"
         if use is not None:
-            error, warning = disk_problem(use, found["free_bytes"], where=where)
+            error, warning = disk_problem(use, disk["free_bytes"], where=where)
             errors += [error] if error else []
             warnings += [warning] if warning else []
     if errors and not is_restart:
@@ -290,13 +290,13 @@ def _check_disks(
 
 def _check_this_machine(spec: LaunchSpec, asked: Message, here: Message) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
-    host, *others = spec.plan.hosts
+    host, *other_hosts = spec.plan.hosts
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.accelerator == "cuda"
-    if others or not host.is_local:
+    if other_hosts or not host.is_local:
         return ()  # the hosts of Slurm cannot be checked from here
     if not needed:
-        own = storage_of(spec.plan, host.name)
-        text = "" if own is None else ram_problem(own, host.name, here)
+        storage = storage_of(spec.plan, host.name)
+        text = "" if storage is None else ram_problem(storage, host.name, here)
         return (text,) if text else ()
     asked = {**asked, "torch": False}
     record, name = HostRecord(host), survey_request(spec.python, asked)
@@ -357,19 +357,19 @@ def connection_to(connections: list[Connection], host: int) -> Connection | None
 
 
 def _master_port(spec: LaunchSpec, connections: list[Connection]) -> int:
-    wanted = spec.exp.launch.master_port
+    chosen = spec.exp.launch.master_port
     # Under Slurm the host of rank 0 has no agent: a port that is free here is the best guess.
     connection = connection_to(connections, 0) or connections[0]
     try:
-        port = int(connection.request("reserve_port", want=wanted, timeout_s=30)["port"])
+        port = int(connection.request("reserve_port", want=chosen, timeout_s=30)["port"])
     except AgentError as error:
         raise LaunchError(f"{connection.name}: cannot reserve a port: {error}") from error
     if not port:
         raise LaunchError(
-            f"launch.master_port={wanted}: is in use on {connection.name} (`ss -ltnp 'sport = "
-            f":{wanted}'` shows by which process). Set launch.master_port=0, which takes a free "
+            f"launch.master_port={chosen}: is in use on {connection.name} (`ss -ltnp 'sport = "
+            f":{chosen}'` shows by which process). Set launch.master_port=0, which takes a free "
             "one."
-            if wanted
+            if chosen
             else f"{connection.name}: found no free port between 20000 and 32700."
         )
     return port
@@ -378,22 +378,22 @@ def _master_port(spec: LaunchSpec, connections: list[Connection]) -> int:
 def _interfaces(spec: LaunchSpec, connections: list[Connection]) -> tuple[str | None, ...]:
     """As configured; otherwise the interface on the route to another host."""
     hosts = spec.plan.hosts
-    found: list[str | None] = [host.interface for host in hosts]
-    if len(hosts) == 1 or all(found):
-        return tuple(found)
+    interfaces: list[str | None] = [host.interface for host in hosts]
+    if len(hosts) == 1 or all(interfaces):
+        return tuple(interfaces)
     for index, host in enumerate(hosts):
         connection = connection_to(connections, index)
-        if found[index] is None and connection is not None:
+        if interfaces[index] is None and connection is not None:
             peer = next(other for other in hosts if other is not host)
             try:
                 route = connection.request("route", to=peer.address, timeout_s=30)
-                found[index] = route["interface"]
+                interfaces[index] = route["interface"]
             except AgentError as error:
                 raise LaunchError(
                     f"{host.name}: has no route to {peer.name} at {peer.address} ({error}). Set "
                     "the address of the host to one that the other hosts can reach."
                 ) from error
-    return tuple(found)
+    return tuple(interfaces)
 
 
 def push_inputs(

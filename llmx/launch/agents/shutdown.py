@@ -105,18 +105,16 @@ def _log_counts(spec: LaunchSpec, connection: Connection, counts: Message, log: 
 
 def _reconnect(spec: LaunchSpec, connection: Connection, log: RunLog) -> Connection:
     """A new agent on the host of a lost connection; the lost one where the host does not answer."""
-    again = connection.reconnect()
-    again.start(tool_env())
+    new = connection.reconnect()
+    new.start(tool_env())
     try:
-        again.host_info = again.request(
-            "handshake", timeout_s=15, **handshake_message(spec, again, "")
-        )
-        again.request("watch", timeout_s=15, stream=False, port=spec.port)
+        new.host_info = new.request("handshake", timeout_s=15, **handshake_message(spec, new, ""))
+        new.request("watch", timeout_s=15, stream=False, port=spec.port)
     except AgentError as error:
-        again.close(timeout_s=0)
+        new.close(timeout_s=0)
         log.warning(
             f"{connection.name}: cannot be reached any more ({error}); its own agent ends the run "
             "there as soon as it misses the supervisor"
         )
         return connection
-    return again
+    return new

@@ -249,7 +249,9 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
     master = exp.hardware.master_addr
     # What only the lost hosts have is no stray key.
     gone_types = {host.device for host in exp.hardware.hosts} - {host.device for host in left}
-    devices = {name: one for name, one in exp.hardware.devices.items() if name not in gone_types}
+    devices = {
+        name: device for name, device in exp.hardware.devices.items() if name not in gone_types
+    }
     gone = {host.address or host.name for host in exp.hardware.hosts if host.name in lost}
     smaller = dataclasses.replace(
         exp,

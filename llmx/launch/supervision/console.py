@@ -194,9 +194,11 @@ def eval_line(record: dict[str, Any], declared: Mapping[str, Metric]) -> str:
 
 
 def _metrics(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:
-    found = {name: metric_of(name, declared) for name in measured(record, declared)}
+    metrics = {name: metric_of(name, declared) for name in measured(record, declared)}
     # So many decimals that the numbers of a log stand one below the other.
-    return [f"{metric.title} {metric.shown(record[n], decimals=1)}" for n, metric in found.items()]
+    return [
+        f"{metric.title} {metric.shown(record[n], decimals=1)}" for n, metric in metrics.items()
+    ]
 
 
 def _values(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:

@@ -52,18 +52,18 @@ def finish_tracker(
     """Wait for the tracker process after ``result.json`` is written; a warning where it fails."""
     if tracker is None:
         return None
-    again = f"python -m llmx.tracking.process {run_dir.root} --replay"
+    replay = f"python -m llmx.tracking.process {run_dir.root} --replay"
     try:
         code = tracker.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         tracker.kill()
         tracker.wait()
-        return f"tracking was killed after {timeout_s:.0f} s; run it again: {again}"
+        return f"tracking was killed after {timeout_s:.0f} s; run it again: {replay}"
     finally:
         if tracker.stdin is not None:
             tracker.stdin.close()
     if code != 0:
-        return f"tracking exited with code {code}, see logs/tracking.log; run it again: {again}"
+        return f"tracking exited with code {code}, see logs/tracking.log; run it again: {replay}"
     return None
 
 
@@ -121,13 +121,13 @@ def _wait_for_reports() -> None:
 
 def restarts_line(attempts: Sequence[Mapping[str, Any]]) -> str:
     """The restarts of a run in one line; empty where there were none."""
-    again = [line for line in attempts if line.get("decision") == "restart"]
-    if not again:
+    restarts = [line for line in attempts if line.get("decision") == "restart"]
+    if not restarts:
         return ""
-    listed = [f"{line['outcome']}{_at(line.get('last_step'))}" for line in again]
+    listed = [f"{line['outcome']}{_at(line.get('last_step'))}" for line in restarts]
     if len(listed) > 6:
         listed = [*listed[:3], f"{len(listed) - 5} more", *listed[-2:]]
-    return f"{plural(len(again), 'restart')}: {', '.join(listed)} (attempts.jsonl)"
+    return f"{plural(len(restarts), 'restart')}: {', '.join(listed)} (attempts.jsonl)"
 
 
 def _at(step: object) -> str:

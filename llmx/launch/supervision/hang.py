@@ -130,12 +130,12 @@ def main_stack(log: str) -> str:
     if not starts:
         return ""
     lines = log[starts[-1] :].splitlines()
-    kept = [lines[0]]
+    stack = [lines[0]]
     for line in lines[1:]:
         if not line.startswith("  "):
             break
-        kept.append(line)
-    return "\n".join(kept)
+        stack.append(line)
+    return "\n".join(stack)
 
 
 def dump_stacks(

@@ -24,11 +24,11 @@ class RunPlace:
         self._run_dir, self._log, self._shutdown = run_dir, log, shutdown
         self._descriptor = os.open(run_dir.root, os.O_RDONLY | os.O_DIRECTORY)
         self._kept: dict[str, bytes] = {}
-        kept = (
+        paths = (
             run_dir.config, run_dir.overrides, run_dir.plan, run_dir.ds_config, run_dir.identity,
             run_dir.provenance, run_dir.resume, run_dir.attempts, run_dir.signature,
         )  # fmt: skip
-        for path in kept:
+        for path in paths:
             with contextlib.suppress(OSError):
                 self._kept[path.name] = path.read_bytes()
 

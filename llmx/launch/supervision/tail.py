@@ -74,8 +74,8 @@ class StatusReader:
         """Rank -> status; only files that changed are read again."""
         for rank, path in self._paths.items():
             try:
-                found = path.stat()
-                stamp = (found.st_mtime_ns, found.st_ino)
+                status = path.stat()
+                stamp = (status.st_mtime_ns, status.st_ino)
                 if self._stamps.get(rank) != stamp:
                     self.statuses[rank] = json.loads(path.read_text(encoding="utf-8"))
                     self._stamps[rank] = stamp

@@ -118,9 +118,9 @@ def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
     """scancel for the steps of the run, found by their name: inside an allocation the run is a step
     of the user's own job."""
     find = "squeue --noheader --steps --format='%i %j'"
-    own = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
+    select = f"awk '$2 == \"{spec.job_name}\" {{print $1}}'"
     end = shlex.join(["xargs", "-r", "scancel", "--quiet", *words])
-    return ["sh", "-c", f"{find} | {own} | {end}"]
+    return ["sh", "-c", f"{find} | {select} | {end}"]
 
 
 def chosen_options(slurm: SlurmConfig) -> list[str]:
@@ -145,9 +145,9 @@ def share_of_cores(cores: int | None, slots: int) -> int | None:
 def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
     """Cores that every host has for the run: of the allocation, else as Slurm lists the hosts; None
     where unknown."""
-    given = environ.get("SLURM_JOB_CPUS_PER_NODE")
-    if given:  # 16(x2),8
-        counts = [part.split("(")[0] for part in given.split(",")]
+    cpus_per_node = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    if cpus_per_node:  # 16(x2),8
+        counts = [part.split("(")[0] for part in cpus_per_node.split(",")]
         return min((int(count) for count in counts if count.isdecimal()), default=None)
     if environ.get("SLURM_JOB_ID"):
         # An allocation joined by its id: it may have fewer cores than its hosts.

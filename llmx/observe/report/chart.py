@@ -219,7 +219,7 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
     if len(points) <= MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / MOST_POINTS)
-    kept: list[Point] = []
+    points_left: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         finite = [point for point in stretch if math.isfinite(point[1])]
@@ -229,8 +229,8 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
             chosen |= {min(finite, key=_value), max(finite, key=_value)}
         if start + size >= len(points):
             chosen.add(points[-1])
-        kept += sorted(chosen, key=lambda point: point[0])
-    return kept
+        points_left += sorted(chosen, key=lambda point: point[0])
+    return points_left
 
 
 def _value(point: Point) -> float:

@@ -31,11 +31,11 @@ def print_clusters(
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    plans = [one.plan for _, one in found if not isinstance(one, str)]
+    plans = [composed.plan for _, composed in found if not isinstance(composed, str)]
     steps = all(plan.total_steps for plan in plans)
     columns = [
-        {"fits": "refused"} if isinstance(one, str) else cluster_values(one, steps=steps)
-        for _, one in found
+        {"fits": "refused"} if isinstance(composed, str) else cluster_values(composed, steps=steps)
+        for _, composed in found
     ]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("", style="bold")
@@ -59,8 +59,8 @@ STYLES = {**VERDICTS, "refused": "bold red"}
 def cluster_values(found: Composed, *, steps: bool) -> dict[str, str]:
     """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
     plan = found.plan
-    known = {verdict(memory) for memory in plan.memory if memory.capacity_gib}
-    fits = next((one for one in VERDICTS if one in known), "not checked")
+    verdicts = {verdict(memory) for memory in plan.memory if memory.capacity_gib}
+    fits = next((worst for worst in VERDICTS if worst in verdicts), "not checked")
     peaks = [
         human.gib(memory.total_gib)
         + (f" of {memory.capacity_gib:.0f}" if memory.capacity_gib else "")
@@ -98,9 +98,9 @@ def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
     plans = {name: one.plan for name, one in found if not isinstance(one, str)}
     tokens = {name: plan.batch.tokens_per_step for name, plan in plans.items()}
     if len(set(tokens.values())) > 1:
-        each = ", ".join(f"{value:,} on {name}" for name, value in tokens.items())
+        listed = ", ".join(f"{value:,} on {name}" for name, value in tokens.items())
         lines.append(
-            f"The steps do not have the same number of tokens: {each}. Set batch.global_batch to "
+            f"The steps do not have the same number of tokens: {listed}. Set batch.global_batch to "
             "compare the same training."
         )
     if plans and not all(plan.total_steps for plan in plans.values()):

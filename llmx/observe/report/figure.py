@@ -253,7 +253,7 @@ class Numbers:
 
 def tables(data: RunData) -> list[Numbers]:
     """The tables of a run; one that cannot be read is left out, with a warning."""
-    found = []
+    numbers = []
     for entry in data.tables.get("tables") or []:
         try:
             values = [[float(value) for value in row] for row in entry["values"]]
@@ -268,8 +268,8 @@ def tables(data: RunData) -> list[Numbers]:
             if warning not in data.warnings:
                 data.warnings.append(warning)
             continue
-        found.append(table)
-    return found
+        numbers.append(table)
+    return numbers
 
 
 def shares(row: Sequence[float]) -> list[float]:

@@ -50,10 +50,10 @@ OPEN_COMPLETIONS = 12
 
 def page(data: RunData) -> str:
     """The page as text."""
-    found = wording.headline(data)
+    headline = wording.headline(data)
     parts = [
-        f'<h1 class="{found.state}">{prose(found.line)}</h1>',
-        pairs([row for row in (("cause", found.cause), ("fix", found.fix)) if row[1]]),
+        f'<h1 class="{headline.state}">{prose(headline.line)}</h1>',
+        pairs([row for row in (("cause", headline.cause), ("fix", headline.fix)) if row[1]]),
         pre(wording.traceback_excerpt(data)),
         heading("Summary", pairs(wording.summary_rows(data))),
         heading("Loss", _loss(data)),
@@ -265,16 +265,16 @@ def _metrics(data: RunData) -> str:
     """Every evaluation, and at most MOST_METRIC_ROWS train lines, evenly chosen."""
     train = data.train
     every = -(-len(train) // MOST_METRIC_ROWS) or 1
-    kept = train[::every]
-    if train and kept[-1] is not train[-1]:
-        kept.append(train[-1])
+    shown_records = train[::every]
+    if train and shown_records[-1] is not train[-1]:
+        shown_records.append(train[-1])
     lines = plural(len(train), "train line")
     note = (
         f"<p>One of every {every} of {lines}; all are in <code>metrics.jsonl</code>.</p>"
         if every > 1
         else ""
     )
-    return note + _scalar_table(data.evals) + _scalar_table(kept)
+    return note + _scalar_table(data.evals) + _scalar_table(shown_records)
 
 
 def _scalar_table(records: list[Record]) -> str:
@@ -344,17 +344,17 @@ NOT_OF_A_RUN = ("tokenizer.",)
 def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
     """The nested part of ``config``, in its order."""
     defaults = flattened(to_dict(Experiment()))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in flattened(config).items():
         if key.startswith((*NEVER, *NOT_OF_A_RUN)) or value in ({}, []):
             continue
         if value != defaults.get(key) or (key in ALWAYS and value is not None):
-            place = found
+            place = settings
             *parents, last = key.split(".")
             for parent in parents:
                 place = place.setdefault(parent, {})
             place[last] = value
-    return found
+    return settings
 
 
 class _Dumper(yaml.SafeDumper):

@@ -234,13 +234,13 @@ def balance_line(plan: Plan) -> str:
         "weights": "by batch.weights",
         "measured": "as measured",
     }
-    said = how[balance.method]
+    method = how[balance.method]
     if balance.pending:
-        said = "measured by the ranks at the start; until then by the data sheets"
+        method = "measured by the ranks at the start; until then by the data sheets"
         if balance.source:
-            said = f"as an earlier run here has measured ({balance.source}); checked at the start"
+            method = f"as an earlier run here has measured ({balance.source}); checked at the start"
     if plan.time is not None and plan.time.even_step_s:
-        return said  # what it gains stands with the predicted time, with communication
+        return method  # what it gains stands with the predicted time, with communication
     ours, even, idle = predicted(plan)
     waits: dict[str, float] = {}
     for rank, share in zip(plan.ranks, idle, strict=True):
@@ -251,7 +251,7 @@ def balance_line(plan: Plan) -> str:
     gain = "there is no even split of this batch"
     if even:
         gain = f"a step takes {ours / even:.2f} of the time of the even split"
-    return f"{said}; {gain}; idle: {', '.join(shown)}{more} (without communication)"
+    return f"{method}; {gain}; idle: {', '.join(shown)}{more} (without communication)"
 
 
 def device_lines(plan: Plan, exp: Experiment) -> list[str]:
@@ -260,14 +260,14 @@ def device_lines(plan: Plan, exp: Experiment) -> list[str]:
     names = list(dict.fromkeys(rank.device for rank in plan.ranks))
     if len(names) < 2:
         return []
-    found = []
+    lines = []
     for name in names:
         ranks = [rank for rank in plan.ranks if rank.device == name]
         how = checkpointing_on(exp, name)
-        again = "nothing recomputed" if how == "none" else f"{how} activation checkpointing"
+        recomputed = "nothing recomputed" if how == "none" else f"{how} activation checkpointing"
         size = max(rank.micro_batch for rank in ranks)
-        found.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {again}")
-    return [*found, _alike(exp)]
+        lines.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {recomputed}")
+    return [*lines, _alike(exp)]
 
 
 def _alike(exp: Experiment) -> str:
@@ -283,12 +283,12 @@ def _alike(exp: Experiment) -> str:
 
 
 def _offloaded(zero: ZeroConfig) -> list[str]:
-    found = []
+    parts = []
     if zero.offload_optimizer != "none":
-        found.append(f"optimizer on {zero.offload_optimizer}")
+        parts.append(f"optimizer on {zero.offload_optimizer}")
     if zero.offload_param != "none":
-        found.append(f"parameters on {zero.offload_param}")
-    return found
+        parts.append(f"parameters on {zero.offload_param}")
+    return parts
 
 
 def _limited_by(plan: Plan, exp: Experiment, ranks: list[RankPlan]) -> str:
@@ -359,8 +359,10 @@ def _sized(plan: Plan, traces: Traces | None) -> Plan:
     trace = next(iter(traces.found.values()), None) if traces else None
     if plan.num_parameters or trace is None:
         return plan
-    whole, trained = trace.num_parameters, trace.num_trained
-    return replace(plan, num_parameters=whole, num_trained=None if trained == whole else trained)
+    parameters, trained = trace.num_parameters, trace.num_trained
+    return replace(
+        plan, num_parameters=parameters, num_trained=None if trained == parameters else trained
+    )
 
 
 def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
@@ -371,8 +373,8 @@ def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
         part = plan.num_trained / plan.num_parameters
         trained = f"{human.count(plan.num_trained)} ({part:.2%})"
     if adapter.kind == "none":
-        found = f"{model.name or model.kind}, {size} parameters, {start}"
-        return f"{found}, {trained} trained" if model.freeze else found
+        line = f"{model.name or model.kind}, {size} parameters, {start}"
+        return f"{line}, {trained} trained" if model.freeze else line
     how = f"{adapter.kind} of rank {adapter.rank}"
     return f"{model.name or model.kind}, {size} parameters, {trained} trained: {how}"
 
@@ -429,14 +431,14 @@ def _zero_line(exp: Experiment) -> str:
 
 def _attention_line(plan: Plan, data: DataConfig) -> str:
     kinds = dict(plan.attention)
-    each = ", ".join(f"{way} ({name})" for name, way in kinds.items())
+    listed = ", ".join(f"{way} ({name})" for name, way in kinds.items())
     rows = {
         "auto": "rows are packed where the model isolates them",
         "packed": "rows are packed",
         "padded": "each row in a line of its own",
     }[data.layout]
     same = len(set(kinds.values())) == 1
-    return f"{next(iter(kinds.values())) if same else each}; {rows}"
+    return f"{next(iter(kinds.values())) if same else listed}; {rows}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -487,13 +489,17 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
     columns; ``*`` is the plan."""
     from rich.text import Text
 
-    known = traces if all(memory.traced for memory in plan.memory) else Traces({})
+    usable_traces = traces if all(memory.traced for memory in plan.memory) else Traces({})
     any_known = any(memory.capacity_gib for memory in plan.memory)
-    found = choices(exp, plan, known, allows=refusal, by_device=False) if any_known else []
+    options = (
+        choices(exp, plan, usable_traces, allows=refusal, by_device=False) if any_known else []
+    )
     parts: list[RenderableType] = []
-    sizes = sorted({one.micro_batch for one in found})
-    ways = dict.fromkeys((one.zero, one.checkpointing) for one in sorted(found, key=_choice_order))
-    for memory in plan.memory if found else ():
+    sizes = sorted({one.micro_batch for one in options})
+    ways = dict.fromkeys(
+        (one.zero, one.checkpointing) for one in sorted(options, key=_choice_order)
+    )
+    for memory in plan.memory if options else ():
         if not memory.capacity_gib:
             continue
         table = _table()
@@ -503,7 +509,7 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
             table.add_column(str(size), justify="right")
         cells = {
             (one.zero, one.checkpointing, one.micro_batch): _cell(one, memory.device)
-            for one in found
+            for one in options
         }
         for option, how in ways:
             table.add_row(option, how, *(cells.get((option, how, size), "") for size in sizes))
@@ -740,18 +746,18 @@ def rows(
     """(what, by host); what no host needs is left out. An empty name: a line between sections."""
     hosts = storage.hosts
     local = {host.name for host in plan.hosts if host.is_local}
-    found: list[tuple[str, tuple[str, ...]]] = []
+    lines: list[tuple[str, tuple[str, ...]]] = []
 
     def row(name: str, of: Callable[[HostStorage], int | None], *, always: bool = False) -> None:
         values = [of(host) for host in hosts]
         if always or any(value is None or value for value in values):
-            found.append((name, tuple(_size(value) for value in values)))
+            lines.append((name, tuple(_size(value) for value in values)))
 
     def now(name: str, key: str) -> None:
         """What this machine has, below what it needs."""
         if here.get(key) is not None and any(local & set(host.hosts) for host in hosts):
             size = human.size(here[key])
-            found.append((name, tuple(size if local & set(h.hosts) else "" for h in hosts)))
+            lines.append((name, tuple(size if local & set(h.hosts) else "" for h in hosts)))
 
     for name, of in RAM_PARTS:
         row(name, of)
@@ -761,18 +767,18 @@ def rows(
     if any(host.ram_has_bytes for host in hosts):
         row("RAM of the host", lambda host: host.ram_has_bytes, always=True)
     now("RAM available now", "ram_available_bytes")
-    found.append(("", ()))
+    lines.append(("", ()))
     row("NVMe", lambda host: host.nvme_bytes)
     row("disk: one checkpoint", lambda host: host.checkpoint_bytes, always=True)
     at_once = storage.checkpoints_at_once
     many = "no limit" if at_once is None else str(at_once)
-    found.append(("disk: checkpoints at once", (many,) * len(hosts)))
+    lines.append(("disk: checkpoints at once", (many,) * len(hosts)))
     row("disk: model/", lambda host: host.model_bytes)
-    found.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
+    lines.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
     now("disk free now", "free_bytes")
     row("disk: weights of the Hub", lambda host: host.download_bytes)
     row("/dev/shm without P2P", lambda host: host.shm_bytes)
-    return found
+    return lines
 
 
 def _disk(storage: StoragePlan, host: HostStorage) -> str:

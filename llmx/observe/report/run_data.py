@@ -100,11 +100,11 @@ class RunData:
         a metric that is declared and was not measured."""
         declared = self.declared
         names = [name for name, metric in declared.items() if kind in metric.kinds]
-        found: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         for record in self.train if kind == "train" else self.evals:
             for name, value in measured(record, declared).items():
-                found.setdefault(name, []).append((step_of(record), value))
-        return found
+                points.setdefault(name, []).append((step_of(record), value))
+        return points
 
     @property
     def evals(self) -> list[Record]:

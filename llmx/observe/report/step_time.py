@@ -57,11 +57,11 @@ class Steps:
     @property
     def idle(self) -> float:
         """Mean of all ranks."""
-        return sum(one.idle for one in self.ranks) / len(self.ranks)
+        return sum(rank.idle for rank in self.ranks) / len(self.ranks)
 
     @property
     def most_idle(self) -> RankStep:
-        return max(self.ranks, key=lambda one: (one.idle, -one.rank))
+        return max(self.ranks, key=lambda rank: (rank.idle, -rank.rank))
 
 
 def steps_by_rank(data: RunData) -> Steps | None:
@@ -78,12 +78,12 @@ def steps_by_rank(data: RunData) -> Steps | None:
         if not len(forward) == len(backward) == len(update) or min(forward) <= 0:
             continue
         ratio = min(back / ahead for back, ahead in zip(backward, forward, strict=True))
-        whole = float(record.get("step_time_s") or 0.0)
-        found = []
+        step_s = float(record.get("step_time_s") or 0.0)
+        ranks = []
         for rank, ahead in enumerate(forward):
             computing = min(backward[rank], ratio * ahead)
             host, device = _place(data, rank)
-            found.append(
+            ranks.append(
                 RankStep(
                     rank=rank,
                     host=host,
@@ -92,11 +92,11 @@ def steps_by_rank(data: RunData) -> Steps | None:
                     backward=computing,
                     waits=backward[rank] - computing,
                     update=update[rank],
-                    rest=max(0.0, whole - ahead - backward[rank] - update[rank]),
+                    rest=max(0.0, step_s - ahead - backward[rank] - update[rank]),
                     idle=1.0 - ahead / max(forward),
                 )
             )
-        return Steps(step_of(record), tuple(found))
+        return Steps(step_of(record), tuple(ranks))
     return None
 
 
@@ -130,18 +130,18 @@ def drawn(data: RunData) -> str:
         return ""
     ranks, left_out = list(steps.ranks), 0
     if len(ranks) > MOST_RANKS:
-        order = sorted(ranks, key=lambda one: (one.idle, one.rank))
+        order = sorted(ranks, key=lambda rank: (rank.idle, rank.rank))
         shown = order[: MOST_RANKS // 2] + order[-(MOST_RANKS // 2) :]
-        ranks, left_out = sorted(shown, key=lambda one: one.rank), len(ranks) - MOST_RANKS
-    longest = max(one.total for one in ranks) or 1.0
+        ranks, left_out = sorted(shown, key=lambda rank: rank.rank), len(ranks) - MOST_RANKS
+    longest = max(rank.total for rank in ranks) or 1.0
     legend = "".join(
         f'<span><b style="background: {colour}">&emsp;</b> {escaped(words)}</span>'
         for _, words, colour in PARTS
     )
     bars = "".join(
-        f'<tr><th>{escaped(_label(one))}</th><td><div class="step">{_bar(one, longest)}</div></td>'
-        "</tr>"
-        for one in ranks
+        f'<tr><th>{escaped(_label(rank))}</th><td><div class="step">{_bar(rank, longest)}</div>'
+        "</td></tr>"
+        for rank in ranks
     )
     scale = "".join(
         f"<span>{part * 1e3 * longest:,.4g} ms</span>" for part in (0, 0.25, 0.5, 0.75, 1)
@@ -150,13 +150,13 @@ def drawn(data: RunData) -> str:
     heads = ["rank", "host", "device", *(f"{name}, ms" for name, _, _ in PARTS), "idle"]
     rows = [
         [
-            str(one.rank),
-            one.host,
-            one.device,
-            *(f"{1e3 * getattr(one, name):,.1f}" for name, _, _ in PARTS),
-            human.percent(one.idle),
+            str(rank.rank),
+            rank.host,
+            rank.device,
+            *(f"{1e3 * getattr(rank, name):,.1f}" for name, _, _ in PARTS),
+            human.percent(rank.idle),
         ]
-        for one in ranks
+        for rank in ranks
     ]
     kinds = ["number", "short", "short", *["number"] * (len(PARTS) + 1)]
     more = f" {plural(left_out, 'rank')} between them are left out." if left_out else ""
@@ -170,14 +170,14 @@ def drawn(data: RunData) -> str:
     )
 
 
-def _label(one: RankStep) -> str:
-    return f"rank {one.rank}, {one.host}" if one.host else f"rank {one.rank}"
+def _label(rank: RankStep) -> str:
+    return f"rank {rank.rank}, {rank.host}" if rank.host else f"rank {rank.rank}"
 
 
-def _bar(one: RankStep, longest: float) -> str:
+def _bar(rank: RankStep, longest: float) -> str:
     cells = []
     for name, words, colour in PARTS:
-        seconds = getattr(one, name)
+        seconds = getattr(rank, name)
         title = escaped(f"{words}: {1e3 * seconds:,.1f} ms")
         cells.append(
             f'<i style="width: {100 * seconds / longest:.2f}%; background: {colour}" '

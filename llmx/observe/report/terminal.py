@@ -36,11 +36,11 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
     rows = wording.brief_rows(data)
     if rows:
         console.print(_pairs(rows))
-    found = [printable(text) for text in wording.warnings(data)]
-    if found:
+    warnings = [printable(text) for text in wording.warnings(data)]
+    if warnings:
         console.print()
-        console.print(warnings_table(tuple(found)))
-    if rows or found:
+        console.print(warnings_table(tuple(warnings)))
+    if rows or warnings:
         console.print()
     places = wording.locations(data)
     widest = max(len(name) for name, _ in places)
@@ -53,12 +53,12 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
 def _result(console: Console, data: RunData) -> None:
     from rich.text import Text
 
-    found = wording.headline(data)
-    mark, style = MARKS[found.state]
+    headline = wording.headline(data)
+    mark, style = MARKS[headline.state]
     console.print()
-    console.print(Text(f"{mark} {printable(found.line)}", style=style))
-    if found.cause or found.fix:
-        why = (("cause", found.cause), ("fix", found.fix))
+    console.print(Text(f"{mark} {printable(headline.line)}", style=style))
+    if headline.cause or headline.fix:
+        why = (("cause", headline.cause), ("fix", headline.fix))
         console.print(_pairs([(name, text) for name, text in why if text]))
     excerpt = printable(wording.traceback_excerpt(data))
     if excerpt:

@@ -164,8 +164,8 @@ def predicted(data: RunData) -> str:
     return "; ".join(parts)
 
 
-def _against(foreseen: float, found: float, shown: Callable[[float], str]) -> str:
-    return f"{shown(foreseen)}, measured {shown(found)} ({found / foreseen - 1:+.0%})"
+def _against(foreseen: float, measured: float, shown: Callable[[float], str]) -> str:
+    return f"{shown(foreseen)}, measured {shown(measured)} ({measured / foreseen - 1:+.0%})"
 
 
 def _metrics(data: RunData) -> list[tuple[str, str]]:

@@ -105,15 +105,15 @@ class Observer:
         return hosts
 
     def _ranks(self) -> list[Facts]:
-        found = []
+        ranks = []
         for name in _listed(self._path("ranks")):
             if re.match(r"rank-\d+\.json$", name):
                 status = self._json("ranks", name)
                 if status:
                     error = status.get("error") or {}
                     error.pop("traceback", None)
-                    found.append(status)
-        return found
+                    ranks.append(status)
+        return ranks
 
     def _checkpoints(self) -> Facts:
         names = _listed(self._path("checkpoints"))
@@ -169,8 +169,8 @@ class Metrics:
         elif kind == "event":
             self.events = [*self.events[1 - MOST_EVENTS :], record]
             if self.start and record.get("event") == "resumed":
-                again = {k: record[k] for k in ("total_steps", "metrics") if record.get(k)}
-                self.start = dict(self.start, **again)
+                declared = {k: record[k] for k in ("total_steps", "metrics") if record.get(k)}
+                self.start = dict(self.start, **declared)
 
     def facts(self) -> Facts:
         paces = [r["step_time_s"] for r in self.train[1:] or self.train if r.get("step_time_s")]
@@ -190,14 +190,14 @@ class Metrics:
 def find_runs(base: str) -> list[str]:
     """Run directories at or under ``base``, the newest first."""
     base = os.path.abspath(os.path.expanduser(base))
-    found = []
+    runs = []
     for directory, names, files in os.walk(base):
         if "config.yaml" in files and "plan.json" in files:
-            found.append((os.stat(os.path.join(directory, "config.yaml")).st_mtime, directory))
+            runs.append((os.stat(os.path.join(directory, "config.yaml")).st_mtime, directory))
             names.clear()
         elif directory[len(base) :].count(os.sep) >= DEEPEST:
             names.clear()
-    return [directory for _, directory in sorted(found, reverse=True)]
+    return [directory for _, directory in sorted(runs, reverse=True)]
 
 
 def is_run(path: str) -> bool:

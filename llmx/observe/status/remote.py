@@ -123,8 +123,8 @@ def _facts(location: RunLocation, line: bytes, err: bytes) -> Facts:
     except ValueError:
         facts = None
     if not isinstance(facts, dict):
-        said = err.decode("utf-8", "replace").strip().splitlines()
-        why = said[-1] if said else "the connection closed"
+        stderr_lines = err.decode("utf-8", "replace").strip().splitlines()
+        why = stderr_lines[-1] if stderr_lines else "the connection closed"
         raise LaunchError(f"{location.host}: {why}. Try: ssh {location.host} true")
     if "error" in facts:
         raise ConfigError(f"{location.host}: {facts['error']}.")

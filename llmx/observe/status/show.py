@@ -136,9 +136,9 @@ def _saved(view: View) -> str:
 def _restarts(view: View) -> str:
     if not view.restarts:
         return ""
-    again = [line for line in view.attempts if line.get("decision") == "restart"]
+    restarts = [line for line in view.attempts if line.get("decision") == "restart"]
     lines = [str(view.restarts)]
-    for line in again[-SHOWN_RESTARTS:]:
+    for line in restarts[-SHOWN_RESTARTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(float(line.get("ended") or 0.0)))
         step = line.get("last_step")
         at = f" at step {step:,}" if isinstance(step, int) else ""
@@ -239,9 +239,9 @@ def sparkline(values: list[float | None], *, blocks: str = BLOCKS, width: int = 
 
 
 def _block(part: list[float | None], low: float, high: float, blocks: str) -> str:
-    known = [value for value in part if value is not None]
-    if len(known) < len(part):
+    numbers = [value for value in part if value is not None]
+    if len(numbers) < len(part):
         return "x"
-    mean = sum(known) / len(known)
+    mean = sum(numbers) / len(numbers)
     level = (mean - low) / (high - low) if high > low else 0.0
     return blocks[min(len(blocks) - 1, int(level * len(blocks)))]

@@ -132,8 +132,8 @@ def interpret(facts: Facts) -> View:
 def _shown_metrics(line: Facts | None, start: Facts | None) -> list[tuple[str, str]]:
     """Title and value of every metric of a line, as the run declares them."""
     declared = declared_in(start or {})
-    found = {name: metric_of(name, declared) for name in measured(line or {}, declared)}
-    return [(metric.title, metric.shown((line or {})[name])) for name, metric in found.items()]
+    metrics = {name: metric_of(name, declared) for name in measured(line or {}, declared)}
+    return [(metric.title, metric.shown((line or {})[name])) for name, metric in metrics.items()]
 
 
 def _state(facts: Facts) -> tuple[str, str, str]:
@@ -195,8 +195,8 @@ def _of_ranks(facts: Facts) -> str:
     states = [status.get("state") for status in facts["ranks"]]
     if len(states) < planned or not states:
         return "starting"
-    found = [order.index(state) for state in states if state in order]
-    return order[min(found)] if found else "ending"
+    reached = [order.index(state) for state in states if state in order]
+    return order[min(reached)] if reached else "ending"
 
 
 def _total(facts: Facts) -> int | None:
@@ -295,10 +295,10 @@ def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
 
 def _at(steps: list[int | None]) -> str:
     """Ranks tell their steps every few seconds, so those of one host differ a little."""
-    known = [step for step in steps if step is not None]
-    if not known:
+    reached = [step for step in steps if step is not None]
+    if not reached:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(reached), max(reached)
     return f" at step {low:,}" if low == high else f" at steps {low:,} to {high:,}"
 
 
