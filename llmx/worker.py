@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     # of the file first on sys.path, where llmx's modules would shadow others of their name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from llmx.config import Experiment, experiment_from_dict, migrate
+from llmx.config import Experiment, experiment_of_snapshot
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.threads import threads_per_rank
@@ -164,8 +164,7 @@ def choose_allocator(plan: Plan, environment: MutableMapping[str, str]) -> None:
 
 def read_experiment(run_dir: RunDir) -> Experiment:
     """The snapshot's config, typed. Hydra and OmegaConf are not needed for it."""
-    values = load_yaml(run_dir.config)
-    return experiment_from_dict(migrate(values, source=str(run_dir.config)).values)
+    return experiment_of_snapshot(load_yaml(run_dir.config), source=str(run_dir.config))
 
 
 def redirect_output(run_dir: RunDir, *, rank: int) -> None:

@@ -50,7 +50,13 @@ def write_trial(
     write_json(run.plan, tracked_run.plan().to_dict())
     write_text(run.overrides, yaml.safe_dump(overrides))
     lines: list[dict[str, Any]] = [
-        {"kind": "start", "time": started + 5, "total_steps": 20, "num_parameters": 1_400_000}
+        {
+            "kind": "start",
+            "metrics": tracked_run.DECLARED,
+            "time": started + 5,
+            "total_steps": 20,
+            "num_parameters": 1_400_000,
+        }
     ]
     for step in range(2, steps + 1, 2):
         value = 0.4 + 5.0 * math.exp(-step * min(1.0, 120 * lr) / 8) if lr < 0.03 else math.nan

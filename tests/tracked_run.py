@@ -15,6 +15,7 @@ import yaml
 
 from llmx.config import Experiment, ModelConfig, TaskConfig, TrackingConfig, to_dict
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
+from llmx.run.metrics import Metric
 from llmx.run.rundir import RunDir, write_json, write_text
 
 TOKEN = "20300101-120000-4f2a9c"
@@ -41,11 +42,16 @@ def plan() -> Plan:
     )
 
 
+DECLARED = {"exact_match": Metric("exact match", "percent", higher_is_better=True).to_dict()}
+"""``metrics`` of a ``start`` line of a task with one metric."""
+
+
 def lines(steps: int = 40) -> list[dict[str, Any]]:
     """What rank 0 writes: start, evaluations, a train line every 2 steps, end."""
     records: list[dict[str, Any]] = [
         {
             "kind": "start",
+            "metrics": DECLARED,
             "time": START_S,
             "total_steps": steps,
             "tokens_per_step": 4096,

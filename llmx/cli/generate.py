@@ -177,8 +177,7 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
     tokenizer = load_tokenizer(target)
     model = load_causal(target)
     # Of its generation config only the stop tokens: a published one may sample, or punish
-    # repetition, and the completions would not be those of the run's evaluation. Computed, not
-    # only read: a run of an older llmx named the EOS token alone.
+    # repetition, and the completions would not be those of the run's evaluation.
     return model, tokenizer, frozenset(stop_ids(model, tokenizer))
 
 

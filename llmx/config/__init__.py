@@ -1,7 +1,6 @@
 """Schema, typed reading, and the rules that hold before a GPU is touched."""
 
-from llmx.config.build import experiment_from_dict, known_keys, to_dict
-from llmx.config.migrate import Migrated, migrate
+from llmx.config.build import experiment_from_dict, experiment_of_snapshot, known_keys, to_dict
 from llmx.config.schema import (
     ALL_LINEAR,
     SCHEMA_VERSION,
@@ -41,7 +40,6 @@ __all__ = [
     "HostConfig",
     "KeepConfig",
     "LaunchConfig",
-    "Migrated",
     "ModelConfig",
     "OptimConfig",
     "SlurmConfig",
@@ -52,7 +50,7 @@ __all__ = [
     "TrackingConfig",
     "ZeroConfig",
     "experiment_from_dict",
+    "experiment_of_snapshot",
     "known_keys",
-    "migrate",
     "to_dict",
 ]

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from llmx.config.fields import AUTO, Text, plain
-from llmx.config.schema import Experiment
+from llmx.config.schema import SCHEMA_VERSION, Experiment
 from llmx.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -45,6 +45,21 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
     if problems:
         raise ConfigError("\n".join(problems))
     return made
+
+
+def experiment_of_snapshot(values: Any, *, source: str = "config.yaml") -> Experiment:
+    """The experiment of the values of a ``config.yaml`` that llmx wrote.
+
+    ``source`` names the file in messages. ConfigError for values of another version of the
+    schema, and for what is no snapshot.
+    """
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, bool) or version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{source}: schema_version={shown(version)}: this llmx reads only {SCHEMA_VERSION}. "
+            "Give a run directory that llmx wrote, or install the llmx that wrote it."
+        )
+    return experiment_from_dict(values)
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
@@ -299,8 +314,7 @@ def _scalar(
     if isinstance(value, int) and value.bit_length() > 10_000:
         problems.append(_wrong(where, value, "text, or a shorter number", rules))
         return ""
-    former: dict[str, str] = rules.get("former", {})
-    return former.get(str(value), str(value))
+    return str(value)
 
 
 def _limits(rules: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ requires a range for every number and a length for every list of the schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,21 +110,6 @@ def choice_or_flag(default: str, *options: str, true: str, false: str) -> Any:
     return field(
         default=default,
         metadata={"choices": (default, *options), "flags": {True: true, False: false}},
-    )
-
-
-def choice_with_former(
-    default: str, *options: str, true: str, false: str, former: Mapping[str, str]
-) -> Any:
-    """A closed set; ``former``: words of older versions and what they are now. YAML reads ``on``
-    and ``off`` as flags."""
-    return field(
-        default=default,
-        metadata={
-            "choices": (default, *options),
-            "flags": {True: true, False: false},
-            "former": dict(former),
-        },
     )
 
 

@@ -23,7 +23,6 @@ from llmx.config.fields import (
     choice_or,
     choice_or_flag,
     choice_or_null,
-    choice_with_former,
     choices,
     indices,
     items,
@@ -36,7 +35,7 @@ from llmx.config.fields import (
 from llmx.config.plugins import OPTIMIZERS, TRACKERS, TRANSPORTS
 from llmx.config.tasks import shipped_tasks
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 1
 
 MAX_STEPS = 10**9
 MAX_SAMPLES = 10**12
@@ -643,15 +642,8 @@ class BatchConfig:
     fastest that fits (docs/planner.md)."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
-    balance: str = choice_with_former(
-        "auto",
-        "off",
-        "even",
-        "spec",
-        "measured",
-        true="auto",
-        false="off",
-        former={"speed": "spec"},
+    balance: str = choice_or_flag(
+        "auto", "off", "even", "spec", "measured", true="auto", false="off"
     )
     """How the samples of a step are split among the ranks. ``even``: equally. ``spec``: in
     proportion to the speed of each device in its data sheet. ``measured``: in proportion to the

@@ -86,7 +86,7 @@ def of_this_machine(found: list[Difference], plan: Plan) -> list[Difference]:
 
 
 def _record(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A survey in the form of ``provenance.json``; what an older one lacks is left out."""
+    """A survey in the form of ``provenance.json``."""
     record: dict[str, Any] = {
         "python": {"version": facts.get("python")},
         "packages": facts.get("packages") or {},

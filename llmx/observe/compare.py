@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmx.config import migrate, to_dict
-from llmx.config.build import experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_both
@@ -59,7 +57,7 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     names = short_names(a.run.root, b.run.root)
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
-    config = config_rows(_config(a), _config(b))
+    config = config_rows(a.config, b.config)
     _print_config(console, config)
     records = [read_mapping(data.run.provenance) for data in (a, b)]
     environment = environment_rows(
@@ -107,12 +105,6 @@ def short_names(a: Path, b: Path) -> tuple[str, str]:
         return a.name, b.name
     common = Path(os.path.commonpath([a, b]))
     return str(a.relative_to(common)), str(b.relative_to(common))
-
-
-def _config(data: RunData) -> dict[str, Any]:
-    """The config in today's schema, so that two versions are compared by what they mean."""
-    values = migrate(data.config, source=str(data.run.config)).values
-    return to_dict(experiment_from_dict(values))
 
 
 def _print_config(console: Console, rows: Sequence[ConfigRow]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from llmx.compose.user_files import read_yaml
-from llmx.config import Experiment, Migrated, experiment_from_dict, migrate, to_dict
+from llmx.config import Experiment, experiment_of_snapshot, to_dict
 from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
 from llmx.run import trust
@@ -127,7 +127,7 @@ def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:
 
 
 def run_id(run: RunDir) -> str | None:
-    """The id in ``run.json``; None where there is none (a run of an older llmx)."""
+    """The id in ``run.json``; None where there is none."""
     try:
         found = read_json(run.identity)["run_id"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -153,21 +153,12 @@ def dump_config(exp: Experiment) -> str:
 
 
 def load(run: RunDir) -> Experiment:
-    """Read ``config.yaml`` back, brought to today's schema; ConfigError for a newer llmx's."""
+    """Read ``config.yaml`` back; ConfigError where another version of llmx wrote it."""
     if not run.config.is_file():
         raise ConfigError(no_run(run.root))
-    return experiment_from_dict(_migrated(run).values)
-
-
-def migrations(run: RunDir) -> tuple[str, ...]:
-    """What ``load`` had to do to an older snapshot, a line each; empty for one of today."""
-    return _migrated(run).notes
-
-
-def _migrated(run: RunDir) -> Migrated:
     try:
         values = load_yaml(run.config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         read_yaml(run.config)  # says what is wrong, and in which line
         raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error
-    return migrate(values, source=str(run.config))
+    return experiment_of_snapshot(values, source=str(run.config))

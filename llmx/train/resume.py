@@ -236,7 +236,7 @@ def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
     ]
     if not different:
         return
-    then, now = state.get(PREPARED) or "an older one", mine.get(PREPARED)
+    then, now = state.get(PREPARED), mine.get(PREPARED)
     if then != now and all(text.startswith(("data_", "num_")) for text in different):
         raise ConfigError(
             f"The checkpoint of step {state['step']} was saved by a version of llmx with another "

@@ -14,7 +14,6 @@ from llmx.run import snapshot
 from llmx.run.metrics.equality import Gap
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
-from tests.conftest import GOLDEN
 
 
 @pytest.fixture
@@ -98,16 +97,6 @@ def test_a_picture_that_cannot_be_written_is_one_line(runs, tmp_path, capsys) ->
         assert said.count("\n") == 1
         assert reason in said
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_run_of_an_older_version_is_compared_by_what_it_means(runs, tmp_path, capsys) -> None:
-    old = tmp_path / "old"
-    old.mkdir()
-    shutil.copy(GOLDEN / "snapshots" / "v1" / "config.yaml", old / "config.yaml")
-    assert run_here("compare", [str(old), str(runs[0].root)]) == 0
-    said = capsys.readouterr().out
-    assert "launch.max_restarts" in said
-    assert "schema_version" not in said
 
 
 @pytest.mark.parametrize("words", [["a", "a"], ["a", "nowhere"]])

@@ -23,6 +23,7 @@ from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, short
 from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update, tail_text
 from llmx.run.rundir import RunDir, write_json
 from llmx.text import clock
+from tests import tracked_run
 
 TRAIN: dict[str, Any] = {
     "kind": "train", "step": 10, "time": 100.0, "loss": 3.2, "lr": 1e-3, "grad_norm": 0.9,
@@ -215,7 +216,7 @@ def console_lines(*records: dict[str, Any], rank_lines: tuple[str, ...] = ()) ->
 
 def test_plain_lines() -> None:
     lines = console_lines(
-        {"kind": "start", "total_steps": 600},
+        {"kind": "start", "total_steps": 600, "metrics": tracked_run.DECLARED},
         {"kind": "eval", "step": 0, "loss": 6.5, "exact_match": None},
         TRAIN,
         {**TRAIN, "step": 20, "time": 101.0, "loss": None, "mfu": None},

@@ -16,7 +16,7 @@ from typing import Any
 from llmx.cli.arguments import read_line, split_command, sweep_overrides
 from llmx.cli.commands import COMMANDS
 from llmx.compose.overrides import check_overrides
-from llmx.config import Experiment, ModelConfig, experiment_from_dict, migrate
+from llmx.config import Experiment, ModelConfig, experiment_from_dict, experiment_of_snapshot
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
 from llmx.hardware.hostfile import parse_hostfile
@@ -193,7 +193,10 @@ def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
         ],
     )
     snapshots: list[Any] = [None, {"schema_version": 0}, {"schema_version": 99}]
-    yield "Snapshots", [said(lambda values=values: migrate(values)) for values in snapshots]
+    yield (
+        "Snapshots",
+        [said(lambda values=values: experiment_of_snapshot(values)) for values in snapshots],
+    )
 
 
 def test_the_corpus_of_messages(golden, tmp_path, monkeypatch) -> None:

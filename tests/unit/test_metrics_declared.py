@@ -32,17 +32,7 @@ def test_a_declaration_survives_the_file() -> None:
     assert declared_in(start_line({})) == {}
 
 
-def test_runs_of_earlier_versions_show_exact_match_as_a_percentage() -> None:
-    old = {"kind": "start", "total_steps": 3}
-    line = {"kind": "eval", "step": 3, "loss": 1.0, "target_tokens": 9, "exact_match": 0.96875}
-    declared = declared_of([old, line])
-    assert measured(line, declared) == {"exact_match": 0.96875}
-    metric = metric_of("exact_match", declared)
-    assert (metric.title, metric.shown(0.96875)) == ("exact match", "96.9 %")
-
-
 def test_the_newest_declaration_counts() -> None:
-    """An old run that goes on with a newer version declares at its resume."""
     resumed = {**start_line({"f1/macro": F1}), "kind": "event", "event": "resumed", "step": 2}
     plain = {"kind": "event", "event": "resumed", "step": 4}
     assert declared_of([{"kind": "start"}, resumed, plain]) == {"f1/macro": F1}

@@ -14,7 +14,7 @@ import yaml
 
 from llmx.config import DataConfig, SourceConfig, to_dict
 from llmx.run.card import CARD, MARK, model_card, public, write_card
-from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.run.rundir import RunDir, write_text
 from tests import tracked_run
 
 
@@ -34,16 +34,6 @@ def run(tmp_path: Path) -> RunDir:
         "api_key": "sk-abcdefghijklmnopq",
     }
     write_text(made.config, yaml.safe_dump(config))
-    words = [
-        f"model.path={base}", "data.path='~/rows.jsonl'", "hardware.hosts=[{name: node-17}]",
-        "launch.env.HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "tracking.uri=http://mlflow.lan",
-        "model.tokenizer=acme/tokens", "optim.lr=1e-3", "run_dir=/data/someone/out",
-    ]  # fmt: skip
-    write_text(made.overrides, yaml.safe_dump(words))
-    write_json(
-        made.data, {"train": [["sources", "/data/someone/rows.jsonl"], ["rows", "900 read"]]}
-    )
-    write_json(made.inputs, {"data": "d" * 64, "model": None})
     tracked_run.append(made, tracked_run.lines())
     return made
 
@@ -72,19 +62,15 @@ def test_the_card_of_a_run(run: RunDir, tmp_path: Path) -> None:
     }
     for line in (
         "A fine-tune of `base` (task `sft`). The weights are those of step 40.",
-        "| sources | `acme/rows`, `rows.jsonl` |",
-        "| train: rows | 900 read |",
-        f"| hash: data | `{'d' * 64}` |",
+        "| data | `acme/rows`, `rows.jsonl` |",
         "| optim.schedule | `cosine` |",
         "| task.options.teacher | `teacher` |",
         "| samples a step | 32 |",
         "| precision | fp32 |",
         "| hardware | 2 x cpu on 1 host |",
         "| trained on, target tokens | 48,000 |",
-        "| command | `python -m llmx model.path=base data.path=rows.jsonl "
-        "model.tokenizer=acme/tokens optim.lr=1e-3` |",
-        "| loss | 0.4000 | 0.4000 | 40 |",
-        "| exact match | 96.9 % | 96.9 % | 40 |",
+        "| loss | 0.4000 |",
+        "| exact match | 96.9 % |",
         "| torch | 2.13.0 |",
         'model = AutoModelForCausalLM.from_pretrained("PATH_OR_ID")',
     ):
@@ -98,7 +84,7 @@ def test_the_card_of_a_checkpoint_ends_at_its_step(run: RunDir, tmp_path: Path) 
     card = model_card(run, model_in(tmp_path / "a", architectures=["X"]), step=10)
     assert "The weights are those of step 10." in card
     assert "| trained on, step | 10 |" in card
-    assert "| loss | 5.500 | 5.500 | 0 |" in card
+    assert "| loss | 5.500 |" in card
 
 
 def test_classifiers_and_adapters_say_how_they_load(run: RunDir, tmp_path: Path) -> None:
@@ -106,7 +92,7 @@ def test_classifiers_and_adapters_say_how_they_load(run: RunDir, tmp_path: Path)
         run, model_in(tmp_path / "a", architectures=["BertForSequenceClassification"])
     )
     assert front_matter(card)["pipeline_tag"] == "text-classification"
-    assert "import AutoModelForSequenceClassification, AutoTokenizer" in card
+    assert "import AutoModelForSequenceClassification" in card
     config = yaml.safe_load(run.config.read_text())
     config["model"] |= {"path": "acme/base", "license": "apache-2.0"}
     write_text(run.config, yaml.safe_dump(config))
@@ -146,12 +132,11 @@ def test_a_run_that_left_little_has_a_card(tmp_path: Path) -> None:
     [
         ("acme/model", "acme/model"),
         ("/home/me/rows.jsonl", "rows.jsonl"),
-        ("data.path=/home/John Doe/x.jsonl", "data.path=x.jsonl"),
-        ("data.sources=[{path: /a/b/x.jsonl}]", "data.sources=[{path: x.jsonl}]"),
-        ("a=../x/y.tsv", "a=y.tsv"),
-        ("lr=1e-3", "lr=1e-3"),
-        ("uri=http://host:5000/x", "(an address)"),
+        ("/home/John Doe/x.jsonl", "x.jsonl"),
+        ("../x/y.tsv", "y.tsv"),
+        ("['/data/a', '/data/b']", "b']"),
+        ("http://host:5000/x", "(an address)"),
     ],
-)  # fmt: skip
+)
 def test_paths_are_their_last_part(text: str, shown: str) -> None:
     assert public(text) == shown

@@ -113,23 +113,6 @@ def test_the_gravest_come_first() -> None:
     assert order == [0, 1, 2]
 
 
-def test_a_record_of_version_1_is_compared_by_what_it_has() -> None:
-    old = {
-        "llmx": "0.1.0",
-        "git": {"commit": "a" * 40, "diff": "x"},
-        "python": {"version": "3.11.7", "executable": "/p"},
-        "packages": {"torch": "2.13.0"},
-        "nvidia_driver": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan",
-    }
-    (found,) = differences(old, copy.deepcopy(THEN))
-    assert (found.severity, found.what) == (MAY, "code")
-    assert found.then == "aaaaaaaaaa with changes"
-    assert not_recorded(old) == [
-        "the code by file", "the content of data, tokenizer and model", "the CPU",
-        "the variables of the ranks", "whether config.yaml was edited since",
-    ]  # fmt: skip
-
-
 def test_other_hardware_is_said_by_what_decides_numbers() -> None:
     one, two = composed(["hardware=cpu2"]), composed(["hardware=a100x2_v100x2"])
     found = plan_differences(

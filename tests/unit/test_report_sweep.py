@@ -69,7 +69,8 @@ def test_a_trial_is_read_from_its_run_directory(tmp_path: Path) -> None:
     write_text(run.config, "name: x\n")
     write_text(
         run.metrics,
-        '{"kind": "start", "time": 1.0, "total_steps": 4}\n'
+        '{"kind": "start", "time": 1.0, "total_steps": 4, "metrics": {"exact_match": '
+        '{"format": "percent", "higher_is_better": true}}}\n'
         '{"kind": "train", "step": 2, "time": 2.0, "loss": 3.0, "tokens_per_s": 10.0, '
         '"memory_gib": [1.0, 2.0]}\n'
         '{"kind": "train", "step": 4, "time": 3.0, "loss": 2.0, "tokens_per_s": 20.0, '

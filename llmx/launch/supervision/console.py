@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmx import text as human
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_in, measured, metric_of
-from llmx.run.metrics.declared import OF_EARLIER_VERSIONS, is_declaration
+from llmx.run.metrics.declared import is_declaration
 from llmx.text import clock, for_terminal, printable
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Console:
         self._total = total_steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._declared: dict[str, Metric] = dict(OF_EARLIER_VERSIONS)
+        self._declared: dict[str, Metric] = {}
         self._first: tuple[int, float] | None = None
         self._in_traceback = False
         self._in_warning = False

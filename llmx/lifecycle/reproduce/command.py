@@ -62,8 +62,6 @@ def reproduce(words: RunCommand) -> int:
     composed, _ = with_traced_memory(composed, make=False)
     new = composed.experiment
     print(f"reproducing {run.root}\n       into {target.root}")
-    for note in snapshot.migrations(run):
-        print(f"   migrated {note}")
     then = _record_of(run)
     from llmx.launch import rank_environment
 

@@ -180,8 +180,6 @@ def _print_changes(
 ) -> None:
     """What happens next, before it does."""
     print(f"resuming {run.root}\n  state     {state.ending}")
-    for note in snapshot.migrations(run):
-        print(f"  migrated  {note}")
     if origin:
         again = max(0, state.last_step - origin)
         repeated = f"; {again} steps are trained again" if again else ""
@@ -237,11 +235,10 @@ def _rewrite(
         write_resume,
     )
 
-    migrated = bool(snapshot.migrations(run))
     newer = [known for known in state.checkpoints if step is not None and known > step]
     again = state.last_step > origin == 0
     other = state.was_launched and bool(severe)
-    keeps = bool(upcoming.changes or newer or migrated or again or other)
+    keeps = bool(upcoming.changes or newer or again or other)
     if keeps:
         directory = archive_run(
             run, found=upcoming.changes, differs=severe, words=typed, step=origin

@@ -18,8 +18,8 @@ SEVERITY = {SAME: HARMLESS, ROUNDING: MAY}
 def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
     """A row for each key that was edited by hand; one for the file where they are not known.
 
-    ``then``: the provenance of the run. Nothing where it has no hash of the config (an older
-    llmx): ``not_recorded`` says so.
+    ``then``: the provenance of the run. Nothing where it has no hash of the config:
+    ``not_recorded`` says so.
     """
     recorded = then.get("config")
     now = snapshot.config_values(run.config)

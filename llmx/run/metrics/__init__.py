@@ -36,8 +36,7 @@ with ``"step": 0`` is the evaluation before training. A mixture of experts also 
 Each is a flat key of the lines of its ``kinds``: ``exact_match`` in ``eval`` lines,
 ``eval/exact_match`` for trackers and ``checkpoint.metric``; null where this evaluation did not
 measure it. Readers show every number of an ``eval`` line: one that is not declared has its key for
-a title and a plain number format. Runs of earlier versions declared nothing and had
-``exact_match``.
+a title and a plain number format.
 
 Events are not metrics: trackers may ignore those they do not know. Each has its ``step``: ``saved``
 (``reason``, ``stall_s``, ``background_s``, ``bytes``), ``save_failed`` (``reason``),

@@ -80,18 +80,14 @@ class Metric:
         }
 
 
-OF_EARLIER_VERSIONS = {"exact_match": Metric("exact match", "percent", higher_is_better=True)}
-"""Runs of earlier versions declared no metrics; this is the only one that they had."""
-
-
 def declared_in(record: Record) -> dict[str, Metric]:
     """Name -> metric, as a ``start`` line or a ``resumed`` event declares them.
 
-    Where it declares none, those of earlier versions. Entries that cannot be read are left out.
+    Entries that cannot be read are left out.
     """
     stated = record.get("metrics")
     if not isinstance(stated, Mapping):
-        return dict(OF_EARLIER_VERSIONS)
+        return {}
     found = {}
     for name, entry in stated.items():
         if isinstance(entry, Mapping):
@@ -106,15 +102,12 @@ def declared_in(record: Record) -> dict[str, Metric]:
 
 
 def declared_of(records: Iterable[Record]) -> dict[str, Metric]:
-    """The newest declaration among the lines of a run: a resumed run may be of a newer version.
-
-    None of a run without any line; those of earlier versions where the lines declare nothing.
-    """
-    found: dict[str, Metric] | None = None
+    """The newest declaration among the lines of a run."""
+    declared: dict[str, Metric] = {}
     for record in records:
-        if found is None or is_declaration(record):
-            found = declared_in(record)
-    return found or {}
+        if is_declaration(record):
+            declared = declared_in(record)
+    return declared
 
 
 def is_declaration(record: Record) -> bool:

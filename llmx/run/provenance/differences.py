@@ -61,7 +61,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
 
 
 def not_recorded(then: Mapping[str, Any]) -> list[str]:
-    """What this record, of an older llmx or an unusual machine, cannot be compared by."""
+    """What this record, of an unusual machine, cannot be compared by."""
     names = {
         "code": "the code by file",
         "fingerprints": "the content of data, tokenizer and model",
@@ -123,8 +123,7 @@ def _machine(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differ
         ("nvidia_driver", "NVIDIA driver", MAY),
         ("cuda", "CUDA of torch", BREAKS),
     ):
-        # An older llmx recorded the driver's whole line.
-        if then.get(key) and str(now.get(key)) not in str(then[key]):
+        if then.get(key) and now.get(key) != then[key]:
             yield Difference(severity, name, str(then[key]), str(now.get(key) or "none"))
     if then.get("nccl") and then["nccl"] != now.get("nccl"):
         yield Difference(
