@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from llmx.cli.arguments import as_meant
 from llmx.compose.complete import Composed, compose
-from llmx.compose.defaults import register_defaults
+from llmx.compose.hydra_config import register_defaults
 from llmx.compose.overrides import resolve_alias
 from llmx.config.groups import conf_dir
 

@@ -15,8 +15,7 @@ import yaml
 from llmx.cli.commands import HYDRA_WORDS
 from llmx.compose.effects import with_implied
 from llmx.config.build import shown
-from llmx.config.groups import GROUPS
-from llmx.config.keys import elsewhere
+from llmx.config.groups import GROUPS, elsewhere
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
@@ -173,7 +172,7 @@ def experiment_words(path: Path) -> list[str]:
     Its keys are those of ``--cfg job``; ``model: llama3_8b`` chooses an option, and so does an
     entry of ``defaults``. Words typed behind the file win over it.
     """
-    from llmx.compose.defaults import free_mappings
+    from llmx.compose.hydra_config import free_mappings
     from llmx.compose.user_files import read_yaml
     from llmx.config import Experiment
 

@@ -112,7 +112,7 @@ CHAT_COMMANDS = {
 
 
 def _resume_notes() -> str:
-    from llmx.lifecycle.resume.rules import table
+    from llmx.lifecycle.resume.changes import table
 
     return f"What may change, and what it does to the numbers\n\n{table()}"
 
@@ -120,7 +120,7 @@ def _resume_notes() -> str:
 def _reproduce_notes() -> str:
     import textwrap
 
-    from llmx.lifecycle.reproduce.target import ALLOWED
+    from llmx.lifecycle.reproduce import ALLOWED
 
     keys = textwrap.indent(textwrap.fill(", ".join(ALLOWED[:-1]), 86), "  ")
     return (

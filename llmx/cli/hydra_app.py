@@ -93,9 +93,8 @@ def _compose(
     from omegaconf.errors import OmegaConfBaseException
 
     from llmx.compose.complete import compose
-    from llmx.compose.defaults import register_defaults
     from llmx.compose.effects import check_effects
-    from llmx.compose.explain import explain_hydra
+    from llmx.compose.hydra_config import explain_hydra, register_defaults
     from llmx.config import experiment_from_dict, known_keys
     from llmx.config.build import shown
     from llmx.config.groups import conf_dir

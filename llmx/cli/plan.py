@@ -86,8 +86,7 @@ def _values(words: Sequence[str], config_dir: str | None) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.compose.defaults import register_defaults
-    from llmx.compose.explain import explain_hydra
+    from llmx.compose.hydra_config import explain_hydra, register_defaults
     from llmx.config.groups import conf_dir
 
     register_defaults()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.explain import explain_hydra
+from llmx.compose.hydra_config import explain_hydra
 from llmx.compose.overrides import check_overrides, resolve_alias
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import shown
@@ -115,7 +115,7 @@ def _compose(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.compose.defaults import free_mappings
+    from llmx.compose.hydra_config import free_mappings
 
     for word in overrides:
         if group_of(word) == "experiment":

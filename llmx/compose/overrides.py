@@ -1,30 +1,35 @@
 """The overrides of a command line, checked word by word before Hydra composes them.
 
 Each word is read by Hydra's own parser; what it, or the composing, would refuse is said here in
-one line: the word, the rule and the fix. Used by a run, a sweep, ``resume`` and ``reproduce``.
+one line: the word, the rule and the fix. ``data=[a,b]`` is written out as a mixture. Used by a run,
+a sweep, ``resume`` and ``reproduce``.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.named_data import mixture_of
-from llmx.compose.user_files import check_user_files
+import yaml
+
+from llmx.compose.user_files import check_user_files, read_text, read_yaml
 from llmx.config.groups import (
     ALIASES,
     GROUPS,
     OPTIONAL_GROUPS,
     find_option,
+    key_problem,
     no_such_option,
     option_names,
+    shown,
 )
-from llmx.config.keys import key_problem, shown
+from llmx.config.schema import SourceConfig
 from llmx.errors import ConfigError, did_you_mean
 
 STAGES = ("0", "1", "2", "3")
@@ -370,3 +375,50 @@ def _check_sweep(overrides: Sequence[Any]) -> None:
         raise ConfigError(
             f"{axes}: the sweep has {jobs} jobs; at most {MAX_JOBS} are run. Vary fewer values."
         )
+
+
+_OF_A_SOURCE = {field.name for field in fields(SourceConfig)}
+
+
+def mixture_of(entries: Sequence[Any], typed: set[str], directories: Sequence[Path]) -> list[str]:
+    """The overrides that mix these data sets. ``typed``: the keys on the command line, which hold
+    for the whole mixture."""
+    sources = []
+    for entry in entries:
+        for name, weight in entry.items() if isinstance(entry, dict) else [(entry, 1)]:
+            path = find_option("data", str(name), directories)
+            if path is None:
+                raise ConfigError(no_such_option("data", shown(name), directories))
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise ConfigError(f"data=[{{{name}: {shown(weight)}}}]: the weight is a number.")
+            sources.append({**_source(path, typed), "weight": weight})
+    if not sources:
+        raise ConfigError("data=[]: names no data set. Write data=[NAME,{NAME: WEIGHT}].")
+    listed = ",".join(_written(source) for source in sources)
+    return ["data=mixture", f"data.sources=[{listed}]"]
+
+
+def _source(path: Path, typed: set[str]) -> dict[str, Any]:
+    """The values of one data set as an entry of ``data.sources``."""
+    read_yaml(path)  # says what is wrong with the file
+    values = yaml.safe_load(read_text(path)) or {}
+    if values.get("path") in (None, "", "???"):
+        raise ConfigError(
+            f"{path}: has no path, so data=[{path.stem}] names no data. Write data/NAME.yaml with "
+            "path: FILE into a directory of your own: --config-dir DIR."
+        )
+    columns = {**(values.get("columns") or {}), **(values.pop("data_map", None) or {})}
+    for key in values.keys() - _OF_A_SOURCE - {"name"}:
+        if f"data.{key}" not in typed:
+            raise ConfigError(
+                f"{path}: data.{key} holds for a whole mixture, not for one of its data sets. Type "
+                f"data.{key}={shown(values[key])}, or leave it out of the file."
+            )
+    return {**{k: v for k, v in values.items() if k in _OF_A_SOURCE}, "columns": columns}
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

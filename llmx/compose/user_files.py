@@ -13,8 +13,15 @@ from pathlib import Path
 
 import yaml
 
-from llmx.config.groups import GROUPS, find_option, no_such_option, option_names
-from llmx.config.keys import key_problem, shape, shown
+from llmx.config.groups import (
+    GROUPS,
+    find_option,
+    key_problem,
+    no_such_option,
+    option_names,
+    shape,
+    shown,
+)
 from llmx.errors import ConfigError
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")

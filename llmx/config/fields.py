@@ -148,7 +148,7 @@ def number(
 
 AUTO = -1
 """What a number that takes ``auto`` holds until it is chosen by the plan (``llmx.plan.choices``) or
-by the task (``llmx.compose.task_defaults``); written and read as ``auto``."""
+by the task (``llmx.compose.task_rules``); written and read as ``auto``."""
 
 
 def number_or_auto(

@@ -1,5 +1,5 @@
 """Which files hold data, by their names. Standard library only: the command line asks before a
-launch (``llmx.compose.local_paths``), the ranks when they read (``llmx.data.source.files``)."""
+launch (``llmx.compose.complete``), the ranks when they read (``llmx.data.source.files``)."""
 
 from __future__ import annotations
 

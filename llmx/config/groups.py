@@ -1,16 +1,21 @@
-"""The shipped config groups: where they lie, their options, one line of each.
+"""The names of the config: groups, where they lie, their options with a line of each, and keys.
 
-Every YAML opens with a comment that says what it is and when to use it; ``--help`` is made
-from those lines, so it cannot fall behind.
+Every YAML opens with a comment that says what it is and when to use it; ``--help`` is made from
+those lines, so it cannot fall behind. An unknown key is explained, also one of another framework.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from llmx.config.build import shown
+from llmx.config.build import hints_of, known_keys, shown
+from llmx.config.schema import Experiment
 from llmx.errors import did_you_mean
 
 GROUPS = (
@@ -88,3 +93,144 @@ def first_comment(path: Path) -> str:
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
     return ""
+
+
+__all__ = ["elsewhere", "key_problem", "shown"]
+
+_ELSEWHERE = {
+    "model.path=...": "model_name_or_path model_name model_id base_model pretrained_model",
+    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "model.revision": "model_revision",
+    "model.attention": "attn_implementation flash_attn flash_attention use_flash_attention",
+    "model.activation_checkpointing=full": "gradient_checkpointing",
+    "model.liger_kernel": "use_liger_kernel enable_liger_kernel",
+    "model.compile": "torch_compile",
+    "data.path=...": "dataset dataset_name dataset_path datasets train_file train_data dataset_dir",
+    "data.eval_path": "eval_dataset validation_file eval_file test_file",
+    "data.eval_samples": "val_size eval_size val_set_size",
+    "data.seq_len": "cutoff_len max_length max_seq_length max_seq_len sequence_len "
+    "model_max_length block_size context_length max_prompt_length",
+    "data.packing": "pack sample_packing",
+    "data.template": "chat_template",
+    "data.text_key": "dataset_text_field text_column",
+    "data.max_rows": "max_samples max_train_samples num_samples",
+    "data.num_workers": "preprocessing_num_workers dataset_num_proc num_proc "
+    "dataloader_num_workers",
+    "task.kind": "stage finetuning_task",
+    "task.options.beta": "pref_beta dpo_beta",
+    "task.options.loss": "pref_loss loss_type rl",
+    "task.epochs": "num_train_epochs num_epochs n_epochs max_epochs epoch",
+    "task.steps": "max_steps num_steps train_steps num_train_steps max_train_steps iterations",
+    "task.log_every_steps": "logging_steps log_interval",
+    "task.eval_every_steps": "eval_steps eval_interval evaluation_strategy eval_strategy",
+    "optim.lr": "learning_rate lr",
+    "optim.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "optim.warmup_fraction": "warmup_ratio",
+    "optim.warmup_steps": "num_warmup_steps",
+    "optim.clip_norm": "max_grad_norm gradient_clipping grad_clip clip_grad",
+    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optim.eps": "adam_epsilon epsilon",
+    "optim=adamw": "optimizer",
+    "batch.micro_batch": "per_device_train_batch_size micro_batch_size train_batch_size_per_gpu "
+    "per_device_batch_size train_micro_batch_size_per_gpu",
+    "batch.global_batch": "batch_size train_batch_size global_batch_size",
+    "batch.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation",
+    "adapter.rank": "lora_rank lora_r r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "lora_target target_modules lora_target_modules lora_targets",
+    "adapter=lora": "use_peft use_lora lora finetuning_type peft",
+    "adapter=qlora": "load_in_4bit quantization_bit qlora",
+    "zero=stage2": "deepspeed deepspeed_config",
+    "hardware.slots": "gpus num_gpus n_gpus nproc_per_node num_gpus_per_node ngpus devices",
+    "hardware.hosts": "nodes nnodes num_nodes",
+    "hardware.path": "hostfile",
+    "launch.master_port": "main_process_port",
+    "checkpoint.every_steps": "save_steps save_interval save_every",
+    "checkpoint.keep.last": "save_total_limit",
+    "precision=bf16": "bf16",
+    "precision=fp16": "fp16",
+    "precision": "torch_dtype dtype mixed_precision",
+    "run_dir": "output_dir out_dir save_dir",
+    "name": "run_name",
+    "tracking=wandb": "report_to wandb",
+    "tracking.project": "wandb_project",
+}
+_KEYS = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+
+
+def elsewhere(name: str) -> str:
+    """`` Here it is optim.lr.`` for a key as Transformers, TRL, PEFT, LLaMA-Factory, axolotl or
+    DeepSpeed call it; else empty."""
+    last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+    key = _KEYS.get(last, "")
+    if not key:
+        homes = [known for known in known_keys() if known.rpartition(".")[2] == last]
+        key = ", ".join(homes)
+    return f" Here it is {key}." if key else ""
+
+
+def key_problem(key: str) -> str:
+    """What is wrong with a dotted key, in one line; empty for one that the schema knows."""
+    hint: Any = Experiment
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        before = ".".join(parts[:index])
+        hint = _without_none(hint)
+        if hint is Any:
+            return ""
+        if dataclasses.is_dataclass(hint):
+            inner = hints_of(typing.cast(type, hint))
+            if part not in inner:
+                return _no_such(key, ".".join(parts[: index + 1]), before, list(inner))
+            hint = inner[part]
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        elif typing.get_origin(hint) is list:
+            if not part.isdecimal():
+                return f"{shown(key)}: {before} is a list. Set it whole: {before}=[...]."
+            hint = typing.get_args(hint)[0]
+        else:
+            return f"{shown(key)}: {before} is one value, without keys of its own. Set {before}=..."
+    return ""
+
+
+def shape(key: str) -> str:
+    """``mapping``, ``list`` or ``value``: what a known key holds; empty where anything goes."""
+    hint: Any = Experiment
+    for part in key.split("."):
+        hint = _without_none(hint)
+        if hint is Any:
+            return ""
+        if dataclasses.is_dataclass(hint):
+            hint = hints_of(typing.cast(type, hint))[part]
+        else:
+            hint = typing.get_args(hint)[-1]
+    hint = _without_none(hint)
+    if hint is Any:
+        return ""
+    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
+        return "mapping"
+    return "list" if typing.get_origin(hint) is list else "value"
+
+
+def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
+
+    last = key.rpartition(".")[2]
+    homes = [known for known in known_keys() if known.rpartition(".")[2] == last]
+    words = f" It exists as {', '.join(homes)}." if homes else elsewhere(last)
+    if not words and len(key) < 200:
+        words = did_you_mean(where.rpartition(".")[2], names)
+        if words and before:
+            words = words.replace('"', f'"{before}.', 1)
+        words = words or did_you_mean(key, [*known_keys(), *GROUPS])
+        if before and words.endswith(f'"{before}"?'):
+            words = f" Known here: {', '.join(names)}."
+    see = f"help {before.split('.')[0]}" if before else "--help"
+    return f"{shown(key)}: no such key.{words} See python -m llmx {see}."
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    return hint

@@ -7,29 +7,34 @@ Precision and batch sizes have their rules where they are computed (``llmx.plan`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
-from llmx.config.adapter_rules import adapter_problems, quantize_problems
 from llmx.config.build import experiment_from_dict, shown, to_dict
-from llmx.config.data_rules import data_problems
 from llmx.config.hardware_rules import hardware_problems, used_devices
-from llmx.config.launch_rules import launch_problems
-from llmx.config.model_rules import model_config_problems
+from llmx.config.model_rules import (
+    adapter_problems,
+    added_token_problems,
+    model_config_problems,
+    quantize_problems,
+)
 from llmx.config.optimizers import optimizer_of
+from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import (
     SCHEMA_VERSION,
     CheckpointConfig,
     DataConfig,
     Experiment,
     HardwareConfig,
+    LaunchConfig,
     ModelConfig,
     SweepConfig,
     TaskConfig,
     ZeroConfig,
 )
-from llmx.config.token_rules import added_token_problems
 from llmx.errors import ConfigError, did_you_mean
 from llmx.redact import is_secret
+from llmx.text import CONTROL, SURROGATES
 
 MAX_RANKS = 16384
 
@@ -323,3 +328,114 @@ def _secrets(value: object, key: str = "") -> Iterator[str]:
                 f"{key}: looks like a password or a token, and config.yaml, reports and trackers "
                 f"show the config. Leave it out{variables}."
             )
+
+
+COLUMNS = (
+    "text",
+    "title",
+    "content",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+    "tools",
+    "conversations",
+    "messages",
+    "prompt",
+    "response",
+    "label",
+    "chosen",
+    "rejected",
+    "margin",
+    "responses",
+    "answers",
+    "desirable",
+)
+"""Our names of columns: the keys of ``data.columns``."""
+MAPPED = ("prompt", "label", "history")
+"""Those of a labelled row: the keys of ``data.data_map``."""
+
+
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """One message for each name of a column that is none of ours, and for each second way to say
+    which rows are evaluated: both would be passed over in silence."""
+    ways = {key: getattr(data, key) for key in ("eval_path", "eval_fraction", "eval_samples")}
+    if len(given := [f"data.{key}={value}" for key, value in ways.items() if value]) > 1:
+        yield f"{' and '.join(given)}: each says which rows are evaluated. Keep one of them."
+    groups = [("data.columns", data.columns, COLUMNS), ("data.data_map", data.data_map, MAPPED)]
+    groups += [
+        (f"data.sources[{i}].columns", source.columns, COLUMNS)
+        for i, source in enumerate(data.sources)
+    ]
+    for where, mapping, known in groups:
+        for name in mapping:
+            if name not in known:
+                yield (
+                    f"{where}.{name}: no such column.{did_you_mean(name, known)} The keys are "
+                    f"{', '.join(known)}; the values are the names in your data."
+                )
+
+
+RESERVED = frozenset(
+    {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK",
+        "CROSS_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE", "DS_ACCELERATOR",
+        "LLMX_RUN_TOKEN", "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND",
+    }
+)  # fmt: skip
+"""Variables that the launch sets itself."""
+_INSTEAD = {
+    "MASTER_ADDR": ", and set hardware.master_addr=ADDRESS",
+    "MASTER_PORT": ", and set launch.master_port=PORT",
+    "CUDA_VISIBLE_DEVICES": ", and export it before llmx is started (a run on this machine), or "
+    "set the slots of the host",
+}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")
+
+
+def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+    """Every broken rule: value, rule and fix."""
+    yield from env_problems(hardware.env, key="hardware.env")
+    yield from env_problems(launch.env, key="launch.env")
+    for index, path in enumerate(launch.sync_extra):
+        if not path.startswith(("/", "~")):
+            yield (
+                f"launch.sync_extra[{index}]={path}: must be an absolute path, as it is the same "
+                "on every host. Write e.g. /data/more."
+            )
+    if launch.transport != "auto":
+        # By its name: the schema does not depend on what launches.
+        yield from TRANSPORTS.load(launch.transport)().problems(launch, hardware)
+
+
+def env_problems(env: Mapping[str, str], *, key: str) -> Iterator[str]:
+    """Every problem of the variables of a config (``key``: ``launch.env`` or ``hardware.env``)."""
+    for name, value in env.items():
+        where = f"{key}.{name}"
+        if not _NAME.fullmatch(name):
+            yield f"{where}: is not the name of a variable. Use letters, digits and _."
+        elif is_secret(name, value):
+            yield (
+                f"{where}: looks like a secret, and every user of a host can read the variables of "
+                "the ranks. Leave it out: W&B and its key stay in the supervisor, and a gated "
+                "model is downloaded before the run (set model.path to the directory)."
+            )
+        elif name in RESERVED:
+            yield f"{where}: is set by llmx. Leave it out{_INSTEAD.get(name, '')}."
+        elif not is_one_line(value):
+            yield (
+                f"{where}: has a line break or another control character, which cannot be passed "
+                "to other hosts. Write it on one line."
+            )
+
+
+def is_variable_name(name: str) -> bool:
+    """Whether a shell takes ``name`` for a variable."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_one_line(value: str) -> bool:
+    """Whether ``value`` is text without control characters."""
+    return _ONE_LINE.fullmatch(value) is not None

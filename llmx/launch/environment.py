@@ -15,13 +15,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmx.config.launch_rules import (
+from llmx.config.user_code import user_code
+from llmx.config.validate import (
     RESERVED,
     env_problems,
     is_one_line,
     is_variable_name,
 )
-from llmx.config.user_code import user_code
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.threads import threads_per_rank

@@ -34,7 +34,7 @@ DEFAULT_PORT = 29500
 def check_launch(exp: Experiment, plan: Plan) -> None:
     """ConfigError for what would fail with this plan's transport, before anything is written.
 
-    The rules that need no plan are in ``llmx.config.launch_rules``.
+    The rules that need no plan are in ``llmx.config.validate``.
     """
     problems = [] if exp.dry_run else path_problems(exp, plan)
     problems += [

@@ -41,7 +41,7 @@ from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan
-from llmx.run.provenance.code import git
+from llmx.run.provenance.machine import git
 from llmx.run.rundir import read_mapping, write_json
 from llmx.text import plural, size
 

@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.complete import Composed
+from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment
 from llmx.plan.choices import KnownFor, no_runs
 from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
 from llmx.plan.step_time import with_time
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json, read_mapping, write_json
+from llmx.run.speeds import known_speeds
 from llmx.run.tail import read_records
 
 FORMAT = 1
@@ -162,3 +163,24 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
 
 def _is_off() -> bool:
     return os.environ.get("LLMX_LEARNED", "").lower() == "off"
+
+
+BY_SPEED = (
+    *("batch", "balance", "ranks", "memory", "time", "notes"),
+    "grad_accum_dtype",
+)
+"""Fields of a plan that follow from the split."""
+
+
+def with_known_speeds(composed: Composed) -> Composed:
+    """Planned again where the split is still to be measured and was measured before: the plan then
+    shows the split of the run. The ranks decide themselves, by their own caches."""
+    exp, plan = composed.experiment, composed.plan
+    if plan.balance is None or not plan.balance.pending:
+        return composed
+    known = known_speeds(exp, plan)
+    if known is None:
+        return composed
+    found = plan_experiment(exp, is_checked=True, known=known)
+    plan = replace(plan, **{name: getattr(found.plan, name) for name in BY_SPEED})
+    return replace(composed, plan=plan, ds_config=found.ds_config)

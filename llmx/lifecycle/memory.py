@@ -29,7 +29,7 @@ from llmx.lifecycle.aside import (
     package_version,
 )
 from llmx.lifecycle.learned import known_contexts, known_runs
-from llmx.lifecycle.vocabulary import with_true_vocabulary
+from llmx.lifecycle.preflight import with_true_vocabulary
 from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import no_runs, traced_memory, with_traces
 from llmx.plan.step_time import with_traced_time

@@ -8,11 +8,13 @@ asked in a process of its own (``llmx.tasks.first_rows``).
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import llmx
 from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
 from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
@@ -22,6 +24,10 @@ from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError, DataError
 from llmx.lifecycle.aside import ask
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
+from llmx.plan.adapter import trained_parameters
+from llmx.plan.geometry import model_geometry
+from llmx.plan.storage import ModelSize, with_storage
+from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
 
@@ -115,3 +121,36 @@ def _check_first_rows(exp: Experiment) -> None:
     answer = ask(exp, PROGRAM, snapshot.dump_config(exp), timeout_s=TIME_LIMIT_S) or {}
     if problem := answer.get("problem"):
         raise (ConfigError if answer["is_config"] else DataError)(problem)
+
+
+DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
+
+
+def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
+    """With the disk and the RAM that a model of the tokenizer's vocabulary takes of the hosts."""
+    if plan.storage is None or plan.storage.certain == 1.0:
+        return plan
+    rows = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
+    before = model_geometry(exp.model)
+    if not rows or before is None:
+        return plan
+    model = replace(exp.model, config={**exp.model.config, "vocab_size": rows})
+    shape = model_geometry(model)
+    if shape is None:
+        return plan
+    whole = plan.num_parameters - before.num_parameters + shape.num_parameters
+    trained = trained_parameters(model, exp.adapter) or whole
+    return with_storage(plan, exp, size=ModelSize(whole, trained))
+
+
+def tokenizer_rows(name: str) -> int | None:
+    """The largest id of a tokenizer and one; ``name``: a local directory, or ``demo``."""
+    directory = DEMO if name == "demo" else Path(name).expanduser()
+    try:
+        values = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = values["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = (token["id"] for token in values.get("added_tokens", ()))
+        return max([*ids, *added], default=-1) + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

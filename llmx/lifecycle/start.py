@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from llmx import text as human
 from llmx.compose.complete import Composed, check_paths
 from llmx.errors import RunFailed
-from llmx.lifecycle.learned import learn, with_learned_time
+from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
-from llmx.lifecycle.speeds import with_known_speeds
 from llmx.run import snapshot
 from llmx.tracking.base import check_packages
 

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from llmx.config import ALL_LINEAR, AdapterConfig, ModelConfig
-from llmx.config.adapter_rules import (
+from llmx.config.model_rules import (
+    added_tokens,
     matching,
     no_such_module,
     output_head_target,
     short_names,
 )
-from llmx.config.token_rules import added_tokens
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.initialise import module_seed

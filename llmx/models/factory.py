@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from llmx.config import AdapterConfig, DataConfig, ModelConfig
-from llmx.config.model_rules import head_problem
-from llmx.config.token_rules import added_tokens
+from llmx.config.model_rules import added_tokens, head_problem
 from llmx.errors import ConfigError
 from llmx.models.blocks import compile_blocks, recompute
 from llmx.models.experts import accept_masks

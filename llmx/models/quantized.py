@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from llmx.config import AdapterConfig
-from llmx.config.adapter_rules import matching
+from llmx.config.model_rules import matching
 from llmx.errors import ConfigError
 from llmx.models.parameters import output_embedding
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmx.config import AdapterConfig, ModelConfig
-from llmx.config.token_rules import added_tokens
+from llmx.config.model_rules import added_tokens
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
 MASKED_LM, BACKBONE = "masked_lm", "backbone"

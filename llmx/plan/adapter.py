@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from llmx.config.adapter_rules import (
+from llmx.config.build import shown
+from llmx.config.model_rules import (
+    added_tokens,
     is_named,
     matching,
     no_such_module,
     output_head_target,
     short_names,
 )
-from llmx.config.build import shown
 from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig
-from llmx.config.token_rules import added_tokens
 from llmx.errors import did_you_mean
 from llmx.plan.geometry import Geometry, model_geometry
 

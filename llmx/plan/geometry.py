@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.model_rules import added_tokens
 from llmx.config.schema import ModelConfig
-from llmx.config.token_rules import added_tokens
 
 
 @dataclass(frozen=True)

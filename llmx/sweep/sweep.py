@@ -23,8 +23,7 @@ from types import FrameType
 from typing import Any
 
 from llmx import text as human
-from llmx.compose.complete import Composed, complete, plan_experiment
-from llmx.compose.short_trial import objective_of
+from llmx.compose.complete import Composed, complete, objective_of, plan_experiment
 from llmx.config import Experiment, SweepConfig, experiment_from_dict
 from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES

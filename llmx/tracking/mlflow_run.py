@@ -9,8 +9,7 @@ import os
 import time
 from typing import Any
 
-from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.base import RunMeta, Tracker, flat, replay_command, why_not_online
 
 STATUS = {"ok": "FINISHED", "interrupted": "KILLED", "pruned": "KILLED"}

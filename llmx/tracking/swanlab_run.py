@@ -8,8 +8,7 @@ import re
 import sys
 from typing import Any
 
-from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.base import RunMeta, Tracker, why_not_online
 
 STATES = {"ok": "success", "interrupted": "aborted", "pruned": "aborted"}

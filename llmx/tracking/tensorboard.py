@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.base import Notify, RunMeta, Tracker
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmx.offline import why_no_answer
-from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
 from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
 
 LONGEST_TEXT = 16_384

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import DataConfig, Experiment, SourceConfig
-from llmx.config.data_rules import data_problems
+from llmx.config.validate import data_problems
 from llmx.data import (
     has_eval,
     held_out_prompts,

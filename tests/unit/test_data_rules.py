@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment, SourceConfig
-from llmx.config.data_rules import COLUMNS, data_problems
+from llmx.config.validate import COLUMNS, data_problems
 from llmx.data.format.formats import KEYS
 from llmx.data.source import source as part
 from llmx.data.source.split import DatasetSplit

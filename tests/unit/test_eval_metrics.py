@@ -12,7 +12,7 @@ from llmx.config.schema import COMPLETION_METRICS
 from llmx.config.user_code import code_hashes, user_code
 from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
-from llmx.lifecycle.resume.rules import SAME, rule_of
+from llmx.lifecycle.resume.changes import SAME, rule_of
 from llmx.run.metrics.completions import DECLARED, METRICS
 from llmx.tasks import completion_metrics, completion_scores
 from tests.composing import composed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.config.groups import GROUPS
-from llmx.config.keys import _KEYS, elsewhere, key_problem
+from llmx.config.groups import _KEYS, GROUPS, elsewhere, key_problem
 
 
 @pytest.mark.parametrize("key", sorted(set(_KEYS.values())))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.lifecycle.vocabulary import tokenizer_rows, with_true_vocabulary
+from llmx.lifecycle.preflight import tokenizer_rows, with_true_vocabulary
 from tests.composing import composed
 
 
@@ -21,7 +21,7 @@ def tokenizer(directory: Path, vocabulary: object, *, added: tuple[int, ...] = (
 def test_the_rows_of_a_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from llmx.lifecycle.vocabulary import DEMO
+    from llmx.lifecycle.preflight import DEMO
 
     assert tokenizer_rows("demo") == len(AutoTokenizer.from_pretrained(DEMO))
     ids = {f"t{number}": number for number in range(500)}

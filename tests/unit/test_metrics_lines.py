@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.run.metrics.lines import MetricsTail, event_scalars, read_metrics, scalars, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import (
+    MetricsTail,
+    Summary,
+    event_scalars,
+    read_metrics,
+    scalars,
+    step_of,
+)
 from llmx.run.rundir import write_text
 from tests import tracked_run
 

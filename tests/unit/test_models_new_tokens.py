@@ -13,7 +13,7 @@ from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter, export_model
 from llmx.checkpoint.export.weights import SHARD_BYTES
 from llmx.config import Experiment, experiment_from_dict
-from llmx.config.token_rules import added_token_problems
+from llmx.config.model_rules import added_token_problems
 from llmx.data import load_tokenizer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError

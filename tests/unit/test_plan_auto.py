@@ -17,7 +17,7 @@ from llmx.config.fields import AUTO
 from llmx.errors import ConfigError
 from llmx.lifecycle.learned import learned_file
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-from llmx.lifecycle.resume.changed import keep_choice
+from llmx.lifecycle.resume.changes import keep_choice
 from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import prepare, run_composed
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose

@@ -20,7 +20,7 @@ from llmx.lifecycle.learned import (
     read_observations,
     with_learned_time,
 )
-from llmx.lifecycle.reproduce.command import main as reproduce
+from llmx.lifecycle.reproduce import main as reproduce
 from llmx.lifecycle.resume.command import main as resume
 from llmx.plan.geometry import model_geometry
 from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmx.errors import ConfigError
-from llmx.lifecycle.reproduce.command import main, other_inputs
+from llmx.lifecycle.reproduce import main, other_inputs
 from llmx.run.metrics.equality import weight_hashes
 from llmx.run.rundir import RunDir, write_json
 

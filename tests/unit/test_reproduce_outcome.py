@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.lifecycle.reproduce.show import print_outcome
+from llmx.lifecycle.reproduce import print_outcome
 from llmx.run.metrics.equality import DIFFER, EQUAL, UNKNOWN, Outcome, compare
 from llmx.run.provenance.differences import BREAKS, MAY, Difference
 

@@ -22,14 +22,29 @@ from llmx.compose.apply_overrides import apply, parse_run_command
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
-from llmx.lifecycle.reproduce.before import all_differences
-from llmx.lifecycle.resume.changed import next_run, schedule_note
-from llmx.lifecycle.resume.choose import newest_usable, problems_of
+from llmx.lifecycle.reproduce import all_differences
+from llmx.lifecycle.resume.changes import (
+    OTHER,
+    REFUSED,
+    ROUNDING,
+    RULES,
+    SAME,
+    next_run,
+    rule_of,
+    schedule_note,
+)
 from llmx.lifecycle.resume.command import OWN, main
 from llmx.lifecycle.resume.command import _rewrite as rewrite
-from llmx.lifecycle.resume.history import archive_run, history, roll_back, set_aside
-from llmx.lifecycle.resume.rules import OTHER, REFUSED, ROUNDING, RULES, SAME, rule_of
-from llmx.lifecycle.resume.run_state import committed, read_state
+from llmx.lifecycle.resume.run_state import (
+    archive_run,
+    committed,
+    history,
+    newest_usable,
+    problems_of,
+    read_state,
+    roll_back,
+    set_aside,
+)
 from llmx.run import snapshot
 from llmx.run.provenance.differences import BREAKS, MAY, Difference
 from llmx.run.rundir import RunDir, read_json, write_json
@@ -85,7 +100,7 @@ def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
     groups = {key for key in known_keys() if any(k.startswith(f"{key}.") for k in known_keys())}
     for key in known_keys():
         if key not in groups:
-            assert rule_of(key) in RULES, f"{key} has no row in llmx/lifecycle/resume/rules.py"
+            assert rule_of(key) in RULES, f"{key} has no row in llmx/lifecycle/resume/changes.py"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +247,7 @@ def test_a_large_checkpoint_is_left_to_the_ranks_and_that_is_said(run, capsys, m
     checkpoint(run, 50)
     assert main([str(run.root), "dry_run=true"]) == 0
     assert "sizes are right" not in capsys.readouterr().out
-    monkeypatch.setattr("llmx.lifecycle.resume.choose.HASHED_BYTES", 9)
+    monkeypatch.setattr("llmx.lifecycle.resume.run_state.HASHED_BYTES", 9)
     assert main([str(run.root), "dry_run=true"]) == 0
     assert "its sizes are right; the ranks verify every byte" in capsys.readouterr().out
 

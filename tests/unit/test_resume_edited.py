@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.lifecycle.resume.edited import edited_config
+from llmx.lifecycle.resume.changes import edited_config
 from llmx.run import snapshot
 from llmx.run.provenance.differences import BREAKS, HARMLESS, not_recorded
 from llmx.run.rundir import RunDir, read_json

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.compose.task_defaults import origin_of_batch, origin_of_lr
-from llmx.compose.task_rules import defaults_of
+from llmx.compose.task_rules import defaults_of, origin_of_batch, origin_of_lr
 from llmx.config.groups import conf_dir
 from llmx.config.tasks import shipped_tasks
 from tests.composing import composed

@@ -12,7 +12,7 @@ import pytest
 
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
-from llmx.lifecycle.reproduce.before import as_trained
+from llmx.lifecycle.reproduce import as_trained
 from llmx.plan import make_plan
 from llmx.plan.balance import corrected_speeds, evened, with_balance
 from llmx.plan.types import Plan, RankSpeed

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmx import text as human
 from llmx.compose.effects import without_effect
-from llmx.compose.explain import explain_hydra
+from llmx.compose.hydra_config import explain_hydra
 from llmx.compose.overrides import resolve_alias
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError, LlmxError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import ModelConfig
-from llmx.config.token_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
+from llmx.config.model_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
 from llmx.data.format.templates import choose_template
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character

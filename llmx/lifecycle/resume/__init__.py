@@ -1,7 +1,7 @@
 """``python -m llmx resume RUN [overrides] [step=N]``: a run goes on in its own directory.
 
 From its newest usable checkpoint, on other hosts too, with whatever may change (see
-``rules.py``). Everything is composed, checked and planned before a file is touched.
+``changes.py``). Everything is composed, checked and planned before a file is touched.
 
 ``history/NNN/`` keeps what a resume replaces, where it changes something or goes back to an earlier
 step: the former ``config.yaml``, ``plan.json``, ``ds_config.json``, ``overrides.yaml``,

@@ -17,12 +17,24 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.memory import with_traced_memory
-from llmx.lifecycle.resume.changed import Next, next_run, schedule_note
-from llmx.lifecycle.resume.choose import is_hashed, newest_usable, problems_of
-from llmx.lifecycle.resume.edited import edited_config
-from llmx.lifecycle.resume.history import archive_run, roll_back, set_aside
-from llmx.lifecycle.resume.rules import SAME, refuse_other_content
-from llmx.lifecycle.resume.run_state import RunState, read_state
+from llmx.lifecycle.resume.changes import (
+    SAME,
+    Next,
+    edited_config,
+    next_run,
+    refuse_other_content,
+    schedule_note,
+)
+from llmx.lifecycle.resume.run_state import (
+    RunState,
+    archive_run,
+    is_hashed,
+    newest_usable,
+    problems_of,
+    read_state,
+    roll_back,
+    set_aside,
+)
 from llmx.lifecycle.start import launched
 from llmx.run import snapshot, trust
 from llmx.run.provenance import record

@@ -1,16 +1,22 @@
-"""The state of a run: how far it came, how it ended, which checkpoints it has. Reads only."""
+"""The state in which a run lies on disk: its end, the checkpoint to resume from, its history."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.commit import committed_dir
-from llmx.checkpoint.manifest import MANIFEST
-from llmx.checkpoint.selection import list_steps
+from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, read_manifest
+from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
+from llmx.checkpoint.selection import check_file, list_steps
+from llmx.lifecycle.resume.changes import Change
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.provenance.differences import Difference
+from llmx.run.rundir import RunDir, read_mapping, write_json
 
 
 @dataclass(frozen=True)
@@ -95,3 +101,151 @@ def committed(directory: Path) -> list[int]:
     """Steps of the checkpoints that have a manifest, ascending."""
     steps = list_steps(directory)
     return [step for step in steps if (committed_dir(directory, step) / MANIFEST).is_file()]
+
+
+HASHED_BYTES = 1 << 30
+"""A checkpoint up to this size is verified here, in about a second."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The newest checkpoint without a problem here, and the newer ones with one."""
+
+    step: int | None
+    damaged: dict[int, list[str]] = field(default_factory=dict)
+
+    def words(self) -> str:
+        """The damaged ones, a line each."""
+        return "\n".join(
+            f"  step {step}: {'; '.join(found)}" for step, found in self.damaged.items()
+        )
+
+
+def newest_usable(run: RunDir, steps: Sequence[int]) -> Chosen:
+    """The newest of these steps that looks whole."""
+    damaged: dict[int, list[str]] = {}
+    for step in sorted(steps, reverse=True):
+        problems = problems_of(run, step)
+        if not problems:
+            return Chosen(step, damaged)
+        damaged[step] = problems
+    return Chosen(None, damaged)
+
+
+def problems_of(run: RunDir, step: int) -> list[str]:
+    """What is wrong with the checkpoint of a step; empty where manifest and sizes are right, and
+    of a small one the hashes (``is_hashed``).
+
+    Without a shared file system a file may lie on the host that wrote it alone: only a host
+    with none of its files missing here is held to them.
+    """
+    directory = run.checkpoint(step)
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Problem):
+        return [str(manifest)]
+    sizes = {name: _size(directory / name) for name in manifest.files}
+    elsewhere = {
+        host
+        for host in set(manifest.hosts.values())
+        if len(set(manifest.hosts.values())) > 1
+        and all(sizes[name] is None for name, owner in manifest.hosts.items() if owner == host)
+    }
+    found = []
+    for name, entry in sorted(manifest.files.items()):
+        size = sizes[name]
+        if size is None and manifest.hosts.get(name) not in elsewhere:
+            found.append(str(Problem(name, f"{entry.bytes:,} bytes", "is missing")))
+        elif size is not None and size != entry.bytes:
+            found.append(str(Problem(name, f"{entry.bytes:,} bytes", f"has {size:,}")))
+        elif size is not None and manifest.num_bytes <= HASHED_BYTES:
+            problem = check_file(directory, name, entry)
+            found += [str(problem)] if problem else []
+    return found
+
+
+def is_hashed(run: RunDir, step: int) -> bool:
+    """Whether ``problems_of`` has read every byte of it: it is small, and all of it is here."""
+    directory = run.checkpoint(step)
+    manifest = read_manifest(directory)
+    return (
+        isinstance(manifest, Manifest)
+        and manifest.num_bytes <= HASHED_BYTES
+        and all((directory / name).is_file() for name in manifest.files)
+    )
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def archive_run(
+    run: RunDir,
+    *,
+    found: Sequence[Change],
+    differs: Sequence[Difference],
+    words: Sequence[str],
+    step: int,
+) -> Path:
+    """Copy the former snapshot into a new numbered directory, with ``changes.json``; returns it.
+
+    ``step``: where the run goes on with the new values. ``differs``: what is not as it was in
+    code, packages and devices.
+    """
+    taken = [int(path.name) for path in history(run)]
+    directory = run.root / "history" / f"{max(taken, default=0) + 1:03d}"
+    directory.mkdir(parents=True)
+    for path in (
+        run.config, run.plan, run.ds_config, run.overrides, run.provenance, run.result,
+        run.resume, run.metrics,
+    ):  # fmt: skip
+        if path.is_file():
+            shutil.copy2(path, directory / path.name)
+    write_json(
+        directory / "changes.json",
+        {
+            "time": time.time(),
+            "step": step,
+            "words": list(words),
+            "changes": {change.key: [change.old, change.new] for change in found},
+            "effects": {change.key: change.rule.effect for change in found},
+            "differs": [difference.to_dict() for difference in differs],
+        },
+    )
+    return directory
+
+
+def history(run: RunDir) -> list[Path]:
+    """The numbered directories, oldest first."""
+    parent = run.root / "history"
+    found = parent.iterdir() if parent.is_dir() else iter(())
+    return sorted(path for path in found if path.name.isdigit() and path.is_dir())
+
+
+def roll_back(run: RunDir, rollbacks: Sequence[int], step: int) -> list[int]:
+    """``went_back`` of ``resume.json``, with a rollback to ``step`` added.
+
+    A checkpoint that was set aside, and was brought back by hand, is no longer given up.
+    """
+    manifest = read_manifest(run.checkpoint(step)) if step else None
+    if isinstance(manifest, Manifest) and manifest.is_abandoned(rollbacks):
+        rollbacks = [max(earlier, step) for earlier in rollbacks]
+    return [*rollbacks, step]
+
+
+def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
+    """Move newer checkpoints away: the run goes on from an earlier one, and must never take up
+    the abandoned branch again by itself. Moved by a rename, nothing is copied or lost."""
+    for step in steps:
+        target = directory / "checkpoints" / run.checkpoint(step).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run.checkpoint(step).rename(target)
+    left = committed(run.checkpoints)
+    for name in (LATEST, BEST):
+        if read_pointer(run.checkpoints, name) in steps:
+            if left and name == LATEST:
+                set_pointer(run.checkpoints, name, left[-1])
+            else:  # which of the others is the best is known to the ranks, at their next save
+                (run.checkpoints / name).unlink()

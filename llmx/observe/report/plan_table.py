@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import refusal
-from llmx.compose.task_defaults import origin_of_batch, origin_of_lr
+from llmx.compose.task_rules import origin_of_batch, origin_of_lr
 from llmx.config import (
     AdapterConfig,
     BatchConfig,
@@ -27,7 +27,7 @@ from llmx.config import (
 )
 from llmx.config.fields import plain
 from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
-from llmx.config.token_rules import added_tokens
+from llmx.config.model_rules import added_tokens
 from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
 from llmx.plan.balance import idle_shares, step_fs

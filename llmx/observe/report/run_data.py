@@ -16,8 +16,7 @@ from typing import Any
 from llmx.errors import ConfigError
 from llmx.redact import redact, redacted
 from llmx.run.metrics import Metric, declared_of, measured
-from llmx.run.metrics.lines import MetricsTail, Record, step_of
-from llmx.run.metrics.summary import Summary
+from llmx.run.metrics.lines import MetricsTail, Record, Summary, step_of
 from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, read_mapping
 from llmx.run.snapshot import read_overrides
 from llmx.run.tail import read_records

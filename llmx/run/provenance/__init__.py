@@ -17,9 +17,14 @@ import llmx
 from llmx.config import Experiment
 from llmx.config.user_code import code_hashes, user_code
 from llmx.plan.types import Plan
-from llmx.run.provenance.code import code_files, git_state
 from llmx.run.provenance.content import fingerprints
-from llmx.run.provenance.machine import numeric_environment, packages, this_machine
+from llmx.run.provenance.machine import (
+    code_files,
+    git_state,
+    numeric_environment,
+    packages,
+    this_machine,
+)
 from llmx.run.rundir import RunDir
 
 __all__ = ["code_files", "git_state", "record"]

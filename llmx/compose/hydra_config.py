@@ -1,4 +1,4 @@
-"""What composing a config has refused, in words of the config: the key, what is wrong, the fix.
+"""What Hydra composes from (the schema), and what it refuses, in words of the config.
 
 Overrides and the user's files are checked before (``overrides.py``, ``user_files.py``), so what is
 left is mostly ``${...}`` and values that a choice leaves open. Nothing of the libraries' own text
@@ -7,13 +7,16 @@ is passed on.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
-from llmx.config import experiment_from_dict
-from llmx.config.groups import GROUPS, no_such_option
-from llmx.config.keys import key_problem, shown
+from llmx.config import Experiment, experiment_from_dict, to_dict
+from llmx.config.build import hints_of
+from llmx.config.groups import GROUPS, key_problem, no_such_option, shown
 from llmx.errors import ConfigError, did_you_mean
 
 
@@ -117,3 +120,39 @@ def _typed(key: str, overrides: Sequence[str]) -> str:
         if typed == key or typed.startswith(f"{key}."):
             return shown(word)
     return shown(key)
+
+
+def register_defaults() -> None:
+    """Idempotent; called before Hydra composes."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="llmx_defaults", node=_node())
+
+
+@functools.cache
+def _node() -> typing.Any:
+    """The same each time: Hydra copies what it is given."""
+    from omegaconf import OmegaConf
+
+    values = to_dict(Experiment())
+    # OmegaConf lets a "???" of a group not override a value: with the schema's own default,
+    # `data=file` without a path would silently train on the demo.
+    values["data"]["path"] = "???"
+    node = OmegaConf.create(values)
+    for key in free_mappings(Experiment):
+        # `launch.env.NCCL_DEBUG=INFO` is no typo, and needs no `+`.
+        OmegaConf.set_struct(OmegaConf.select(node, key), False)
+    return node
+
+
+def free_mappings(cls: type, prefix: str = "") -> list[str]:
+    """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
+    found: list[str] = []
+    hints = hints_of(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found += free_mappings(hint, f"{prefix}{field.name}.")
+        elif typing.get_origin(hint) is dict:
+            found.append(prefix + field.name)
+    return found
