@@ -173,8 +173,8 @@ def experiment_words(path: Path) -> list[str]:
     entry of ``defaults``. Words typed behind the file win over it.
     """
     from llmx.compose.hydra_config import free_mappings
-    from llmx.compose.user_files import read_yaml
     from llmx.config import Experiment
+    from llmx.config.yaml_files import read_yaml
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
@@ -261,7 +261,7 @@ def with_searched(overrides: Sequence[str]) -> list[str]:
 
 def sweep_overrides(path: Path) -> list[str]:
     """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
-    from llmx.compose.user_files import read_yaml
+    from llmx.config.yaml_files import read_yaml
 
     # For its messages, with file and line.
     read_yaml(path)

@@ -19,7 +19,6 @@ from typing import Any
 
 from llmx import __version__
 from llmx.cli.commands import COMMANDS, Word
-from llmx.compose.user_files import read_text
 from llmx.config.groups import (
     ALIASES,
     GROUPS,
@@ -32,6 +31,7 @@ from llmx.config.groups import (
     sweeps_dir,
 )
 from llmx.config.reference import Key, keys, sections, typed
+from llmx.config.yaml_files import read_text
 from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
 
 WIDTH = 92

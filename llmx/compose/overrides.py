@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from llmx.compose.user_files import check_user_files, read_text, read_yaml
+from llmx.compose.user_files import check_user_files
 from llmx.config.groups import (
     ALIASES,
     GROUPS,
@@ -30,6 +30,7 @@ from llmx.config.groups import (
     shown,
 )
 from llmx.config.schema import SourceConfig
+from llmx.config.yaml_files import read_text, read_yaml
 from llmx.errors import ConfigError, did_you_mean
 
 STAGES = ("0", "1", "2", "3")

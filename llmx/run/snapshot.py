@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from llmx.compose.user_files import read_yaml
 from llmx.config import Experiment, experiment_of_snapshot, to_dict
+from llmx.config.yaml_files import read_yaml
 from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
 from llmx.run import trust
