@@ -7,16 +7,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.checkpoint.selection import check_file, list_steps
-from llmx.lifecycle.resume.changes import Change
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance.differences import Difference
 from llmx.run.rundir import RunDir, read_mapping, write_json
+
+if TYPE_CHECKING:
+    from llmx.lifecycle.resume.changes import Change
 
 
 @dataclass(frozen=True)
