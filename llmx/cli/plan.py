@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from llmx.cli.commands import COMMANDS
 from llmx.cli.hydra_app import run_hydra
@@ -62,6 +61,7 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
     from llmx.cli.arguments import as_meant
     from llmx.compose.complete import compose
     from llmx.compose.effects import check_effects
+    from llmx.compose.hydra_config import composed_values, register_defaults
     from llmx.compose.overrides import check_overrides
     from llmx.config import experiment_from_dict
     from llmx.lifecycle.learned import with_learned_time
@@ -73,36 +73,13 @@ def planned(overrides: Sequence[str], config_dir: str | None) -> Composed:
         config_dirs=[config_dir] if config_dir else [],
         commands=tuple(COMMANDS),
     )
-    values = _values(checked.words, config_dir)
+    words = list(checked.words)
+    if not any(word.lstrip("+").startswith("run_dir=") for word in words):
+        # Hydra's own is of a run that has begun.
+        words.append(f"run_dir='{Path.cwd() / 'outputs' / 'plan'}'")
+    register_defaults()
+    directories = [config_dir] if config_dir else []
+    values = composed_values("config", words, typed=checked.words, config_dirs=directories)
     check_effects(experiment_from_dict(values), checked.words)
     composed = with_traced_choice(with_checked_inputs(compose(values)))
     return with_learned_time(with_traced_memory(composed, make=True)[0])
-
-
-def _values(words: Sequence[str], config_dir: str | None) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from llmx.compose.hydra_config import explain_hydra, register_defaults
-    from llmx.config.groups import conf_dir
-
-    register_defaults()
-    overrides = list(words)
-    if not any(word.lstrip("+").startswith("run_dir=") for word in overrides):
-        # Hydra's own is of a run that has begun.
-        overrides.append(f"run_dir='{Path.cwd() / 'outputs' / 'plan'}'")
-    if config_dir:
-        overrides.append(f"hydra.searchpath=['file://{Path(config_dir).expanduser().absolute()}']")
-    GlobalHydra.instance().clear()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            cfg = compose("config", overrides=overrides)
-        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain_hydra(error, list(words))) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}

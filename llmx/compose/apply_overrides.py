@@ -6,18 +6,17 @@ group's file over the schema's defaults, and replaces the snapshot's section.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.hydra_config import explain_hydra
+from llmx.compose.hydra_config import composed_values, free_mappings
 from llmx.compose.overrides import check_overrides, resolve_alias
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import shown
-from llmx.config.groups import GROUPS, conf_dir
+from llmx.config.groups import GROUPS
 from llmx.errors import ConfigError
 
 _SNAPSHOT = "llmx_snapshot"
@@ -108,14 +107,8 @@ def apply(
 def _compose(
     values: dict[str, Any], overrides: list[str], config_dirs: Sequence[str]
 ) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from llmx.compose.hydra_config import free_mappings
 
     for word in overrides:
         if group_of(word) == "experiment":
@@ -137,19 +130,7 @@ def _compose(
     words = check_overrides(overrides, config_dirs=config_dirs).words
     if "hardware" in chosen:
         words.insert(0, "hardware/devices=catalogue")
-    if config_dirs:
-        paths = ",".join(f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs)  # noqa: PTH111
-        words.insert(0, f"hydra.searchpath=[{paths}]")
-    GlobalHydra.instance().clear()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            cfg = compose(_SNAPSHOT, overrides=words)
-        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain_hydra(error, overrides)) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return composed_values(_SNAPSHOT, words, typed=overrides, config_dirs=config_dirs)
 
 
 def _escaped(value: Any) -> Any:

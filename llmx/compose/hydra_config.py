@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import typing
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import hints_of
-from llmx.config.groups import GROUPS, key_problem, no_such_option, shown
+from llmx.config.groups import GROUPS, conf_dir, key_problem, no_such_option, shown
 from llmx.errors import ConfigError, did_you_mean
 
 
@@ -156,3 +157,32 @@ def free_mappings(cls: type, prefix: str = "") -> list[str]:
         elif typing.get_origin(hint) is dict:
             found.append(prefix + field.name)
     return found
+
+
+def composed_values(
+    config: str, overrides: Sequence[str], *, typed: Sequence[str], config_dirs: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The values that Hydra composes from a config of its store or of ``conf/``.
+
+    ``typed``: the words of the user, for messages. ConfigError for what Hydra refuses.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    words = list(overrides)
+    if config_dirs:
+        paths = ",".join(f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs)  # noqa: PTH111
+        words.insert(0, f"hydra.searchpath=[{paths}]")
+    GlobalHydra.instance().clear()
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = compose(config, overrides=words)
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain_hydra(error, list(typed))) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
