@@ -55,7 +55,7 @@ class Runs(Enum):
     """How a command is run."""
 
     CONFIG = "composes a config, and starts a run or ``python -m MODULE CONFIG [OWN WORDS]``"
-    WORDS = "``main(words)`` of its module, in this process"
+    WORDS = "``main(words)`` of its module (or ``module:function``), in this process"
     FLAGS = "``run(options)`` of its module, in this process"
     PROCESS = "``run(options)`` of its module, in a process of its own: it loads heavy libraries"
 
@@ -227,7 +227,7 @@ COMMANDS = {
         "trial in full: python -m llmx experiment=DIR/best Keys: python -m llmx help sweep;\n"
         "docs/sweeps.md.",
         Runs.WORDS,
-        "llmx.cli.sweep",
+        "llmx.cli.sweeps:sweep",
         arguments=(Argument("sweep"),),
         overrides=True,
         examples=(
@@ -252,7 +252,7 @@ COMMANDS = {
         "steps, the better half continues from its checkpoints, and so on. The last one trains in\n"
         "full.",
         Runs.WORDS,
-        "llmx.cli.tune",
+        "llmx.cli.sweeps:tune",
         words=(
             Word("objective=", "what to optimise", "NAME", ("tokens_per_s", "eval/loss")),
             Word("max_trials=", "the same as sweep.max_trials=", "N"),

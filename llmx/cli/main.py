@@ -51,7 +51,8 @@ def _dispatch(words: list[str]) -> int:
         own, overrides = split_own(rest, command.own_keys)
         return run_hydra(overrides, command=name, own=own)
     if command.runs == Runs.WORDS:
-        return int(importlib.import_module(command.module).main(rest))
+        module, _, function = command.module.partition(":")
+        return int(getattr(importlib.import_module(module), function or "main")(rest))
     from llmx.cli.flags import parse
 
     options = parse(name, rest)

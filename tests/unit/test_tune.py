@@ -10,7 +10,7 @@ import yaml
 
 from llmx.__main__ import main
 from llmx.cli.arguments import with_searched
-from llmx.cli.tune import tune_words
+from llmx.cli.sweeps import tune_words
 from llmx.config import Experiment
 from llmx.errors import ConfigError, RunFailed
 from llmx.run.rundir import RunDir

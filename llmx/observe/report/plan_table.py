@@ -26,8 +26,8 @@ from llmx.config import (
     ZeroConfig,
 )
 from llmx.config.fields import plain
-from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor
 from llmx.config.model_rules import added_tokens
+from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
 from llmx.errors import ConfigError
 from llmx.observe.report.screen import open_console
 from llmx.plan.balance import idle_shares, step_fs

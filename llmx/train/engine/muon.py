@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmx.checkpoint.state.layout import StateLayout
-from llmx.config.layers import layer_number
+from llmx.config.optimizers import layer_number
 from llmx.models.parameters import whole_shape
 
 MATRICES = "matrices"

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from llmx.config import AdapterConfig, OptimConfig
-from llmx.config.layers import EMBEDDINGS, HEAD, layer_factor, layer_number
-from llmx.config.optimizers import optimizer_of
+from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor, layer_number, optimizer_of
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import is_added
 from llmx.models.parameters import whole_shape

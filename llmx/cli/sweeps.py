@@ -1,8 +1,9 @@
-"""``python -m llmx sweep NAME|FILE.yaml`` runs a grid, ``sweep resume DIR`` continues one."""
+"""``sweep`` runs a grid or continues one; ``tune`` is a sweep that chooses its trials itself."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +11,22 @@ from llmx.cli.arguments import sweep_overrides
 from llmx.cli.hydra_app import run_hydra
 from llmx.config.build import shown
 from llmx.config.groups import sweeps_dir
+from llmx.config.schema import FAILURES
 from llmx.errors import ConfigError, did_you_mean
 from llmx.run.sweepdir import FILE, NOT_OF_A_SWEEP, is_sweep, load
 
 RESUME = "resume"
+SPEED = "tokens_per_s"
+OWN = {
+    "objective": "sweep.objective",
+    "max_trials": "sweep.max_trials",
+    "max_minutes": "sweep.max_minutes",
+}
+TRIAL_STEPS = 10
+SWEEPER = "hydra/sweeper=tune"
 
 
-def main(words: Sequence[str]) -> int:
+def sweep(words: Sequence[str]) -> int:
     """Run or continue a sweep; returns the exit code."""
     names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
     if not words:
@@ -60,3 +70,46 @@ def resume(words: Sequence[str]) -> int:
     return run_hydra(
         ["--multirun", *config_dir, *unchanged, *more, f"hydra.sweep.dir='{directory}'"]
     )
+
+
+def tune(words: Sequence[str]) -> int:
+    """Search for a configuration; returns the exit code."""
+    return run_hydra(["--multirun", *tune_words(words)])
+
+
+def tune_words(words: Sequence[str]) -> list[str]:
+    """The words of the sweep that ``tune`` is."""
+    overrides = []
+    for word in words:
+        key, equal, value = word.partition("=")
+        if word == "--dry-run":
+            word = "dry_run=true"
+        elif equal and key in OWN:
+            word = f"{OWN[key]}={value}"
+        elif key in ("hydra/sweeper", "hydra/launcher"):
+            raise ConfigError(f"{word}: tune has its own. For another search: python -m llmx -m.")
+        overrides.append(word)
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+    objective = typed.get("sweep.objective", SPEED)
+    if objective != SPEED:
+        if not re.fullmatch(r"eval/\S+", objective):
+            raise ConfigError(
+                f"objective={objective}: no such objective. Use {SPEED} (the default), eval/loss, "
+                "or eval/NAME with a metric that the task measures."
+            )
+        if "sweep.halving" not in typed:
+            raise ConfigError(
+                f"objective={objective}: a loss or a metric is tuned by successive halving, and "
+                "needs sweep.halving=N, the steps after which half of the trials are stopped: a "
+                "tenth of the run or so, past the warm-up."
+            )
+        return overrides
+    again = ",".join(outcome for outcome in (*FAILURES, "refused") if outcome != "oom")
+    defaults = {
+        "sweep.objective": SPEED,
+        "sweep.trial_steps": str(TRIAL_STEPS),
+        # Out of memory is an answer, which a search that goes on need not ask for again.
+        "sweep.retry": f"[{again}]",
+    }
+    more = [f"{key}={value}" for key, value in defaults.items() if key not in typed]
+    return [SWEEPER, *more, *overrides]
