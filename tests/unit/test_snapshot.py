@@ -56,7 +56,7 @@ def test_a_newer_snapshot_is_refused(written) -> None:
     run.config.write_text(
         text.replace(f"schema_version: {SCHEMA_VERSION}", f"schema_version: {SCHEMA_VERSION + 1}")
     )
-    with pytest.raises(ConfigError, match="Install the llmx that wrote it"):
+    with pytest.raises(ConfigError, match="install the llmx that wrote it"):
         snapshot.load(run)
 
 

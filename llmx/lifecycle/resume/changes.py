@@ -114,7 +114,7 @@ RULES = (
     Rule(("optim.*",), OTHER, "read again at each step"),
     Rule(("data.cache_dir", "data.num_workers"), SAME, "where and how "
          "the same samples are prepared"),
-    Rule(PLACES, SAME, "where the same content is stored; the contents are compared"),
+    Rule(PLACES, SAME, "where the content is stored, which is compared"),
     Rule(("data.seq_len",), REFUSED, "a different length gives different samples"),
     Rule(("data.layout", "data.pad_to_multiple_of"), ROUNDING, "the same rows in other batches"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),

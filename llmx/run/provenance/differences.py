@@ -28,7 +28,6 @@ NUMERIC_CODE = (
     "llmx/train/", "llmx/tasks/", "llmx/models/", "llmx/data/", "llmx/plan/",
     "llmx/config/", "llmx/checkpoint/", "llmx/worker.py",
     "llmx/compose/complete.py",
-    "llmx/compose.py",  # its place in records of earlier commits
 )  # fmt: skip
 """The part of llmx that decides numbers; the rest launches, watches and reports."""
 
