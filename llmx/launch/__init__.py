@@ -3,8 +3,8 @@
 ``write_launch_files`` writes ``hostfile``, ``ssh_config``, ``ds_env`` (0600: the environment of the
 ranks) and ``command.txt``, which can be pasted into a shell. ``supervise`` runs them to the end of
 the run, over as many attempts as it takes, and writes ``result.json``. It starts
-``python -m llmx.tracking.process RUN_DIR`` for the trackers, and ``python -m llmx.observe.report
-RUN_DIR`` at the end. Nothing here imports torch or deepspeed.
+``python -m llmx.tracking.process RUN_DIR`` for the trackers, and the command ``report`` at the end.
+Nothing here imports torch or deepspeed.
 
 ``result.json``, by the supervisor, always, last:
 

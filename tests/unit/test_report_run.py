@@ -16,6 +16,7 @@ import pytest
 
 from llmx import text as human
 from llmx.cli.main import run_here
+from llmx.launch.supervision.finalize import print_report
 from llmx.observe.report import figure, wording
 from llmx.observe.report.run_data import load_run
 from llmx.plan.types import MemoryPlan
@@ -338,3 +339,10 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert "predicted" not in dict(wording.brief_rows(load_run(run.root)))
     text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
+
+
+def test_the_supervisor_starts_the_report(tmp_path: Path) -> None:
+    run = tracked_run.write_start(tmp_path / "run")
+    tracked_run.append(run, tracked_run.lines())
+    assert print_report(run, None) is None
+    assert run.report.is_file()

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from llmx.launch.supervision.tail import tail_text
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.text import plural
 
+REPORT = (sys.executable, "-m", "llmx.cli.main", "report")
 REPORT_TIMEOUT_S = 120.0
 _LATER: list[subprocess.Popen[bytes]] = []
 """Reports that are written in the background."""
@@ -69,12 +71,12 @@ def finish_tracker(
 
 def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
     """Write the report; print its tables to ``stream``, where one is given. Returns a warning."""
-    argv = [sys.executable, "-m", "llmx.observe.report", str(run_dir.root)]
+    again = f"run it again: python -m llmx report {shlex.quote(str(run_dir.root))}"
     # Directly to stdout where that is a terminal, for colours and the width.
     direct = stream is sys.stdout and stream.isatty()
     try:
         done = subprocess.run(
-            argv,
+            [*REPORT, str(run_dir.root)],
             stdin=subprocess.DEVNULL,
             stdout=None if direct else subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -83,15 +85,13 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return (
-            f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; run it again: {' '.join(argv)}"
-        )
+        return f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; {again}"
     if stream is not None and not direct:
         with contextlib.suppress(OSError):  # the reader has closed the pipe
             print(done.stdout, file=stream, end="", flush=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"no report ({last}); run it again: {' '.join(argv)}"
+        return f"no report ({last}); {again}"
     return None
 
 
@@ -104,7 +104,7 @@ def start_report(run_dir: RunDir) -> None:
     with contextlib.suppress(OSError), (run_dir.logs / "report.log").open("wb") as log:
         _LATER.append(
             subprocess.Popen(
-                [sys.executable, "-m", "llmx.observe.report", str(run_dir.root)],
+                [*REPORT, str(run_dir.root)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
