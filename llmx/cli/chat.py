@@ -22,8 +22,8 @@ from llmx import text as human
 from llmx.cli.commands import CHAT_COMMANDS
 from llmx.cli.generate import PromptLayout, Stream, has_template, learns_chats, load, wanted
 from llmx.cli.target import Target, check_generates, find_target
+from llmx.data.format.rows import Message
 from llmx.data.format.templates import TEMPLATES
-from llmx.data.format.turns import Message
 from llmx.errors import ConfigError, LlmxError, did_you_mean
 from llmx.models.sampling import Sampling
 from llmx.text import printable

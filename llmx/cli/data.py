@@ -21,8 +21,7 @@ from typing import Any
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval
-from llmx.data.store.preview import print_samples
-from llmx.data.store.summary import draw_histogram, lost_rows, report
+from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
 from llmx.run.rundir import load_yaml

@@ -25,7 +25,8 @@ from typing import Any
 from llmx import text as human
 from llmx.cli.generate import Wanted, layout_of, load
 from llmx.cli.target import Target, check_generates
-from llmx.data.format.turns import Message, turns
+from llmx.data.format.rows import Message
+from llmx.data.format.turns import turns
 from llmx.data.source.records import Where
 from llmx.errors import ConfigError, DataError
 from llmx.models.sampling import sample_seed

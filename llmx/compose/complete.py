@@ -41,7 +41,7 @@ from llmx.config import (
     to_dict,
 )
 from llmx.config.build import shown
-from llmx.config.file_formats import KNOWN, files_in, is_saved, name_problem
+from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
 from llmx.config.model_rules import as_typed, head_problem, model_config_problems
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -497,7 +497,8 @@ def _unreadable(place: Path) -> str:
         return ""
     files = list(itertools.islice(files_in(place), _MOST_FILES))
     if not files:
-        return f"no file in it ends in {', '.join(KNOWN)}. Give a directory with such files"
+        suffixes = ", ".join(known_suffixes())
+        return f"no file in it ends in {suffixes}. Give a directory with such files"
     return next((f"{shown(f.name)} in it: {why}" for f in files if (why := name_problem(f))), "")
 
 

@@ -5,13 +5,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-TEXT_SUFFIXES = (".txt", ".text")
-JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-DELIMITED_SUFFIXES = (".tsv", ".csv")
-COLUMNAR_SUFFIXES = (".parquet", ".arrow")
-KNOWN = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *DELIMITED_SUFFIXES, *COLUMNAR_SUFFIXES)
+
+@dataclass(frozen=True)
+class FileType:
+    """A type of data files. Another one needs a file with its reader and an entry of
+    ``FILE_TYPES``."""
+
+    suffixes: tuple[str, ...]
+    reader: str
+    """``module:function``, imported where a file is read: ``(file, stream, bad, text_unit)`` to
+    records or documents (``llmx.data.source.records``)."""
+    compressible: bool = True
+    """Whether it may be compressed by another program."""
+
+
+_LINES, _TABLES = "llmx.data.source.lines", "llmx.data.source.tables"
+FILE_TYPES = [
+    FileType((".txt", ".text"), f"{_LINES}:text_records"),
+    FileType((".json", ".jsonl", ".ndjson"), f"{_LINES}:json_records"),
+    FileType((".tsv", ".csv"), f"{_LINES}:delimited_records"),
+    FileType((".parquet", ".arrow"), f"{_TABLES}:table_records", compressible=False),
+]
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 """Files that describe a data set and lie beside it."""
@@ -27,16 +44,26 @@ def kind_of(file: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
+def known_suffixes() -> tuple[str, ...]:
+    """The suffixes of all types."""
+    return tuple(suffix for file_type in FILE_TYPES for suffix in file_type.suffixes)
+
+
+def type_of(file: Path) -> FileType:
+    """The type of a file that has no ``name_problem``."""
+    return next(file_type for file_type in FILE_TYPES if kind_of(file) in file_type.suffixes)
+
+
 def name_problem(file: Path) -> str:
     """Why a file with this name cannot be read as data, with the fix; empty where it can."""
     kind, last = kind_of(file), file.suffix.lower()
-    if kind not in KNOWN:
+    if kind not in known_suffixes():
         what = f"{kind} files are not read" if kind else "its name has no suffix"
         return (
-            f"{what}; those that end in {', '.join(KNOWN)} are, also compressed "
+            f"{what}; those that end in {', '.join(known_suffixes())} are, also compressed "
             f"({', '.join(COMPRESSED)}). Rename it, or convert it to JSON Lines"
         )
-    if kind in COLUMNAR_SUFFIXES and last in COMPRESSED:
+    if last in COMPRESSED and not type_of(file).compressible:
         return (
             f"a {kind} file is compressed inside and cannot be read through another compression. "
             f"Decompress it ({last} off)"
@@ -51,7 +78,7 @@ def files_in(directory: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             file = Path(place, name)
-            is_data = kind_of(file) in KNOWN and name not in NOT_DATA
+            is_data = kind_of(file) in known_suffixes() and name not in NOT_DATA
             if is_data and not name.startswith(".") and file.is_file():
                 yield file
 

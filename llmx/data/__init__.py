@@ -6,13 +6,14 @@
 
 In the order in which data flows:
 
-- ``source``: files and Hub datasets to records; which records a split has
-- ``format``: what a record means: a conversation, a document, a label, a preference pair; chat
-  templates
+- ``source``: files and Hub datasets to records
+- ``format``: records to rows (a conversation, a document, a preference pair); chat templates
+- ``split``: the rows of a split, over all of its sources
 - ``examples``: what a task makes of it: sequences that belong together, with columns
-- ``tokenize``: examples to token ids and targets, on all cores; loading and training tokenizers
-- ``store``: staging, truncation, packing; the store on disk, its name and its summary
-- ``distributed``: several hosts prepare one store
+- ``tokenize``: examples to token ids and targets, on all cores, and truncated; loading and training
+  tokenizers
+- ``store``: staging, packing; the store on disk, its name and its summary
+- ``distributed``: one host prepares the store for all
 - ``order``, ``collate``: which samples a step has, and their tensors; ``eval_prompts``
 
 Importing this package imports neither torch nor transformers.
@@ -26,17 +27,10 @@ from llmx.data.eval_prompts import (
     unreachable_completions,
 )
 from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
-from llmx.data.format.formats import (
-    Conversation,
-    Document,
-    Labelled,
-    Preference,
-    TextPair,
-    UnpairedPreference,
-)
+from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair, UnpairedPreference
 from llmx.data.order import permutation, samples_of_step
-from llmx.data.source.records import Record
-from llmx.data.source.split import has_eval
+from llmx.data.source.records import Document, Record
+from llmx.data.split import has_eval
 from llmx.data.store.build import prepare
 from llmx.data.store.samples import Sample, SampleStore
 from llmx.data.store.summary import summary

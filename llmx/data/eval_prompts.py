@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.config import DataConfig
-from llmx.data.format.formats import Conversation
-from llmx.data.source.split import DatasetSplit
-from llmx.data.store.truncation import PromptCutter
+from llmx.data.format.rows import Conversation
+from llmx.data.split import DatasetSplit
 from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.truncation import PromptCutter
 from llmx.errors import ConfigError, LlmxError
 from llmx.text import plural
 
@@ -59,7 +59,7 @@ def held_out_prompts(
     renderer = Renderer(tokenizer, template=data.template)
     cutter = PromptCutter(renderer, limit=data.seq_len, side=data.truncate_prompt)
     prompts: list[EvalPrompt] = []
-    rows = source.records()
+    rows = source.rows()
     while len(prompts) < limit:
         row = next(rows, False)
         if row is False:

@@ -19,19 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmx.data.format.formats import (
-    Conversation,
-    Document,
-    Labelled,
-    Preference,
-    TextPair,
-    UnpairedPreference,
-)
-from llmx.data.source.records import Record, RecordError, Where, excerpt
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Document, RecordError, Row, Where, excerpt
 from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
-    from llmx.data.source.split import DatasetSplit
+    from llmx.data.split import DatasetSplit
 
 PER = ("token", "sequence", "example")
 CUTS = ("auto", "end", "start", "prompt", "none")
@@ -40,11 +33,6 @@ RESERVED = frozenset(
     "tokens targets lengths samples examples sequences cut input_ids labels position_ids "
     "segment_ids weights sequence_ids example_ids".split()
 )
-
-TypedRecord = (
-    Conversation | Document | Preference | UnpairedPreference | Labelled | TextPair | Record
-)
-"""What ``encode`` gets: a record in its dataset format, or the record itself."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +156,8 @@ class Example:
 class Encoding(Protocol):
     """What preparation asks of a task. ``llmx.tasks.Task`` is one."""
 
-    takes: ClassVar[tuple[type, ...]]
-    """The rows that ``encode`` takes: of ``Conversation``, ``Document``, ``Preference``,
-    ``UnpairedPreference``, ``Labelled``, ``TextPair`` and ``Record``. A preference
+    takes: ClassVar[tuple[type[Any], ...]]
+    """The types of ``Row`` that ``encode`` takes, e.g. ``Conversation`` or ``Record``. A preference
     pair or a labelled row is a ``Conversation`` for a task that does not take it as what it is."""
     columns: tuple[Column, ...]
     """Columns that examples have beside their tokens."""
@@ -212,25 +199,25 @@ class Rejected(Exception):
         self.reason = reason
 
 
-def encoded(encoding: Encoding, record: Any) -> Example | None:
-    """What the task makes of a record.
+def encoded(encoding: Encoding, row: Row) -> Example | None:
+    """What the task makes of a row.
 
     Raises:
         RecordError: the task rejects it.
         ConfigError: ``encode`` fails.
     """
     try:
-        return encoding.encode(record)
+        return encoding.encode(row)
     except Rejected as problem:
         raise RecordError(
-            f"{record.where}: {problem}", where=record.where, reason=problem.reason
+            f"{row.where}: {problem}", where=row.where, reason=problem.reason
         ) from problem
     except LlmxError:
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"task={encoding.name}: encode() failed for {record.where}: "
+            f"task={encoding.name}: encode() failed for {row.where}: "
             f"{type(error).__name__}: {excerpt(str(error))} ({at.filename}, line {at.lineno}). "
             "Correct the task, or let it raise Rejected(reason) for such rows."
         ) from error

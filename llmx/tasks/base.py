@@ -20,8 +20,8 @@ from llmx.config.build import dataclass_from
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE, EvalPrompt, SampleStore
 from llmx.data.examples import Column, Example
-from llmx.data.format.formats import Conversation, Preference, UnpairedPreference
-from llmx.data.source.split import DatasetSplit
+from llmx.data.format.rows import Conversation, Preference, UnpairedPreference
+from llmx.data.split import DatasetSplit
 from llmx.data.store.precomputed import check_values
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmx.config.fields import choice, model_source, number
 from llmx.data import IGNORE
 from llmx.data.examples import Column
-from llmx.data.format.formats import Conversation, Document
-from llmx.data.source.split import DatasetSplit
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Document
+from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task

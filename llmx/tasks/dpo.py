@@ -22,8 +22,8 @@ from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import UnpairedPreference
 from llmx.data.examples import Column, Example
-from llmx.data.format.formats import Preference
-from llmx.data.source.split import DatasetSplit
+from llmx.data.format.rows import Preference
+from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Accumulator, JointLoss, Loss, Mean, Task
@@ -128,7 +128,7 @@ class Dpo(Task):
     def check_source(self, source: DatasetSplit) -> None:
         if self.options.loss == "kto":
             return
-        unpaired = [one.path for one in source.sources if one.record_type is UnpairedPreference]
+        unpaired = [one.path for one in source.sources if one.row_type is UnpairedPreference]
         if unpaired:
             raise ConfigError(
                 f"task.options.loss={self.options.loss} needs pairs: a `chosen` and a `rejected` "

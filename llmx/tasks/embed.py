@@ -20,7 +20,7 @@ from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, SampleStore, TextPair
-from llmx.data.format.formats import Document
+from llmx.data.source.records import Document
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Accumulator, JointLoss, Mean, Task

@@ -17,8 +17,7 @@ from typing import Any
 from llmx.config import Experiment, experiment_from_dict
 from llmx.data.examples import encoded
 from llmx.data.source.records import OnBad, RecordError, refuse
-from llmx.data.source.source import Source
-from llmx.data.source.split import DatasetSplit, has_eval
+from llmx.data.split import DatasetSplit, Source, has_eval
 from llmx.data.store.spec import check_task
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.rundir import load_yaml, write_json
@@ -51,7 +50,7 @@ def _is_here(source: Source) -> bool:
 def _first(source: Source, *, skips_bad: bool) -> Iterator[Any]:
     rejected: list[RecordError] = []
     bad: OnBad = rejected.append if skips_bad else refuse
-    return (record for record in islice(source.records(bad), FIRST) if record is not None)
+    return (record for record in islice(source.rows(bad), FIRST) if record is not None)
 
 
 def main(words: list[str]) -> int:

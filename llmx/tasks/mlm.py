@@ -16,7 +16,7 @@ import numpy as np
 from llmx.config import Experiment
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE
-from llmx.data.format.formats import Document
+from llmx.data.source.records import Document
 from llmx.errors import ConfigError
 from llmx.tasks.base import Loss, SampleKey, Task, next_token_loss
 

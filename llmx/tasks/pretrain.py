@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config.tasks import TaskDefaults
-from llmx.data.format.formats import Conversation, Document
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Document
 from llmx.tasks.base import Loss, Task, next_token_loss
 
 if TYPE_CHECKING:

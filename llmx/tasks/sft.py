@@ -13,8 +13,8 @@ from llmx.config import Experiment
 from llmx.config.fields import number
 from llmx.data import EvalPrompt, held_out_prompts
 from llmx.data.examples import TOKEN_WEIGHT, Example
-from llmx.data.format.formats import Conversation
-from llmx.data.source.split import DatasetSplit
+from llmx.data.format.rows import Conversation
+from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task, completion_metrics, completion_scores, next_token_loss

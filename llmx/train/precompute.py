@@ -32,7 +32,7 @@ from llmx.collectives import all_gather
 from llmx.config import Experiment, ModelConfig
 from llmx.data import SampleStore
 from llmx.data.examples import Schema
-from llmx.data.source.digests import digest_of
+from llmx.data.source.files import digest_of
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
 from llmx.data.store.spec import cache_directory, fingerprint_of
 from llmx.errors import ConfigError

@@ -17,7 +17,7 @@ import torch
 
 from llmx.cli.main import run_here
 from llmx.config import Experiment
-from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.tokenize.train import train_tokenizer
 from llmx.run.rundir import RunDir, read_json
 from tests.forked_ranks import launch

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmx.config.groups import conf_dir
-from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.run.rundir import RunDir
 from tests.command_runs import SMALL, succeeds
 from tests.forked_ranks import Server

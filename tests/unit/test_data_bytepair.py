@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data.format.formats import Document
-from llmx.data.source.records import Where
+from llmx.data.source.records import Document, Where
 from llmx.data.tokenize import documents as encode
 from llmx.data.tokenize.byte_level import PATTERNS, BytePairs, NotConvertible
 from llmx.data.tokenize.documents import DocumentEncoder

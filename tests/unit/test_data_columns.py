@@ -11,9 +11,8 @@ import pytest
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data import summary
 from llmx.data.source.records import RecordError, refuse
-from llmx.data.source.source import Source
-from llmx.data.store.preview import print_samples
-from llmx.data.store.summary import report
+from llmx.data.split import Source
+from llmx.data.store.summary import print_samples, report
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
@@ -85,10 +84,10 @@ def part(tmp_path: Path, rows: list[dict], **options) -> Source:
 def test_a_column_that_changes_what_a_row_means(tmp_path: Path, row: dict, message: str | None):
     source = part(tmp_path, [row])
     if message is None:
-        assert len(list(source.records(refuse))) == 1
+        assert len(list(source.rows(refuse))) == 1
         return
     with pytest.raises(RecordError, match=rf"rows\.jsonl, line 1: .*{message}"):
-        list(source.records(refuse))
+        list(source.rows(refuse))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_a_column_that_changes_what_a_row_means(tmp_path: Path, row: dict, messa
 )
 def test_columns_that_do_not_are_named(tmp_path: Path, row: dict, ignored: list[str]):
     source = part(tmp_path, [row])
-    assert len(list(source.records(refuse))) == 1
+    assert len(list(source.rows(refuse))) == 1
     assert sorted(source.ignored) == ignored
 
 
@@ -123,7 +122,7 @@ def test_a_bad_answer_is_never_offered_as_a_good_one(tmp_path: Path):
     good = {**ASKED, "label": True}
     for column in ("label", "is_correct"):
         with pytest.raises(RecordError) as caught:
-            list(part(tmp_path, [good, {**ASKED, column: False}]).records(refuse))
+            list(part(tmp_path, [good, {**ASKED, column: False}]).rows(refuse))
         message = str(caught.value)
         assert f"task=dpo task.options.loss=kto data.columns.desirable={column}" in message
         assert "data.on_bad_row=skip" in message
@@ -133,14 +132,14 @@ def test_a_bad_answer_is_never_offered_as_a_good_one(tmp_path: Path):
 def test_a_column_may_be_ignored_on_purpose(tmp_path: Path):
     rows = [{**ASKED, "score": 0.2}, {"prompt": "q", "response": "a", "label": 3}]
     source = part(tmp_path, rows, ignore_columns=["score", "label"])
-    assert len(list(source.records(refuse))) == 2
+    assert len(list(source.rows(refuse))) == 2
     assert source.ignored == {"score", "label"}
     turns = {"messages": [USER, {**BOT, "weight": 0}]}
-    assert list(part(tmp_path, [turns], ignore_columns=["weight"]).records(refuse))
+    assert list(part(tmp_path, [turns], ignore_columns=["weight"]).rows(refuse))
 
 
 def test_a_history_before_a_pair_is_read(tmp_path: Path):
-    (chosen,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).records(refuse)
+    (chosen,) = part(tmp_path, [{**PAIR, "history": [["q0", "a0"]]}]).rows(refuse)
     contents = [message.content for message in chosen.messages]
     assert contents == ["q0", "a0", "q", "a"]
 
@@ -212,7 +211,7 @@ def test_a_bad_first_row_does_not_refuse_a_file(tmp_path: Path):
     source = part(tmp_path, rows, on_bad_row="skip")
     assert source.form == "prompt_response"
     rejected: list[RecordError] = []
-    assert len(list(source.records(rejected.append))) == 5
+    assert len(list(source.rows(rejected.append))) == 5
     assert [error.where.number for error in rejected] == [1, 2]
     with pytest.raises(DataError, match=r"line 1: the columns \(unknown\) fit no known format"):
         _ = part(tmp_path, rows).form
@@ -246,7 +245,7 @@ def test_a_key_that_is_there_twice_is_no_guess(tmp_path: Path, name: str):
     (tmp_path / name).write_text(text)
     source = Source.of(DataConfig(), SourceConfig(path=str(tmp_path / name)), split="train")
     rejected: list[RecordError] = []
-    assert len(list(source.records(rejected.append))) == 2
+    assert len(list(source.rows(rejected.append))) == 2
     assert [error.where.number for error in rejected] == [2, 3]
     assert 'the key "response" is there twice' in str(rejected[0])
 
@@ -255,7 +254,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
     (tmp_path / "rows.tsv").write_text("prompt\tresponse\tresponse\nq\ta\tb\n")
     source = Source.of(DataConfig(), SourceConfig(path=str(tmp_path / "rows.tsv")), split="train")
     with pytest.raises(DataError, match='line 1: the header names the column "response" twice'):
-        list(source.records(refuse))
+        list(source.rows(refuse))
 
 
 # Terminals
@@ -275,7 +274,7 @@ def test_no_message_steers_a_terminal(tmp_path: Path):
     for row in rows:
         try:
             source = part(tmp_path, [row])
-            list(source.records(refuse))
+            list(source.rows(refuse))
             text = summary(prepare(experiment(tmp_path, [row]), byte_tokenizer(*CHATML)))
         except DataError as error:
             text = str(error)

@@ -14,8 +14,8 @@ import pytest
 from llmx.__main__ import main
 from llmx.cli.arguments import split_own
 from llmx.config.build import shown
-from llmx.data.store.preview import sample_lines
 from llmx.data.store.samples import Sample
+from llmx.data.store.summary import sample_lines
 from llmx.errors import ConfigError
 from tests.small_tokenizers import byte_tokenizer
 

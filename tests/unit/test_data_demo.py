@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.tasks import prepare, tokenizer_of
 from tests.conftest import REPOSITORY
 

@@ -36,9 +36,9 @@ from llmx.data import (
 from llmx.data.examples import Schema, checked
 from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
-from llmx.data.store.truncation import Truncation, overflow_key
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.documents import TokenBlock
+from llmx.data.tokenize.truncation import Truncation, overflow_key
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
 from tests.small_tokenizers import byte_tokenizer
@@ -573,7 +573,7 @@ def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
 
 
 def test_the_preview_names_examples(tmp_path: Path, tokenizer, capsys):
-    from llmx.data.store.preview import print_samples
+    from llmx.data.store.summary import print_samples
 
     rows = [pair_row(i) for i in (1, 2, 3)]
     print_samples(

@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 
 from llmx.data.format.formats import (
-    Message,
+    FORMATS,
+    Reading,
     detect_form,
-    to_conversation,
     to_document,
     to_preference,
-    to_unpaired,
     transcript,
+    unpaired_of,
 )
-from llmx.data.source.files import Record, Where
-from llmx.data.source.records import RecordError
+from llmx.data.format.rows import Conversation, Message, Preference
+from llmx.data.source.records import Record, RecordError, Where
 from llmx.errors import DataError
 
 WHERE = Where(Path("rows.json"), 3, "row")
 
 
 def conversation(value: dict, *, columns: dict | None = None, system: str | None = None):
-    record = Record(value, WHERE)
-    form = detect_form(record, text_key="text", columns=columns or {})
-    return to_conversation(record, form, columns=columns or {}, system=system)
+    record, reading = Record(value, WHERE), Reading(columns or {}, system=system)
+    form = detect_form(record, reading)
+    return FORMATS[form].readers[Conversation](record, reading)
 
 
 def turns(value: dict, **options) -> list[tuple[str, str]]:
@@ -123,12 +123,12 @@ def test_a_row_without_an_answer_is_nothing_to_learn():
 
 def test_text():
     record = Record({"body": "T"}, WHERE)
-    assert detect_form(record, text_key="body", columns={}) == "text"
-    assert to_document(record, text_key="body").text == "T"
+    assert detect_form(record, Reading(text_key="body")) == "text"
+    assert to_document(record, Reading(text_key="body")).text == "T"
     with pytest.raises(DataError, match=r'no column "text"; the row has body'):
-        to_document(record, text_key="text")
+        to_document(record, Reading())
     with pytest.raises(DataError, match=r'"text" is 7, not text'):
-        to_document(Record({"text": 7}, WHERE), text_key="text")
+        to_document(Record({"text": 7}, WHERE), Reading())
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ HUMAN = "\n\nHuman: Q\n\nAssistant:"
 
 def pair(value: dict, **options):
     record = Record(value, WHERE)
-    assert detect_form(record, text_key="text", columns={}, ranked=True) == "preference"
-    found = to_preference(record, columns={}, system=options.get("system"))
+    assert detect_form(record, Reading(), takes=(Preference,)) == "preference"
+    found = to_preference(record, Reading(**options))
     return tuple(
         tuple(message.content for message in one.messages) for one in (found.chosen, found.rejected)
     )
@@ -245,13 +245,13 @@ def test_a_transcript_of_several_turns():
 )
 def test_rows_that_are_no_pairs(value: dict, reason: str):
     with pytest.raises(RecordError) as caught:
-        to_preference(Record(value, WHERE), columns={}, system=None)
+        to_preference(Record(value, WHERE), Reading())
     assert caught.value.reason == reason
 
 
 def test_a_list_of_answers_is_a_preference_for_pairs_alone():
     record = Record({"instruction": "Q", "output": ["good", "bad"]}, WHERE)
-    assert detect_form(record, text_key="text", columns={}) == "alpaca"
+    assert detect_form(record, Reading()) == "alpaca"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_list_of_answers_is_a_preference_for_pairs_alone():
 )
 def test_answers_with_a_verdict(more: dict, columns: dict, desirable: bool):
     value = {"prompt": "Q", "completion": "A", **more}
-    found = to_unpaired(Record(value, WHERE), conversation(value), columns=columns)
+    found = unpaired_of(Record(value, WHERE), conversation(value), Reading(columns))
     assert found.desirable is desirable
     assert [message.content for message in found.conversation.messages] == ["Q", "A"]
 
@@ -281,4 +281,4 @@ def test_answers_with_a_verdict(more: dict, columns: dict, desirable: bool):
 def test_answers_without_a_verdict(more: dict, message: str):
     value = {"prompt": "Q", "completion": "A", **more}
     with pytest.raises(RecordError, match=message):
-        to_unpaired(Record(value, WHERE), conversation(value), columns={})
+        unpaired_of(Record(value, WHERE), conversation(value), Reading())

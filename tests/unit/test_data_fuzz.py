@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.formats import Conversation
+from llmx.data.format.rows import Conversation
 from llmx.data.source.records import RecordError, refuse
-from llmx.data.source.source import Source
+from llmx.data.split import Source
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import LlmxError
 from llmx.text import printable
@@ -154,7 +154,7 @@ def test_mutated_rows(tmp_path: Path, seed: int) -> None:
         path.write_text(json.dumps(row) + "\n")
         source = Source.of(DataConfig(), SourceConfig(path=str(path)), split="train")
         try:
-            (found,) = source.records(refuse)
+            (found,) = source.rows(refuse)
             if isinstance(found, Conversation):
                 for renderer in renderers:
                     renderer.conversations([found])

@@ -22,7 +22,7 @@ from llmx.data import (
     held_out_prompts,
     summary,
 )
-from llmx.data.source import digests
+from llmx.data.source import files as digests
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.samples import sha256_of_file

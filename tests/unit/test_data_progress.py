@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import re
 
-from llmx.data.source import progress
-from llmx.data.source.progress import MIB, PreparationProgress
+from llmx.data import progress
+from llmx.data.progress import MIB, PreparationProgress
 from llmx.text import clock
 
 

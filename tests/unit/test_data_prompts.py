@@ -9,11 +9,10 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import held_out_prompts, summary
-from llmx.data.format.formats import Conversation
-from llmx.data.format.turns import Message
+from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
-from llmx.data.store.truncation import PromptCutter
 from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.truncation import PromptCutter
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_render import CHATML, learned
@@ -134,7 +133,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from llmx.data.source.split import DatasetSplit
+    from llmx.data.split import DatasetSplit
 
     folder = real_data / "gpt2_bpe"
     backend = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -145,7 +144,7 @@ def test_real_reviews(real_data: Path, tmp_path: Path):
     exp.data.label_names = {"0": "差评", "1": "好评"}
     store = prepare(exp, tokenizer)
     labels = [
-        row.messages[-1].content for row in DatasetSplit.of(exp.data, exp.seed, "train").records()
+        row.messages[-1].content for row in DatasetSplit.of(exp.data, exp.seed, "train").rows()
     ]
     assert store.num_sequences == 400
     assert store.meta["dropped"] == {}

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from llmx.data import stop_token_ids
-from llmx.data.format.formats import Conversation, Message, to_conversation
+from llmx.data.format.formats import FORMATS, Reading
+from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Record, Where
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.errors import DataError
@@ -54,8 +55,8 @@ def conversation(turns: int, *, system: bool, tools: bool) -> Conversation:
     if turns == 2:
         messages += [{"role": "user", "content": "U2"}, {"role": "assistant", "content": "A2"}]
     row = {"messages": messages, "tools": TOOLS if tools else None}
-    found = to_conversation(Record(row, WHERE), "messages", columns={}, system=None)
-    assert found is not None
+    found = FORMATS["messages"].readers[Conversation](Record(row, WHERE), Reading())
+    assert isinstance(found, Conversation)
     return found
 
 

@@ -12,7 +12,8 @@ import pytest
 import zstandard
 
 from llmx.data.source import lines
-from llmx.data.source.files import PlainText, Record, Where, read_file, source_files
+from llmx.data.source.files import read_file, source_files
+from llmx.data.source.records import Document, Record, Where
 from llmx.errors import DataError
 
 ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]
@@ -56,7 +57,7 @@ def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
     file = tmp_path / "a.txt"
     file.write_bytes(text.encode())
     monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text))
-    assert list(read_file(file)) == [PlainText(text, Where(file, 1, "line"))]
+    assert list(read_file(file)) == [Document(text, Where(file, 1, "line"))]
     monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text) - 1)
     with pytest.raises(DataError, match=r"a\.txt: more than 37 characters.*data\.text_unit=line"):
         list(read_file(file))

@@ -9,9 +9,9 @@ import pytest
 
 from llmx.config import Experiment
 from llmx.data import stop_token_ids
-from llmx.data.format.formats import Conversation, Document, Message
+from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
-from llmx.data.source.files import Where
+from llmx.data.source.records import Document, Where
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data.format.formats import Conversation, Message
-from llmx.data.source.files import Where
+from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import ConversationEncoder, Renderer
 from tests.chat_templates import LLAMA3_1, MISTRAL, QWEN2_5, QWEN3
 from tests.small_tokenizers import byte_tokenizer

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
-from llmx.data.format.formats import Conversation
+from llmx.data.format.rows import Conversation
 from llmx.data.source import json_array
-from llmx.data.source.files import Record, read_file, source_files
+from llmx.data.source.files import read_file, source_files
 from llmx.data.source.hub import hub_id, hub_rows, revision_of
-from llmx.data.source.split import DatasetSplit
+from llmx.data.source.records import Record
+from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError, DataError
 
 CHAT = [{"role": "user", "content": "Q ü"}, {"role": "assistant", "content": "A"}]
@@ -226,7 +227,7 @@ def source(tmp_path: Path, split: str = "train", seed: int = 0, **data) -> Datas
 
 
 def questions(found: DatasetSplit) -> list[str]:
-    rows = list(found.records())
+    rows = list(found.rows())
     assert all(isinstance(row, Conversation) for row in rows)
     return [row.messages[0].content for row in rows]
 
@@ -265,9 +266,9 @@ def test_weights_and_limits(tmp_path: Path):
 def test_sources_that_cannot_be(tmp_path: Path):
     a = pairs(tmp_path, "a", 2)
     with pytest.raises(ConfigError, match=r"sources\[1\]\.weight=0"):
-        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).records())
+        list(source(tmp_path, sources=[SourceConfig(a), SourceConfig(a, weight=0)]).rows())
     with pytest.raises(ConfigError, match=r"sources\[0\]\.path is empty"):
-        list(source(tmp_path, sources=[SourceConfig()]).records())
+        list(source(tmp_path, sources=[SourceConfig()]).rows())
 
 
 def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):

@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.formats import (
-    Conversation,
-    Preference,
-    detect_form,
-    to_conversation,
-    to_document,
-    to_preference,
-)
+from llmx.data.format.formats import FORMATS, Reading, detect_form, to_document, to_preference
+from llmx.data.format.rows import Conversation, Preference
 from llmx.data.source.records import Record, RecordError, Where, refuse
-from llmx.data.source.source import Source
+from llmx.data.split import Source
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import DataError
 from tests.small_tokenizers import byte_tokenizer
@@ -53,9 +47,8 @@ WITHOUT = (
 
 
 def conversation(value: dict, form: str = "messages", **options) -> Conversation:
-    options = {"columns": {}, "system": None, **options}
-    found = to_conversation(Record(value, WHERE), form, **options)
-    assert found is not None
+    found = FORMATS[form].readers[Conversation](Record(value, WHERE), Reading(**options))
+    assert isinstance(found, Conversation)
     return found
 
 
@@ -138,8 +131,8 @@ PAIRS = [
 @pytest.mark.parametrize("value", PAIRS)
 def test_pairs(value: dict):
     record = Record(value, WHERE)
-    assert detect_form(record, text_key="text", columns={}) == "preference"
-    pair = to_preference(record, columns={}, system="S")
+    assert detect_form(record, Reading()) == "preference"
+    pair = to_preference(record, Reading(system="S"))
     contents = [[m.content for m in side.messages] for side in (pair.chosen, pair.rejected)]
     assert contents == [["S", "Q", "good"], ["S", "Q", "bad"]]
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
@@ -168,7 +161,7 @@ def test_pairs(value: dict):
 )
 def test_pairs_that_are_none(value: dict, message: str):
     with pytest.raises(RecordError, match=f"rows.jsonl, line 7: .*{message}"):
-        to_preference(Record(value, WHERE), columns={}, system=None)
+        to_preference(Record(value, WHERE), Reading())
 
 
 def test_real_pairs(real_data: Path):
@@ -176,7 +169,7 @@ def test_real_pairs(real_data: Path):
     source = SourceConfig(path=str(real_data / "dpo_en_demo.json"))
     part = Source.of(data, source, split="train", takes=(Preference,))
     assert part.form == "preference"
-    pairs = [row for row in part.records(refuse) if isinstance(row, Preference)]
+    pairs = [row for row in part.rows(refuse) if isinstance(row, Preference)]
     assert len(pairs) == 300
     tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
     for side in ("chosen", "rejected"):
@@ -201,7 +194,7 @@ def test_real_pairs(real_data: Path):
 def test_labelled_rows(context, expected: list[str]):
     columns = {"prompt": "prompt", "label": "label_id", "history": "context_info"}
     value = {"prompt": "Q", "label_id": 0, "context_info": context}
-    assert detect_form(Record(value, WHERE), text_key="text", columns=columns) == "labelled"
+    assert detect_form(Record(value, WHERE), Reading(columns)) == "labelled"
     names = {"0": "bad", "1": "good"}
     found = conversation(value, "labelled", columns=columns, label_names=names)
     assert [message.content for message in found.messages] == expected
@@ -220,20 +213,20 @@ def test_real_labels(real_data: Path):
     path = str(real_data / "book_review" / "dev.tsv")
     part = Source.of(data, SourceConfig(path=path), split="train")
     assert part.form == "labelled"
-    rows = list(part.records(refuse))
+    rows = list(part.rows(refuse))
     assert len(rows) == 8000
     assert {row.messages[-1].content for row in rows} == {"差评", "好评"}
 
 
 def test_title_and_content():
     record = Record({"title": "T", "content": "C"}, WHERE)
-    assert detect_form(record, text_key="text", columns={}) == "text"
-    assert to_document(record, text_key="text").text == "T\n\nC"
-    assert to_document(Record({"content": "C"}, WHERE), text_key="text").text == "C"
+    assert detect_form(record, Reading()) == "text"
+    assert to_document(record, Reading()).text == "T\n\nC"
+    assert to_document(Record({"content": "C"}, WHERE), Reading()).text == "C"
     columns = {"content": "body", "title": "head"}
     record = Record({"head": "T", "body": "C"}, WHERE)
-    assert detect_form(record, text_key="text", columns=columns) == "text"
-    assert to_document(record, text_key="text", columns=columns).text == "T\n\nC"
+    assert detect_form(record, Reading(columns)) == "text"
+    assert to_document(record, Reading(columns)).text == "T\n\nC"
 
 
 def test_turns_by_columns():

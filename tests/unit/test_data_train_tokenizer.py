@@ -13,12 +13,11 @@ import yaml
 from transformers import AutoTokenizer
 
 from llmx.config import Experiment, to_dict
-from llmx.data.format.formats import Conversation, Document, Message
-from llmx.data.source.files import Where
+from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.files import DEMO_DIRECTORY
+from llmx.data.source.records import Document, Where
 from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.text_sample import TEXT_CHARS, TextSample, texts_of
-from llmx.data.tokenize.tokenizer import DEMO_DIRECTORY
-from llmx.data.tokenize.train import train_tokenizer
+from llmx.data.tokenize.train import TEXT_CHARS, TextSample, texts_of, train_tokenizer
 from llmx.errors import ConfigError, DataError
 
 WHERE = Where(Path("rows.jsonl"), 1, "line")

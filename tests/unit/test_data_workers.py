@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from llmx.data.tokenize.workers import core_count, fitted, worker_count
+from llmx.data.tokenize.documents import core_count, fitted, worker_count
 
 FREE = {"open files (ulimit -n)": 1024, "processes and threads (ulimit -u)": -1}
 

@@ -19,7 +19,7 @@ from llmx.compose.task_rules import task_problems
 from llmx.config import Experiment
 from llmx.config.schema import TaskConfig
 from llmx.data import Conversation, Preference, UnpairedPreference, collate
-from llmx.data.format.formats import Message
+from llmx.data.format.rows import Message
 from llmx.data.source.records import Where
 from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError

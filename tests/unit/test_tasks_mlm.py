@@ -16,13 +16,12 @@ from transformers import AutoModelForMaskedLM, BertConfig, BertTokenizerFast
 from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.data import IGNORE, collate
 from llmx.data.examples import Example
-from llmx.data.format.formats import Document
-from llmx.data.source.files import Where
+from llmx.data.source.records import Document, Where
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import lost_rows
-from llmx.data.store.truncation import Truncation
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
+from llmx.data.tokenize.truncation import Truncation
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss

@@ -1,6 +1,7 @@
-"""From a record to what it means: a conversation, a document, a label, a preference pair.
+"""From records to rows: conversations, documents, labels, preference pairs.
 
-``formats`` recognises and reads the dataset formats, ``turns`` the turns of chats; ``columns``
-refuses columns that change what a record means. ``templates`` are chat templates; ``rendering``
-writes conversations with one, and tells where the completions lie in the text.
+``rows`` are what records mean. ``formats`` is the registry of dataset formats, each with its
+readers; ``turns`` reads the turns of chats; ``columns`` refuses columns that change what a record
+means. ``templates`` are chat templates; ``rendering`` writes conversations with one, and tells
+where the completions lie in the text.
 """

@@ -1,167 +1,124 @@
-"""What a record means: a conversation, a document, a label, a preference pair, a pair of texts.
+"""Dataset formats: how each is recognised, which columns it reads, and the rows that it gives.
 
-Alpaca (``instruction``, ``input``, ``output``, ``history``), ShareGPT (``conversations``), OpenAI
-``messages``, ``prompt``/``response``, records with a ``label``, preference pairs (``chosen``,
-``rejected``) and plain ``text`` (or ``title`` and ``content``); other column names by
-``data.columns``, which maps our name to the one in the data.
+A format is an entry of ``FORMATS``. Another one needs a file with its reader and one call:
+
+    register(Format("dialogue", reads=("dialogue",), keys=("dialogue",), readers={Conversation: f}))
+
+Other column names come from ``data.columns``, which maps our name to the one in the data.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmx.data.format.columns import NEGATIVE, PAIRS
-from llmx.data.format.turns import Message, labelled_history, pairs, turns
-from llmx.data.source.records import Record, Where, excerpt, names, wrong_record
+from llmx.data.format.rows import (
+    Conversation,
+    Labelled,
+    Message,
+    Preference,
+    TextPair,
+    UnpairedPreference,
+)
+from llmx.data.format.turns import labelled_history, pairs, turns
+from llmx.data.source.records import Document, Record, Row, excerpt, names, wrong_record
 from llmx.errors import DataError
 
-__all__ = [
-    "Conversation",
-    "Document",
-    "Labelled",
-    "Message",
-    "Preference",
-    "TextPair",
-    "UnpairedPreference",
-    "conversation_of",
-    "detect_form",
-    "to_conversation",
-    "to_document",
-    "to_pair",
-    "to_preference",
-    "to_unpaired",
-]
 
-KEYS = {
-    "preference": ("chosen", "rejected"),
-    "sharegpt": ("conversations",),
-    "messages": ("messages",),
-    "alpaca": ("instruction", "output"),
-    "prompt_response": ("prompt", "response"),  # or TRL's prompt and completion
-    "text": ("text",),
-}
-"""The keys by which a form is recognised, in the order in which they are tried."""
+@dataclass(frozen=True)
+class Reading:
+    """How the records of a source are read: the options of ``data`` that readers use."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a column -> the one in the data."""
+    text_key: str = "text"
+    system: str | None = None
+    """A system message for records that have none."""
+    label_names: Mapping[str, str] = field(default_factory=dict)
+    turn_weights: bool = False
+    """Whether the "weight" of an assistant's turn of a chat is read."""
+
+    def column(self, name: str) -> str:
+        """Our column, as it is called in the data."""
+        return self.columns.get(name, name)
+
+    def has(self, record: Record, keys: Iterable[str]) -> bool:
+        """Whether a record has all of our columns."""
+        return all(
+            (self.text_key if key == "text" else self.column(key)) in record.value
+            or (key == "response" and self.is_completed(record))
+            for key in keys
+        )
+
+    def is_completed(self, record: Record) -> bool:
+        """Whether the answer is called as TRL calls it: ``completion``."""
+        value = record.value
+        return "response" not in self.columns and "response" not in value and "completion" in value
+
+
+Reader = Callable[[Record, Reading], Row | None]
+"""Raises RecordError for a record that is wrong; None for one that has nothing to learn."""
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
-    definitions, empty where there are none.
+class Format:
+    """A dataset format."""
 
-    ``keeps_completion``: where the record is too long its prompt is cut, never the answer (a
-    label).
-    ``unanswered``: turns after the last answer, which were left out.
-    """
-
-    messages: tuple[Message, ...]
-    where: Where
-    tools: str = ""
-    keeps_completion: bool = False
-    unanswered: int = 0
-
-
-@dataclass(frozen=True)
-class Document:
-    """Text to pretrain on."""
-
-    text: str
-    where: Where
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """A text and its label, for tasks that learn the label itself."""
-
-    text: str
-    label: Any
-    """As it is in the data: a name, a number, a list of names."""
     name: str
-    """What ``data.label_names`` calls it; of a label that is no text or whole number, its text."""
-    where: Where
-    history: tuple[Message, ...] = ()
-    """Earlier turns, where the data has them."""
+    """As in ``data.form``."""
+    reads: tuple[str, ...]
+    """Our names of the columns that it reads."""
+    readers: Mapping[type, Reader]
+    """What a record of it can be, the most particular first, and how it is read."""
+    keys: tuple[str, ...] = ()
+    """The columns by which it is recognised where no other format has all of its own."""
+    recognises: Callable[[Record, Reading, tuple[type, ...]], bool] | None = None
+    """Whether a record surely is of it, whatever other formats fit, for a task with these
+    ``takes``."""
+    groups: tuple[str, ...] = ()
+    """Groups of the rules of ``columns`` that hold for it: ``chat``, ``learned``, ``answered``."""
+    used: Callable[[frozenset[str], frozenset[str], Reading], frozenset[str]] | None = None
+    """Of the columns that it reads (as they are called in the data), those that it reads of a
+    record with these columns; None: all of them."""
 
 
-@dataclass(frozen=True)
-class UnpairedPreference:
-    """A conversation whose last answer is good or bad."""
-
-    conversation: Conversation
-    desirable: bool
-
-    @property
-    def where(self) -> Where:
-        return self.conversation.where
+FORMATS: dict[str, Format] = {}
+"""By name, in the order in which they are tried."""
 
 
-VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
-"""Columns that say whether an answer is good: the first that a record has."""
+def register(dataset_format: Format) -> None:
+    """Add a format, or replace the one of its name."""
+    FORMATS[dataset_format.name] = dataset_format
 
 
-def to_unpaired(
-    record: Record, conversation: Conversation | None, *, columns: dict[str, str]
-) -> UnpairedPreference | None:
-    """A conversation with the verdict on its last answer: ``true`` or ``false``."""
-    own = columns.get("desirable")
-    names_ = (own,) if own else VERDICTS
-    key = next((name for name in names_ if name in record.value), None)
-    if key is None:
-        raise wrong_record(
-            record,
-            "no verdict",
-            f"no column says whether the answer is good ({', '.join(names_)}: true or false); the "
-            f"row has {names(record.value) or 'none'}. Map yours with data.columns.desirable.",
-        )
-    value = record.value[key]
-    if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.strip().lower(), value)
-    if value not in (True, False):
-        raise wrong_record(
-            record, "no verdict", f'"{excerpt(key)}" is {excerpt(value)}, not true or false.'
-        )
-    return None if conversation is None else UnpairedPreference(conversation, bool(value))
-
-
-def detect_form(
-    record: Record,
-    *,
-    text_key: str,
-    columns: dict[str, str],
-    ranked: bool = False,
-    paired: bool = False,
-) -> str:
-    """The form of a record, by its keys; raises DataError when none or several fit. ``ranked``:
-    a list of answers is a preference, the best one first. ``paired``: two texts that belong
-    together are a pair."""
-    if paired and pair_keys(record, columns):
-        return "pair"
-    found = [form for form, keys in KEYS.items() if _has(record, keys, text_key, columns)]
-    if ranked and ranked_key(record, columns):
-        return "preference"
-    if "label" in columns and _has(record, ("prompt", "label"), text_key, columns):
-        return "labelled"
-    if found and (len(found) == 1 or found[0] == "preference"):
-        return found[0]  # a pair has its prompt beside it, which is a form of its own
+def detect_form(record: Record, reading: Reading, *, takes: tuple[type, ...] = ()) -> str:
+    """The name of a record's format, by its keys; raises DataError when none or several fit."""
+    for dataset_format in FORMATS.values():
+        if dataset_format.recognises and dataset_format.recognises(record, reading, takes):
+            return dataset_format.name
+    keyed = [one for one in FORMATS.values() if one.keys]
+    matches = [one.name for one in keyed if reading.has(record, one.keys)]
+    if len(matches) == 1:
+        return matches[0]
     keys = names(record.value)
-    if found:
+    if matches:
         raise DataError(
-            f"{record.where}: the columns ({keys}) fit the formats {' and '.join(found)}. "
-            f"Choose one, e.g. data.form={found[0]}."
+            f"{record.where}: the columns ({keys}) fit the formats {' and '.join(matches)}. "
+            f"Choose one, e.g. data.form={matches[0]}."
         )
-    if text_key == "text" and columns.get("content", "content") in record.value:
+    if reading.text_key == "text" and reading.column("content") in record.value:
         return "text"
-    if paired:
+    if TextPair in takes:
         raise DataError(
             f"{record.where}: the columns ({keys or 'none'}) hold no pair of texts: none of "
             f"{'; '.join(f'{one} and {other}' for one, other in PAIRS)}; instruction and output; "
             "prompt and response. Map yours, e.g. data.data_map.query=title "
             "data.data_map.positive=text."
         )
-    known = "; ".join(f"{form}: {', '.join(needed)}" for form, needed in KEYS.items())
+    known = "; ".join(f"{one.name}: {', '.join(one.keys)}" for one in keyed)
     raise DataError(
         f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known}). Map your "
         "names, e.g. data.form=alpaca data.columns.instruction=question "
@@ -169,132 +126,10 @@ def detect_form(
     )
 
 
-def to_document(
-    record: Record, *, text_key: str, columns: dict[str, str] | None = None
-) -> Document:
-    """The text under ``text_key``; where there is none, ``title`` and ``content``."""
-    columns = columns or {}
-    content = columns.get("content", "content")
-    if text_key == "text" and "text" not in record.value and content in record.value:
-        key = columns.get("title", "title")
-        title = _text(record, key) if record.value.get(key) is not None else ""
-        text = _text(record, content)
-        if title.strip():
-            text = f"{title}\n\n{text}"
-    else:
-        text = _text(record, text_key)
-    check_characters(record, text)
-    return Document(text, record.where)
+# What several formats read
 
 
-def to_conversation(
-    record: Record,
-    form: str,
-    *,
-    columns: dict[str, str],
-    system: str | None,
-    label_names: dict[str, str] | None = None,
-    turn_weights: bool = False,
-) -> Conversation | None:
-    """The conversation in a record, or None if it has nothing to learn: no word of the
-    assistant. ``system`` is used where the record has no system message of its own. (Pairs
-    have a reader of their own, ``llmx.data.format.formats``.) ``turn_weights``: the "weight" of
-    an assistant's turn of a chat is read.
-
-    Turns after the last of the assistant are left out, and counted. Raises RecordError for a key
-    that is missing or has a wrong type, an unknown role, or turns that make no conversation.
-    """
-
-    def column(name: str) -> str:
-        return columns.get(name, name)
-
-    if form == "labelled":
-        row = to_labelled(record, columns=columns, label_names=label_names or {})
-        messages = [*row.history, Message("user", row.text), Message("assistant", row.name)]
-    elif form in ("alpaca", "prompt_response"):
-        messages = _single(record, form, column)
-    else:
-        key = column("conversations" if form == "sharegpt" else "messages")
-        messages = turns(record.value.get(key), key, record.where, weighted=turn_weights)
-    found = conversation_of(record, messages, columns=columns, system=system)
-    if found is not None and form == "labelled":
-        return replace(found, keeps_completion=True)
-    return found
-
-
-def conversation_of(
-    record: Record, messages: list[Message], *, columns: dict[str, str], system: str | None
-) -> Conversation | None:
-    """Messages with the record's system message and tools, up to the last answer; None where
-    there is none."""
-    messages = _with_system(record, messages, columns.get("system", "system"), system)
-    given = len(messages)
-    while messages and messages[-1].role != "assistant":
-        messages = messages[:-1]
-    if not any(message.role == "assistant" and message.content.strip() for message in messages):
-        return None
-    for message in messages:
-        check_characters(record, message.content)
-    tools = _tools(record, columns.get("tools", "tools"))
-    return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
-
-
-def _with_system(
-    record: Record, messages: list[Message], key: str, default: str | None
-) -> list[Message]:
-    """Messages with the record's own system message first, else with the default one."""
-    own = record.value.get(key)
-    if own is not None and not isinstance(own, str):
-        reason = "a value of a wrong type"
-        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(own)}, not text.')
-    if messages and messages[0].role == "system":
-        if own and own.strip() and own.strip() != messages[0].content.strip():
-            raise wrong_record(
-                record,
-                "two system messages",
-                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
-                own,
-            )
-        return messages
-    text = own if own and own.strip() else default
-    return [Message("system", text), *messages] if messages and text else messages
-
-
-def _tools(record: Record, key: str) -> str:
-    """The definitions of tools as the JSON text of a list, as it stands where it is text; empty
-    where there are none."""
-    value = record.value.get(key)
-    text = value if isinstance(value, str) else ""
-    if text.strip():
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            problem = f"tools are not JSON ({error})."
-            raise wrong_record(record, "wrong tools", problem, text) from error
-    if not value:
-        return ""
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        problem = "tools must be a list of objects, each the definition of a tool:"
-        raise wrong_record(record, "wrong tools", problem, value)
-    text = text or json.dumps(value, ensure_ascii=False)
-    check_characters(record, text)
-    return text
-
-
-def _has(record: Record, keys: tuple[str, ...], text_key: str, columns: dict[str, str]) -> bool:
-    wanted = [text_key if key == "text" else columns.get(key, key) for key in keys]
-    if "response" in wanted and _is_completed(record, columns):
-        wanted = ["completion" if name == "response" else name for name in wanted]
-    return all(name in record.value for name in wanted)
-
-
-def _is_completed(record: Record, columns: dict[str, str]) -> bool:
-    """Whether the answer is called as TRL calls it: ``completion``."""
-    value = record.value
-    return "response" not in columns and "response" not in value and "completion" in value
-
-
-def _text(record: Record, key: str) -> str:
+def text_of(record: Record, key: str) -> str:
     if key not in record.value:
         raise wrong_record(
             record,
@@ -327,38 +162,184 @@ def check_characters(record: Record, text: str) -> None:
         ) from error
 
 
-def _single(record: Record, form: str, column: Any) -> list[Message]:
-    if form == "prompt_response":
-        prompt_key, key = column("prompt"), column("response")
-        if key == "response" and _is_completed(record, {}):
-            key = "completion"
-        asked = record.value.get(prompt_key)
-        if isinstance(asked, list) and any(isinstance(turn, dict) for turn in asked):
-            history_key = column("history")
-            before = pairs(record.value.get(history_key), history_key, record.where)
-            # TRL's conversational layout
-            before = turns(asked, prompt_key, record.where, before=before)
-            if isinstance(record.value.get(key), list):
-                return turns(record.value[key], key, record.where, before=before)
-            return [*before, Message("assistant", _text(record, key))]
-        prompt, answer = _text(record, prompt_key), _text(record, key)
+def conversation_of(
+    record: Record, messages: list[Message], reading: Reading
+) -> Conversation | None:
+    """Messages with the record's system message (or the default one) and tools, up to the last
+    answer; None where there is none. Turns after it are counted."""
+    messages = _with_system(record, messages, reading)
+    given = len(messages)
+    while messages and messages[-1].role != "assistant":
+        messages = messages[:-1]
+    if not any(message.role == "assistant" and message.content.strip() for message in messages):
+        return None
+    for message in messages:
+        check_characters(record, message.content)
+    tools = _tools(record, reading.column("tools"))
+    return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
+
+
+def _with_system(record: Record, messages: list[Message], reading: Reading) -> list[Message]:
+    """Messages with the record's own system message first, else with the default one."""
+    key = reading.column("system")
+    own = record.value.get(key)
+    if own is not None and not isinstance(own, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(own)}, not text.')
+    if messages and messages[0].role == "system":
+        if own and own.strip() and own.strip() != messages[0].content.strip():
+            raise wrong_record(
+                record,
+                "two system messages",
+                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
+                own,
+            )
+        return messages
+    text = own if own and own.strip() else reading.system
+    return [Message("system", text), *messages] if messages and text else messages
+
+
+def _tools(record: Record, key: str) -> str:
+    """The definitions of tools as the JSON text of a list, as it stands where it is text; empty
+    where there are none."""
+    value = record.value.get(key)
+    text = value if isinstance(value, str) else ""
+    if text.strip():
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            problem = f"tools are not JSON ({error})."
+            raise wrong_record(record, "wrong tools", problem, text) from error
+    if not value:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        problem = "tools must be a list of objects, each the definition of a tool:"
+        raise wrong_record(record, "wrong tools", problem, value)
+    text = text or json.dumps(value, ensure_ascii=False)
+    check_characters(record, text)
+    return text
+
+
+def _history(record: Record, reading: Reading) -> list[Message]:
+    key = reading.column("history")
+    return pairs(record.value.get(key), key, record.where)
+
+
+def _prompt_and_answer(record: Record, reading: Reading) -> list[Message]:
+    """The turns of ``prompt_response``, whose prompt may be text or turns (TRL's conversational
+    layout)."""
+    prompt_key, key = reading.column("prompt"), reading.column("response")
+    if reading.is_completed(record):
+        key = "completion"
+    prompt = record.value.get(prompt_key)
+    if isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt):
+        before = turns(prompt, prompt_key, record.where, before=_history(record, reading))
+        if isinstance(record.value.get(key), list):
+            return turns(record.value[key], key, record.where, before=before)
+        return [*before, Message("assistant", text_of(record, key))]
+    prompt, answer = text_of(record, prompt_key), text_of(record, key)
+    return [*_history(record, reading), Message("user", prompt), Message("assistant", answer)]
+
+
+def _instruction_and_output(record: Record, reading: Reading) -> list[Message]:
+    """The turns of ``alpaca``."""
+    prompt = text_of(record, reading.column("instruction"))
+    answer = text_of(record, reading.column("output"))
+    if record.value.get(reading.column("input")) not in (None, ""):
+        prompt = f"{prompt}\n{text_of(record, reading.column('input'))}"
+    return [*_history(record, reading), Message("user", prompt), Message("assistant", answer)]
+
+
+def _chat(column: str) -> Callable[[Record, Reading], list[Message]]:
+    """The turns that stand in one column."""
+
+    def turns_of(record: Record, reading: Reading) -> list[Message]:
+        key = reading.column(column)
+        return turns(record.value.get(key), key, record.where, weighted=reading.turn_weights)
+
+    return turns_of
+
+
+def _conversations(read: Callable[[Record, Reading], list[Message]]) -> dict[type, Reader]:
+    """Readers of a format that gives turns: of conversations, and of those with a verdict."""
+
+    def to_conversation(record: Record, reading: Reading) -> Conversation | None:
+        return conversation_of(record, read(record, reading), reading)
+
+    def to_unpaired(record: Record, reading: Reading) -> UnpairedPreference | None:
+        return unpaired_of(record, to_conversation(record, reading), reading)
+
+    return {UnpairedPreference: to_unpaired, Conversation: to_conversation}
+
+
+VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
+"""Columns that say whether an answer is good: the first that a record has."""
+
+
+def verdict_columns(reading: Reading) -> tuple[str, ...]:
+    """The column that is mapped to ``desirable``, else those that may be one."""
+    mapped = reading.columns.get("desirable")
+    return (mapped,) if mapped else VERDICTS
+
+
+def unpaired_of(
+    record: Record, conversation: Conversation | None, reading: Reading
+) -> UnpairedPreference | None:
+    """A conversation with the verdict on its last answer: ``true`` or ``false``."""
+    candidates = verdict_columns(reading)
+    key = next((name for name in candidates if name in record.value), None)
+    if key is None:
+        raise wrong_record(
+            record,
+            "no verdict",
+            f"no column says whether the answer is good ({', '.join(candidates)}: true or false); "
+            f"the row has {names(record.value) or 'none'}. Map yours with data.columns.desirable.",
+        )
+    value = record.value[key]
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if value not in (True, False):
+        raise wrong_record(
+            record, "no verdict", f'"{excerpt(key)}" is {excerpt(value)}, not true or false.'
+        )
+    return None if conversation is None else UnpairedPreference(conversation, bool(value))
+
+
+# Text
+
+
+def to_document(record: Record, reading: Reading) -> Document:
+    """The text under ``text_key``; where there is none, ``title`` and ``content``."""
+    content = reading.column("content")
+    if reading.text_key == "text" and "text" not in record.value and content in record.value:
+        key = reading.column("title")
+        title = text_of(record, key) if record.value.get(key) is not None else ""
+        text = text_of(record, content)
+        if title.strip():
+            text = f"{title}\n\n{text}"
     else:
-        prompt = _text(record, column("instruction"))
-        answer = _text(record, column("output"))
-        if record.value.get(column("input")) not in (None, ""):
-            prompt = f"{prompt}\n{_text(record, column('input'))}"
-    history = pairs(record.value.get(column("history")), column("history"), record.where)
-    return [*history, Message("user", prompt), Message("assistant", answer)]
+        text = text_of(record, reading.text_key)
+    check_characters(record, text)
+    return Document(text, record.where)
 
 
-def to_labelled(
-    record: Record, *, columns: dict[str, str], label_names: dict[str, str], any_label: bool = False
-) -> Labelled:
+def _used_of_text(
+    columns: frozenset[str], layout: frozenset[str], reading: Reading
+) -> frozenset[str]:
+    # Title and content stand in the place of a text that is not there.
+    alone = reading.text_key in layout or reading.text_key != "text"
+    return frozenset({reading.text_key}) | (frozenset() if alone else columns)
+
+
+# Labels
+
+
+def to_labelled(record: Record, reading: Reading, *, any_label: bool = True) -> Labelled:
     """The text and the label of a record, with the label's name where it has one.
 
     ``any_label``: also a fraction, a truth value, or a list; else only what can be an answer.
     """
-    key, known = columns.get("label", "label"), label_names
+    key, label_names = reading.column("label"), reading.label_names
     label = record.value.get(key)
     plain = isinstance(label, str | int) and not isinstance(label, bool)
     if not plain and (label is None or not any_label):
@@ -368,80 +349,100 @@ def to_labelled(
             f'"{excerpt(key)}" is {excerpt(label)}; a label is text or a whole number. Map it with '
             "data.data_map.label=COLUMN.",
         )
-    if known and plain and str(label) not in known:
+    if label_names and plain and str(label) not in label_names:
         raise wrong_record(
             record,
             "a label without a name",
-            f"the label {excerpt(label)} has no name; data.label_names names {', '.join(known)}.",
+            f"the label {excerpt(label)} has no name; data.label_names names "
+            f"{', '.join(label_names)}.",
         )
-    history_key = columns.get("history", "history")
+    history_key, prompt_key = reading.column("history"), reading.column("prompt")
     context, history = labelled_history(record.value.get(history_key), history_key, record.where)
-    asked = columns.get("prompt", "prompt")
-    if asked not in record.value:
+    if prompt_key not in record.value:
         raise wrong_record(
             record,
             "a missing column",
-            f'no column "{excerpt(asked)}"; the row has {names(record.value) or "none"}. Map the '
-            "text with data.data_map.prompt=COLUMN.",
+            f'no column "{excerpt(prompt_key)}"; the row has {names(record.value) or "none"}. Map '
+            "the text with data.data_map.prompt=COLUMN.",
         )
-    prompt = _text(record, asked)
+    prompt = text_of(record, prompt_key)
     text = f"{context}\n{prompt}" if context else prompt
     check_characters(record, text)
-    name = known.get(str(label), str(label))
+    name = label_names.get(str(label), str(label))
     return Labelled(text, label, name, record.where, tuple(history))
 
 
-@dataclass(frozen=True)
-class Preference:
-    """Two conversations that are the same but for the last answer: the better, the worse."""
-
-    chosen: Conversation
-    rejected: Conversation
-    margin: Any = None
-    """By how much the one is better, as it is in the data (``margin``); None where it is not."""
-
-    @property
-    def where(self) -> Where:
-        return self.chosen.where
+def _label_as_answer(record: Record, reading: Reading) -> Conversation | None:
+    row = to_labelled(record, reading, any_label=False)
+    messages = [*row.history, Message("user", row.text), Message("assistant", row.name)]
+    conversation = conversation_of(record, messages, reading)
+    return conversation and replace(conversation, keeps_completion=True)
 
 
-@dataclass(frozen=True)
-class TextPair:
-    """A text, another that belongs to it, and texts that do not."""
+# Pairs of texts that belong together
 
-    query: str
-    positive: str
-    negatives: tuple[str, ...]
-    where: Where
+PAIRS = (
+    ("query", "positive"),
+    ("anchor", "positive"),
+    ("question", "answer"),
+    ("sentence1", "sentence2"),
+    ("query", "passage"),
+)
+"""Columns of a text and the one that belongs to it, in the order in which they are tried."""
+NEGATIVE = re.compile(r"negatives?(_\d+)?")
+"""Columns of texts that do not belong to the first of a pair."""
 
 
-def pair_keys(record: Record, columns: dict[str, str]) -> tuple[str, str] | None:
+def pair_keys(record: Record, reading: Reading) -> tuple[str, str] | None:
     """The columns of a pair: those that are mapped (``query``, ``positive``), else a published
     layout; None where the record has neither."""
-    if {"query", "positive"} <= columns.keys():
-        return columns["query"], columns["positive"]
-    for one, other in PAIRS:
-        keys = (columns.get(one, one), columns.get(other, other))
-        if all(key in record.value for key in keys):
-            return keys
-    return None
+    if {"query", "positive"} <= reading.columns.keys():
+        return reading.columns["query"], reading.columns["positive"]
+    layouts = [(reading.column(one), reading.column(other)) for one, other in PAIRS]
+    return next((keys for keys in layouts if all(key in record.value for key in keys)), None)
 
 
-def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
-    """A text with the one that belongs to it, and with those that do not: ``negatives`` (a list),
-    ``negative``, ``negative_1`` ... as far as they are there. Of ``alpaca`` and
-    ``prompt_response`` the prompt (with its earlier turns) and the answer.
+def _two_columns(record: Record, reading: Reading) -> TextPair:
+    """A pair of two columns."""
+    keys = pair_keys(record, reading)
+    if keys is None:  # the layout of which it has one column
+        layouts = [(reading.column(one), reading.column(other)) for one, other in PAIRS]
+        keys = next((keys for keys in layouts if {*keys} & record.value.keys()), layouts[0])
+    sides = []
+    for key in keys:
+        if record.value.get(key) is None:
+            listed = names(record.value) or "none"
+            what = "is null" if key in record.value else (
+                f"is no column of the row, which has {listed}"
+            )  # fmt: skip
+            raise wrong_record(
+                record,
+                "a pair without one of its texts",
+                f'"{excerpt(key)}" {what}: a pair needs both texts. Map yours, e.g. '
+                "data.data_map.query=title data.data_map.positive=text.",
+            )
+        sides.append((f'"{excerpt(key)}"', text_of(record, key)))
+    return pair_of(record, sides, reading)
 
-    Raises RecordError where one of the texts is missing or empty, where the two are the same, or
-    where a negative is one of them.
+
+def _pair_of_turns(read: Callable[[Record, Reading], list[Message]]) -> Reader:
+    """A pair of a prompt (with its earlier turns) and the answer."""
+
+    def to_pair(record: Record, reading: Reading) -> TextPair:
+        *before, answer = read(record, reading)
+        query = "\n".join(message.content for message in before)
+        return pair_of(record, [("the prompt", query), ("the answer", answer.content)], reading)
+
+    return to_pair
+
+
+def pair_of(record: Record, sides: list[tuple[str, str]], reading: Reading) -> TextPair:
+    """Two texts, each with its name for messages, and those that do not belong to them:
+    ``negatives`` (a list), ``negative``, ``negative_1`` ... as far as they are there.
+
+    Raises RecordError where one of the texts is empty, where the two are the same, or where a
+    negative is one of them.
     """
-    if form in ("alpaca", "prompt_response"):
-        turns_ = _single(record, form, lambda name: columns.get(name, name))
-        query = "\n".join(message.content for message in turns_[:-1])
-        sides = [("the prompt", query), ("the answer", turns_[-1].content)]
-    else:
-        keys = pair_keys(record, columns) or _nearest_pair(record, columns)
-        sides = [(f'"{excerpt(key)}"', _side(record, key)) for key in keys]
     for name, text in sides:
         if not text.strip():
             raise wrong_record(
@@ -451,7 +452,7 @@ def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
     query, positive = (text for _, text in sides)
     if query.strip() == positive.strip():
         raise wrong_record(record, "a pair of equal texts", "both texts are the same:", query)
-    negatives = tuple(_negatives(record, columns))
+    negatives = tuple(_negatives(record, reading.columns))
     for text in negatives:
         if text.strip() in (query.strip(), positive.strip()):
             which = "positive" if text.strip() == positive.strip() else "query"
@@ -464,34 +465,11 @@ def to_pair(record: Record, form: str, *, columns: dict[str, str]) -> TextPair:
     return TextPair(query, positive, negatives, record.where)
 
 
-def _nearest_pair(record: Record, columns: dict[str, str]) -> tuple[str, str]:
-    """Of a record that lacks one of a pair's columns: the layout that it has the other of."""
-    layouts = [(columns.get(one, one), columns.get(other, other)) for one, other in PAIRS]
-    return next((keys for keys in layouts if {*keys} & record.value.keys()), layouts[0])
-
-
-def _side(record: Record, key: str) -> str:
-    """One text of a pair."""
-    if record.value.get(key) is None:
-        what = (
-            "is null"
-            if key in record.value
-            else f"is no column of the row, which has {names(record.value) or 'none'}"
-        )
-        raise wrong_record(
-            record,
-            "a pair without one of its texts",
-            f'"{excerpt(key)}" {what}: a pair needs both texts. Map yours, e.g. '
-            "data.data_map.query=title data.data_map.positive=text.",
-        )
-    return _text(record, key)
-
-
-def _negatives(record: Record, columns: dict[str, str]) -> Iterator[str]:
+def _negatives(record: Record, columns: Mapping[str, str]) -> Iterator[str]:
     """The texts of all columns of negatives, in the order of the row; a null has none."""
-    own = {columns[name] for name in ("negative", "negatives") if name in columns}
+    mapped = {columns[name] for name in ("negative", "negatives") if name in columns}
     for key, value in record.value.items():
-        if not (key in own if own else NEGATIVE.fullmatch(str(key))) or value is None:
+        if not (key in mapped if mapped else NEGATIVE.fullmatch(str(key))) or value is None:
             continue
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str) or not text.strip():
@@ -505,23 +483,7 @@ def _negatives(record: Record, columns: dict[str, str]) -> Iterator[str]:
             yield text
 
 
-def ranked_key(record: Record, columns: dict[str, str]) -> str | None:
-    """The column of a record with a list of answers, the best one first; None where there is none:
-    ``output`` beside an ``instruction``, ``response``, ``responses`` or ``answers`` beside a
-    ``prompt`` or turns."""
-    for name, asked in RANKED.items():
-        key = columns.get(name, name)
-        value = record.value.get(key)
-        beside = any(columns.get(each, each) in record.value for each in asked)
-        if (
-            beside
-            and isinstance(value, list)
-            and value
-            and all(isinstance(one, str) for one in value)
-        ):
-            return key
-    return None
-
+# Preferences
 
 RANKED = {
     "output": ("instruction",),
@@ -529,10 +491,23 @@ RANKED = {
     "responses": ("prompt", "instruction", "conversations", "messages"),
     "answers": ("prompt", "instruction", "conversations", "messages"),
 }
-"""Columns that may hold a ranked list of answers, and what stands beside them."""
+"""Columns that may hold a list of answers, the best one first, and what stands beside them."""
 
 
-def to_preference(record: Record, *, columns: dict[str, str], system: str | None) -> Preference:
+def ranked_key(record: Record, reading: Reading) -> str | None:
+    """The column of a record with a ranked list of answers; None where there is none."""
+    for name, prompts in RANKED.items():
+        key = reading.column(name)
+        value = record.value.get(key)
+        beside = any(reading.column(prompt) in record.value for prompt in prompts)
+        if not (beside and isinstance(value, list) and value):
+            continue
+        if all(isinstance(answer, str) for answer in value):
+            return key
+    return None
+
+
+def to_preference(record: Record, reading: Reading) -> Preference:
     """The pair in a record. The published layouts: ``chosen`` and ``rejected`` as whole
     conversations (messages, or text with ``Human:`` and ``Assistant:``) or as the answers to a
     ``prompt``, ``conversations`` or ``messages``; and a list of answers, the best one first, of
@@ -541,13 +516,9 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
     Raises RecordError where an answer is missing or empty, where the two do not have the same turns
     before the answer, or where they are the same.
     """
-
-    def column(name: str) -> str:
-        return columns.get(name, name)
-
-    before = _before_the_answers(record, column)
-    found: list[Conversation] = []
-    for name, key, value in _two_answers(record, column, columns):
+    before = _before_the_answers(record, reading)
+    conversations: list[Conversation] = []
+    for name, key, value in _two_answers(record, reading):
         if value is None or (isinstance(value, str | list | dict) and not value):
             problem = f'"{key}" is {excerpt(value)}' if key in record.value else f'no "{key}"'
             raise wrong_record(
@@ -556,93 +527,194 @@ def to_preference(record: Record, *, columns: dict[str, str], system: str | None
         if isinstance(value, dict):
             value = [value]
         if isinstance(value, str) and not before and (spoken := transcript(value)):
-            messages = turns(
-                [{"role": role, "content": text} for role, text in spoken], key, record.where
-            )
+            messages = turns(spoken, key, record.where)
         elif isinstance(value, str):
             messages = [*before, Message("assistant", value)]
         else:
-            after = before if _is_answer(value) else []
-            messages = turns(value, key, record.where, before=after)
-        conversation = conversation_of(record, messages, columns=columns, system=system)
+            # A list of one turn is the answer alone, not a conversation that ends with it.
+            is_answer = isinstance(value, list) and len(value) == 1
+            messages = turns(value, key, record.where, before=before if is_answer else [])
+        conversation = conversation_of(record, messages, reading)
         last = messages[-1]
         if conversation is None or conversation.messages[-1] != last or not last.content.strip():
             raise wrong_record(record, "no answer", f'"{key}" does not end with an answer.', value)
-        found.append(conversation)
-    chosen, rejected = found
+        conversations.append(conversation)
+    chosen, rejected = conversations
     if len(chosen.messages) < 2 or chosen.messages[:-1] != rejected.messages[:-1]:
         raise wrong_record(
             record,
             "chosen and rejected answer different things",
-            f'"{column("chosen")}" and "{column("rejected")}" must have the same turns before '
-            "their last answer, and at least one.",
-            record.value.get(column("rejected")),
+            f'"{reading.column("chosen")}" and "{reading.column("rejected")}" must have the same '
+            "turns before their last answer, and at least one.",
+            record.value.get(reading.column("rejected")),
         )
     if chosen == rejected:
-        raise wrong_record(
-            record, "chosen is rejected", "both answers are the same.", found[0].tools
-        )
-    return Preference(chosen, rejected, record.value.get(column("margin")))
+        raise wrong_record(record, "chosen is rejected", "both answers are the same.", chosen.tools)
+    return Preference(chosen, rejected, record.value.get(reading.column("margin")))
 
 
-def _two_answers(
-    record: Record, column: Any, columns: dict[str, str]
-) -> list[tuple[str, str, Any]]:
+def _two_answers(record: Record, reading: Reading) -> list[tuple[str, str, Any]]:
     """(``chosen`` or ``rejected``, column, value) of both answers."""
-    ranked = ranked_key(record, columns)
-    if ranked and not (column("chosen") in record.value and column("rejected") in record.value):
+    ranked = ranked_key(record, reading)
+    if ranked and not reading.has(record, ("chosen", "rejected")):
         answers = record.value[ranked]
         if len(answers) < 2:
             problem = f'"{ranked}" has one answer, and a pair needs two.'
             raise wrong_record(record, "no rejected answer", problem, answers)
         return [("chosen", ranked, answers[0]), ("rejected", ranked, answers[-1])]
-    return [(name, column(name), record.value.get(column(name))) for name in ("chosen", "rejected")]
+    keys = [(name, reading.column(name)) for name in ("chosen", "rejected")]
+    return [(name, key, record.value.get(key)) for name, key in keys]
 
 
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
 """As the helpful-harmless data of Anthropic marks the turns of a transcript."""
 
 
-def transcript(text: str) -> list[tuple[str, str]]:
-    """(role, content) of the turns of a text that begins with ``Human:``; empty for another.
-    Several turns of one speaker are one."""
+def transcript(text: str) -> list[dict[str, str]]:
+    """The turns of a text that begins with ``Human:``; empty for another. Several turns of one
+    speaker are one."""
     parts = _SPEAKER.split(text)
     if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
         return []
     roles = {"Human": "user", "Assistant": "assistant"}
-    found: list[tuple[str, str]] = []
+    spoken: list[dict[str, str]] = []
     for speaker, content in zip(parts[1::2], parts[2::2], strict=True):
-        role = roles[speaker]
-        if found and found[-1][0] == role:
-            found[-1] = (role, f"{found[-1][1]}\n\n{content.strip()}")
+        if spoken and spoken[-1]["role"] == roles[speaker]:
+            spoken[-1]["content"] += f"\n\n{content.strip()}"
         else:
-            found.append((role, content.strip()))
-    return found
+            spoken.append({"role": roles[speaker], "content": content.strip()})
+    return spoken
 
 
-def _before_the_answers(record: Record, column: Any) -> list[Message]:
+def _before_the_answers(record: Record, reading: Reading) -> list[Message]:
+    """The turns that both answers of a pair follow; empty where the answers have them."""
     for name in ("conversations", "messages"):
-        if column(name) in record.value:
-            return turns(record.value[column(name)], column(name), record.where)
-    prompt = record.value.get(column("prompt"), record.value.get(column("instruction")))
+        key = reading.column(name)
+        if key in record.value:
+            return turns(record.value[key], key, record.where)
+    prompt_key, input_key = reading.column("prompt"), reading.column("input")
+    prompt = record.value.get(prompt_key, record.value.get(reading.column("instruction")))
     if isinstance(prompt, list):
-        return turns(prompt, column("prompt"), record.where)
+        return turns(prompt, prompt_key, record.where)
     if not isinstance(prompt, str):
         return []
     if spoken := transcript(prompt):
-        if spoken[-1] == ("assistant", ""):  # the cue to answer
+        if spoken[-1] == {"role": "assistant", "content": ""}:  # the cue to answer
             spoken.pop()
-        said = [{"role": role, "content": text} for role, text in spoken]
-        return turns(said, column("prompt"), record.where)
-    key = column("input")
-    extra = record.value.get(key)
+        return turns(spoken, prompt_key, record.where)
+    extra = record.value.get(input_key)
     if extra is not None and not isinstance(extra, str):
         reason = "a value of a wrong type"
-        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(extra)}, not text.')
-    history = pairs(record.value.get(column("history")), column("history"), record.where)
-    return [*history, Message("user", f"{prompt}\n{extra}" if extra else prompt)]
+        raise wrong_record(record, reason, f'"{excerpt(input_key)}" is {excerpt(extra)}, not text.')
+    text = f"{prompt}\n{extra}" if extra else prompt
+    return [*_history(record, reading), Message("user", text)]
 
 
-def _is_answer(value: Any) -> bool:
-    """Whether a list holds the answer alone, not a conversation that ends with it."""
-    return isinstance(value, list) and len(value) == 1
+def _used_of_preference(
+    columns: frozenset[str], layout: frozenset[str], reading: Reading
+) -> frozenset[str]:
+    def mapped(*column_names: str) -> set[str]:
+        return {reading.column(name) for name in column_names}
+
+    if mapped("conversations", "messages") & layout:  # its turns stand in their place
+        columns -= mapped("prompt", "instruction", "input", "history")
+    if mapped("chosen", "rejected") <= layout:
+        columns -= mapped(*RANKED)
+    return columns
+
+
+def _used_of_prompt_response(
+    columns: frozenset[str], layout: frozenset[str], reading: Reading
+) -> frozenset[str]:
+    completed = "response" not in reading.columns and "response" not in layout
+    return columns | {"completion"} if completed else columns
+
+
+# The formats
+
+_BESIDE = ("system", "tools")
+LEARNED = ("learned", "answered")
+
+for built_in in (
+    Format(
+        "pair",
+        (
+            "query", "positive", "anchor", "question", "answer", "sentence1", "sentence2",
+            "passage", "negative", "negatives",
+        ),
+        {TextPair: _two_columns},
+        recognises=lambda record, reading, takes: (
+            TextPair in takes and pair_keys(record, reading) is not None
+        ),
+        used=lambda columns, layout, reading: columns | set(filter(NEGATIVE.fullmatch, layout)),
+    ),
+    Format(
+        "labelled",
+        ("prompt", "label", "history", *_BESIDE),
+        {Labelled: to_labelled, Conversation: _label_as_answer},
+        recognises=lambda record, reading, takes: (
+            "label" in reading.columns and reading.has(record, ("prompt", "label"))
+        ),
+        groups=("answered",),
+    ),
+    Format(
+        "preference",
+        (
+            "chosen", "rejected", "conversations", "messages", "prompt", "instruction", "input",
+            "history", *_BESIDE, "margin", *RANKED,
+        ),
+        {
+            Preference: to_preference,
+            Conversation: lambda record, reading: to_preference(record, reading).chosen,
+        },
+        keys=("chosen", "rejected"),
+        # A pair has its prompt beside it, which is a format of its own.
+        recognises=lambda record, reading, takes: (
+            reading.has(record, ("chosen", "rejected"))
+            or (Preference in takes and ranked_key(record, reading) is not None)
+        ),
+        groups=("answered",),
+        used=_used_of_preference,
+    ),
+    Format(
+        "sharegpt",
+        ("conversations", *_BESIDE),
+        _conversations(_chat("conversations")),
+        keys=("conversations",),
+        groups=("chat", *LEARNED),
+    ),
+    Format(
+        "messages",
+        ("messages", *_BESIDE),
+        _conversations(_chat("messages")),
+        keys=("messages",),
+        groups=("chat", *LEARNED),
+    ),
+    Format(
+        "alpaca",
+        ("instruction", "input", "output", "history", *_BESIDE),
+        {
+            TextPair: _pair_of_turns(_instruction_and_output),
+            **_conversations(_instruction_and_output),
+        },
+        keys=("instruction", "output"),
+        groups=LEARNED,
+    ),
+    Format(
+        "prompt_response",  # or TRL's prompt and completion
+        ("prompt", "response", "history", *_BESIDE),
+        {TextPair: _pair_of_turns(_prompt_and_answer), **_conversations(_prompt_and_answer)},
+        keys=("prompt", "response"),
+        groups=LEARNED,
+        used=_used_of_prompt_response,
+    ),
+    Format(
+        "text",
+        ("title", "content"),
+        {Document: to_document},
+        keys=("text",),
+        used=_used_of_text,
+    ),
+    Format("record", (), {}),
+):  # fmt: skip
+    register(built_in)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llmx.data.format.formats import Conversation, Message
+from llmx.data.format.rows import Conversation, Message
 from llmx.errors import DataError
 
 Span = tuple[int, int]

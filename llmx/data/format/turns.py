@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from llmx.data.format.rows import Message
 from llmx.data.source.records import RecordError, Where, excerpt
 from llmx.text import plural
 
@@ -36,23 +37,6 @@ MAX_WEIGHT = 1000
 """Of a turn."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of a content's parts that are text."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn; ``role`` is system, user, assistant or tool.
-
-    A turn that calls tools has the calls twice: in ``content`` as text, in the form that Qwen
-    and Hermes use, and in ``calls`` as the JSON text of a list of ``{"name", "arguments"}`` for
-    templates that write them in their own way, with ``said`` as the words beside them.
-    """
-
-    role: str
-    content: str
-    calls: str = ""
-    said: str = ""
-    weight: float = 1.0
-    """Of each of its tokens in the loss (``Encoding.turn_weights``)."""
 
 
 def turns(

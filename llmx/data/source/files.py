@@ -1,55 +1,49 @@
 """From files on disk to records, one at a time, each knowing where it came from.
 
-Text, JSON arrays, JSON Lines, TSV and CSV, each also compressed (.gz, .zst, .bz2, .xz); Parquet,
-Arrow, ``save_to_disk`` directories; a file, a directory or a glob. What is wrong with a file is
-said with its name, its line or row and an excerpt; a wrong record goes to ``bad``, which raises it
-or takes note, and the records after it are read.
+A file, a directory or a glob is read by what the suffixes say (``llmx.config.file_formats``), also
+compressed (.gz, .zst, .bz2, .xz). What is wrong with a file is said with its name, its line or row
+and an excerpt; a wrong record goes to ``bad``, which raises it or takes note, and the records after
+it are read. The bytes of a file are named by its SHA-256, which is computed once.
 """
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import glob
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import lzma
+import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from llmx.config.build import shown
 from llmx.config.file_formats import (
-    COLUMNAR_SUFFIXES,
     COMPRESSED,
-    DELIMITED_SUFFIXES,
-    KNOWN,
-    TEXT_SUFFIXES,
     files_in,
     is_saved,
-    kind_of,
+    known_suffixes,
     name_problem,
+    type_of,
 )
-from llmx.data.source.compressed import DAMAGED, opened
-from llmx.data.source.json_array import array_elements
-from llmx.data.source.lines import (
-    json_lines,
-    lines_of,
-    no_object,
-    paragraphs,
-    table_lines,
-    text_lines,
-    whole_text,
-)
-from llmx.data.source.records import (
-    Meter,
-    OnBad,
-    PlainText,
-    Record,
-    RecordError,
-    Where,
-    excerpt,
-    refuse,
-)
-from llmx.data.source.tables import saved_files, table_rows
+from llmx.data.source.records import Document, Meter, OnBad, Record, RecordError, Where, refuse
+from llmx.data.source.tables import saved_files
 from llmx.errors import DataError
+from llmx.run.rundir import write_json
 
-__all__ = ["PlainText", "Record", "Where", "excerpt", "read_file", "source_files"]
+DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
+"""The bundled set: train.jsonl, eval.jsonl, tokenizer/ (made by scripts/make_demo_data.py)."""
+WORTH_BYTES = 1 << 20
+"""Files that are smaller are sooner read again than their digest is looked up."""
+READ_BYTES = 1 << 18
+DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+"""What reading a damaged file raises; bz2 raises an OSError without a number."""
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:
@@ -69,8 +63,9 @@ def source_files(path: str, *, split: str | None = None) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True))  # noqa: PTH207
         files = [file for file in files if file.is_file()]
     if not files:
+        suffixes = ", ".join(known_suffixes())
         raise DataError(
-            f"data.path={shown(path)}: no such file, or no file there ends in {', '.join(KNOWN)} "
+            f"data.path={shown(path)}: no such file, or no file there ends in {suffixes} "
             f"(or one of these and {', '.join(COMPRESSED)}). Relative paths start at "
             f"{Path.cwd()}."
         )
@@ -81,70 +76,133 @@ def source_files(path: str, *, split: str | None = None) -> list[Path]:
 
 
 def read_file(
-    file: Path,
-    *,
-    bad: OnBad = refuse,
-    text_unit: str = "file",
-    meter: Meter | None = None,
-) -> Iterator[Record | PlainText]:
+    file: Path, *, bad: OnBad = refuse, text_unit: str = "file", meter: Meter | None = None
+) -> Iterator[Record | Document]:
     """Records of one file (or documents of a text file), in order.
 
     ``bad`` is called with every record that is wrong; by default it raises. A file that is damaged
-    or cut off is such a record too, its last: what follows it cannot be read.
-    ``meter`` is kept up to date.
+    or cut off is such a record too, its last: what follows it cannot be read. ``meter`` is kept up
+    to date.
     """
     meter = meter or Meter()
-    if kind_of(file) in COLUMNAR_SUFFIXES:
-        yield from table_rows(file, bad)
-        meter.bytes += file.stat().st_size
-        return
+    before = meter.bytes
+    module, name = type_of(file).reader.split(":")
+    read = getattr(importlib.import_module(module), name)
     try:
         with opened(file, meter) as stream:
-            yield from _records(file, stream, bad, text_unit)
-    except DAMAGED as error:
-        bad(_damaged(file, error))
-    except OSError as error:
-        if error.errno is None:  # how bz2 says that the content is damaged
-            bad(_damaged(file, error))
-            return
-        raise DataError(f"{file}: cannot be read ({error}).") from error
+            yield from read(file, stream, bad, text_unit)
+        meter.bytes = before + file.stat().st_size
+    except (*DAMAGED, OSError) as error:
+        # bz2 says by an OSError without a number that the content is damaged.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"{file}: cannot be read ({error}).") from error
+        bad(
+            RecordError(
+                f"{file}: the compressed file is damaged or cut off ({error}). Download it again.",
+                where=Where(file, 0, "end"),
+                reason="damaged or cut off; the file ends here",
+            )
+        )
 
 
-def _records(
-    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str
-) -> Iterator[Record | PlainText]:
-    kind = kind_of(file)
-    lines = lines_of(file, stream, bad)
-    if kind in TEXT_SUFFIXES:
-        if text_unit == "file":
-            return whole_text(lines, file)
-        return text_lines(lines) if text_unit == "line" else paragraphs(lines)
-    if kind in DELIMITED_SUFFIXES:
-        return table_lines(lines, file, delimiter="\t" if kind == ".tsv" else ",", bad=bad)
-    if _first_character(stream) == b"[":
-        return _json_array(file, stream, bad)
-    return json_lines(lines, bad)
+@contextlib.contextmanager
+def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed, as a stream that can ``peek``; ``meter`` counts what is
+    read from disk."""
+    suffix = file.suffix.lower()
+    with io.BufferedReader(_Metered(file, meter), READ_BYTES) as raw:
+        if suffix == ".zst":
+            yield io.BufferedReader(_Zstandard(raw))
+        elif suffix in (".gz", ".bz2", ".xz"):
+            opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
+            with opener(raw, "rb") as stream:
+                yield stream
+        else:
+            yield raw
 
 
-def _damaged(file: Path, error: Exception) -> RecordError:
-    return RecordError(
-        f"{file}: the compressed file is damaged or cut off ({error}). Download it again.",
-        where=Where(file, 0, "end"),
-        reason="damaged or cut off; the file ends here",
-    )
+class _Metered(io.FileIO):
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Path, meter: Meter) -> None:
+        super().__init__(file, "rb")
+        self._meter = meter
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self._meter.bytes += count or 0
+        return count
 
 
-def _first_character(stream: IO[bytes]) -> bytes:
-    head = stream.peek(64) if hasattr(stream, "peek") else b""
-    return bytes(head).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+class _Zstandard(io.RawIOBase):
+    """The content of a .zst file. The library's own reader takes a file that is cut off for one
+    that ends; this one raises EOFError."""
+
+    def __init__(self, stream: Any) -> None:
+        import zstandard
+
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._error = zstandard.ZstdError
+        self._stream = stream
+        self._frame: Any = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._stream.read(1 << 16)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            try:
+                self._output = memoryview(self._frame.decompress(self._input))
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
 
 
-def _json_array(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file's bytes, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def digest_of(file: Path, *, cache: Path) -> str:
+    """Hex digest of the file's bytes; ``cache`` is the directory of what is remembered.
+
+    What cannot be read or written there is computed again: the cache is never needed.
+    """
+    before = file.stat()
+    if before.st_size < WORTH_BYTES:
+        return sha256_of_file(file)
+    name = hashlib.sha256(os.fsencode(os.path.abspath(file))).hexdigest()[:32]
+    note = cache / "digests" / f"{name}.json"
+    identity = [before.st_size, before.st_mtime_ns, before.st_ino, before.st_dev]
     try:
-        for value, where in array_elements(file, stream, bad):
-            if isinstance(value, dict):
-                yield Record(value, where)
-            else:
-                bad(no_object(value, where))
-    except RecordError as error:
-        bad(error)
+        remembered = json.loads(note.read_text(encoding="utf-8"))
+        if remembered["identity"] == identity:
+            return str(remembered["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = sha256_of_file(file)
+    after = file.stat()
+    if [after.st_size, after.st_mtime_ns, after.st_ino, after.st_dev] == identity:
+        try:
+            write_json(note, {"file": str(file), "identity": identity, "sha256": digest})
+        except OSError:
+            return digest
+    return digest

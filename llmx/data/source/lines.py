@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from llmx.config.file_formats import kind_of
+from llmx.data.source.json_array import array_elements
 from llmx.data.source.records import (
+    Document,
     OnBad,
-    PlainText,
     Record,
     RecordDecoder,
     RecordError,
@@ -25,6 +27,36 @@ from llmx.text import plural
 
 DOCUMENT_CHARS = 8_000_000
 """The largest text file that is one document: it is in memory, and tokenized, as a whole."""
+
+
+def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Document]:
+    """The documents of a text file, as ``data.text_unit`` divides it."""
+    divide = {"file": whole_text, "line": text_lines, "paragraph": paragraphs}[text_unit]
+    return divide(lines_of(file, stream, bad))
+
+
+def json_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
+    """The records of a JSON array, or of JSON Lines."""
+    head = bytes(stream.peek(64))  # type: ignore[attr-defined]
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+        yield from json_lines(lines_of(file, stream, bad), bad)
+        return
+    try:
+        for value, where in array_elements(file, stream, bad):
+            if isinstance(value, dict):
+                yield Record(value, where)
+            else:
+                bad(no_object(value, where))
+    except RecordError as error:
+        bad(error)
+
+
+def delimited_records(
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str
+) -> Iterator[Record]:
+    """The records of a TSV or CSV file."""
+    delimiter = "\t" if kind_of(file) == ".tsv" else ","
+    return table_lines(lines_of(file, stream, bad), file, delimiter=delimiter, bad=bad)
 
 
 def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, Where]]:
@@ -50,11 +82,13 @@ def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, W
         yield text, where
 
 
-def whole_text(lines: Iterator[tuple[str, Where]], file: Path) -> Iterator[PlainText]:
+def whole_text(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """The file as one document. Raises DataError for one of more than ``DOCUMENT_CHARS``."""
     document: list[str] = []
     size = 0
-    for line, _ in lines:
+    file = Path()
+    for line, where in lines:
+        file = where.file
         document.append(line)
         size += len(line)
         if size > DOCUMENT_CHARS:
@@ -64,17 +98,17 @@ def whole_text(lines: Iterator[tuple[str, Where]], file: Path) -> Iterator[Plain
                 "data.text_unit=line or data.text_unit=paragraph."
             )
     if document:
-        yield PlainText("".join(document), Where(file, 1, "line"))
+        yield Document("".join(document), Where(file, 1, "line"))
 
 
-def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[PlainText]:
+def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """Each line that is not empty as a document, without its line end."""
     for line, where in lines:
         if line.strip():
-            yield PlainText(line.rstrip("\r\n"), where)
+            yield Document(line.rstrip("\r\n"), where)
 
 
-def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[PlainText]:
+def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """What stands between empty lines as a document, without the last line end."""
     found: list[str] = []
     start: Where | None = None
@@ -83,10 +117,10 @@ def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[PlainText]:
             start = start or where
             found.append(line)
         elif start is not None:
-            yield PlainText("".join(found).rstrip("\r\n"), start)
+            yield Document("".join(found).rstrip("\r\n"), start)
             found, start = [], None
     if start is not None:
-        yield PlainText("".join(found).rstrip("\r\n"), start)
+        yield Document("".join(found).rstrip("\r\n"), start)
 
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llmx.data.source.records import OnBad, Record, RecordError, Where, refuse
 from llmx.errors import DataError
@@ -13,7 +13,9 @@ from llmx.errors import DataError
 BATCH_ROWS = 1024
 
 
-def table_rows(file: Path, bad: OnBad = refuse) -> Iterator[Record]:
+def table_records(
+    file: Path, stream: IO[bytes], bad: OnBad = refuse, text_unit: str = ""
+) -> Iterator[Record]:
     """The records of one ``.parquet`` or ``.arrow`` file. Raises DataError where it is damaged."""
     import pyarrow as pa
 

@@ -21,15 +21,20 @@ import numpy as np
 from llmx import text as human
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding
-from llmx.data.source.progress import PreparationProgress
-from llmx.data.source.records import excerpt
-from llmx.data.source.rejected import RejectedRecords, RejectedUnwritten, counted, write_rejected
+from llmx.data.progress import PreparationProgress
+from llmx.data.source.records import (
+    RejectedRecords,
+    RejectedUnwritten,
+    counted,
+    excerpt,
+    write_rejected,
+)
 from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.staging import Staging
-from llmx.data.store.truncation import CUT_OFF, OVERFLOW, SPLIT, TRUNCATED, Truncation
+from llmx.data.tokenize.documents import parallel_tokenizers, worker_count
 from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
-from llmx.data.tokenize.workers import parallel_tokenizers, worker_count
+from llmx.data.tokenize.truncation import CUT_OFF, OVERFLOW, SPLIT, TRUNCATED, Truncation
 from llmx.errors import DataError, LlmxError, disk_is_full
 from llmx.text import plural, printable
 
@@ -136,7 +141,7 @@ def _stage(
 
     A function of its own, so that its tables are gone when samples are put together.
     """
-    split, rows = spec.split, spec.split.records()
+    split, rows = spec.split, spec.split.rows()
     counts: Counter[str] = Counter(staging.state.get("counts", {}))
     split.look_ahead()
     with parallel_tokenizers(workers), progress:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -44,6 +43,7 @@ from llmx.data.examples import (
     values_of,
     values_of_tokens,
 )
+from llmx.data.source.files import sha256_of_file
 from llmx.errors import ConfigError, DataError
 
 STORE_FORMAT = 2
@@ -425,15 +425,6 @@ def locked(path: Path) -> Iterator[None]:
         finally:
             # Closing is not enough: a child forked meanwhile would hold the lock on.
             fcntl.flock(stream, fcntl.LOCK_UN)
-
-
-def sha256_of_file(path: Path) -> str:
-    """Hex digest of a file's bytes, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def save_index(

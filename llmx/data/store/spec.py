@@ -17,17 +17,8 @@ from typing import Any
 
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding, Schema
-from llmx.data.format.formats import (
-    Conversation,
-    Document,
-    Labelled,
-    Preference,
-    TextPair,
-    UnpairedPreference,
-)
-from llmx.data.source.records import Record
-from llmx.data.source.source import COLUMNS_VERSION
-from llmx.data.source.split import FORMS_VERSION, DatasetSplit
+from llmx.data.format.rows import Conversation, Preference
+from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
@@ -37,15 +28,6 @@ SAMPLES_VERSION = 1
 """Raised when other samples are made of the same rows. (The files of a store have a format of
 their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
 _SUFFIX = f"-v{STORE_FORMAT}"
-NAMES = {
-    Conversation: "conversations",
-    Document: "text",
-    Labelled: "labelled rows",
-    Preference: "preference pairs",
-    TextPair: "pairs of texts",
-    UnpairedPreference: "answers with a verdict (label: true or false)",
-    Record: "records",
-}
 PREPARATION = f"{SAMPLES_VERSION}.{FORMS_VERSION}.{COLUMNS_VERSION}"
 """Another one makes other samples of the same files and options."""
 
@@ -79,7 +61,7 @@ def dataset_spec(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
     check_task(encoding, source)
-    chats = any(one.record_type in (Conversation, Preference) for one in source.sources)
+    chats = any(one.row_type in (Conversation, Preference) for one in source.sources)
     verbatim = encoding.verbatim
     renderer = Renderer(
         tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, verbatim=verbatim
@@ -116,8 +98,8 @@ def check_task(encoding: Encoding, source: DatasetSplit) -> None:
     encoding.check_source(source)
     schema = Schema(encoding.columns)
     for one in source.sources:
-        if one.record_type is None:
-            taken = ", ".join(NAMES[kind] for kind in encoding.takes)
+        if one.row_type is None:
+            taken = ", ".join(kind.title for kind in encoding.takes)
             raise ConfigError(
                 f"task={encoding.name} takes {taken}; {one.path} is in the format {one.form}. "
                 "Map the columns with data.form and data.columns, or choose another task."

@@ -1,7 +1,7 @@
 """From examples to token ids and targets, on all cores; loading and training tokenizers.
 
-``encoder`` turns records into examples and these into blocks of tokens: ``documents`` encodes
-texts, ``conversations`` rendered chats. ``byte_level`` is the fast path of byte-level BPE
-tokenizers, proven to give the ids of ``tokenizers``. ``tokenizer`` loads one, ``train`` trains
-one.
+``encoder`` turns rows into examples and these into blocks of tokens: ``documents`` encodes texts,
+``conversations`` rendered chats; ``truncation`` cuts what is too long. ``byte_level`` is the fast
+path of byte-level BPE tokenizers, ``wordwise`` that of others, both proven to give the ids of
+``tokenizers``. ``tokenizer`` loads one, ``train`` trains one.
 """

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import Column
-from llmx.data.format.formats import Conversation, Message
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
+from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import (
     choose_template,
     opening_token,
     special_tokens,
     wrapping_tokens,
 )
-from llmx.data.source.files import Where
+from llmx.data.source.records import Where
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError
 

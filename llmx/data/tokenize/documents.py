@@ -14,6 +14,10 @@ need no copies of the texts and no open files.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import Column, Example
-from llmx.data.format.formats import Document
 from llmx.data.format.templates import closing_token
-from llmx.data.source.records import RecordError
+from llmx.data.source.records import Document, RecordError
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
 from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
@@ -206,3 +209,62 @@ def _beginning(texts: Iterable[str], size: int) -> Iterator[str]:
 def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.array([len(part) for part in parts], np.int64)
     return np.concatenate([np.zeros(0, np.uint32), *parts]), sizes
+
+
+# Cores
+
+FILES_KEPT = 64
+"""Open files that the rest of the process may need."""
+
+
+def worker_count(wanted: int) -> int:
+    """``data.num_workers`` made to fit this host; a line on stderr says why it is less."""
+    limits = {
+        "open files (ulimit -n)": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "processes and threads (ulimit -u)": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+    }
+    count, remark = fitted(wanted, cores=core_count(), limits=limits)
+    if remark:
+        print(remark, file=sys.stderr, flush=True)
+    return count
+
+
+def fitted(wanted: int, *, cores: int, limits: dict[str, int]) -> tuple[int, str]:
+    """(workers, what to say where they are fewer than wanted). A limit that is negative is none."""
+    count = min(wanted or cores, cores)
+    remark = ""
+    if wanted > cores:
+        remark = (
+            f"data.num_workers={wanted}, but this process may use {cores} cores: {count} are used. "
+            "More would only wait for each other."
+        )
+    for name, limit in limits.items():
+        room = max(1, (limit - FILES_KEPT) // 4)
+        if limit >= 0 and room < count:
+            count = room
+            remark = (
+                f"Only {limit} {name} are allowed: {count} of {cores} cores tokenize. Raise the "
+                "limit to use all of them."
+            )
+    return count, remark
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def parallel_tokenizers(workers: int) -> Iterator[None]:
+    """Let ``tokenizers`` use its threads here; ranks switch them off for everything else."""
+    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(workers))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

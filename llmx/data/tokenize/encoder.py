@@ -27,24 +27,17 @@ from llmx.data.examples import (
     Example,
     Schema,
     Tokens,
-    TypedRecord,
     checked,
     encoded,
     values_of,
     values_of_tokens,
 )
-from llmx.data.format.formats import (
-    Conversation,
-    Document,
-    Labelled,
-    Preference,
-    TextPair,
-    UnpairedPreference,
-)
-from llmx.data.source.records import RecordError
-from llmx.data.source.rejected import RejectedRecords
-from llmx.data.source.split import DatasetSplit
-from llmx.data.store.truncation import (
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Document, RecordError, RejectedRecords, Row
+from llmx.data.split import DatasetSplit
+from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
+from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
+from llmx.data.tokenize.truncation import (
     CUT_OFF,
     TRUNCATED,
     PromptCutter,
@@ -52,8 +45,6 @@ from llmx.data.store.truncation import (
     sharing_their_prompt,
     too_long_to_cut,
 )
-from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
-from llmx.data.tokenize.documents import Batch, DocumentEncoder, TokenBlock
 from llmx.errors import ConfigError, DataError
 
 BATCH_ROWS = 512
@@ -118,7 +109,7 @@ class ExampleEncoder:
         used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
         return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
-    def blocks(self, records: Iterable[TypedRecord | None]) -> Iterator[Encoded]:
+    def blocks(self, records: Iterable[Row | None]) -> Iterator[Encoded]:
         """Examples with their tokens, in order. Those that a template refuses are rejected."""
         for is_text, batches in groupby(self._batches(records), key=_holds_documents):
             if is_text:
@@ -128,7 +119,7 @@ class ExampleEncoder:
 
     # Rows to examples
 
-    def _batches(self, records: Iterable[TypedRecord | None]) -> Iterator[Batch]:
+    def _batches(self, records: Iterable[Row | None]) -> Iterator[Batch]:
         """Examples in batches of a bounded number and size, of documents alone or of others."""
         batch, read, size = Batch([], 0, 0), 0, 0
         holds_text = False
@@ -144,7 +135,7 @@ class ExampleEncoder:
             if record is not None and example is not None:
                 batch.examples.append(example)
                 batch.sequences.extend(example.sequences)
-                size += text_bytes(record)
+                size += record.num_bytes
             if read >= BATCH_ROWS or size >= BATCH_BYTES:
                 yield replace(batch, read=read, size=size)
                 batch, read, size = Batch([], 0, 0), 0, 0
@@ -152,7 +143,7 @@ class ExampleEncoder:
             yield replace(batch, read=read, size=size)
 
     def _example(
-        self, record: TypedRecord | None, left_out: Counter[str], rejected: list[RecordError]
+        self, record: Row | None, left_out: Counter[str], rejected: list[RecordError]
     ) -> Example | None:
         """What the task makes of a row; None is counted, or noted as rejected."""
         if record is None:
@@ -418,26 +409,6 @@ def joined(sequences: list[TokenSequence], targets: Any = np.bool_) -> TokenBloc
         np.concatenate([np.zeros(0, targets), *(sequence.targets for sequence in sequences)]),
         np.array([len(sequence.tokens) for sequence in sequences], np.int64),
     )
-
-
-def text_bytes(record: TypedRecord) -> int:
-    """Bytes of a row's text as UTF-8."""
-    texts: Iterable[str]
-    if isinstance(record, Document):
-        texts = (record.text,)
-    elif isinstance(record, Conversation):
-        texts = (message.content for message in record.messages)
-    elif isinstance(record, Preference):
-        return text_bytes(record.chosen) + text_bytes(record.rejected)
-    elif isinstance(record, UnpairedPreference):
-        return text_bytes(record.conversation)
-    elif isinstance(record, TextPair):
-        texts = (record.query, record.positive, *record.negatives)
-    elif isinstance(record, Labelled):
-        texts = (record.text, *(message.content for message in record.history))
-    else:
-        texts = (value for value in record.value.values() if isinstance(value, str))
-    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def _is_text(example: Example) -> bool:

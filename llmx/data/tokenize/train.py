@@ -13,22 +13,133 @@ from __future__ import annotations
 import io
 import json
 import re
+import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from llmx.config import DataConfig, TokenizerConfig, experiment_from_dict
 from llmx.data.format.templates import TEMPLATES, choose_template
-from llmx.data.source.progress import PreparationProgress
-from llmx.data.source.split import DatasetSplit
-from llmx.data.tokenize.text_sample import TextSample, texts_of
+from llmx.data.progress import PreparationProgress
+from llmx.data.source.records import Row
+from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError, DataError, exit_code
 from llmx.run.rundir import load_yaml
+
+# A sample of texts of bounded size, drawn from rows of unknown number
+
+TEXT_CHARS = 16_384
+"""Longer texts are cut, at a line's end where there is one, and drawn part by part."""
+_WORDS = re.compile(r"\w+|[^\w\s]+")
+_HEAD = struct.Struct("<dI")
+
+
+class TextSample:
+    """Texts in one file of ``directory``; add all, then iterate as often as needed.
+
+    Every text draws a number, a function of the seed and its place alone, and stays while that is
+    below a threshold; whenever the sample outgrows its budget the threshold is halved and the
+    sample is sieved. So each text had the same chance, memory stays flat and another reading gives
+    the same.
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int, seed: int) -> None:
+        self._path = directory / "texts"
+        self._stream: IO[bytes] = self._path.open("w+b")
+        self._max_bytes = max_bytes
+        self._draws = np.random.Generator(np.random.Philox(seed))
+        self._threshold = 1.0
+        self.bytes = 0
+        """UTF-8 bytes in the sample."""
+        self.bytes_read = 0
+        """UTF-8 bytes of all texts that were added."""
+
+    def add(self, text: str) -> None:
+        """Draw for one text."""
+        content = text.encode()
+        self.bytes_read += len(content)
+        draw = float(self._draws.random())
+        if draw >= self._threshold:
+            return
+        self._stream.write(_HEAD.pack(draw, len(content)) + content)
+        self.bytes += len(content)
+        while self.bytes > self._max_bytes:
+            self._halve()
+
+    def fit_words(self, max_bytes: int) -> None:
+        """Make the sample smaller until its different words have at most so many bytes, which
+        is what the memory of a training grows with."""
+        while self._word_bytes(at_most=max_bytes) > max_bytes:
+            self._halve()
+
+    def __iter__(self) -> Iterator[str]:
+        self._stream.flush()
+        return (content.decode("utf-8") for _, content in self._entries())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _entries(self) -> Iterator[tuple[float, bytes]]:
+        with self._path.open("rb") as stream:
+            while head := stream.read(_HEAD.size):
+                draw, size = _HEAD.unpack(head)
+                yield draw, stream.read(size)
+
+    def _word_bytes(self, *, at_most: int) -> int:
+        """UTF-8 bytes of the different words; counted no further than ``at_most``."""
+        words: set[str] = set()
+        total = 0
+        for text in self:
+            for word in _WORDS.findall(text):
+                if word not in words:
+                    words.add(word)
+                    total += len(word.encode())
+            if total > at_most:
+                break
+        return total
+
+    def _halve(self) -> None:
+        """Sieve with half the threshold: about every second text goes."""
+        self._threshold /= 2
+        self._stream.flush()
+        sieved = self._path.with_suffix(".sieved")
+        self.bytes = 0
+        with sieved.open("wb") as stream:
+            for draw, content in self._entries():
+                if draw < self._threshold:
+                    stream.write(_HEAD.pack(draw, len(content)) + content)
+                    self.bytes += len(content)
+        self._stream.close()
+        sieved.replace(self._path)
+        self._stream = self._path.open("ab")
+
+
+def texts_of(rows: Iterable[Row | None]) -> Iterator[str]:
+    """The texts of rows, the long ones in parts."""
+    for row in rows:
+        for sequence in row.sequences if row is not None else ():
+            for text in sequence.texts:
+                yield from _cut(text)
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > TEXT_CHARS:
+        stop = text.rfind("\n", start + 1, start + TEXT_CHARS) + 1 or start + TEXT_CHARS
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
+
+
+# Tokenizers
 
 SENTENCE_CHARS = 1000
 """SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
@@ -257,7 +368,7 @@ def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Pa
     with PreparationProgress(
         title, total_bytes=source.total_bytes, read=lambda: meter.bytes
     ) as progress:
-        for text in texts_of(source.records()):
+        for text in texts_of(source.rows()):
             sample.add(text)
             progress.add(size=len(text.encode("utf-8", "replace")))
     if not sample.bytes:

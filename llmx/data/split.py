@@ -1,8 +1,9 @@
-"""The records of a split: of one source or several, without those held out and those left out.
+"""The rows of a split: of one source or several, without those held out and those left out.
 
-Records are numbered in the order in which they are read, over all sources. Which of them belong to
-the evaluation, which are repeated and how often a source is taken are functions of that number
-and the seed alone.
+A ``Source`` is one place that is read: files or a Hub dataset, in one dataset format. The rows of
+a ``DatasetSplit`` are numbered in the order in which they are read, over all of its sources. Which
+of them belong to the evaluation, which are duplicates and how often a source is taken are
+functions of that number and the seed alone.
 """
 
 from __future__ import annotations
@@ -12,34 +13,263 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.examples import TypedRecord
+from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
+    FORMATS,
+    Reading,
+    check_characters,
+    detect_form,
+    verdict_columns,
+)
+from llmx.data.format.rows import (
     Conversation,
-    Document,
     Labelled,
     Preference,
     TextPair,
     UnpairedPreference,
 )
-from llmx.data.source.progress import PreparationProgress
-from llmx.data.source.records import Meter, OnBad, Record, RecordError, refuse
-from llmx.data.source.rejected import RejectedRecords
-from llmx.data.source.source import TAKEN, Source, no_rows
-from llmx.errors import ConfigError
+from llmx.data.progress import PreparationProgress
+from llmx.data.source.files import DEMO_DIRECTORY, digest_of, read_file, source_files
+from llmx.data.source.hub import PREFIX, hub_id, hub_rows, revision_of
+from llmx.data.source.records import (
+    Document,
+    Meter,
+    OnBad,
+    Record,
+    RecordError,
+    RejectedRecords,
+    Row,
+    refuse,
+)
+from llmx.errors import ConfigError, DataError
+from llmx.text import plural, printable
+
+TAKEN: tuple[type, ...] = (Conversation, Document)
+"""The rows of a source that is read for no task."""
+FORMS_VERSION = 3
+"""Raised when a text becomes another row than before; for records with columns it is enough to
+raise ``COLUMNS_VERSION``, which leaves prepared text as it is."""
+COLUMNS_VERSION = 2
+"""Raised when a record with columns, beside plain documents, becomes another row than before."""
+PREFERENCE_VERSION = 2
+"""The same for preference pairs alone."""
+LOOKED_AT = 100
+"""First records of a source that tell its form where bad ones are skipped."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source: a path with its own form and limits. Nothing is read before it is asked for."""
+
+    data: DataConfig
+    path: str
+    form_wanted: str
+    reading: Reading
+    max_rows: int | None
+    subset: str | None
+    split: str | None
+    weight: float = 1.0
+    takes: tuple[type, ...] = TAKEN
+    """The types of rows that are wanted (``Encoding.takes``)."""
+    ignored: set[str] = field(default_factory=set, compare=False)
+    """Names of the columns that were read and not used."""
+
+    @classmethod
+    def of(
+        cls,
+        data: DataConfig,
+        source: SourceConfig,
+        *,
+        split: str,
+        takes: tuple[type, ...] = TAKEN,
+        turn_weights: bool = False,
+    ) -> Source:
+        """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
+        columns = {**data.columns, **data.data_map, **source.columns}
+        text_key = source.text_key or columns.pop("text", data.text_key)
+        return cls(
+            data,
+            path=str(DEMO_DIRECTORY / f"{split}.jsonl") if source.path == "demo" else source.path,
+            form_wanted=source.form if source.form != "auto" else data.form,
+            reading=Reading(columns, text_key, data.system, data.label_names, turn_weights),
+            max_rows=source.max_rows,
+            subset=source.subset or data.subset,
+            split=source.split or data.split,
+            weight=source.weight,
+            takes=takes,
+        )
+
+    @cached_property
+    def hub(self) -> str | None:
+        """The id on the Hub, or None for files."""
+        return hub_id(self.path)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files on this machine; none for a Hub id."""
+        return [] if self.hub else source_files(self.path, split=self.split)
+
+    @cached_property
+    def form(self) -> str:
+        """The wanted form, or what the first record shows. Where bad records are skipped, the
+        first of them decides nothing: it is the form of most of the first records."""
+        if self.form_wanted != "auto":
+            return self.form_wanted
+        if self.takes == (Record,):
+            return "record"
+        skips_bad = self.data.on_bad_row == "skip"
+        rejected: list[RecordError] = []
+        records = self.raw(rejected.append if skips_bad else refuse)
+        first = next(records, None)
+        if first is None:
+            raise no_rows(self.path, rejected)
+        if isinstance(first, Document):
+            return "text"
+        if not skips_bad:
+            return self._detected(first)
+        forms: Counter[str] = Counter()
+        problem: DataError | None = None
+        for record in chain([first], islice(records, LOOKED_AT - 1)):
+            try:
+                forms[self._detected(record)] += 1
+            except DataError as error:
+                problem = problem or error
+        if not forms:
+            assert problem is not None
+            raise problem
+        return forms.most_common(1)[0][0]
+
+    def _detected(self, record: Record | Document) -> str:
+        if isinstance(record, Document):
+            return "text"
+        return detect_form(record, self.reading, takes=self.takes)
+
+    @cached_property
+    def row_type(self) -> type | None:
+        """The type of the rows: of those that the dataset format can be, the first that is wanted;
+        None where none is."""
+        candidates = (*FORMATS[self.form].readers, Record)
+        return next((kind for kind in candidates if kind in self.takes), None)
+
+    @cached_property
+    def _check(self) -> ColumnCheck:
+        unpaired = self.row_type is UnpairedPreference
+        return ColumnCheck(
+            FORMATS[self.form],
+            self.reading,
+            ignore=self.data.ignore_columns,
+            ignored=self.ignored,
+            verdicts=verdict_columns(self.reading) if unpaired else (),
+        )
+
+    @cached_property
+    def _revision(self) -> str:
+        return revision_of(self.hub or "")
+
+    def digests(self, *, cache: Path) -> list[str]:
+        """What names the bytes: SHA-256 of each file, or the commit of a Hub dataset."""
+        if self.hub:
+            return [f"{PREFIX}{self.hub}@{self._revision}"]
+        digests = []
+        for file in self.files:
+            try:
+                digests.append(digest_of(file, cache=cache))
+            except OSError as error:
+                raise DataError(f"{file}: cannot be read ({error.strerror or error}).") from error
+        return digests
+
+    def identity(self) -> dict[str, object]:
+        """What decides which rows there are, beside the bytes."""
+        data, reading = self.data, self.reading
+        also: dict[str, object] = {}
+        if data.text_unit != "file":
+            also["text_unit"] = data.text_unit
+        if self.form != "text":
+            also["columns_version"] = COLUMNS_VERSION
+        if self.form == "preference":
+            also["preference_version"] = PREFERENCE_VERSION
+        if self.form == "labelled":
+            also["truncate_prompt"] = data.truncate_prompt
+        if data.ignore_columns:
+            also["ignore_columns"] = sorted(data.ignore_columns)
+        if self.row_type is not None and self.row_type not in TAKEN:
+            also["row_type"] = self.row_type.__name__
+        if reading.turn_weights:
+            also["turn_weights"] = True
+        if self.row_type is Labelled:
+            also["labels"] = "any"
+        return {
+            **also,
+            "form": self.form,
+            "text_key": reading.text_key,
+            "columns": dict(sorted(reading.columns.items())),
+            "system": reading.system,
+            "label_names": dict(sorted(reading.label_names.items())),
+            "max_rows": self.max_rows,
+            "hub": [self.hub, self.subset, self.split] if self.hub else None,
+            "weight": self.weight,
+        }
+
+    def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | Document]:
+        """Records and documents of text files as they are read."""
+        if self.hub:
+            return hub_rows(self.hub, subset=self.subset, split=self.split, revision=self._revision)
+        unit = self.data.text_unit
+        return chain.from_iterable(
+            read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
+        )
+
+    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
+        """Every row; None for a conversation without an answer."""
+        for record in self.raw(bad, meter=meter):
+            try:
+                row = self._row(record)
+            except RecordError as error:
+                bad(error)
+                continue
+            yield row
+
+    def _row(self, record: Record | Document) -> Row | None:
+        if isinstance(record, Document):
+            if self.form == "text":
+                return record
+            raise DataError(
+                f"{record.where}: a text file has no columns, and data.form={self.form} needs "
+                "them. Give a JSON, TSV or CSV file, or set data.form=text."
+            )
+        readers = FORMATS[self.form].readers
+        if self.row_type is Record:
+            for value in record.value.values():
+                if isinstance(value, str):
+                    check_characters(record, value)
+            return record
+        self._check(record)
+        # A source that no task takes is read as what it is in the first place.
+        return readers[self.row_type or next(iter(readers))](record, self.reading)
+
+
+def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
+    """For sources in which no record can be used, with what is wrong with the first."""
+    if not rejected:
+        return DataError(f"{printable(path)}: there is no row in it. Check data.path.")
+    return DataError(
+        f"{printable(path)}: no row of it can be used; {plural(len(rejected), 'row')} rejected "
+        f"(data.on_bad_row=skip). The first: {rejected[0]}"
+    )
 
 
 @dataclass(frozen=True)
 class Survey:
-    """``repeated``: bool [num_rows], True for a record that is identical to an earlier one; None
+    """``repeated``: bool [num_rows], True for a row that is identical to an earlier one; None
     where it was not asked for."""
 
     num_rows: int
@@ -53,17 +283,16 @@ class Survey:
         return self.repeated is not None and bool(self.repeated[index])
 
 
-def survey_of(
-    records: Iterable[tuple[int, TypedRecord | None, int]], *, find_repeated: bool
-) -> Survey:
-    """Count numbered records and compare them by a digest of what is trained. 16 bytes a record."""
+def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: bool) -> Survey:
+    """Count numbered rows and compare them by a digest of their content. 16 bytes a row."""
     digests = array("Q")
     count = 0
-    for index, record, _ in records:
+    for index, row, _ in rows:
         count = index + 1
-        if not find_repeated:
-            continue
-        digests.frombytes(hashlib.blake2b(_content(record, index), digest_size=16).digest())
+        if find_repeated:
+            # A row with nothing to learn is counted as such, not as repeated.
+            content = f"\0nothing to learn {index}".encode() if row is None else row.content
+            digests.frombytes(hashlib.blake2b(content, digest_size=16).digest())
     if not find_repeated:
         return Survey(count, None)
     pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
@@ -73,26 +302,6 @@ def survey_of(
     same = (ordered[1:] == ordered[:-1]).all(axis=1)
     repeated[order[1:][same]] = True
     return Survey(count, repeated)
-
-
-def _content(record: TypedRecord | None, index: int) -> bytes:
-    if isinstance(record, Document):
-        return record.text.encode("utf-8", "surrogatepass")
-    if isinstance(record, Conversation):
-        turns = [[message.role, message.content] for message in record.messages]
-        return json.dumps([turns, record.tools]).encode()
-    if isinstance(record, Preference):
-        return b"".join(_content(answer, index) for answer in (record.chosen, record.rejected))
-    if isinstance(record, UnpairedPreference):
-        return _content(record.conversation, index) + bytes([record.desirable])
-    if isinstance(record, Labelled):
-        turns = [[message.role, message.content] for message in record.history]
-        return json.dumps([turns, record.text, record.label]).encode()
-    if isinstance(record, TextPair):
-        return json.dumps([record.query, record.positive, *record.negatives]).encode()
-    if isinstance(record, Record):
-        return json.dumps(record.value, default=str).encode()
-    return f"\0nothing to learn {index}".encode()  # counted as such, not as repeated
 
 
 def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
@@ -126,13 +335,8 @@ def _key(*parts: object) -> np.ndarray:
     return np.frombuffer(digest, np.uint64)
 
 
-FORMS_VERSION = 3
-"""Raised when a text becomes another record than before; for records with columns it is enough to
-raise ``source.COLUMNS_VERSION``, which leaves prepared text as it is."""
-
-
 SPLITS = ("train", "eval")
-Numbered = tuple[int, TypedRecord | None, int]
+Numbered = tuple[int, Row | None, int]
 """A record with its number before it, and which copy it is."""
 
 
@@ -155,11 +359,11 @@ class DatasetSplit:
     turn_weights: bool = False
     """Whether the weight of a turn is read (``Encoding.turn_weights``)."""
     rejects: RejectedRecords = field(default_factory=RejectedRecords, compare=False)
-    """Records that ``records()`` passed over, when ``data.on_bad_row=skip``."""
+    """Records that ``rows()`` passed over, when ``data.on_bad_row=skip``."""
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
-    """Good records that ``records()`` left out, by reason."""
+    """Good records that ``rows()`` left out, by reason."""
     meter: Meter = field(default_factory=Meter, compare=False)
-    """How far ``records()`` has read."""
+    """How far ``rows()`` has read."""
 
     @classmethod
     def of(
@@ -246,7 +450,7 @@ class DatasetSplit:
     @property
     def has_conversations(self) -> bool:
         return any(
-            source.form != "text" and source.record_type is not TextPair for source in self.sources
+            source.form != "text" and source.row_type is not TextPair for source in self.sources
         )
 
     @cached_property
@@ -256,7 +460,7 @@ class DatasetSplit:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes that ``records()`` reads from disk, on ``meter``; 0 where it is not known."""
+        """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where it is not known."""
         limited = any(source.max_rows is not None or source.hub for source in self.sources)
         if limited or self.data.max_rows is not None:
             return 0
@@ -291,8 +495,8 @@ class DatasetSplit:
             identity["seed"] = self.seed
         return identity
 
-    def records(self) -> Iterator[TypedRecord | None]:
-        """Every record of the split, in order; None for a conversation without an answer.
+    def rows(self) -> Iterator[Row | None]:
+        """Every row of the split, in order; None for a conversation without an answer.
 
         Raises RecordError (a DataError) at the first record that is wrong, or notes it in
         ``rejects``; DataError when there is no record at all.
@@ -316,33 +520,23 @@ class DatasetSplit:
         if empty and not self.rejects.counts:
             raise no_rows(self.path)
 
-    def _numbered(
-        self, source: Source, start: int, bad: OnBad
-    ) -> Iterator[tuple[int, TypedRecord | None]]:
-        """(number, record) of one source."""
-        limits = [] if source.max_rows is None else [source.max_rows]
-        if self.data.max_rows is not None:
-            limits.append(max(0, self.data.max_rows - start))
-        records = source.records(bad, meter=self.meter)
-        return enumerate(islice(records, min(limits) if limits else None), start)
-
-    def _every(
-        self, bad: OnBad, *, weighted: bool
-    ) -> Iterator[tuple[int, TypedRecord | None, int]]:
-        """(number, record, which copy) over all sources; ``weighted``: each as often as its weight
+    def _every(self, bad: OnBad, *, weighted: bool) -> Iterator[Numbered]:
+        """(number, row, which copy) over all sources; ``weighted``: each as often as its weight
         says, else once."""
         start = 0
         for number, source in enumerate(self.sources):
+            limits = [] if source.max_rows is None else [source.max_rows]
+            if self.data.max_rows is not None:
+                limits.append(max(0, self.data.max_rows - start))
+            limit = min(limits) if limits else None
             stop = start
             for copy in range(self.copies(source) if weighted else 1):
-                weight = source.weight - copy if weighted else 1.0
-                taken = weight_draws(self.seed, number, weight)
-                for index, record in self._numbered(
-                    source, start, bad if copy == 0 else _pass_over
-                ):
-                    if taken is None or taken(index - start):
-                        yield index, record, copy
-                    stop = max(stop, index + 1)
+                is_drawn = weight_draws(self.seed, number, source.weight - copy if weighted else 1)
+                rows = source.rows(bad if copy == 0 else _pass_over, meter=self.meter)
+                for index, row in enumerate(islice(rows, limit)):
+                    if is_drawn is None or is_drawn(index):
+                        yield start + index, row, copy
+                    stop = max(stop, start + index + 1)
             start = stop
 
     @cached_property
@@ -359,7 +553,7 @@ class DatasetSplit:
             return survey_of(_shown(records, meter, progress), find_repeated=self.data.deduplicate)
 
     def look_ahead(self) -> None:
-        """The first reading of ``records()``, if it needs one: before its own progress is shown."""
+        """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
         _ = self._survey
 
     @cached_property

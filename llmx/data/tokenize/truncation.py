@@ -22,7 +22,8 @@ import numpy as np
 
 from llmx.config import DataConfig
 from llmx.data.examples import Example, ExampleSequence
-from llmx.data.format.formats import Conversation, Document
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Document
 from llmx.data.tokenize.conversations import Renderer, TokenSequence, own_backend
 from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
