@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
-from llmx.data.format.formats import Conversation, Message
-from llmx.data.source.files import Where
+from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError
 from llmx.models.sampling import Sampling, sample_seed

@@ -1,4 +1,4 @@
-"""Which files hold data, by their names. Standard library only: the command line asks before a
+"""Which files hold data, by their names. The command line asks before a
 launch (``llmx.compose.complete``), the ranks when they read (``llmx.data.source.files``)."""
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from llmx.config import plugins
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,27 @@ def known_suffixes() -> tuple[str, ...]:
     return tuple(suffix for file_type in FILE_TYPES for suffix in file_type.suffixes)
 
 
-def type_of(file: Path) -> FileType:
-    """The type of a file that has no ``name_problem``."""
-    return next(file_type for file_type in FILE_TYPES if kind_of(file) in file_type.suffixes)
+def type_of(file: Path) -> FileType | None:
+    """The type of a file, of llmx or of an installed package; None where it has none."""
+    kind = kind_of(file)
+    shipped = (file_type for file_type in FILE_TYPES if kind in file_type.suffixes)
+    if (file_type := next(shipped, None)) is not None or not kind:
+        return file_type
+    name = kind[1:]
+    return None if plugins.FILE_TYPES.problem(name) else plugins.FILE_TYPES.load(name)
 
 
 def name_problem(file: Path) -> str:
     """Why a file with this name cannot be read as data, with the fix; empty where it can."""
     kind, last = kind_of(file), file.suffix.lower()
-    if kind not in known_suffixes():
+    file_type = type_of(file)
+    if file_type is None:
         what = f"{kind} files are not read" if kind else "its name has no suffix"
         return (
             f"{what}; those that end in {', '.join(known_suffixes())} are, also compressed "
             f"({', '.join(COMPRESSED)}). Rename it, or convert it to JSON Lines"
         )
-    if last in COMPRESSED and not type_of(file).compressible:
+    if last in COMPRESSED and not file_type.compressible:
         return (
             f"a {kind} file is compressed inside and cannot be read through another compression. "
             f"Decompress it ({last} off)"

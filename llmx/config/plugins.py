@@ -1,5 +1,5 @@
 """What llmx has several of, by name, and what installed packages add: trackers,
-transports, optimizers.
+transports, optimizers, dataset formats, types of data files.
 
 A package adds one by an entry point, whose name is then a value of the config:
 
@@ -90,3 +90,8 @@ OPTIMIZERS = Plugins(
     },
 )
 """``llmx.config.optimizers.Optimizer``."""
+FORMATS = Plugins("a dataset format", "llmx.formats", {})
+"""``llmx.data.format.formats.Format``; those of llmx are in ``FORMATS`` there, to which a name of
+``data.form`` adds."""
+FILE_TYPES = Plugins("a type of data files", "llmx.file_types", {})
+"""``llmx.config.file_formats.FileType``, by a suffix without its dot; those of llmx stand there."""

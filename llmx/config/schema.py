@@ -32,7 +32,7 @@ from llmx.config.fields import (
     numbers,
     text,
 )
-from llmx.config.plugins import OPTIMIZERS, TRACKERS, TRANSPORTS
+from llmx.config.plugins import FORMATS, OPTIMIZERS, TRACKERS, TRANSPORTS
 from llmx.config.tasks import shipped_tasks
 
 SCHEMA_VERSION = 1
@@ -192,7 +192,7 @@ class SourceConfig:
 
     path: str = ""
     """A file, a directory, a glob, or a Hub id."""
-    form: str = choice("auto", *FORMS)
+    form: str = choice_or("auto", *FORMS, rule=FORMATS)
     """The format of its rows, as in ``data.form``."""
     text_key: str | None = None
     """As ``data.text_key``; null: that value."""
@@ -218,7 +218,7 @@ class DataConfig:
     path: str = "demo"
     """A file, a directory, a glob, or a Hub id (``owner/name``, or ``hub:name``). ``demo`` is the
     bundled data."""
-    form: str = choice("auto", *FORMS)
+    form: str = choice_or("auto", *FORMS, rule=FORMATS)
     """The format of a row. ``auto`` detects it from the keys of the first rows."""
     text_key: str = "text"
     """The key or column that contains the text (``form: text``)."""

@@ -24,10 +24,10 @@ import numpy as np
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
-    FORMATS,
     Reading,
     check_characters,
     detect_form,
+    format_of,
     verdict_columns,
 )
 from llmx.data.format.rows import (
@@ -157,14 +157,14 @@ class Source:
     def row_type(self) -> type | None:
         """The type of the rows: of those that the dataset format can be, the first that is wanted;
         None where none is."""
-        candidates = (*FORMATS[self.form].readers, Record)
+        candidates = (*format_of(self.form).readers, Record)
         return next((kind for kind in candidates if kind in self.takes), None)
 
     @cached_property
     def _check(self) -> ColumnCheck:
         unpaired = self.row_type is UnpairedPreference
         return ColumnCheck(
-            FORMATS[self.form],
+            format_of(self.form),
             self.reading,
             ignore=self.data.ignore_columns,
             ignored=self.ignored,
@@ -246,7 +246,7 @@ class Source:
                 f"{record.where}: a text file has no columns, and data.form={self.form} needs "
                 "them. Give a JSON, TSV or CSV file, or set data.form=text."
             )
-        readers = FORMATS[self.form].readers
+        readers = format_of(self.form).readers
         if self.row_type is Record:
             for value in record.value.values():
                 if isinstance(value, str):

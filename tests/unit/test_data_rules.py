@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
-from llmx.config import DataConfig, Experiment, SourceConfig, file_formats
+from llmx.config import Experiment, SourceConfig
 from llmx.config.validate import COLUMNS, data_problems
 from llmx.data import split as part
-from llmx.data.format.formats import FORMATS, Format, Reading, conversation_of
-from llmx.data.format.rows import Conversation, Message
-from llmx.data.source.lines import lines_of
-from llmx.data.source.records import OnBad, Record, refuse
-from llmx.data.split import DatasetSplit, Source
+from llmx.data.format.formats import FORMATS
+from llmx.data.split import DatasetSplit
 from llmx.errors import DataError
 
 
@@ -67,32 +62,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(part, "digest_of", refuses)
     with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read \(Permission denied\)"):
         DatasetSplit.of(exp.data, exp.seed, "train").digests(cache=tmp_path)
-
-
-def test_another_format_and_file_type_come_from_outside(tmp_path: Path, monkeypatch):
-    """A file with two functions and two calls: no other code of llmx knows of them."""
-
-    def to_dialogue(record: Record, reading: Reading) -> Conversation | None:
-        question, answer = record.value["dialogue"].split(" -> ")
-        messages = [Message("user", question), Message("assistant", answer)]
-        return conversation_of(record, messages, reading)
-
-    dialogue = Format("dialogue", ("dialogue",), {Conversation: to_dialogue}, keys=("dialogue",))
-    monkeypatch.setitem(FORMATS, "dialogue", dialogue)  # as ``register`` does, and undone
-    monkeypatch.setattr(file_formats, "FILE_TYPES", [*file_formats.FILE_TYPES, LINES])
-    (tmp_path / "rows.dialogue").write_text("Q -> A\nq -> a\n")
-    source = Source.of(DataConfig(), SourceConfig(path=str(tmp_path)), split="train")
-    assert source.form == "dialogue"
-    rows = list(source.rows(refuse))
-    assert [[message.content for message in row.messages] for row in rows] == [
-        ["Q", "A"],
-        ["q", "a"],
-    ]
-
-
-def read_dialogues(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
-    for line, where in lines_of(file, stream, bad):
-        yield Record({"dialogue": line.strip()}, where)
-
-
-LINES = file_formats.FileType((".dialogue",), f"{__name__}:read_dialogues")

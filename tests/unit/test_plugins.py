@@ -1,4 +1,4 @@
-"""A tracker, a transport and an optimizer of an installed package, each in one file."""
+"""A tracker, a transport, an optimizer and a dataset format of an installed package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 from torch import nn
 
 from llmx.compose.effects import without_effect
-from llmx.config.schema import OptimConfig
+from llmx.config.schema import OptimConfig, SourceConfig
+from llmx.data.format import formats
+from llmx.data.source.records import refuse
+from llmx.data.split import Source
 from llmx.errors import ConfigError
 from llmx.launch.files import render_command, write_launch_files
 from llmx.run.rundir import RunDir
@@ -64,6 +67,26 @@ def make(groups, optim, *, fused):
 
     return torch.optim.SGD(groups, lr=optim.lr, momentum=0.5)
 """,
+    "their_data.py": """
+from llmx.config.file_formats import FileType
+from llmx.data.format.formats import Format, conversation_of
+from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.lines import lines_of
+from llmx.data.source.records import Record
+
+def to_dialogue(record, reading):
+    question, answer = record.value["dialogue"].split(" -> ")
+    turns = [Message("user", question), Message("assistant", answer)]
+    return conversation_of(record, turns, reading)
+
+DIALOGUE = Format("dialogue", ("dialogue",), {Conversation: to_dialogue})
+
+def read(file, stream, bad, text_unit):
+    for line, where in lines_of(file, stream, bad):
+        yield Record({"dialogue": line.strip()}, where)
+
+TALK = FileType((".talk",), "their_data:read")
+""",
     "theirs-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1\n",
     "theirs-1.dist-info/entry_points.txt": """
 [llmx.trackers]
@@ -72,6 +95,10 @@ names = their_tracker:Names
 rope = their_transport:Rope
 [llmx.optimizers]
 still = their_optimizer:STILL
+[llmx.formats]
+dialogue = their_data:DIALOGUE
+[llmx.file_types]
+talk = their_data:TALK
 """,
 }
 
@@ -119,6 +146,20 @@ def test_an_optimizer() -> None:
         composed([*words, "optim.kind=still", "zero=stage3"])
     made = build_optimizer(nn.Linear(2, 2), OptimConfig(kind="still", lr=0.1), accelerator="cpu")
     assert made.defaults["momentum"] == 0.5
+
+
+def test_a_dataset_format_and_a_type_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+    (tmp_path / "rows.talk").write_text("Q -> A\nq -> a\n")
+    data = composed(["data=file", f"data.path={tmp_path}/rows.talk", "data.form=dialogue"])
+    source = Source.of(data.experiment.data, SourceConfig(f"{tmp_path}/rows.talk"), split="train")
+    rows = source.rows(refuse)
+    assert [[message.content for message in row.messages] for row in rows] == [
+        ["Q", "A"],
+        ["q", "a"],
+    ]
 
 
 def test_a_name_that_no_package_has() -> None:

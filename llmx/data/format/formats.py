@@ -1,6 +1,7 @@
 """Dataset formats: how each is recognised, which columns it reads, and the rows that it gives.
 
-A format is an entry of ``FORMATS``. Another one needs a file with its reader and one call:
+A format is an entry of ``FORMATS``. Another one is a file with its reader: ``data.form`` finds it
+by an entry point (``llmx.config.plugins``), and ``data.form=auto`` by its keys once it is here:
 
     register(Format("dialogue", reads=("dialogue",), keys=("dialogue",), readers={Conversation: f}))
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llmx.config import plugins
 from llmx.data.format.rows import (
     Conversation,
     Labelled,
@@ -92,6 +94,13 @@ FORMATS: dict[str, Format] = {}
 def register(dataset_format: Format) -> None:
     """Add a format, or replace the one of its name."""
     FORMATS[dataset_format.name] = dataset_format
+
+
+def format_of(name: str) -> Format:
+    """A format by its name, also one of an installed package."""
+    if name not in FORMATS:
+        register(plugins.FORMATS.load(name))
+    return FORMATS[name]
 
 
 def detect_form(record: Record, reading: Reading, *, takes: tuple[type, ...] = ()) -> str:

@@ -86,7 +86,10 @@ def read_file(
     """
     meter = meter or Meter()
     before = meter.bytes
-    module, name = type_of(file).reader.split(":")
+    file_type = type_of(file)
+    if file_type is None:
+        raise DataError(f"{file}: {name_problem(file)}.")
+    module, name = file_type.reader.split(":")
     read = getattr(importlib.import_module(module), name)
     try:
         with opened(file, meter) as stream:
