@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
-from llmx.data.format.formats import Preference
+from llmx.data.format.rows import Preference
 from llmx.data.store.samples import Sample
 from llmx.models.adapter import add_adapter, freeze
 from llmx.models.attention import AttentionMethod, methods

@@ -277,7 +277,9 @@ def test_text_and_chats_in_one_pretraining(tmp_path: Path, tokenizer):
     assert (store.meta["form"], store.meta["template"]) == ("text+prompt_response", "own")
     # Nothing is asked in a text, so it cannot be learned as an answer.
     exp.task.kind = "sft"
-    with pytest.raises(ConfigError, match=r"corpus\.txt holds text beside conversations.*pretrain"):
+    with pytest.raises(
+        ConfigError, match=r"corpus\.txt contains text beside conversations.*pretrain"
+    ):
         prepare(exp, tokenizer)
 
 
