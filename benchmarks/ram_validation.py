@@ -27,7 +27,7 @@ EVERY_S = 0.1
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 BASE = [
     "hardware=cpu2", "hardware.devices.cpu.memory_gib=16", "task.steps=4", "task.eval_generate=0",
-    "data.eval_samples=8", "checkpoint.every_steps=2", "checkpoint.background=never",
+    "checkpoint.every_steps=2", "checkpoint.background=never",
     "batch.global_batch=8", "batch.micro_batch=4",
 ]  # fmt: skip
 SIZES = {256: 704, 768: 2048, 1024: 2816}

@@ -22,7 +22,6 @@ SMALL = (
     "model.config.num_attention_heads=2",
     "model.config.num_key_value_heads=2",
     "data.max_rows=200",
-    "data.eval_samples=8",
     "task.eval_generate=0",
     "task.save_model=false",
 )

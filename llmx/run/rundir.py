@@ -267,7 +267,8 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
         return
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    path = Path(os.path.realpath(path))
+    if path.is_symlink():  # only then: /proc/PID/root above it is no path that can be read
+        path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:

@@ -67,7 +67,7 @@ def test_the_export_of_the_last_step_is_the_runs_own_model(
     done = llmx(tmp_path, "export", str(run.root), "--step", "2", "--out", "two")
     assert done.returncode == 0, done.stdout
     same, different, _ = filecmp.cmpfiles(run.final_model, tmp_path / "two", names, shallow=False)
-    assert sorted(different) == ["README.md", "model.safetensors"]
+    assert sorted(different) == ["README.md", "manifest.json", "model.safetensors"]
     # A flipped bit in the newest: it is named, the older one is taken; asked for, it is refused.
     flip_bit(run.checkpoint(STEPS) / "rank-00001.safetensors", -1)
     done = llmx(tmp_path, "export", str(run.root), "--out", "three")

@@ -120,7 +120,8 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
     write_pairs(tmp_path / "pairs.jsonl")
     words = [
         *SMALL, "task.kind=my_everything:Everything", f"task.code_path={tasks}", "data=file",
-        f"data.path={tmp_path / 'pairs.jsonl'}", "data.max_rows=null", "data.seq_len=128",
+        f"data.path={tmp_path / 'pairs.jsonl'}", "data.max_rows=null", "data.eval_samples=8",
+        "data.seq_len=128",
         f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage3",
         "batch.global_batch=6", "optim.lr=0.01", "task.steps=12", "task.log_every_steps=1",
         "task.eval_every_steps=4", "checkpoint.every_steps=2", "checkpoint.metric=eval/accuracy",

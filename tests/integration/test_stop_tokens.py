@@ -123,13 +123,13 @@ def test_a_terminal_gets_no_control_characters(
     assert capsys.readouterr().out == "a\\x1b[2Jb\n"
 
 
-def test_an_older_final_model_stops_there_too(
+def test_a_model_whose_generation_config_was_edited_stops_there_too(
     trained: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its generation config names the EOS token alone."""
+    """It names the EOS token alone."""
     _, run_dir = trained
     old = tmp_path / "old"
-    shutil.copytree(run_dir.final_model, old)
+    shutil.copytree(run_dir.final_model, old, ignore=shutil.ignore_patterns("manifest.json"))
     path = old / "generation_config.json"
     values = read_json(path)
     path.write_text(json.dumps({**values, "eos_token_id": min(values["eos_token_id"])}))

@@ -72,7 +72,14 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     assert task in WORDS, "a new task needs a line above"
     data = WORDS[task].format(**places).split()
     network = [word for word in SMALL if task != "mlm" or "key_value" not in word]
-    words = ["zero=stage2,stage3", f"task={task}", *network, *data, *EVERYWHERE]
+    words = [
+        "zero=stage2,stage3",
+        f"task={task}",
+        "data.eval_samples=8",
+        *network,
+        *data,
+        *EVERYWHERE,
+    ]
     succeeds(tmp_path, "-m", *words, f"data.cache_dir={tmp_path / 'cache'}")
     trials = {path.name[-6:]: RunDir(path) for path in tmp_path.glob("outputs/sweeps/*/*_*")}
     assert sorted(trials) == ["stage2", "stage3"]
