@@ -2,7 +2,7 @@
 
 A trace is made once (``llmx.train.memory_trace``, in a process of its own) for a network, a micro
 batch and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory``
-plays it with DeepSpeed's rules for any stage, number of ranks and bucket size.
+applies DeepSpeed's rules to it for any stage, number of ranks and bucket size.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
         session.log(warning)
     greedy = Sampling(
         max_new_tokens=limit,
-        stop_ids=frozenset(stop_ids(session.engine.main.module, session.tokenizer)),
+        stop_ids=frozenset(stop_ids(session.engine.main.module, session.task.tokenizer)),
     )
     found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
     completions = [session.task.decode(list(one.text_tokens)) for one in found]

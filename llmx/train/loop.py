@@ -63,7 +63,7 @@ def write_model(session: Session) -> None:
     engine = session.engine
     engine.release_gathered()
     common: dict[str, Any] = {
-        "tokenizer": session.tokenizer,
+        "tokenizer": session.task.tokenizer,
         "vocab_size": engine.vocab_size,
         "directory": session.run_dir.final_model,
         "dtype": engine.dtype,

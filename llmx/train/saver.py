@@ -8,8 +8,7 @@ A signal or a clock is seen by one rank, and all must act at the same step. So e
 all-reduce of flags (``Consensus``) runs in a gloo group of its own while the optimizer works:
 posted after the last backward pass, read at the end of the step.
 
-Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py
-tests/integration/test_resume_signals.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 """
 
 from __future__ import annotations

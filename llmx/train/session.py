@@ -14,7 +14,7 @@ import torch
 from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
-from llmx.config import DataConfig, Experiment, TaskConfig
+from llmx.config import CheckpointConfig, DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
 from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
@@ -83,7 +83,6 @@ class Session:
     run_dir: RunDir
     engine: Engine
     task: Task
-    tokenizer: Any
     train_store: Any
     eval_store: Any | None
     layout: Layout
@@ -123,92 +122,62 @@ def open_session(
     status: RankStatus,
     stop: ShutdownRequest,
 ) -> Session:
-    """Data, then the engine, then what a checkpoint brings. Collective."""
+    """Open everything that a run needs, in an order that is the same on all ranks:
 
+    1. the task: nothing is communicated
+    2. the data of both splits: collective
+    3. the group of the flags, and in it the storage topology and the resume point; what cannot be
+       resumed fails here, before a model is built
+    4. the networks, the precomputed columns, the state of the checkpoint: collective
+    5. the split of the batch over the ranks: collective
+    6. the files that this run writes; the group of the saver
+    """
     status.enter("loading")
-    tokenizer = tokenizer_of(exp)
-    task = task_of(exp, tokenizer)
-    check_declared(task.metrics, task=exp.task.kind)
-    for name in exp.task.eval_metrics:
-        if name not in METRICS:
-            load_metric(name)  # a typo is not found out when the model is loaded
-    checkpoint = exp.checkpoint
-    mode = check_checkpoint_metric(
-        checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
-    )
-    early_stopping = EarlyStopping.of(
-        exp.task.early_stopping, checkpoint, task.metrics, task=exp.task.kind
-    )
-    checkpoint = dataclasses.replace(checkpoint, mode=mode)
-    train_store, eval_store = open_stores(exp.data, exp.seed, tokenizer, task, plan)
+    task, checkpoint, early_stopping = _open_task(exp)
+    train_store, eval_store = open_stores(exp.data, exp.seed, task.tokenizer, task, plan)
     for line in task.see_data(train_store, eval_store):
         log(line)
+
     consensus = Consensus(timeout_s=exp.launch.comm_timeout_s)
     topology = find_topology(
         run_dir.checkpoints, create=ever_saves(checkpoint), group=consensus.group
     )
-    # Before the model is built: what cannot be resumed fails at once.
-    ours = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
+    run_identity = identity(seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=train_store)
     stage = ds_config["zero_optimization"]["stage"]
-    length = length_of(exp.task, exp.data, plan, train_store)
     resume_point = find_resume_point(
-        run_dir, ours, topology=topology, stage=stage, group=consensus.group
+        run_dir, run_identity, topology=topology, stage=stage, group=consensus.group
     )
-    check_samples(resume_point.state, length)
+    check_samples(resume_point.state, length_of(exp.task, exp.data, plan, train_store))
 
-    def layout(name: str) -> Layout:
-        return Layout(
-            seq_len=exp.data.seq_len,
-            pad_id=pad_id(tokenizer),
-            layout=name,
-            pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
-        )
-
-    def build() -> Engine:
-        return build_engine(exp, plan, ds_config, tokenizer=tokenizer, specs=training_specs(task))
-
-    engine = build() if from_trained(exp, task) else None
-    stores, precomputed_by = with_precomputed(
-        exp,
-        plan,
-        ds_config,
-        tokenizer=tokenizer,
-        task=task,
-        stores={"train": train_store, "eval": eval_store},
-        layout=layout,
-        group=consensus.group,
-        log=log,
-        engine=engine,
+    engine, train_store, eval_store = _open_engine(
+        exp, plan, ds_config, task, train_store, eval_store, group=consensus.group
     )
-    train_store, eval_store = stores["train"], stores["eval"]
-    engine = engine or build()
-    engine.frozen_fingerprints = frozen_fingerprints(engine) | precomputed_by
     if resume_point.state:
         restore_from(resume_point, engine)
         status.at_step(resume_point.step)
         status.saved(resume_point.step)
-    trained_layout = layout(engine.layout)
-    if plan.balance is not None:
-        # How a kernel computes packed rows may differ by device; how they are shared out may not.
-        whole = any(model.attention.isolation != "cu_seq_lens" for model in engine.models.values())
-        whole = any(all_gather(whole, group=consensus.group))
-        trained_layout = dataclasses.replace(trained_layout, whole_rows=whole)
-        plan = with_measured_speeds(
-            Subject(exp, plan, engine, task, train_store, trained_layout),
-            run_dir,
-            group=consensus.group,
-            log=log,
-        )
+
+    layout = layout_for(exp, plan, task, engine.layout)
     rebalance: Rebalance | None = None
-    if plan.balance is not None and exp.batch.rebalance:
-        plan, rebalance = open_rebalance(
-            exp, plan, run_dir, task=task, step=resume_point.step, group=consensus.group
+    if plan.balance is not None:
+        # How a kernel computes packed rows may differ by device; how they are split may not.
+        whole_rows = any(
+            model.attention.isolation != "cu_seq_lens" for model in engine.models.values()
         )
+        whole_rows = any(all_gather(whole_rows, group=consensus.group))
+        layout = dataclasses.replace(layout, whole_rows=whole_rows)
+        subject = Subject(exp, plan, engine, task, train_store, layout)
+        plan = with_measured_speeds(subject, run_dir, group=consensus.group, log=log)
+        if exp.batch.rebalance:
+            plan, rebalance = open_rebalance(
+                exp, plan, run_dir, task=task, step=resume_point.step, group=consensus.group
+            )
+
     metrics = open_metrics(run_dir, resume_point)
     if torch.distributed.get_rank() == 0:
         write_inputs(
             run_dir,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
             train_store=train_store,
             eval_store=eval_store,
             model_config=engine.config,
@@ -220,8 +189,8 @@ def open_session(
         run_dir,
         lr=optim_of(exp.optim, exp.adapter).lr,
         engine=engine,
-        tokenizer=tokenizer,
-        identity=ours,
+        tokenizer=task.tokenizer,
+        identity=run_identity,
         consensus=consensus,
         topology=topology,
         metrics=metrics,
@@ -237,10 +206,9 @@ def open_session(
         run_dir=run_dir,
         engine=engine,
         task=task,
-        tokenizer=tokenizer,
         train_store=train_store,
         eval_store=eval_store,
-        layout=trained_layout,
+        layout=layout,
         metrics=metrics,
         status=status,
         consensus=consensus,
@@ -249,6 +217,70 @@ def open_session(
         saver=saver,
         early_stopping=early_stopping,
         rebalance=rebalance,
+    )
+
+
+def _open_task(exp: Experiment) -> tuple[Task, CheckpointConfig, EarlyStopping | None]:
+    """The task, and the rules by its metrics. What they name wrongly fails before data is read."""
+    task = task_of(exp, tokenizer_of(exp))
+    check_declared(task.metrics, task=exp.task.kind)
+    for name in exp.task.eval_metrics:
+        if name not in METRICS:
+            load_metric(name)
+    checkpoint = exp.checkpoint
+    mode = check_checkpoint_metric(
+        checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
+    )
+    early_stopping = EarlyStopping.of(
+        exp.task.early_stopping, checkpoint, task.metrics, task=exp.task.kind
+    )
+    return task, dataclasses.replace(checkpoint, mode=mode), early_stopping
+
+
+def _open_engine(
+    exp: Experiment,
+    plan: Plan,
+    ds_config: dict[str, Any],
+    task: Task,
+    train_store: Any,
+    eval_store: Any,
+    *,
+    group: Any,
+) -> tuple[Engine, Any, Any]:
+    """The engine, and both stores with the task's precomputed columns. Collective.
+
+    The columns are computed before the engine is built, unless the trained networks compute them.
+    """
+
+    def build() -> Engine:
+        specs = training_specs(task)
+        return build_engine(exp, plan, ds_config, tokenizer=task.tokenizer, specs=specs)
+
+    engine = build() if from_trained(exp, task) else None
+    stores, precomputed_by = with_precomputed(
+        exp,
+        plan,
+        ds_config,
+        tokenizer=task.tokenizer,
+        task=task,
+        stores={"train": train_store, "eval": eval_store},
+        layout=lambda name: layout_for(exp, plan, task, name),
+        group=group,
+        log=log,
+        engine=engine,
+    )
+    engine = engine or build()
+    engine.frozen_fingerprints = frozen_fingerprints(engine) | precomputed_by
+    return engine, stores["train"], stores["eval"]
+
+
+def layout_for(exp: Experiment, plan: Plan, task: Task, name: str) -> Layout:
+    """How sequences become the rows of a batch: ``packed`` or ``padded``."""
+    return Layout(
+        seq_len=exp.data.seq_len,
+        pad_id=pad_id(task.tokenizer),
+        layout=name,
+        pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
     )
 
 
