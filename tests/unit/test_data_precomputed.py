@@ -57,7 +57,7 @@ def publish(one: Precomputed, values: dict[str, np.ndarray]) -> None:
 
 
 def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
-    one = wanted(pairs(tmp_path / "data-train-v2"))
+    one = wanted(pairs(tmp_path / "data-train-v3"))
     assert one.open() is None
     values = filled(one)
     assert values["reference_logp"].shape == (12,)
@@ -88,7 +88,7 @@ def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path: Path) -> None:
-    one = wanted(pairs(tmp_path / "data-train-v2"))
+    one = wanted(pairs(tmp_path / "data-train-v3"))
     targets = one.store.count("target")
     assert targets == sum(one.store.num_target_tokens(index) for index in range(5)) < 50
     publish(one, filled(one))
@@ -110,7 +110,7 @@ def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path:
 
 
 def test_a_file_that_was_cut_is_not_used(tmp_path: Path) -> None:
-    one = wanted(pairs(tmp_path / "data-train-v2"))
+    one = wanted(pairs(tmp_path / "data-train-v3"))
     publish(one, filled(one))
     with (one.path / "scores.bin").open("r+b") as stream:
         stream.truncate(7)
@@ -119,7 +119,7 @@ def test_a_file_that_was_cut_is_not_used(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path) -> None:
-    one = wanted(pairs(tmp_path / "data-train-v2"))
+    one = wanted(pairs(tmp_path / "data-train-v3"))
     assert one.recorded() == 0
     one.record(filled(one, 0, 2), 0, 2)
     one.record(filled(one, 2, 3), 2, 3)

@@ -131,7 +131,7 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
             ranks = tuple(replace(r, host=PLACES[r.rank]) for r in plan.ranks)
             plan = replace(plan, ranks=ranks, batch=replace(plan.batch, micro_batches=(2, 1, 1)))
             task = Summed(exp, None)
-            store = pairs(root / f"disk-{PLACES[rank]}" / "data-train-v2", count=21)
+            store = pairs(root / f"disk-{PLACES[rank]}" / "data-train-v3", count=21)
             stores, sources = with_precomputed(
                 exp,
                 plan,
@@ -185,7 +185,7 @@ class Ranks:
 
 def first_columns(root: Path, identity: dict[str, Any]) -> Callable[[], None]:
     """Keeps the values of the first eight samples, as rank 0 does on its way."""
-    store = pairs(root / "disk-0" / "data-train-v2", count=21)
+    store = pairs(root / "disk-0" / "data-train-v3", count=21)
     one = Precomputed(store, Summed.precomputed, identity)
     done = one.open()
     assert done is not None
@@ -203,7 +203,7 @@ def test_hosts_without_a_shared_disk_have_the_same_columns(tmp_path: Path) -> No
         assert all(isinstance(one, tuple) for one in first), first
         values, sizes, *_ = first[0]
         assert all(one[:2] == (values, sizes) for one in first)
-        store = pairs(tmp_path / "again" / "data-train-v2", count=21)
+        store = pairs(tmp_path / "again" / "data-train-v3", count=21)
         for index, totals in enumerate(values):
             tokens = [float(one.sum()) for one, _ in store[index].sequences()]
             assert totals == pytest.approx([total / 7 for total in tokens], rel=1e-6)

@@ -46,7 +46,7 @@ from llmx.data.examples import (
 from llmx.data.source.files import sha256_of_file
 from llmx.errors import ConfigError, DataError
 
-STORE_FORMAT = 2
+STORE_FORMAT = 3
 """Of the files. Another one is prepared again; the samples, and so the fingerprint, may be the
 same."""
 INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "target_counts.npy")
