@@ -28,7 +28,8 @@ from llmx.checkpoint.export import compared, gguf_file
 from llmx.checkpoint.export.gguf_file import write_gguf
 from llmx.checkpoint.export.onnx_file import write_onnx
 from llmx.checkpoint.pointers import BEST, set_pointer
-from llmx.cli.export import convert_model, export, main
+from llmx.cli.export import convert_model, export
+from llmx.cli.main import run_here
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
 from tests.unit.test_checkpoint_export import VOCABULARY, make_model, save_model
@@ -162,7 +163,7 @@ def test_a_file_that_answers_otherwise_gets_no_name(
     """Heads left as they are in transformers: just what the comparison is for."""
     source = write_model(tmp_path / "model", LlamaConfig(**SMALL))
     monkeypatch.setattr(gguf_file, "PERMUTED", ())
-    assert main([str(source), "to=gguf"]) == 5
+    assert run_here("export", [str(source), "to=gguf"]) == 5
     said = capsys.readouterr().err
     assert "model-fp32.gguf answers otherwise than transformers" in said
     assert "0.0001 is the limit for fp32. Nothing was left there." in said
@@ -200,10 +201,10 @@ def test_of_a_run_by_its_best_checkpoint(memory: Path, capsys: pytest.CaptureFix
     for step in (1, 2):
         model = make_model(small, seed=step)
         save_model(run, model, step, tokenizer=lambda place: write_tokenizer(place, pieces=False))
-    assert main([str(run.root), "--best"]) == 2
+    assert run_here("export", [str(run.root), "--best"]) == 2
     assert "has no best checkpoint" in capsys.readouterr().err
     set_pointer(run.checkpoints, BEST, 1)
-    assert main([str(run.root), "--best", "--to", "gguf", "--dtype", "fp32"]) == 0
+    assert run_here("export", [str(run.root), "--best", "--to", "gguf", "--dtype", "fp32"]) == 0
     directory = run.root / "export" / "step-00000001-gguf"
     assert sorted(path.name for path in directory.iterdir()) == [
         "README.md",
