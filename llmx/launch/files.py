@@ -115,8 +115,13 @@ def make_spec(
 
 
 def rank_environment(exp: Experiment, plan: Plan) -> dict[str, str]:
-    """The environment that a launch from here would give to a rank."""
-    return rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
+    """The environment that a launch from here would give to a rank.
+
+    Raises ConfigError for a variable that the transport cannot pass on.
+    """
+    environment = rank_env(make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0, token="-"))
+    transport_of(plan.transport).ds_env(environment)
+    return environment
 
 
 def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSpec:

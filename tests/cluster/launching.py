@@ -23,6 +23,7 @@ import yaml
 from llmx.run.rundir import RunDir
 from tests.cluster.netns import INTERFACE, Cluster, Host, wait_until
 
+REPOSITORY = Path(__file__).parent.parent.parent
 SMALL = (
     "experiment=demo",
     "model.config.hidden_size=32",
@@ -146,11 +147,18 @@ def start_llmx(
         sys.executable, "-m", "llmx", *SMALL, f"hardware={name}", f"run_dir={run_dir}",
         f"data.cache_dir={directory / 'cache'}", *overrides, f"--config-dir={conf.parent}",
     ]  # fmt: skip
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
+    if "launch.transport=openmpi" in overrides:
+        # mpirun passes on no path with a blank, and a clone may lie below one.
+        link = directory / "repository"
+        if not link.exists():
+            link.symlink_to(REPOSITORY)
+        environment["PYTHONPATH"] = str(link)
     with out.open("wb") as stream:
         process = cluster.first.popen(
             argv,
             cwd=str(directory),
-            env={"OMP_NUM_THREADS": "1", **os.environ, **(env or {})},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,

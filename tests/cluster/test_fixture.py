@@ -300,6 +300,10 @@ def _deepspeed(
     first, out = cluster.first, work / "out"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hostfile, env_file = work / "hostfile", work / "ds_env"
+    # DeepSpeed over pdsh has no quotes around a path, and a clone may lie below one with a blank.
+    program = work / "allreduce.py"
+    for host in cluster.hosts:
+        host.path(program).write_text((HERE / "allreduce.py").read_text())
     lines = [f"{host.name} slots={n}\n" for host, n in zip(cluster.hosts, slots, strict=True)]
     first.path(hostfile).write_text("".join(lines))
     first.path(env_file).write_text(
@@ -316,7 +320,7 @@ def _deepspeed(
                 "--no_ssh_check",
             ),
             *("--master_addr", first.address, "--master_port", "29511", *(options or [])),
-            *("--no_local_rank", HERE / "allreduce.py", out),
+            *("--no_local_rank", program, out),
         ],
         cwd=work,
         timeout_s=120,

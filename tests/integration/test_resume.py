@@ -151,7 +151,7 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
     (damaged,) = events(run, "damaged")
     assert (damaged["checkpoint"], damaged["step"]) == (newest, before)
     assert "rank-00001.safetensors: damaged" in damaged["reason"]
-    assert f"checkpoint of step {newest} cannot be used" in run.rank_log(0).read_text()
+    assert f"the checkpoint of step {newest} is damaged and is not used" in run.rank_log(0).read_text()
     # Left alone, but where the run itself came by and saved that step again.
     assert victim.exists() == bool(newest % EVERY)
     assert events(run, "resumed")[-1] | {"time": 0} == {
@@ -184,7 +184,7 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     assert refused.wait() == [1, 1]
     error = refused.status(1)["error"]
     assert (error["type"], error["category"]) == ("ConfigError", "config")
-    assert "seed is 0 there and 5 here" in error["message"]
+    assert "seed is 0 in the checkpoint and 5 in this run" in error["message"]
 
     config = yaml.safe_load(text)
     config["task"]["stop_at_step"] = 16

@@ -167,7 +167,7 @@ def test_ranks_measure_the_blocks_that_have_room(tmp_path: Path, ranks: Server) 
     third = ranks.start(tight("third", room_for=1.5)).finish()
     log = third.rank_log(0).read_text()
     assert "balance: not measured (rank 0: the whole model does not fit on a cpu" in log
-    assert "nor have 2 of its 5 blocks" in log
+    assert "nor do 2 of its 5 blocks" in log
     assert "tokens/s, " not in log.split("balance: ")[-1].splitlines()[0]
 
 

@@ -4,13 +4,21 @@ it is there of a rank that hangs, too."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-PACKAGES = ("llmx", "deepspeed", "transformers", "peft")
+PACKAGES = {
+    str(Path(str(spec.origin)).parent) + os.sep: name
+    for name in ("llmx", "deepspeed", "transformers", "peft")
+    if (spec := find_spec(name)) is not None
+}
+"""Directory of each package, wherever it is installed, to its name: a clone may be called ``llmx``,
+too. Found without an import, since torch is to be replaced before they see it."""
 
 
 class Report:
@@ -64,10 +72,10 @@ def place() -> str:
     peft on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
-        for package in PACKAGES:
-            if package in parts and "accelerator" not in parts:
-                at = len(parts) - 1 - parts[::-1].index(package)
-                return f"{'/'.join(parts[at:])}:{frame.f_code.co_name}"
+        path = frame.f_code.co_filename
+        for directory, package in PACKAGES.items():
+            inside = path.removeprefix(directory)
+            if inside != path and not inside.startswith("accelerator/"):
+                return f"{package}/{inside}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
