@@ -61,11 +61,12 @@ fuzz: venv ## random command lines, config files and hostfiles through the comma
 # Faults of `make chaos`, and the seed of what strikes when.
 N ?= 30
 SEED ?= 1
-chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in the docs
+chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in benchmarks/results
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
 
-docs: venv ## write docs/config.md anew from the schema
+docs: venv ## write docs/config.md anew from the schema, and the table of sizes
 	$(BIN)/python -m llmx.cli.help > docs/config.md
+	$(BIN)/python scripts/sizes.py --write
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit
