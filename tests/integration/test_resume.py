@@ -151,7 +151,9 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
     (damaged,) = events(run, "damaged")
     assert (damaged["checkpoint"], damaged["step"]) == (newest, before)
     assert "rank-00001.safetensors: damaged" in damaged["reason"]
-    assert f"the checkpoint of step {newest} is damaged and is not used" in run.rank_log(0).read_text()
+    assert (
+        f"the checkpoint of step {newest} is damaged and is not used" in run.rank_log(0).read_text()
+    )
     # Left alone, but where the run itself came by and saved that step again.
     assert victim.exists() == bool(newest % EVERY)
     assert events(run, "resumed")[-1] | {"time": 0} == {
