@@ -1,5 +1,5 @@
 """CPU of tracing a network of 80 blocks (70 billion parameters): by five of them, as a plan does,
-and with all of them run (docs/planner.md).
+and with all of them run (docs/development/predictions.md).
 
     python benchmarks/plan_blocks.py [--rounds 3]
 

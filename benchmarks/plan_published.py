@@ -1,4 +1,4 @@
-"""Published speeds and memory of training on GPUs against what a plan says (docs/planner.md).
+"""Published speeds and memory of training on GPUs against what a plan says.
 
     python benchmarks/plan_published.py [--memory]
 

@@ -4,7 +4,7 @@ Each configuration is trained for three steps by two real ranks (gloo, forked), 
 run, with a hook under PyTorch's CPU allocator (``allocations.c``, compiled and preloaded) that
 counts every byte it holds; the most at a time is the measured peak. Beside it the plan's
 prediction, the formula of ``llmx.plan.memory``, DeepSpeed's estimators and ``accelerate
-estimate-memory``. Published in docs/planner.md.
+estimate-memory``. Published in docs/development/predictions.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Directories of sweeps as sweeps leave them: ``sweep.json``, and a run directory for each trial
-that was started, with the files of ``docs/contracts.md``."""
+that was started, with the files of ``docs/development/contracts.md``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run directory as a run leaves it, for tests of trackers and of the report.
 
-The files are those of ``docs/contracts.md``: config, plan, metrics, samples and result, with
-values that a small run really had.
+The files are those of ``docs/development/contracts.md``: config, plan, metrics, samples and result,
+with values that a small run really had.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints: how they are written, committed, selected, verified and pruned.
 
-Owns the files under ``RUN_DIR/checkpoints`` (docs/contracts.md, "Checkpoints").
+Owns the files under ``RUN_DIR/checkpoints`` (docs/development/contracts.md, "Checkpoints").
 
 These modules need the standard library and numpy only, so every other package may import them:
 ``disk`` holds all writing system calls, ``tensors`` the file format, ``fragments`` which elements

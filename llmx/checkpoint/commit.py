@@ -1,4 +1,4 @@
-"""How a checkpoint is committed and removed: the steps of docs/contracts.md, "Checkpoints".
+"""How a checkpoint is committed and removed: docs/development/contracts.md, "Checkpoints".
 
 Each step is durable before it returns; between them the ranks agree. After a crash at any
 moment a step's name is there with all its files, or not at all.

@@ -2,9 +2,9 @@
 
 ``HostCopies`` holds the copy of the state that the thread writes while training continues.
 ``SaveJob`` is the save. It is collective, over a group that no other thread uses: after each step
-the ranks gather whether it succeeded (docs/contracts.md, "Checkpoints"). When one rank fails, all
-abandon the save, and the checkpoints before it are left as they are. When to save is decided by
-``llmx.train.saver``.
+the ranks gather whether it succeeded (docs/development/contracts.md, "Checkpoints"). When one rank
+fails, all abandon the save, and the checkpoints before it are left as they are. When to save is
+decided by ``llmx.train.saver``.
 
 Tried by ``python -m pytest tests/unit/test_train_host_copies.py tests/unit/test_train_saver.py``;
 on a GPU by ``tests/gpu``.

@@ -344,7 +344,7 @@ class TaskConfig:
     (BERT). ``embed`` learns vectors of texts from pairs. ``reward`` learns a score of answers, and
     ``dpo`` to prefer the chosen answer, both from pairs of a better and a worse one. ``distill``
     learns the next-token distribution of a frozen teacher. For a task of your own, give the name by
-    which Python imports it (docs/tasks.md)."""
+    which Python imports it (docs/custom-tasks.md)."""
     code_path: str | None = None
     """The directory that contains the package of your own task or metrics. Null: the working
     directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to the

@@ -459,7 +459,7 @@ class Failure:
     message: str = ""
     traceback: str = ""
     category: str = ""
-    """What the rank itself called it (docs/contracts.md)."""
+    """What the rank itself called it (docs/development/contracts.md)."""
     signal: int = 0
     """The signal that ended the process; 0 where none did."""
     oom_kills: int = 0

@@ -4,7 +4,7 @@ What DeepSpeed 0.19.8 allocates and frees while it builds an engine, while gradi
 while it updates is done here on numbers, event by event: partitions with their padding by group of
 the optimizer, the bucket for reductions, what stage 3 gathers, fetches ahead and keeps. Places in
 DeepSpeed stand beside the rules (``deepspeed/runtime/zero``). Held against what ranks really
-allocate by ``benchmarks/plan_validation.py`` (docs/planner.md) and
+allocate by ``benchmarks/plan_validation.py`` (docs/development/predictions.md) and
 ``tests/unit/test_plan_step_memory.py``.
 """
 

@@ -3,7 +3,7 @@
 ``step_time(exp, plan)`` is computing on the slowest rank, what of the communication it does not
 hide, the update, and copies to host memory. What each part takes is its work over a peak of the
 data sheet times the part of it that is reached: ``REACHED``, ``MOVED`` and ``*_REACHED`` are
-assumptions, which finished runs replace (``Known``). docs/planner.md says what is not verified.
+assumptions, which finished runs replace (``Known``). See docs/development/predictions.md.
 
 What is sent, M bytes of gradients or of parameters, P ranks, ring collectives (an all-gather or a
 reduce-scatter sends M (P-1)/P by rank, an all-reduce twice that):

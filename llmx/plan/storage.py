@@ -24,7 +24,7 @@ MIB = 1024**2
 
 PROCESS_BYTES = {"cpu": math.ceil(CONTEXT_GIB["cpu"] * GIB), "cuda": 2048 * MIB}
 """RAM of a rank beside its tensors: Python, torch, deepspeed, transformers (measured on CPU,
-docs/planner.md); with CUDA also what its driver and NCCL take in host memory, which is assumed."""
+docs/development/predictions.md); with CUDA also its driver and NCCL, which is assumed."""
 PINNED = 2
 """Checkpoints that are not removed yet, since they are being collected from disks of other hosts
 (``llmx.launch.checkpoint_sync``)."""

@@ -167,7 +167,7 @@ class RunDir:
         """``signature.json``: that this user started a run whose config names code."""
         return self.root / "signature.json"
 
-    # What outlives one attempt (docs/contracts.md, "Resuming").
+    # What outlives one attempt (docs/development/contracts.md, "Resuming").
     @property
     def identity(self) -> Path:
         """``run.json``: the run's id, the same through all attempts."""

@@ -1,6 +1,6 @@
 """``metrics.jsonl``: the truth about a run, one JSON object a line, written by rank 0.
 
-The lines are described in ``docs/contracts.md``. Shown by ``tail -f RUN_DIR/metrics.jsonl``.
+The lines are described in ``llmx.run.metrics``. Shown by ``tail -f RUN_DIR/metrics.jsonl``.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def state_of(
     identity: dict[str, Any],
     metric: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """``state.json`` (docs/contracts.md) but for the hash of the weights."""
+    """``state.json`` (docs/development/contracts.md) but for the hash of the weights."""
     return {
         "format": FORMAT,
         "step": step,

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos --faults 200 --seed 7``: the table, a JSON file, docs/reliability.md."""
+"""``python -m tests.chaos --faults 200 --seed 7``: the table, a JSON file, the record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> int:
     names = [kind.name for kind in KINDS]
     parser.add_argument("--kind", action="append", choices=names, help="only these, in order")
     parser.add_argument("--json", type=Path, default=Path("chaos.json"))
-    parser.add_argument("--docs", action="store_true", help="write it into docs/reliability.md")
+    parser.add_argument("--docs", action="store_true", help="write it into benchmarks/results")
     parser.add_argument("--keep", action="store_true", help="keep the run directories' logs")
     options = parser.parse_args()
     if reason := missing("pdsh", "rsync"):
@@ -50,7 +50,7 @@ def main() -> int:
     for problem in report.problems:
         print(f"\nproblem: {problem}")
     if options.docs and report.passed:
-        write_into_docs(report, REPOSITORY / "docs" / "reliability.md")
+        write_into_docs(report, REPOSITORY / "benchmarks" / "results" / "chaos.md")
     return 0 if report.passed else 1
 
 

@@ -1,4 +1,4 @@
-"""The outcome of a campaign as a table, for the screen and for ``docs/reliability.md``."""
+"""The outcome of a campaign as a table, for the screen and for ``benchmarks/results``."""
 
 from __future__ import annotations
 

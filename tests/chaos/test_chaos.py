@@ -1,6 +1,6 @@
 """A training that is hit by thirty faults must end as if by none: ``pytest -m chaos``.
 
-``make chaos N=200 SEED=7`` for more of them, and the table of docs/reliability.md.
+``make chaos N=200 SEED=7`` for more of them, and the table of benchmarks/results/chaos.md.
 """
 
 from __future__ import annotations

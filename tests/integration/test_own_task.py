@@ -1,4 +1,4 @@
-"""The task of docs/tasks.md, used as the page says: pairs, a frozen reference, metrics, resume."""
+"""The task of docs/custom-tasks.md, used as it says: pairs, a reference, metrics, resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.resumed_runs import events, has_saved, measurements
 
 pytestmark = pytest.mark.deepspeed
 
-PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "custom-tasks.md"
 TOPICS = ("rain", "snow", "tea", "bread", "a river", "the sea", "a lamp", "a horse")
 
 

@@ -174,7 +174,7 @@ def test_the_peak_of_a_step_is_what_the_plan_says(out: Path) -> None:
 
 
 def test_between_two_lines_llmx_waits_for_nothing(out: Path) -> None:
-    """What waits for the device in a step is DeepSpeed's (docs/engineering-notes.md)."""
+    """Waits for the device are DeepSpeed's (docs/development/engineering-notes.md)."""
     for found in answers(out, "host_synchronisations"):
         assert len(found) == 12
         for name, places in found.items():

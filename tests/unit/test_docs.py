@@ -100,7 +100,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "run").mkdir()
     sweepdirs.rates(place / "rates")
     (place / "my.yaml").write_text("grid: {zero: [stage1, stage2]}\n")
-    tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    tasks = (ROOT / "docs" / "custom-tasks.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
     (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")

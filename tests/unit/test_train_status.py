@@ -1,4 +1,4 @@
-"""Status files and metrics lines as docs/contracts.md has them."""
+"""Status files and metrics lines as docs/development/contracts.md has them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A DeepSpeed engine's state into fragments of a checkpoint, and back.
 
-Fragments know nothing of ranks, ZeRO stages or precision (docs/contracts.md, "Checkpoints"), so
-any engine of the same model can be restored from them. Master values and the model's own
+Fragments know nothing of ranks, ZeRO stages or precision (docs/development/contracts.md), so any
+engine of the same model can be restored from them. Master values and the model's own
 (half-precision, gathered, second copies) are different memory at most stages: after a restore the
 model is refreshed from the master values, as DeepSpeed does it after a step.
 
@@ -246,7 +246,7 @@ class StateTensor:
 
     @property
     def key(self) -> str:
-        """In a rank's file (docs/contracts.md)."""
+        """In a rank's file (docs/development/contracts.md)."""
         return fragment_key(self.state, self.name, self.start)
 
     @property

@@ -1,6 +1,6 @@
 """What of an engine's state is no tensor: step counts, the loss scaler, the engine's counters.
 
-All of it goes into ``state.json`` (docs/contracts.md, "Checkpoints"). Tried by
+All of it goes into ``state.json`` (docs/development/contracts.md, "Checkpoints"). Tried by
 ``python -m pytest tests/unit/test_train_state_values.py``.
 """
 

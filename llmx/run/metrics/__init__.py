@@ -46,7 +46,7 @@ times longer than the others it computes; ``forward_s`` or ``probe_s`` of all ra
 ``rebalanced`` (``sizes``: samples of each micro step of each rank from the next step on;
 ``time_factor``: predicted time of a step against the split before), ``damaged``
 (``checkpoint``, ``reason``; ``step`` is where the run goes on). What a resume does with the file:
-docs/contracts.md, "Resuming".
+docs/development/contracts.md, "Resuming".
 
 Standard library only; every room may import it.
 """
