@@ -45,8 +45,7 @@ from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
 from llmx.run.card import write_card
-from llmx.run.rundir import RunDir, no_run, read_json
-from llmx.run.snapshot import config_values
+from llmx.run.rundir import RunDir, no_run, read_json, read_mapping
 from llmx.text import printable
 
 HF, ADAPTER, MERGED, ONNX, GGUF = FORMS = ("hf", "adapter", "merged", "onnx", "gguf")
@@ -230,7 +229,7 @@ def export(
         ready = partial
         if final:
             progress.end()
-            name = str((config_values(run.config) or {}).get("name") or run.root.name)
+            name = str(read_mapping(run.config).get("name") or run.root.name)
             ready = _converted(
                 partial, to=final, name=name, precision=written, trust=_trusts_remote_code(run)
             )
@@ -453,7 +452,7 @@ def _copy_description(source: Path, target: Path, *, dtype: str = "", without: s
 
 def _trusts_remote_code(run: RunDir) -> bool:
     """``model.trust_remote_code`` of the run; False where its snapshot has none."""
-    model = (config_values(run.config) or {}).get("model")
+    model = read_mapping(run.config).get("model")
     return isinstance(model, dict) and model.get("trust_remote_code") is True
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.errors import ConfigError
 from llmx.observe.report import wording
-from llmx.observe.report.figure import draw_both
+from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console
 from llmx.run.metrics.equality import Outcome, compare_runs
@@ -58,15 +58,25 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
     config = config_rows(a.config, b.config)
-    _print_config(console, config)
-    records = [read_mapping(data.run.provenance) for data in (a, b)]
-    environment = environment_rows(
-        records[0], records[1],
-        plans=(a.plan, b.plan), ds=(read_mapping(a.run.ds_config), read_mapping(b.run.ds_config)),
-        config=config,
-    )  # fmt: skip
-    _print_environment(console, environment, records)
-    _print_outcome(console, a, b)
+    values = [(row.key, short_value(row.a), short_value(row.b)) for row in config]
+    _print_table(console, "config", values, heads=("", "A", "B"))
+    console.print()
+    records = [read_mapping(data.run.provenance, data.warnings) for data in (a, b)]
+    ds_configs = [read_mapping(data.run.ds_config, data.warnings) for data in (a, b)]
+    try:
+        rows = environment_rows(records, plans=(a.plan, b.plan), ds=ds_configs, config=config)
+        differing = [(row.what, row.then, row.now, MEANING[row.severity]) for row in rows]
+        _print_table(console, "environment", differing, heads=("", "A", "B", "which"))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        console.print(
+            "environment: not compared, since a provenance.json or plan.json has a value that llmx "
+            f"does not write ({error!r})."
+        )
+    missing = sorted({name for record in records for name in not_recorded(record)})
+    if missing:
+        console.print(f"not recorded by both: {', '.join(missing)}", style="dim")
+    console.print()
+    _print_table(console, "outcome", outcome_rows(a, b), heads=("", "A", "B"))
     console.print(f"\n{curves(compare_runs(a.run, b.run))}\n")
     for name, data in (("A", a), ("B", b)):
         for warning in data.warnings:
@@ -94,8 +104,8 @@ def curves(outcome: Outcome) -> str:
         parts.append("All logged values are identical, but the weights are not.")
     largest = outcome.largest
     if largest is not None and largest != first:
-        shown = largest.shown("in A", "in B")
-        parts.append(f"Largest difference, at step {largest.step}: {shown}.")
+        values = largest.shown("in A", "in B")
+        parts.append(f"Largest difference, at step {largest.step}: {values}.")
     return " ".join(parts)
 
 
@@ -107,55 +117,19 @@ def short_names(a: Path, b: Path) -> tuple[str, str]:
     return str(a.relative_to(common)), str(b.relative_to(common))
 
 
-def _print_config(console: Console, rows: Sequence[ConfigRow]) -> None:
-    from rich.table import Table
-
-    if not rows:
-        console.print("config: no difference\n")
-        return
-    console.print("config", style="bold")
-    table = Table(box=None, header_style="dim")
-    for name in ("", "A", "B"):
-        table.add_column(name, overflow="fold")
-    group = rows[0].group
-    for row in rows:
-        if row.group != group:
-            table.add_section()
-            group = row.group
-        table.add_row(row.key, short_value(row.a), short_value(row.b))
-    console.print(table)
-    console.print()
-
-
-def _print_environment(
-    console: Console, rows: Sequence[Difference], records: Sequence[dict[str, Any]]
+def _print_table(
+    console: Console, title: str, rows: Sequence[Sequence[str]], *, heads: Sequence[str]
 ) -> None:
     from rich.table import Table
 
-    missing = sorted({name for record in records for name in not_recorded(record)})
     if not rows:
-        console.print("environment: no difference")
-    else:
-        console.print("environment", style="bold")
-        table = Table(box=None, header_style="dim")
-        for name in ("", "A", "B", "which"):
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(row.what, row.then, row.now, MEANING[row.severity])
-        console.print(table)
-    if missing:
-        console.print(f"not recorded by both: {', '.join(missing)}", style="dim")
-    console.print()
-
-
-def _print_outcome(console: Console, a: RunData, b: RunData) -> None:
-    from rich.table import Table
-
-    console.print("outcome", style="bold")
+        console.print(f"{title}: no difference")
+        return
+    console.print(title, style="bold")
     table = Table(box=None, header_style="dim")
-    for name in ("", "A", "B"):
-        table.add_column(name, overflow="fold")
-    for row in outcome_rows(a, b):
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
         table.add_row(*row)
     console.print(table)
 
@@ -166,7 +140,7 @@ def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -
     places = [out] if out else [b.run.root / name, Path.cwd() / name]
     for place in places:
         try:
-            return place if draw_both(a, b, names, place) else None
+            return place if draw_losses([(names[0], a), (names[1], b)], place) else None
         except OSError as error:
             if place is places[-1]:
                 raise ConfigError(
@@ -184,10 +158,6 @@ class ConfigRow:
     a: Any
     b: Any
 
-    @property
-    def group(self) -> str:
-        return self.key.split(".", 1)[0] if "." in self.key else ""
-
 
 def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
     """Keys whose values differ, in the order of the schema, without a run's own."""
@@ -200,19 +170,19 @@ def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
 
 
 def environment_rows(
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
     *,
     plans: tuple[Any, Any],
-    ds: tuple[Any, Any],
+    ds: Sequence[Mapping[str, Any]],
     config: list[ConfigRow],
 ) -> list[Difference]:
     """Code, packages, devices, inputs, and what the plan made of them.
 
     DeepSpeed's JSON only where the ``config`` that it is made from is the same.
     """
-    rows = differences(a, b) if a and b else []
-    if {row.group for row in config} & {"zero", "batch", "optim", "model", "data", "hardware"}:
+    rows = differences(*records) if all(records) else []
+    groups = {row.key.partition(".")[0] for row in config}
+    if groups & {"zero", "batch", "optim", "model", "data", "hardware"}:
         ds = ({}, {})
     if plans[0] and plans[1]:
         rows += plan_differences(plans[0], plans[1], ds_then=ds[0], ds_now=ds[1])
@@ -228,8 +198,7 @@ def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
 
 def _rows(data: RunData) -> list[tuple[str, str]]:
     headline = wording.headline(data)
-    line = headline.line.removeprefix(f"{data.name}: ")
-    rows = [("outcome", line)]
+    rows = [("outcome", headline.line)]
     if headline.cause:
         rows.append(("cause", headline.cause.splitlines()[0]))
     rows += wording.summary_rows(data)

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if sweep.is_here(location):
         return sweep.watch(location.path, every_s=options.every)
     if not location.host:
-        facts = gather(location, most=1)
+        facts = gather(location, limit=1)
         if "runs" in facts:
             location = _newest(location.path)
     show = _live if sys.stdout.isatty() else _lines
@@ -116,13 +116,13 @@ def _live(views: Iterator[View | str]) -> View | None:
     last: View | None = None
     picture: Any = Text("connecting ...", style="dim")
     with Live(picture, console=console, auto_refresh=False) as live:
-        for seen in views:
-            if isinstance(seen, View):
-                last = seen
-                picture = Harmless(panel(seen, blocks=blocks))
+        for view in views:
+            if isinstance(view, View):
+                last = view
+                picture = Harmless(panel(view, blocks=blocks))
                 live.update(picture, refresh=True)
             else:
-                note = Text(f"\n  {printable(seen)}", style="yellow")
+                note = Text(f"\n  {printable(view)}", style="yellow")
                 live.update(Group(picture, note), refresh=True)
     return last
 
@@ -133,21 +133,25 @@ def _lines(views: Iterator[View | str]) -> View | None:
 
     last: View | None = None
     last_shown: tuple[Any, ...] = ()
-    lost, told = False, 0.0
-    for seen in views:
-        if isinstance(seen, str):
-            if not lost:
-                print(f"{time.strftime('%H:%M:%S')} {printable(seen)}", flush=True)
-            lost = True
+    is_connected, newest_s = True, 0.0
+    damage: list[str] = []
+    for view in views:
+        if isinstance(view, str):
+            if is_connected:
+                print(f"{time.strftime('%H:%M:%S')} {printable(view)}", flush=True)
+            is_connected = False
             continue
-        lost = False
-        for when, words in seen.events:
-            if when > told and last is not None:
+        is_connected = True
+        if view.damage != damage:
+            print(printable("\n".join(view.damage)), flush=True)
+            damage = view.damage
+        for when, words in view.events:
+            if when > newest_s and last is not None:
                 moment = time.strftime("%H:%M:%S", time.localtime(when))
                 print(f"{moment} {printable(words)}", flush=True)
-            told = max(told, when)
-        news = (seen.state, len(seen.losses), seen.loss, seen.restarts, seen.is_over)
+            newest_s = max(newest_s, when)
+        news = (view.state, len(view.losses), view.loss, view.restarts, view.is_over)
         if news != last_shown:
-            print(printable(plain_line(seen)), flush=True)
-        last_shown, last = news, seen
+            print(printable(plain_line(view)), flush=True)
+        last_shown, last = news, view
     return last

@@ -16,5 +16,6 @@ launched, and refuses a directory that already contains a run:
 processes of an earlier attempt are found and ended before the next.
 
 ``provenance`` records and compares; ``metrics`` reads ``metrics.jsonl`` and knows how a metric is
-shown; ``tail`` follows a file of lines that others append to.
+shown; ``tail`` reads every JSON file, says what is damaged in it, and follows a file of lines that
+others append to.
 """

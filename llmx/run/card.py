@@ -9,7 +9,6 @@ and hosts, launch, trackers and whatever looks like a secret are not named.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,9 +18,10 @@ from typing import Any
 import yaml
 
 from llmx.redact import is_secret
+from llmx.run.exported import ADAPTER_CONFIG
 from llmx.run.metrics.declared import declared_of, measured, metric_of
 from llmx.run.metrics.lines import Record, read_metrics, step_of
-from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_text
+from llmx.run.rundir import RunDir, read_mapping, write_text
 from llmx.text import plural
 
 CARD = "README.md"
@@ -46,15 +46,15 @@ _PIPELINES = {
 """By the ending of a class, or by the kind of an adapter: the Hub's pipeline, what loads it."""
 
 
-def write_card(run: RunDir, directory: Path, *, step: int | None = None, own: str = "") -> None:
+def write_card(run: RunDir, directory: Path, *, step: int | None = None, former: str = "") -> None:
     """Write ``README.md`` into ``directory``, unless there is one that is not llmx's.
 
     Args:
         step: of the checkpoint; None is the end of the run.
-        own: a card of the user's that was there before (``user_card``), which is kept.
+        former: a card of the user's that was there before (``user_card``), which is kept.
     """
     if not user_card(directory):
-        write_text(directory / CARD, own or model_card(run, directory, step=step))
+        write_text(directory / CARD, former or model_card(run, directory, step=step))
 
 
 def user_card(directory: Path) -> str:
@@ -70,7 +70,7 @@ def model_card(run: RunDir, directory: Path, *, step: int | None = None) -> str:
     """The card of the model in ``directory``, of which the run's files tell what is known."""
     from huggingface_hub import ModelCard
 
-    config = _mapping(run.config)
+    config = read_mapping(run.config)
     records = [
         record
         for record in read_metrics(run.metrics)
@@ -78,16 +78,16 @@ def model_card(run: RunDir, directory: Path, *, step: int | None = None) -> str:
     ]
     last = max((step_of(record) for record in records if record.get("kind") == "train"), default=0)
     model, task = _of(config, "model"), public(_of(config, "task").get("kind") or "a task")
-    what = "An adapter for" if _is_adapter(directory) else "A fine-tune of"
+    relation = "An adapter for" if _is_adapter(directory) else "A fine-tune of"
     names = [model.get("path"), model.get("name"), model.get("kind"), "a model"]
     if model.get("init") == "scratch":
-        what, names = "Trained from scratch with the architecture of", names[1:]
+        relation, names = "Trained from scratch with the architecture of", names[1:]
     base = public(next(name for name in names if name))
     where = f" The weights are those of step {step or last}." if step or last else ""
     parts = [
         f"---\n{_metadata(config, directory)}\n---\n{MARK}",
         f"# {public(config.get('name') or 'A model of llmx')}",
-        f"\n{what} `{base}` (task `{task}`).{where}",
+        f"\n{relation} `{base}` (task `{task}`).{where}",
         f"\n## How to load it\n\n{_loading(directory)}",
     ]
     tables = {
@@ -201,7 +201,7 @@ def _training(
         yield "hardware", f"{listed} on {plural(len(plan.get('hosts') or []), 'host')}"
     if plan.get("num_parameters"):
         yield "parameters", f"{plan['num_parameters']:,}"
-    last = next((each for each in reversed(records) if each.get("kind") == "train"), {})
+    last = next((line for line in reversed(records) if line.get("kind") == "train"), {})
     for key in ("step", "samples", "tokens", "target_tokens"):
         if isinstance(last.get(key), int | float):
             yield f"trained on, {key.replace('_', ' ')}", f"{last[key]:,.0f}"
@@ -209,7 +209,7 @@ def _training(
 
 def _results(records: list[Record]) -> Iterator[tuple[str, str]]:
     declared = declared_of(records)
-    last = next((each for each in reversed(records) if each.get("kind") == "eval"), {})
+    last = next((line for line in reversed(records) if line.get("kind") == "eval"), {})
     for name, value in {"loss": last.get("loss"), **measured(last, declared)}.items():
         if isinstance(value, int | float):
             metric = metric_of(name, declared)
@@ -232,30 +232,26 @@ def _versions(run: RunDir) -> Iterator[tuple[str, str]]:
 def _sources(config: Mapping[str, Any]) -> list[str]:
     """Paths of the data; what comes from the Hub as its id."""
     data = _of(config, "data")
-    listed = [each.get("path") for each in data.get("sources") or [] if isinstance(each, Mapping)]
-    paths = [str(path) for path in listed or [data.get("path")] if path]
+    sources = [source for source in data.get("sources") or [] if isinstance(source, Mapping)]
+    paths = [str(source["path"]) for source in sources or [data] if source.get("path")]
     return [path.removeprefix("hub:") for path in paths]
 
 
 def _pipeline(directory: Path) -> tuple[str | None, str]:
     """The Hub's pipeline, and the class that loads the model."""
-    config, adapter = (
-        _mapping(directory / "config.json"),
-        _mapping(directory / "adapter_config.json"),
-    )
-    listed = config.get("architectures")
-    named = str(listed[0]) if isinstance(listed, list) and listed else ""
-    named = str(adapter.get("task_type") or named)
+    config = read_mapping(directory / "config.json")
+    adapter = read_mapping(directory / ADAPTER_CONFIG)
+    name = str(adapter.get("task_type") or (config.get("architectures") or [""])[0])
     for ending, pipeline in _PIPELINES.items():
-        if named.endswith(ending):
+        if name.endswith(ending):
             return pipeline
     # A network from scratch does not name its class; ``llmx.models.model`` takes it for a language
     # model.
-    return _PIPELINES["CAUSAL_LM"] if config and not named else (None, "AutoModel")
+    return _PIPELINES["CAUSAL_LM"] if config and not name else (None, "AutoModel")
 
 
 def _is_adapter(directory: Path) -> bool:
-    return (directory / "adapter_config.json").is_file()
+    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -266,13 +262,3 @@ def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
 def _of(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     part = values.get(key)
     return part if isinstance(part, Mapping) else {}
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a file of JSON or YAML; empty where it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else load_yaml(path)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}

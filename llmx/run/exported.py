@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+from llmx.run.rundir import read_mapping
 
 WITHOUT_TEXT = (
     "ForSequenceClassification",
@@ -21,26 +21,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 def generates_no_text(directory: Path) -> str | None:
     """The class of a model that generates no text (a classifier, a backbone), or what an adapter
     is for; None of any other, and where it is not known."""
-    adapter = _values(directory / ADAPTER_CONFIG)
+    adapter = read_mapping(directory / ADAPTER_CONFIG)
     if kind := adapter.get("task_type"):
         return None if kind == "CAUSAL_LM" else str(kind)
     if base := adapter.get("base_model_name_or_path"):  # of a kind that peft has no word for
         return generates_no_text(Path(str(base))) if str(base) != str(directory) else None
-    try:
-        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        named = str((values.get("architectures") or [""])[0])
-        if "AutoModelForCausalLM" in (values.get("auto_map") or {}):  # code of its own
-            return None
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
-        return None
-    backbone = named.endswith("Model") and not named.endswith("LMHeadModel")  # BERT's, not GPT-2's
-    return named if named.endswith(WITHOUT_TEXT) or backbone else None
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """Of a JSON file; empty where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    config = read_mapping(directory / "config.json")
+    architectures = config.get("architectures")
+    if not architectures or "AutoModelForCausalLM" in (config.get("auto_map") or ()):
+        return None  # not known, or code of its own
+    name = str(architectures[0])
+    is_backbone = name.endswith("Model") and not name.endswith("LMHeadModel")  # BERT's, not GPT-2's
+    return name if name.endswith(WITHOUT_TEXT) or is_backbone else None

@@ -20,6 +20,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmx.errors import ConfigError, did_you_mean
+from llmx.run.tail import read_checked
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A path inside a run directory, by its name there."""
+
+    name: str
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root / self.name
 
 
 @dataclass(frozen=True)
@@ -32,83 +43,75 @@ class RunDir:
         object.__setattr__(self, "root", Path(os.path.abspath(self.root)))
 
     # Written by snapshot, before anything is launched.
-    @property
-    def config(self) -> Path:
-        """``config.yaml``: the whole resolved config; all that the ranks read."""
-        return self.root / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        """``overrides.yaml``: what the user typed."""
-        return self.root / "overrides.yaml"
-
-    @property
-    def provenance(self) -> Path:
-        """``provenance.json``: code, packages, machines, fingerprints."""
-        return self.root / "provenance.json"
-
-    @property
-    def hosts(self) -> Path:
-        """``hosts.json``: what each host has (Python, packages, NCCL, GPUs), of a run over
-        several."""
-        return self.root / "hosts.json"
-
-    # Written by plan.
-    @property
-    def plan(self) -> Path:
-        """``plan.json``: hosts, ranks, batch, precision, memory."""
-        return self.root / "plan.json"
-
-    @property
-    def ds_config(self) -> Path:
-        """``ds_config.json``: what ``deepspeed.initialize`` gets."""
-        return self.root / "ds_config.json"
+    config = _Inside("config.yaml")
+    """The whole resolved config; all that the ranks read."""
+    overrides = _Inside("overrides.yaml")
+    """What the user typed."""
+    provenance = _Inside("provenance.json")
+    """Code, packages, machines, fingerprints."""
+    hosts = _Inside("hosts.json")
+    """What each host has (Python, packages, NCCL, GPUs), of a run over several."""
+    plan = _Inside("plan.json")
+    """Hosts, ranks, batch, precision, memory."""
+    ds_config = _Inside("ds_config.json")
+    """What ``deepspeed.initialize`` gets."""
+    signature = _Inside("signature.json")
+    """That this user started a run whose config names code."""
 
     # Written by launch.
-    @property
-    def hostfile(self) -> Path:
-        return self.root / "hostfile"
+    hostfile = _Inside("hostfile")
+    ssh_config = _Inside("ssh_config")
+    ds_env = _Inside("ds_env")
+    """The allow-listed environment of the ranks (0600)."""
+    command = _Inside("command.txt")
+    """Can be pasted into a shell."""
+    logs = _Inside("logs")
+    supervisor_log = _Inside("logs/supervisor.log")
+    console_log = _Inside("logs/console.log")
+    """Of a trial of a sweep, what a single run prints."""
+    launcher_log = _Inside("logs/launcher.log")
+    """What ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
 
-    @property
-    def ssh_config(self) -> Path:
-        return self.root / "ssh_config"
+    # Written by the ranks.
+    ranks = _Inside("ranks")
+    balance = _Inside("balance.json")
+    """The speeds that the ranks measured at the start, by rank 0. A resume and a reproduction share
+    out samples by it; without it the ranks measure again."""
+    inputs = _Inside("inputs.json")
+    """Exact fingerprints of data, tokenizer and model, by rank 0."""
+    data = _Inside("data.json")
+    """What became of the records of each split, in words, by rank 0."""
+    metrics = _Inside("metrics.jsonl")
+    """One line a logged step, written by rank 0. The truth."""
+    samples = _Inside("samples.json")
+    """Eval prompts with their completions before and after training."""
+    tables = _Inside("tables.json")
+    """What the newest evaluation measures and is no number."""
+    checkpoints = _Inside("checkpoints")
+    final_model = _Inside("model")
+    """The final model as a Hugging Face directory."""
 
-    @property
-    def ds_env(self) -> Path:
-        """``ds_env`` (0600): the allow-listed environment of the ranks."""
-        return self.root / "ds_env"
+    # What outlives one attempt (docs/development/contracts.md, "Resuming").
+    identity = _Inside("run.json")
+    """The run's id, the same through all attempts."""
+    resume = _Inside("resume.json")
+    """Where the next attempt begins, and which steps it passes over."""
+    attempts = _Inside("attempts.jsonl")
+    """How each attempt ended and what was decided."""
+    supervisor = _Inside("supervisor.json")
+    """What the supervisor is doing."""
+    supervisor_lock = _Inside("supervisor.lock")
+    """Held while a supervisor of this run lives."""
 
-    @property
-    def command(self) -> Path:
-        """``command.txt``: can be pasted into a shell."""
-        return self.root / "command.txt"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    # Written by the supervisor, the trackers and the report.
+    result = _Inside("result.json")
+    tracking = _Inside("tracking.json")
+    report = _Inside("report.html")
+    loss_curve = _Inside("loss.png")
 
     def rank_log(self, rank: int) -> Path:
         """``logs/rank-000.log``: stdout and stderr of one rank."""
         return self.logs / f"rank-{rank:03d}.log"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.logs / "supervisor.log"
-
-    @property
-    def console_log(self) -> Path:
-        """``logs/console.log``: of a trial of a sweep, what a single run prints."""
-        return self.logs / "console.log"
-
-    @property
-    def launcher_log(self) -> Path:
-        """``logs/launcher.log``: what ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
-        return self.logs / "launcher.log"
-
-    # Written by the ranks.
-    @property
-    def ranks(self) -> Path:
-        return self.root / "ranks"
 
     def rank_status(self, rank: int) -> Path:
         """``ranks/rank-000.json``: state of one rank, replaced atomically (see RankStatus)."""
@@ -118,93 +121,9 @@ class RunDir:
         """``ranks/synchronisations-000.json``: where a watched run waited for the GPU."""
         return self.ranks / f"synchronisations-{rank:03d}.json"
 
-    @property
-    def balance(self) -> Path:
-        """``balance.json``: the speeds that the ranks measured at the start, by rank 0. A resume
-        and a reproduction share out samples by it; without it the ranks measure again."""
-        return self.root / "balance.json"
-
-    @property
-    def inputs(self) -> Path:
-        """``inputs.json``: exact fingerprints of data, tokenizer and model, by rank 0."""
-        return self.root / "inputs.json"
-
-    @property
-    def data(self) -> Path:
-        """``data.json``: what became of the records of each split, in words, by rank 0."""
-        return self.root / "data.json"
-
-    @property
-    def metrics(self) -> Path:
-        """``metrics.jsonl``: one line a logged step, written by rank 0. The truth."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """``samples.json``: eval prompts with their completions before and after training."""
-        return self.root / "samples.json"
-
-    @property
-    def tables(self) -> Path:
-        """``tables.json``: what the newest evaluation measures and is no number."""
-        return self.root / "tables.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def final_model(self) -> Path:
-        """``model/``: the final model as a Hugging Face directory."""
-        return self.root / "model"
-
     def checkpoint(self, step: int) -> Path:
         """``checkpoints/step-00000120/``: one committed checkpoint."""
         return self.checkpoints / f"step-{step:08d}"
-
-    @property
-    def signature(self) -> Path:
-        """``signature.json``: that this user started a run whose config names code."""
-        return self.root / "signature.json"
-
-    # What outlives one attempt (docs/development/contracts.md, "Resuming").
-    @property
-    def identity(self) -> Path:
-        """``run.json``: the run's id, the same through all attempts."""
-        return self.root / "run.json"
-
-    @property
-    def resume(self) -> Path:
-        """``resume.json``: where the next attempt begins, and which steps it passes over."""
-        return self.root / "resume.json"
-
-    @property
-    def attempts(self) -> Path:
-        """``attempts.jsonl``: how each attempt ended and what was decided."""
-        return self.root / "attempts.jsonl"
-
-    @property
-    def supervisor(self) -> Path:
-        """``supervisor.json``: what the supervisor is doing."""
-        return self.root / "supervisor.json"
-
-    @property
-    def supervisor_lock(self) -> Path:
-        """``supervisor.lock``: held while a supervisor of this run lives."""
-        return self.root / "supervisor.lock"
-
-    # Written by the supervisor and the report.
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def loss_curve(self) -> Path:
-        return self.root / "loss.png"
 
 
 def claim(root: Path) -> Path:
@@ -235,8 +154,8 @@ def no_run(root: Path) -> str:
             return f"broken link: {root} points to {root.readlink()}.{near}{_LIST}"
         return f"no such directory: {root}.{near}{_LIST}"
     inside = [path.name for path in _runs_in(root)]
-    shown = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
-    return f"not a run directory: {root} has no config.yaml.{shown or _LIST}"
+    listed = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
+    return f"not a run directory: {root} has no config.yaml.{listed or _LIST}"
 
 
 _LIST = " `python -m llmx status DIR` lists the runs under a directory."
@@ -245,10 +164,10 @@ _LIST = " `python -m llmx status DIR` lists the runs under a directory."
 def _runs_in(directory: Path) -> list[Path]:
     """The newest first; empty where nothing can be read."""
     try:
-        found = [(path.stat().st_mtime, path.parent) for path in directory.glob("*/config.yaml")]
+        runs = [(path.stat().st_mtime, path.parent) for path in directory.glob("*/config.yaml")]
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(runs, reverse=True)]
 
 
 @contextlib.contextmanager
@@ -349,10 +268,26 @@ def load_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty where it is missing, torn, or something else."""
+def read_mapping(path: Path, damage: list[str] | None = None) -> dict[str, Any]:
+    """The mapping in a file of JSON or YAML; empty where the file is missing or damaged.
+
+    ``damage``: a line is added to it where the file is damaged (``tail.SHAPES``).
+    """
+    return dict(read_file(path, damage))
+
+
+def read_file(path: Path, damage: list[str] | None = None) -> Any:
+    """Like ``read_mapping``, also for a file with a list."""
+    content, fault = read_checked(path, _parsed_yaml if path.suffix == ".yaml" else json.load)
+    if fault and damage is not None:
+        damage.append(fault)
+    return content
+
+
+def _parsed_yaml(stream: IO[bytes]) -> Any:
+    import yaml
+
     try:
-        values = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        return load_yaml(Path(stream.name))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

@@ -22,7 +22,16 @@ from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
 from llmx.run import trust
 from llmx.run.provenance import record
-from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, write_json, write_text
+from llmx.run.rundir import (
+    RunDir,
+    load_yaml,
+    no_run,
+    read_file,
+    read_json,
+    read_mapping,
+    write_json,
+    write_text,
+)
 from llmx.text import one_line
 
 
@@ -41,12 +50,12 @@ def write(
     """
     run = RunDir(Path(exp.run_dir))
     try:
-        held = run.config.exists()
-        if not held:
+        is_taken = run.config.exists()
+        if not is_taken:
             run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(run, error) from error
-    if held:
+    if is_taken:
         raise ConfigError(
             f"run_dir={run.root} already contains a run; a run is never overwritten. Choose "
             "another directory, or move that one away."
@@ -72,26 +81,13 @@ def _unwritable(run: RunDir, error: OSError) -> ConfigError:
 
 def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
     """``provenance.json``, with the hash of ``config.yaml`` as it is now: an edit is noticed."""
-    config = config_values(run.config)
-    write_json(run.provenance, {**values, "config": None if config is None else hash_of(config)})
+    config = read_mapping(run.config)
+    write_json(run.provenance, {**values, "config": hash_of(config) if config else None})
 
 
-def config_values(path: Path) -> dict[str, Any] | None:
-    """The mapping in a ``config.yaml``; None where it is missing or not one."""
-    try:
-        values = load_yaml(path)
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def read_overrides(run: RunDir) -> list[str]:
+def read_overrides(run: RunDir, damage: list[str] | None = None) -> list[str]:
     """What the user typed (``overrides.yaml``); empty where it cannot be read."""
-    try:
-        words = load_yaml(run.overrides)
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    return [str(word) for word in words] if isinstance(words, list) else []
+    return list(read_file(run.overrides, damage))
 
 
 def hash_of(config: Mapping[str, Any]) -> str:
@@ -117,22 +113,17 @@ def write_config(run: RunDir, exp: Experiment, plan: Plan, ds_config: dict[str, 
 
 def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:
     """``run.json``: the id that all attempts of this run share; an id that is there stays."""
-    known = run_id(run)
-    if known:
-        return known
-    made = secrets.token_hex(8)
-    origin = None if parent is None else run_id(parent) or str(parent.root)
-    write_json(run.identity, {"run_id": made, "created": time.time(), "parent": origin})
-    return made
+    identity = run_id(run)
+    if identity is None:
+        identity = secrets.token_hex(8)
+        origin = None if parent is None else run_id(parent) or str(parent.root)
+        write_json(run.identity, {"run_id": identity, "created": time.time(), "parent": origin})
+    return identity
 
 
 def run_id(run: RunDir) -> str | None:
     """The id in ``run.json``; None where there is none."""
-    try:
-        found = read_json(run.identity)["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found) if found else None
+    return read_mapping(run.identity).get("run_id") or None
 
 
 class _Dumper(yaml.SafeDumper):

@@ -35,9 +35,9 @@ def known_speeds(exp: Experiment, plan: Plan) -> KnownSpeeds | None:
     """What an earlier run of the same has measured on these hosts; None where there is none."""
     path = _path(exp, plan)
     try:
-        found = read_json(path)
-        speeds = tuple(RankSpeed(**speed) for speed in found["speeds"])
-        micro_step_fs = found.get("micro_step_fs")
+        values = read_json(path)
+        speeds = tuple(RankSpeed(**speed) for speed in values["speeds"])
+        micro_step_fs = values.get("micro_step_fs")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return KnownSpeeds(speeds, micro_step_fs, str(path)) if len(speeds) == plan.world_size else None

@@ -25,6 +25,7 @@ from typing import Any
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.run.rundir import no_run, read_json, write_json
+from llmx.run.tail import SHAPES, misfit
 
 FILE, LOCK = "sweep.json", ".lock"
 VERSION = 1
@@ -94,7 +95,7 @@ class Trial:
 
     @property
     def state(self) -> str:
-        """``waiting``, ``running`` or ``ended``."""
+        """Whether the trial is ``waiting``, ``running`` or ``ended``."""
         return ENDED if self.outcome else RUNNING if self.started else WAITING
 
     @property
@@ -162,19 +163,22 @@ class Sweep:
 
     @property
     def best(self) -> Trial | None:
-        """The best trial that ended ok; of equal ones that with less memory, then the first.
+        """The best trial that ended ok; None where none has a finite value."""
+        first = self.ranked[0] if self.trials else None
+        return first if first is not None and math.isfinite(self._rank(first)[0]) else None
 
-        A value that is not finite never wins.
-        """
-        sign = -1.0 if self.mode == "max" else 1.0
-        ranked = []
-        for trial in self.trials:
-            value, memory = trial.value(self.objective), trial.memory_gib
-            if trial.outcome == "ok" and value is not None and math.isfinite(value):
-                has_memory = memory is not None and math.isfinite(memory)
-                needed = memory if has_memory else math.inf
-                ranked.append((sign * value, needed, trial.index, trial))
-        return min(ranked, key=lambda row: row[:3])[-1] if ranked else None
+    @property
+    def ranked(self) -> list[Trial]:
+        """The trials, the best first; last those that did not end ok with a finite value."""
+        return sorted(self.trials, key=self._rank)
+
+    def _rank(self, trial: Trial) -> tuple[float, float, int]:
+        """Of equal trials that with less memory is first, then that of the lower number."""
+        value, memory = trial.value(self.objective), trial.memory_gib
+        if trial.outcome != "ok" or value is None or not math.isfinite(value):
+            return math.inf, math.inf, trial.index
+        needed = memory if memory is not None and math.isfinite(memory) else math.inf
+        return -value if self.mode == "max" else value, needed, trial.index
 
     @property
     def is_finished(self) -> bool:
@@ -192,7 +196,7 @@ class Sweep:
         return [word for word in trial.overrides if word not in common]
 
     def write(self) -> None:
-        """Replace ``sweep.json``."""
+        """Replace ``sweep.json`` by the sweep as it is now."""
         trials = []
         for trial in self.trials:
             run_dir = trial.run_dir
@@ -214,6 +218,8 @@ def load(directory: Path) -> Sweep:
     path = directory / FILE
     try:
         values = read_json(path)
+        if fault := misfit(values, SHAPES[FILE]):
+            raise ValueError(fault)
         version = values.pop("version")
         if version != VERSION:
             raise ConfigError(f"{path}: is of version {version}, and this llmx reads {VERSION}.")

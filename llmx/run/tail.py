@@ -1,19 +1,22 @@
-"""Reads a file of lines that others append to, and that may be cut back or replaced meanwhile.
+"""Reads the JSON files of a run directory: lines that others append to, and whole objects.
 
-Standard library only and one file: ``status`` and ``watch`` also send it over ssh to a host
-that has nothing but a Python 3.
+A file may be damaged, or be somebody else's. ``SHAPES`` says how llmx writes each; what differs is
+left out, and named. Standard library only and one file: ``status`` and ``watch`` also send it over
+ssh to a host that has nothing but a Python 3.
 """
 
 # open instead of pathlib: its import would be a third of the start on a far host.
-# ruff: noqa: PTH123
+# ruff: noqa: PTH119, PTH123
 from __future__ import annotations
 
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from typing import IO
 
     Record = dict[str, Any]
 
@@ -39,8 +42,8 @@ class LineTail:
             with open(self.path, "rb") as stream:
                 status = os.fstat(stream.fileno())
                 file = (status.st_dev, status.st_ino)
-                known = self._file is not None
-                if known and (file != self._file or status.st_size < self._offset):
+                is_known = self._file is not None
+                if is_known and (file != self._file or status.st_size < self._offset):
                     self._offset, self._partial, self.began_anew = 0, b"", True
                 self._file = file
                 stream.seek(self._offset)
@@ -53,26 +56,149 @@ class LineTail:
         return lines
 
 
-def record_of(line: bytes) -> Record | None:
-    """The JSON object of a line; None for anything else, such as a line that a crash cut off."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+SHAPES: Record = {
+    "metrics.jsonl": {
+        "kind": "", "event": "", "step": 0, "time": 0, "loss": 0, "loss_mean": 0, "lr": 0,
+        "grad_norm": 0, "step_time_s": 0, "tokens_per_s": 0, "mfu": 0, "data_wait_s": 0,
+        "tokens": 0, "epoch": 0, "total_steps": 0, "num_parameters": 0, "memory_gib": [0],
+        "checkpoint": 0, "reason": "", "rank": 0, "host": "", "sizes": [[0]], "stall_s": 0,
+    },
+    "attempts.jsonl": {
+        "started": 0, "ended": 0, "outcome": "", "cause": "", "rank": 0, "host": "",
+        "first_step": 0, "last_step": 0, "saved_step": 0, "decision": "", "wait_s": 0,
+    },
+    "config.yaml": {"name": "", "model": {}, "task": {}},
+    "overrides.yaml": [""],
+    "result.json": {
+        "outcome": "", "cause": "", "fix": "", "other_fix": "", "failed_rank": 0, "host": "",
+        "traceback": "", "started": 0, "ended": 0, "restarts": 0,
+    },
+    "plan.json": {
+        "warnings": [""], "hosts": [{"name": "", "slots": 0}], "accelerator": "",
+        "ranks": [{"rank": 0, "host": 0, "device": "", "micro_batch": 0}], "num_parameters": 0,
+        "batch": {"global_batch": 0, "accumulation": 0, "micro_batches": [0], "seq_len": 0},
+        "memory": [{"device": ""}], "time": {"step_s": 0},
+    },
+    "samples.json": {"rows": [{"prompt": "", "expected": "", "before": "", "after": ""}]},
+    "tables.json": {
+        "step": 0, "tables": [{"title": "", "rows": [""], "columns": [""], "values": [[0]]}],
+    },
+    "data.json": {"*": [["", ""]]},
+    "tracking.json": {"*": {"*": ""}},
+    "changes.json": {"step": 0, "changes": {"*": [None, None]}},
+    "sweep.json": {
+        "words": [""], "cwd": "", "config_dir": "", "objective": "", "started": 0, "pid": 0,
+        "host": "", "trials": [
+            {"index": 0, "overrides": [""], "outcome": "", "cause": "", "fix": "", "run_dir": "",
+             "same_as": 0, "started": 0, "ended": 0},
+        ],
+    },
+    "run.json": {"run_id": "", "created": 0},
+    "supervisor.json": {"state": "", "pid": 0, "host": "", "time": 0, "until": 0, "why": ""},
+    "supervisor.lock": {"pid": 0, "host": "", "time": 0},
+    "rank.json": {"rank": 0, "state": "", "step": 0, "time": 0, "error": {"type": ""}},
+    "config.json": {"architectures": [""]},
+    "manifest.json": {"files": {"*": {"bytes": 0}}, "created": 0},
+    "provenance.json": {
+        "git": {}, "packages": {"*": ""}, "code": {"*": ""}, "environment": {"*": ""},
+        "fingerprints": {}, "gpus": [""], "nccl": {"*": ""}, "python": {"version": ""},
+    },
+}  # fmt: skip
+"""By name of a file: a value of the kind of each value that is read; ``*`` is any key, None any
+value."""
 
 
-def records_of(lines: Iterable[bytes]) -> list[Record]:
-    """The JSON objects of ``lines``; the others are left out."""
-    found = [record_of(line) for line in lines]
-    return [record for record in found if record is not None]
+def misfit(value: Any, shape: Any, place: str = "") -> str:
+    """Where ``value`` is of another kind than ``shape``; empty where it nowhere is.
+
+    A value may be null, and a key may be missing, but not in an object of a list.
+    """
+    if value is None or shape is None:
+        return ""
+    if isinstance(shape, dict) and isinstance(value, dict):
+        for key, inner in value.items():
+            fault = misfit(inner, shape.get(key, shape.get("*")), f"{place}.{key}")
+            if fault:
+                return fault
+        return ""
+    if isinstance(shape, list) and isinstance(value, list):
+        if len(shape) > 1 and len(value) != len(shape):
+            return f"{place[1:]} has {len(value)} values"
+        for at, inner in enumerate(value):
+            spot = f"{place}.{at}"
+            fault = misfit(inner, shape[0], spot)
+            if isinstance(shape[0], dict):
+                missing = [key for key in shape[0] if key not in (inner or {})]
+                fault = fault or (f"{spot[1:]} has no {missing[0]}" if missing else "")
+            if fault:
+                return fault
+        return ""
+    kind = (int, float) if isinstance(shape, int) else type(shape)
+    return "" if isinstance(value, kind) else f"{place[1:] or 'it'} is {str(value)[:40]!r}"
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """The JSON objects of the lines of a file; none where there is no file. A last line that has
-    no end yet counts where it is a whole object."""
+def read_checked(
+    path: str | os.PathLike[str], parse: Callable[[IO[bytes]], Any] = json.load
+) -> tuple[Any, str]:
+    """What is in a file, and what is wrong with the file.
+
+    The content is empty where the file is missing or damaged; of a missing file nothing is wrong.
+    ``parse``: reads an open file; ValueError where it cannot.
+    """
+    name = os.path.basename(path)
+    shape = SHAPES.get(re.sub(r"^rank-\d+", "rank", name), {})
+    empty = type(shape)()
     try:
         with open(path, "rb") as stream:
-            return records_of(stream.read().split(b"\n"))
-    except OSError:
+            content = parse(stream)
+    except FileNotFoundError:
+        return empty, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return empty, f"{name} cannot be read, so it is left out: {error}"
+    if not isinstance(content, type(shape)):
+        kind = "a list" if isinstance(shape, list) else "a JSON object or a YAML mapping"
+        return empty, f"{name} is not {kind}, so it is left out."
+    fault = misfit(content, shape)
+    if fault:
+        return (
+            empty,
+            f"{name} has a value that llmx does not write, so it is left out: {fault}.",
+        )
+    return content, ""
+
+
+def record_of(line: bytes, shape: Record = SHAPES["metrics.jsonl"]) -> Record | None:
+    """The object of a line; None for anything else, such as a line that a crash cut off."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and not misfit(record, shape) else None
+
+
+def records_of(lines: Iterable[bytes], shape: Record = SHAPES["metrics.jsonl"]) -> list[Record]:
+    """The objects of ``lines``; what is none is left out."""
+    records = (record_of(line, shape) for line in lines)
+    return [record for record in records if record is not None]
+
+
+def read_records(path: str | os.PathLike[str], damage: list[str] | None = None) -> list[Record]:
+    """The objects of the lines of a file; none where there is no file. A last line that has
+    no end yet counts where it is a whole object.
+
+    ``damage``: a line is added to it where lines cannot be read.
+    """
+    name = os.path.basename(path)
+    try:
+        with open(path, "rb") as stream:
+            *lines, last = stream.read().split(b"\n")
+    except OSError as error:
+        if damage is not None and not isinstance(error, FileNotFoundError):
+            damage.append(f"{name} cannot be read, so it is left out: {error}")
         return []
+    shape = SHAPES.get(name, {})
+    records = records_of(lines, shape)
+    unreadable = sum(bool(line.strip()) for line in lines) - len(records)
+    if damage is not None and unreadable:
+        damage.append(f"{name}: unreadable lines are left out ({unreadable}).")
+    return records + records_of([last], shape)

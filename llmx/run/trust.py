@@ -34,8 +34,8 @@ def state_dir() -> Path:
 def code_of(exp: Experiment) -> dict[str, list[str]]:
     """Part -> the settings that run code, in words; parts without any are left out."""
     task, launch, hardware = exp.task, exp.launch, exp.hardware
-    named = [word for word in (task.kind, *task.eval_metrics) if ":" in word]
-    where = f" from {task.code_path} ({_digest(task)})" if named and task.code_path else ""
+    entry_points = [word for word in (task.kind, *task.eval_metrics) if ":" in word]
+    where = f" from {task.code_path} ({_digest(task)})" if entry_points and task.code_path else ""
     values = {
         "launch.python": launch.python,
         "launch.env": launch.env,
@@ -50,7 +50,7 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
     }
     parts = {
         MODEL: ["model.trust_remote_code=true"] if exp.model.trust_remote_code else [],
-        TASK: [f"{word}{where}" for word in named],
+        TASK: [f"{word}{where}" for word in entry_points],
         LAUNCH: [f"{key}={_shown(value)}" for key, value in values.items() if value],
     }
     return {part: lines for part, lines in parts.items() if lines}
@@ -83,13 +83,13 @@ def check_trusted(
         trusted: the user has said so.
         say: the word that says so, for the message.
     """
-    asked = {part: code[part] for part in parts if part in code}
-    if trusted or not asked:
+    checked = {part: code[part] for part in parts if part in code}
+    if trusted or not checked:
         return
     key, signatures = _key(make=False), read_mapping(run.signature)
     foreign = [
         line
-        for part, lines in asked.items()
+        for part, lines in checked.items()
         if key is None
         or not hmac.compare_digest(str(signatures.get(part)), _signature(key, part, lines))
         for line in lines

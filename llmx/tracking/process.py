@@ -34,7 +34,6 @@ from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
 from llmx.tracking.base import CompositeTracker, RunMeta, Status
 
 POLL_S = 0.5
-TRACKING_JSON = "tracking.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,7 +117,7 @@ class TrackerStatuses:
                 self.exit_code = 1
             # A full disk or a reader that went away must not end the other trackers.
             with contextlib.suppress(OSError):
-                write_json(self._run.root / TRACKING_JSON, self._statuses)
+                write_json(self._run.tracking, self._statuses)
             with contextlib.suppress(OSError):
                 self._log(line)
             if status.state != "finished" and before.get("message") != status.message:

@@ -76,7 +76,7 @@ def write_model(session: Session) -> None:
         export_model(engine.main.module, engine.config, **common)
     if session.rank == 0:
         try:
-            write_card(session.run_dir, session.run_dir.final_model, own=own)
+            write_card(session.run_dir, session.run_dir.final_model, former=own)
         except OSError as error:  # the model is there
             session.log(f"No model card in {session.run_dir.final_model}: {error}")
 

@@ -171,7 +171,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(
     assert "trained 40 steps" in text
     assert "plan.json cannot be read" in text
     assert "samples.json is not a JSON object" in text
-    assert "metrics.jsonl: 1 unreadable line left out." in text
+    assert "metrics.jsonl: unreadable lines are left out (1)." in text
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +261,7 @@ def test_page_is_one_whole_escaped_file(run: RunDir, capsys: pytest.CaptureFixtu
     assert "用英文说你好[/bold]" in page.text
     assert "svg" in page.tags, "the curves are drawn in the page"
     assert page.images == []
-    for shown in ("hidden_size: 128", '"stage": 2', "abc123", "0.96875", "train/loss"):
+    for shown in ("model.config.hidden_size", '"stage": 2', "abc123", "0.96875", "eval/loss"):
         assert shown in page.text
     assert not re.search(r"(?:src|href)=|url\(|@import", text), "nothing is loaded from elsewhere"
 
@@ -271,7 +271,8 @@ def test_picture_shows_the_curve_in_any_language(run: RunDir) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of every glyph it lacks
-        assert figure.draw_loss(load_run(run.root), run.loss_curve)
+        data = load_run(run.root)
+        assert figure.draw_losses([(data.name, data)], run.loss_curve)
     pixels = pyplot.imread(run.loss_curve)[..., :3]
     blue = (abs(pixels - (0.12, 0.47, 0.71)) < 0.1).all(axis=-1)
     orange = (abs(pixels - (1.0, 0.50, 0.05)) < 0.1).all(axis=-1)
@@ -336,7 +337,7 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
     plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 0, 1, 0, 80))]
     write_json(run.plan, plan)
-    assert "predicted" not in dict(wording.brief_rows(load_run(run.root)))
+    assert "predicted" not in dict(wording.summary_rows(load_run(run.root), is_brief=True))
     text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
 

@@ -9,7 +9,7 @@ import pytest
 
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
-from llmx.observe.report.step_time import MOST_RANKS, steps_by_rank
+from llmx.observe.report.step_time import MAX_RANKS, steps_by_rank
 from llmx.observe.report.wording import events, summary_rows
 from tests import tracked_run
 
@@ -39,16 +39,12 @@ def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Pat
     assert (fast.backward, fast.waits) == (pytest.approx(0.04), pytest.approx(0.12))
     assert (slow.idle, fast.idle) == (0.0, pytest.approx(0.6))
     assert slow.rest == pytest.approx(0.04)
-    assert slow.total == pytest.approx(0.22)
     assert ("idle", "30 % of the ranks' computing time, most on rank 1 (localhost): 60 %") in (
         summary_rows(data)
     )
     text = page(data)
     assert "One step by rank" in text
-    assert text.count('class="step"') == 2
-    assert "waits for other ranks, exchanges gradients: 120.0 ms" in text
-    assert "rank 1, localhost" in text
-    assert "<span>0 ms</span><span>55 ms</span><span>110 ms</span>" in text
+    assert '<td class="number">120.0</td>' in text
 
 
 def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path) -> None:
@@ -66,14 +62,13 @@ def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path) -> None:
         assert "idle" not in dict(summary_rows(data))
 
 
-def test_of_many_ranks_the_extremes_are_drawn(tmp_path: Path) -> None:
+def test_of_many_ranks_the_extremes_are_shown(tmp_path: Path) -> None:
     forward = [0.1 - 0.0001 * rank for rank in range(300)]
     times = {"forward_s": forward, "backward_s": [0.2] * 300, "update_s": [0.01] * 300}
     text = page(finished(tmp_path, **times))
-    assert text.count('class="step"') == MOST_RANKS
-    assert "236 ranks between them are left out" in text
-    assert "rank 0, localhost<" in text
-    assert "rank 299<" in text
+    assert f"{300 - MAX_RANKS} ranks between them are left out" in text
+    assert '<td class="number">0</td>' in text
+    assert '<td class="number">299</td>' in text
 
 
 def test_events_of_the_split_are_told(tmp_path: Path) -> None:

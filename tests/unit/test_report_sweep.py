@@ -6,7 +6,6 @@ import csv
 import io
 from pathlib import Path
 
-from llmx.observe.report.sweep_charts import number_of
 from llmx.observe.report.sweep_data import axes, measure
 from llmx.observe.report.sweep_table import print_sweep, to_csv, to_markdown, write_sweep
 from llmx.run.rundir import RunDir, write_json, write_text
@@ -100,7 +99,3 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_the_best() -> None:
     text = to_markdown([trial(1, loss=float("nan")), trial(2, loss=2.0), trial(3, loss=1.0)])
     assert "| nan |" in text
     assert "| 1.000* |" in text
-
-
-def test_what_looks_like_a_number_and_is_none() -> None:
-    assert [number_of(text) for text in ("1__0", "1_", "2026_", "1_0")] == [None, None, None, 10.0]

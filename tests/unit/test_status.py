@@ -191,7 +191,7 @@ def test_metrics_after_a_resume(tmp_path: Path) -> None:
     assert len(observer.facts()["metrics"]["losses"]) == 10
     kept = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= 16]
     kept.append({"kind": "event", "event": "resumed", "step": 16, "attempt": 2, "time": 5.0})
-    kept.append({"kind": "event", "event": "damaged", "checkpoint": "step-18", "reason": "bit"})
+    kept.append({"kind": "event", "event": "damaged", "checkpoint": 18, "reason": "bit"})
     kept.append({**tracked_run.train_line(18), "loss": None, "nonfinite": True})
     write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
     ranks(run, "loading", step=0)
@@ -200,7 +200,7 @@ def test_metrics_after_a_resume(tmp_path: Path) -> None:
     assert view.losses[-1] is None
     assert view.lost
     words = [words for _, words in view.events]
-    assert words == ["resumed from step 16, attempt 2", "damaged: step-18, bit"]
+    assert words == ["resumed from step 16, attempt 2", "damaged: 18, bit"]
     assert sparkline(view.losses).endswith("x")
 
 

@@ -30,7 +30,7 @@ from llmx.run.provenance.differences import (
     changed_values,
     short_value,
 )
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json, read_mapping
 from llmx.train.schedule import lr_at, optim_of, run_length
 
 SAME = "same numbers"
@@ -394,12 +394,12 @@ def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
     ``not_recorded`` says so.
     """
     recorded = then.get("config")
-    now = snapshot.config_values(run.config)
-    if not recorded or now is None or snapshot.hash_of(now) == recorded:
+    now = read_mapping(run.config)
+    if not recorded or not now or snapshot.hash_of(now) == recorded:
         return []
     for path in _copies(run):
-        former = snapshot.config_values(path)
-        if former is not None and snapshot.hash_of(former) == recorded:
+        former = read_mapping(path)
+        if former and snapshot.hash_of(former) == recorded:
             return [
                 Difference(
                     SEVERITY.get(change.rule.effect, BREAKS),

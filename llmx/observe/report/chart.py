@@ -1,13 +1,13 @@
 """Curves in the page itself: sharp on any screen, readable on a phone, without a script.
 
 The lines are SVG that stretches with the page; the labels are HTML beside it and keep their size.
-A linear and a logarithmic axis are both drawn, and CSS shows the one that is chosen.
+An axis is logarithmic where its values spread over more than a decade; steps are linear.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -15,33 +15,37 @@ from llmx import text as human
 
 Point = tuple[float, float]
 
-MOST_POINTS = 600
+COLOURS = (
+    "#2f81c7", "#d9822b", "#3a9e6a", "#a15cc0", "#b3643f", "#d0567f", "#4aa6ad", "#8f8f3a"
+)  # fmt: skip
+BLUE, ORANGE, GRAY, RED = COLOURS[0], COLOURS[1], "#888888", "#c9302c"
+MAX_POINTS = 600
 """Of one line; beyond, the least and the largest value of each stretch are drawn."""
 SIZE = 1000
 """Units of the drawing, in both directions."""
+LOG_FROM = 20.0
+"""Largest by smallest value from which on an axis is logarithmic."""
+NARROWEST = 240
+"""Pixels of a chart on a phone; labels that would lie over each other there are left out."""
+LETTER = 7.0
+"""Pixels of a character of a label."""
 
 STYLE = """
-.chart { margin: .5rem 0 1.5rem; }
-.chart input { margin: 0 .3rem 0 0; } .chart label { margin-right: 1rem; }
-.legend { margin: .3rem 0 .6rem; } .legend span { margin-right: 1.2rem; white-space: nowrap; }
-.legend b { font-weight: 400; white-space: nowrap; }
+.chart { margin: .5rem 0 1.5rem; } .legend { margin: .3rem 0 .6rem; }
+.legend span { margin-right: 1.2rem; }
 .plot { position: relative; height: 20rem; margin: .8rem 1rem 2.2rem 4rem; }
-.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 1rem; }
-.small .plot { height: 8rem; } .small h3 { font-size: .95rem; margin: .4rem 0; }
+.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr));
+  gap: 0 1rem; }
+.small .plot { height: 8rem; }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
-.plot i { position: absolute; font: 12px/1 system-ui, sans-serif; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
+.plot i { position: absolute; font: 12px/1 system-ui, sans-serif; white-space: nowrap; }
 .plot i.y { right: 100%; transform: translateY(-50%); padding-right: .4rem; }
 .plot i.x { top: 100%; transform: translateX(-50%); padding-top: .4rem; }
 .plot path { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke;
   stroke-linejoin: round; stroke-linecap: round; }
 .plot path.grid { stroke: #8883; stroke-width: 1; }
 .plot path.mark { stroke-width: 1.2; stroke-dasharray: 4 4; }
-.plot path.faint { opacity: .35; stroke-width: 1; } .plot path.dots { stroke-width: 7; }
-.plot path.thin { opacity: .8; stroke-width: 1.2; } .plot path.thin:hover { stroke-width: 4; }
-.blue { stroke: #2f81c7; color: #2f81c7; } .orange { stroke: #d9822b; color: #d9822b; }
-.gray { stroke: #888; color: #888; } .red { stroke: #c9302c; color: #c9302c; }
-.axis-log:not(:checked) ~ .log, .axis-log:checked ~ .linear { display: none; }
+.plot path.faint { opacity: .4; stroke-width: 1; } .plot path.dots { stroke-width: 7; }
 """
 
 
@@ -49,219 +53,63 @@ STYLE = """
 class Line:
     """One line of a chart; NaN leaves a gap."""
 
-    name: str
-    """For the legend; empty for none."""
     points: Sequence[Point]
-    colour: str
-    """Of ``STYLE`` (``blue``), or a colour of CSS (``#2f81c7``)."""
+    name: str = ""
+    """For the legend; empty for none."""
+    colour: str = BLUE
     kind: str = ""
-    """``faint``, ``thin``, ``dots`` or a plain line."""
+    """``faint``, ``dots``, ``mark`` (a vertical line at each x) or a plain line."""
     title: str = ""
     """Shown where the pointer is on the line."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical line at a step; the first of a name is in the legend."""
+class Scale:
+    """An axis: the part of its length, 0 to 1, at which a value lies, and its labels."""
 
-    step: int
-    name: str
-    colour: str
-
-
-@dataclass(frozen=True)
-class Labels:
-    """What stands below a chart whose points are no steps but places between 0 and 1."""
-
+    low: float
+    high: float
+    is_log: bool
     ticks: Sequence[tuple[float, str]]
+    """Value and text of each label."""
+
+    def place(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
 
 
-def chart(
-    lines: Sequence[Line],
-    *,
-    marks: Sequence[Mark] = (),
-    log: bool = False,
-    steps: int = 5,
-    labels: Labels | None = None,
-    logarithmic: bool = False,
-) -> str:
-    """HTML of one chart; ``log`` offers a logarithmic axis, too. Empty where nothing is finite.
+def scale_of(values: Sequence[float], *, is_tight: bool = False) -> Scale:
+    """The scale of finite values, to the next label beyond them.
 
-    ``steps``: about as many labels stand below. ``logarithmic``: only that axis.
+    ``is_tight``: it ends with the values and is linear, as of steps.
     """
-    linear = _plot(lines, marks, log=logarithmic, steps=steps, labels=labels)
-    if not linear:
-        return ""
-    as_log = _plot(lines, marks, log=True, steps=steps, labels=labels) if log else ""
-    choice = ""
-    if as_log:
-        choice = (
-            '<input type="radio" name="axis" class="axis-linear" id="axis-linear" checked>'
-            '<label for="axis-linear">linear</label>'
-            '<input type="radio" name="axis" class="axis-log" id="axis-log">'
-            '<label for="axis-log">logarithmic</label>'
-        )
-    return (
-        f'<div class="chart">{choice}{_legend(lines, marks)}'
-        f'<div class="plot linear">{linear}</div>'
-        + (f'<div class="plot log">{as_log}</div>' if as_log else "")
-        + "</div>"
-    )
-
-
-def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> str:
-    signs = {"": "━", "faint": "─", "thin": "─", "dots": "●"}
-    entries = [(line.colour, signs[line.kind], line.name) for line in lines if line.name]
-    entries += [(mark.colour, "┆", name) for name, mark in {m.name: m for m in marks}.items()]
-    if not entries:
-        return ""
-    spans = [
-        f"<span><i {_coloured(colour)}>{sign}</i> {_unbroken(name)}</span>"
-        for colour, sign, name in entries
-    ]
-    return f'<p class="legend">{"".join(spans)}</p>'
-
-
-def _unbroken(name: str) -> str:
-    """Where a legend may break, it breaks between words."""
-    return " ".join(f"<b>{escape(word)}</b>" for word in name.split(" "))
-
-
-def _coloured(colour: str, *kinds: str) -> str:
-    """Attributes of an element; a colour of CSS is no class."""
-    named = colour.isalpha()
-    classes = " ".join([*([colour] if named else []), *(kind for kind in kinds if kind)])
-    style = "" if named else f' style="stroke:{escape(colour)};color:{escape(colour)}"'
-    return f'class="{classes}"{style}'
-
-
-def _plot(
-    lines: Sequence[Line],
-    marks: Sequence[Mark],
-    *,
-    log: bool,
-    steps: int,
-    labels: Labels | None,
-) -> str:
-    finite = [
-        (step, value)
-        for line in lines
-        for step, value in line.points
-        if math.isfinite(value) and (value > 0 or not log)
-    ]
-    if not finite:
-        return ""
-    values = [value for _, value in finite]
-    first, last = 0.0, 1.0
-    if labels is None:
-        first = min(step for line in lines for step, _ in line.points)
-        last = max(step for line in lines for step, _ in line.points)
-        below = step_ticks(int(first), int(last), count=steps)
-        names = [(float(step), human.count(step)) for step in below]
+    low, high = min(values), max(values)
+    is_log = low > 1e-300 and high / low >= LOG_FROM and not is_tight
+    if is_log:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [10.0**decade for decade in decades]
+        ticks = ticks[:: math.ceil(len(ticks) / 8)]
     else:
-        names = list(labels.ticks)
-    low, high, ticks = log_axis(values) if log else linear_axis(values)
-    width = max(1.0, last - first)
-
-    def x(step: float) -> float:
-        return SIZE * (step - first) / width
-
-    def y(value: float) -> float:
-        if log:
-            return SIZE * (1 - math.log(value / low) / math.log(high / low))
-        return SIZE * (1 - (value - low) / (high - low))
-
-    parts = [f'<path class="grid" d="{"".join(f"M0 {y(t):.1f}H{SIZE}" for t in ticks)}"/>']
-    for mark in marks:
-        if first <= mark.step <= last:
-            parts.append(f'<path class="mark {mark.colour}" d="M{x(mark.step):.1f} 0V{SIZE}"/>')
-    for line in lines:
-        path = _path(line, x, y, positive=log)
-        if path:
-            title = f"<title>{escape(line.title)}</title>" if line.title else ""
-            parts.append(f'<path {_coloured(line.colour, line.kind)} d="{path}">{title}</path>')
-    written = [
-        f'<i class="y" style="top:{y(tick) / SIZE:.2%}">{label}</i>'
-        for tick, label in zip(ticks, numbers(ticks), strict=True)
-    ]
-    written += [
-        f'<i class="x" style="left:{x(place) / SIZE:.2%}">{escape(name)}</i>'
-        for place, name in names
-    ]
-    drawing = "".join(parts)
-    return (
-        f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" aria-hidden="true">'
-        f"{drawing}</svg>{''.join(written)}"
-    )
+        if 0 <= low < high / 2 and not is_tight:
+            low = 0.0
+        if high - low < 1e-300:
+            margin = max(abs(low) / 2, 1e-9)
+            low, high = low - margin, high + margin
+        step = nice_step((high - low) / 5)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        ticks = [index * step for index in range(first, last + 1)]
+    if not is_tight:
+        low, high = min(low, ticks[0]), max(high, ticks[-1])
+    labels = zip(ticks, labels_of(ticks), strict=True)
+    return Scale(low, high, is_log, [(tick, text) for tick, text in labels if low <= tick <= high])
 
 
-def _path(
-    line: Line, x: Callable[[float], float], y: Callable[[float], float], *, positive: bool
-) -> str:
-    words: list[str] = []
-    drawing = False
-    for step, value in thinned(line.points):
-        if not math.isfinite(value) or (positive and value <= 0):
-            drawing = False
-            continue
-        place = f"{x(step):.1f} {y(value):.1f}"
-        if line.kind == "dots":
-            words.append(f"M{place}h0")
-        else:
-            words.append(f"{'L' if drawing else 'M'}{place}")
-        drawing = True
-    # A single value is a dot: a line of no length is drawn by its round ends.
-    return "".join(words) + ("h0" if len(words) == 1 and line.kind != "dots" else "")
-
-
-def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most about MOST_POINTS: of each stretch the least and the largest value, gaps kept."""
-    if len(points) <= MOST_POINTS:
-        return points
-    size = math.ceil(2 * len(points) / MOST_POINTS)
-    points_left: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        finite = [point for point in stretch if math.isfinite(point[1])]
-        # One that is not finite is gap enough.
-        chosen = set([point for point in stretch if not math.isfinite(point[1])][:1])
-        if finite:
-            chosen |= {min(finite, key=_value), max(finite, key=_value)}
-        if start + size >= len(points):
-            chosen.add(points[-1])
-        points_left += sorted(chosen, key=lambda point: point[0])
-    return points_left
-
-
-def _value(point: Point) -> float:
-    return point[1]
-
-
-def linear_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """(lowest, highest, ticks): from zero where the values come near it."""
-    low, high = min(values), max(values)
-    if 0 <= low < 0.5 * high:
-        low = 0.0
-    if high <= low:
-        size = abs(low) or 1.0
-        low, high = low - 0.5 * size, high + 0.5 * size
-    step = nice_step((high - low) / 5)
-    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return low, high, [low + index * step for index in range(round((high - low) / step) + 1)]
-
-
-def log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """(lowest, highest, ticks) of positive values, at 1, 2 and 5 or at powers of ten."""
-    low, high = min(values), max(values)
-    if high <= low:
-        low, high = low / 2, high * 2
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if math.log10(high / low) < 2.5 else (1,)
-    marks = [factor * 10.0**decade for decade in decades for factor in factors]
-    below = max((mark for mark in marks if mark <= low), default=low)
-    above = min((mark for mark in marks if mark >= high), default=high)
-    ticks = [mark for mark in marks if below <= mark <= above]
-    return below, above, ticks[:: math.ceil(len(ticks) / 8)] or ticks
+def scale_of_names(names: Sequence[str]) -> Scale:
+    """The scale on which the first name is at 0, the second at 1."""
+    ticks = [(float(at), human.one_line(name, limit=16)) for at, name in enumerate(names)]
+    return Scale(-0.5, len(names) - 0.5, False, ticks)
 
 
 def nice_step(width: float) -> float:
@@ -270,24 +118,77 @@ def nice_step(width: float) -> float:
     return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= width * (1 - 1e-9))
 
 
-def step_ticks(first: int, last: int, *, count: int) -> list[int]:
-    """About ``count`` steps, the first and the last among them."""
-    if last <= first:
-        return [first]
-    size = max(1, round(nice_step((last - first) / count)))
-    inner = range((first // size + 1) * size, last, size)
-    # Beside the ends there is no room for another label.
-    margin = (last - first) / (2 * count)
-    return [first, *(step for step in inner if first + margin < step < last - margin), last]
-
-
-def numbers(ticks: Sequence[float]) -> list[str]:
+def labels_of(ticks: Sequence[float]) -> list[str]:
     """Labels in three digits, or in as many as tell them apart."""
-    labels = [_number(tick) for tick in ticks]
+    labels = [human.count(tick) if abs(tick) >= 1_000 else f"{tick:.4g}" for tick in ticks]
     return labels if len(set(labels)) == len(labels) else [f"{tick:,.7g}" for tick in ticks]
 
 
-def _number(value: float) -> str:
-    if value and abs(value) < 1e-4:
-        return f"{value:.0e}".replace("e-0", "e-")
-    return human.count(value) if abs(value) >= 1_000 else f"{value:g}"
+def chart(lines: Sequence[Line], *, across: Scale | None = None) -> str:
+    """HTML of one chart; empty where nothing is finite. ``across``: the horizontal axis, if it is
+    not one of steps."""
+    points = [point for line in lines for point in line.points if line.kind != "mark"]
+    finite = [value for _, value in points if math.isfinite(value)]
+    if not finite:
+        return ""
+    across = across or scale_of([x for x, _ in points], is_tight=True)
+    up = scale_of(finite)
+    levels = [(SIZE * (1 - up.place(tick)), text) for tick, text in up.ticks]
+    paths = [f'<path class="grid" d="{"".join(f"M0 {y:.1f}H{SIZE}" for y, _ in levels)}"/>']
+    for line in lines:
+        title = f"<title>{escape(line.title)}</title>" if line.title else ""
+        if path := _path(line, across, up):
+            paths.append(
+                f'<path class="{line.kind}" style="stroke:{line.colour}" d="{path}">{title}</path>'
+            )
+    labels = [f'<i class="y" style="top:{y / SIZE:.2%}">{text}</i>' for y, text in levels]
+    end = -math.inf
+    for tick, text in across.ticks:
+        place, half = across.place(tick), LETTER * len(text) / 2
+        if NARROWEST * place - half >= end:
+            labels.append(f'<i class="x" style="left:{place:.2%}">{escape(text)}</i>')
+            end = NARROWEST * place + half + LETTER
+    signs = {"": "━", "faint": "─", "dots": "●", "mark": "┆"}
+    legend = "".join(
+        f'<span><i style="color:{line.colour}">{signs[line.kind]}</i> {escape(line.name)}</span>'
+        for line in lines
+        if line.name
+    )
+    return (
+        '<div class="chart">' + (f'<p class="legend">{legend}</p>' if legend else "") +
+        f'<div class="plot"><svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{"".join(paths)}</svg>{"".join(labels)}</div></div>'
+    )  # fmt: skip
+
+
+def _path(line: Line, across: Scale, up: Scale) -> str:
+    if line.kind == "mark":
+        inside = [x for x, _ in line.points if across.low <= x <= across.high]
+        return "".join(f"M{SIZE * across.place(x):.1f} 0V{SIZE}" for x in inside)
+    words: list[str] = []
+    is_drawing = False
+    for x, value in thinned(line.points):
+        if not math.isfinite(value):
+            is_drawing = False
+            continue
+        place = f"{SIZE * across.place(x):.1f} {SIZE * (1 - up.place(value)):.1f}"
+        is_dot = line.kind == "dots"
+        words.append(f"M{place}h0" if is_dot else f"{'L' if is_drawing else 'M'}{place}")
+        is_drawing = True
+    # A single value is a dot: a line of no length is drawn by its round ends.
+    return "".join(words) + ("h0" if len(words) == 1 and line.kind != "dots" else "")
+
+
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """At most about MAX_POINTS: of each stretch the least and the largest value, gaps kept."""
+    if len(points) <= MAX_POINTS:
+        return points
+    length = math.ceil(2 * len(points) / MAX_POINTS)
+    chosen: list[Point] = []
+    for start in range(0, len(points), length):
+        stretch = points[start : start + length]
+        finite = sorted((p for p in stretch if math.isfinite(p[1])), key=lambda point: point[1])
+        gap = [point for point in stretch if not math.isfinite(point[1])][:1]
+        end = [points[-1]] if start + length >= len(points) else []
+        chosen += sorted({*finite[:1], *finite[-1:], *gap, *end}, key=lambda point: point[0])
+    return chosen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
 from llmx.observe.report.plan_table import SHOWN_STEPS, VERDICTS, seconds, verdict
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import columns_table, open_console
 from llmx.plan.make import without_price
 from llmx.plan.types import Plan
 
@@ -22,24 +22,22 @@ UNKNOWN = "unknown"
 
 
 def print_clusters(
-    found: Sequence[tuple[str, Composed | str]], *, stream: TextIO, width: int | None = None
+    clusters: Sequence[tuple[str, Composed | str]], *, stream: TextIO, width: int | None = None
 ) -> None:
     """One column for each cluster, in the order that was asked for; what refuses an experiment is
     a message instead of a plan, and stands below."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    plans = [composed.plan for _, composed in found if not isinstance(composed, str)]
+    plans = [composed.plan for _, composed in clusters if not isinstance(composed, str)]
     steps = all(plan.total_steps for plan in plans)
     columns = [
         {"fits": "refused"} if isinstance(composed, str) else cluster_values(composed, steps=steps)
-        for _, composed in found
+        for _, composed in clusters
     ]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table = columns_table()
     table.add_column("", style="bold")
-    for name, _ in found:
+    for name, _ in clusters:
         table.add_column(name, justify="right", overflow="fold")
     for row in dict.fromkeys(key for column in columns for key in column):
         cells = [
@@ -49,16 +47,16 @@ def print_clusters(
         table.add_row(row, *cells)
     console.print(Text("The same experiment on each cluster, as predicted", style="bold"))
     console.print(table)
-    for line in notes(found):
+    for line in notes(clusters):
         console.print(Text(line))
 
 
 STYLES = {**VERDICTS, "refused": "bold red"}
 
 
-def cluster_values(found: Composed, *, steps: bool) -> dict[str, str]:
+def cluster_values(composed: Composed, *, steps: bool) -> dict[str, str]:
     """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
-    plan = found.plan
+    plan = composed.plan
     verdicts = {verdict(memory) for memory in plan.memory if memory.capacity_gib}
     fits = next((worst for worst in VERDICTS if worst in verdicts), "not checked")
     peaks = [
@@ -92,10 +90,10 @@ def cluster_values(found: Composed, *, steps: bool) -> dict[str, str]:
     return values
 
 
-def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
+def notes(clusters: Sequence[tuple[str, Composed | str]]) -> list[str]:
     """What the table cannot say: why something is unknown or refused, and whether steps differ."""
     lines = []
-    plans = {name: one.plan for name, one in found if not isinstance(one, str)}
+    plans = {name: composed.plan for name, composed in clusters if not isinstance(composed, str)}
     tokens = {name: plan.batch.tokens_per_step for name, plan in plans.items()}
     if len(set(tokens.values())) > 1:
         listed = ", ".join(f"{value:,} on {name}" for name, value in tokens.items())
@@ -110,10 +108,10 @@ def notes(found: Sequence[tuple[str, Composed | str]]) -> list[str]:
     for name, plan in plans.items():
         if plan.time is not None and plan.time.unknown:
             lines.append(f"{name}: the time is not known: {plan.time.unknown}.")
-    for name, one in found:
-        if isinstance(one, str):
-            lines.append(f"{name}: {one}")
-        elif unpriced := without_price(one.experiment.hardware, one.plan.hosts):
+    for name, composed in clusters:
+        if isinstance(composed, str):
+            lines.append(f"{name}: {composed}")
+        elif unpriced := without_price(composed.experiment.hardware, composed.plan.hosts):
             lines.append(f"{name}: no price for {', '.join(unpriced)} (hardware.price_per_hour).")
     sources = [text for plan in plans.values() if plan.time for text in plan.time.sources]
     if sources:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
-from llmx.observe.report.figure import draw_loss, draw_table, tables
+from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.sweep_data import CSV, load_sweep, union
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse(path: Path, *, out: Path | None, objective: str | None) -> None:
     """ConfigError where a flag of sweeps is given with a run."""
-    given = [name for name, value in (("--out", out), ("--objective", objective)) if value]
-    if given and RunDir(path).config.is_file():
-        raise ConfigError(f"{given[0]} is for sweeps, and {path} is a run. Leave {given[0]} out.")
+    flags = [name for name, value in (("--out", out), ("--objective", objective)) if value]
+    if flags and RunDir(path).config.is_file():
+        raise ConfigError(f"{flags[0]} is for sweeps, and {path} is a run. Leave {flags[0]} out.")
 
 
 def _refuse_among_sweeps(path: Path) -> None:
@@ -118,9 +118,6 @@ def _report(run_dir: Path, *, width: int | None) -> int:
 
 
 def write_files(data: RunData) -> None:
-    """Write ``loss.png`` and the pictures of an evaluation's tables (where there is something to
-    draw), and ``report.html``."""
-    draw_loss(data, data.run.loss_curve)
-    for table in tables(data):
-        draw_table(table, data.run.root / table.file_name)
+    """Write ``loss.png``, where there is a loss, and ``report.html``."""
+    draw_losses([(data.name, data)], data.run.loss_curve)
     write_text(data.run.report, page(data))

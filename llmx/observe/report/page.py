@@ -1,167 +1,139 @@
 """``report.html``: the whole run in one file that opens anywhere, also years later.
 
-No script, nothing loaded from a network; every text of the run is escaped. Made for a phone, too:
-tables scroll instead of breaking words or numbers (``tests/unit/test_report_page.py``).
+No script, nothing loaded from a network; every text of the run is escaped.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import yaml
 
 from llmx import text as human
 from llmx.config import Experiment, to_dict
-from llmx.observe.report import chart, step_time, wording
-from llmx.observe.report.chart import Line, Mark
-from llmx.observe.report.figure import SMOOTHED_FROM, Numbers, points, shares, smoothed, tables
+from llmx.observe.report import step_time, wording
+from llmx.observe.report.chart import BLUE, GRAY, ORANGE, RED, Line, Point, chart
+from llmx.observe.report.figure import SMOOTHED_FROM, points, smoothed
 from llmx.observe.report.markup import (
+    Html,
     bullets,
     details,
     document,
     escaped,
-    grid,
     heading,
-    pairs,
     pre,
-    prose,
+    table,
 )
 from llmx.observe.report.run_data import RunData
+from llmx.redact import redact
 from llmx.run.metrics import metric_of
-from llmx.run.metrics.lines import Record, scalars
-from llmx.run.provenance.differences import flattened
+from llmx.run.metrics.lines import scalars
+from llmx.run.provenance.differences import flattened, short_value
 from llmx.text import plural
 
-MOST_METRIC_ROWS = 200
-MOST_COMPLETIONS = 200
+MAX_COMPLETIONS = 50
 LONGEST_COMPLETION = 1_500
 """Characters; ``samples.json`` has the whole."""
 LONGEST_FILE = 60_000
 """Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
-LONGEST_WORD_OF_A_COMPLETION = 30
-"""An untrained model writes such words; a language hardly ever."""
-OPEN_COMPLETIONS = 12
-"""The others are folded away."""
+NOT_SHOWN = ("schema_version", "name", "run_dir", "dry_run", "hardware.hosts", "hardware.devices",
+             "tokenizer.")  # fmt: skip
+"""Beginnings of keys: those of the run alone, of other commands, and what the plan shows better."""
 
 
 def page(data: RunData) -> str:
-    """The page as text."""
+    """The whole page as text, from the headline to the files of the run."""
     headline = wording.headline(data)
+    reasons = [row for row in (("cause", headline.cause), ("fix", headline.fix)) if row[1]]
+    places = [(name, Html(f"<code>{escaped(at)}</code>")) for name, at in wording.locations(data)]
+    files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
     parts = [
-        f'<h1 class="{headline.state}">{prose(headline.line)}</h1>',
-        pairs([row for row in (("cause", headline.cause), ("fix", headline.fix)) if row[1]]),
+        f'<h1 class="{headline.state}">{escaped(f"{data.name}: {headline.line}")}</h1>',
+        table(reasons),
         pre(wording.traceback_excerpt(data)),
-        heading("Summary", pairs(wording.summary_rows(data))),
+        heading("Summary", table(wording.summary_rows(data))),
         heading("Loss", _loss(data)),
         _other_curves(data),
-        heading("One step by rank", step_time.drawn(data)),
+        heading("One step by rank", step_time.steps_table(data)),
         heading("Evaluation", _tables(data)),
         heading("Completions", _completions(data)),
         heading("Warnings", bullets(wording.warnings(data))),
-        heading("Attempts", _attempts(data)),
+        heading("Attempts", _attempts(data) + bullets(wording.events(data))),
         heading("Data", _data(data)),
         heading("Config", _config(data)),
         heading("Plan", _plan(data.plan)),
-        heading("Files and commands", pairs(wording.locations(data), code=True)),
-        heading("Metrics", _metrics(data)),
-        details("config.yaml", _file(data, "config.yaml")),
-        details("ds_config.json", _file(data, "ds_config.json")),
-        details("provenance.json", _file(data, "provenance.json")),
-        details("plan.json", _json(data.plan)),
-        details("result.json", _json(data.result)),
+        heading("Files and commands", table(places)),
+        heading("Evaluations", _evaluations(data)),
+        *(details(name, _text_of(data, name)) for name in files),
     ]
     return document(data.name, parts)
 
 
 def _loss(data: RunData) -> str:
-    """Train loss (smoothed where there is much of it), evaluations, resumes; both axes."""
+    """Train loss (smoothed where there is much of it), evaluations, resumes."""
     train, evals = points(data.train, "loss"), points(data.evals, "loss")
     means = points(data.train, "loss_mean")
     lines = []
     if means:
-        lines.append(Line("train, each logged step", train, "blue", "faint"))
-        lines.append(Line("mean since the previous line", means, "blue"))
+        lines.append(Line(train, "train, each logged step", BLUE, "faint"))
+        lines.append(Line(means, "mean since the previous line"))
     elif len(train) >= SMOOTHED_FROM:
         smooth = smoothed([value for _, value in train])
         steps = [step for step, _ in train]
-        lines.append(Line("", train, "blue", "faint"))
-        lines.append(Line("train, smoothed", list(zip(steps, smooth, strict=True)), "blue"))
+        lines.append(Line(train, "", BLUE, "faint"))
+        lines.append(Line(list(zip(steps, smooth, strict=True)), "train, smoothed"))
     elif train:
-        lines.append(Line("train", train, "blue"))
+        lines.append(Line(train, "train"))
     if evals:
         # A line through two points (before and after) would look like a measured curve.
-        if len(evals) > 2:
-            lines.append(Line("", evals, "orange"))
-        lines.append(Line("evaluation", evals, "orange", "dots"))
-    marks = [
-        Mark(step, "resumed", "gray")
-        for step in sorted({r["step"] for r in data.records if r.get("event") == "resumed"})
-    ]
-    marks += [Mark(step, "loss is NaN", "red") for step, value in train if value != value]
-    drawn = chart.chart([line for line in lines if line.points], marks=marks, log=True)
-    return f"<p>nats per target token, over optimizer steps</p>{drawn}" if drawn else ""
+        lines += [Line(evals, "", ORANGE)] * (len(evals) > 2)
+        lines.append(Line(evals, "evaluation", ORANGE, "dots"))
+    resumed = {record["step"] for record in data.records if record.get("event") == "resumed"}
+    for name, steps, colour in (
+        ("resumed", sorted(resumed), GRAY),
+        ("loss is NaN", [step for step, value in train if value != value], RED),
+    ):
+        if steps:
+            lines.append(Line([(step, 0.0) for step in steps], name, colour, "mark"))
+    picture = chart(lines)
+    return f"<p>nats per target token, over optimizer steps</p>{picture}" if picture else ""
 
 
 def _other_curves(data: RunData) -> str:
     """Learning rate, gradient norm, speed, and every metric of the task, one small chart each."""
-    curves: list[tuple[str, Sequence[chart.Point], str]] = [
-        ("Learning rate", points(data.train, "lr"), "gray"),
-        ("Gradient norm", points(data.train, "grad_norm"), "blue"),
-        ("Tokens/s", points(data.train, "tokens_per_s"), "blue"),
-        *_metric_curves(data, "train"),
-        *_metric_curves(data, "eval"),
+    curves: list[tuple[str, list[Point], str]] = [
+        ("Learning rate", [*points(data.train, "lr")], GRAY),
+        ("Gradient norm", [*points(data.train, "grad_norm")], BLUE),
+        ("Tokens/s", [*points(data.train, "tokens_per_s")], BLUE),
     ]
-    charts = [
-        (title, chart.chart([Line("", found, colour)], steps=3))
-        for title, found, colour in curves
-        if len(found) > 1
+    for kind, colour, least in (("train", BLUE, 2), ("eval", ORANGE, 3)):
+        for name, measured in data.metric_points(kind).items():
+            # A line through two evaluations (before and after) would look like a measured curve.
+            if len(measured) >= least:
+                metric = metric_of(name, data.declared)
+                scale, unit = (100, " (%)") if metric.format == "percent" else (1, "")
+                of = ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
+                title = f"{metric.title[:1].upper()}{metric.title[1:]}{of}{unit}"
+                curves.append((title, [(step, scale * value) for step, value in measured], colour))
+    cells = [
+        f"<div><h3>{escaped(title)}</h3>{picture}</div>"
+        for title, curve, colour in curves
+        if len(curve) > 1 and (picture := chart([Line(curve, colour=colour)]))
     ]
-    cells = [f"<div><h3>{escaped(title)}</h3>{drawn}</div>" for title, drawn in charts if drawn]
     return f'<div class="small">{"".join(cells)}</div>' if cells else ""
 
 
-def _metric_curves(data: RunData, kind: str) -> list[tuple[str, Sequence[chart.Point], str]]:
-    """Title, points and colour of each metric of the ``train`` or the ``eval`` lines."""
-    declared = data.declared
-    curves: list[tuple[str, Sequence[chart.Point], str]] = []
-    for name, found in data.metric_points(kind).items():
-        metric = metric_of(name, declared)
-        # A line through two evaluations (before and after) would look like a measured curve.
-        if kind == "eval" and len(found) < 3:
-            continue
-        title = metric.title[:1].upper() + metric.title[1:]
-        title += ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
-        if metric.format == "percent":
-            title, found = f"{title} (%)", [(step, 100 * value) for step, value in found]
-        curves.append((title, found, "orange" if kind == "eval" else "blue"))
-    return curves
-
-
 def _tables(data: RunData) -> str:
-    """What the newest evaluation measures and is no number, such as a confusion matrix: each cell
-    the darker, the larger its part of the row."""
-    return "".join(_shaded(table, step=data.tables.get("step", 0)) for table in tables(data))
-
-
-def _shaded(table: Numbers, *, step: int) -> str:
-    head = "".join(f'<th class="number">{escaped(name)}</th>' for name in table.columns)
-    lines = []
-    for name, row in zip(table.rows, table.values, strict=True):
-        parts = zip(row, shares(row), strict=True)
-        cells = "".join(
-            f'<td class="number" style="background: rgb(31 119 180 / {part:.2f})">{value:,g}</td>'
-            for value, part in parts
+    """What the newest evaluation measures and is no number, such as a confusion matrix."""
+    return "".join(
+        f"<p>{escaped(entry.title)}, step {data.tables_step:,}</p>"
+        + table(
+            [[name, *(f"{value:,g}" for value in values)]
+             for name, values in zip(entry.rows, entry.values, strict=True)],
+            heads=["", *entry.columns], kinds=["name", *["number"] * len(entry.columns)],
         )
-        lines.append(f"<tr><th>{escaped(name)}</th>{cells}</tr>")
-    return (
-        f"<p>{prose(table.title)}, step {step:,}</p>"
-        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+        for entry in data.tables
+    )  # fmt: skip
 
 
 def _completions(data: RunData) -> str:
@@ -174,20 +146,12 @@ def _completions(data: RunData) -> str:
             marks[row.right_before] + _cut(row.before),
             marks[row.right_after] + _cut(row.after),
         ]
-        for row in completed[:MOST_COMPLETIONS]
+        for row in completed[:MAX_COMPLETIONS]
     ]
     heads = ["prompt", "expected", "before training", "after training"]
-
-    def folding(some: list[list[str]]) -> str:
-        return grid(heads, some, kinds=["long"] * 4, longest=LONGEST_WORD_OF_A_COMPLETION)
-
-    left = len(completed) - len(rows)
-    note = f"<p>and {left:,} more in <code>samples.json</code></p>" if left else ""
-    folded = rows[OPEN_COMPLETIONS:]
-    more = plural(len(folded), "more completion")
-    return folding(rows[:OPEN_COMPLETIONS]) + (
-        f"<details><summary>{more}</summary>{folding(folded)}{note}</details>" if folded else ""
-    )
+    omitted = len(completed) - len(rows)
+    note = f"<p>and {omitted:,} more in <code>samples.json</code></p>" if omitted else ""
+    return table(rows, heads=heads, kinds=[""] * 4) + note
 
 
 def _cut(text: str) -> str:
@@ -197,106 +161,85 @@ def _cut(text: str) -> str:
 
 
 def _attempts(data: RunData) -> str:
-    """How each attempt ended and what followed, if there was more than one; then other events."""
+    """How each attempt ended and what followed, if there was more than one."""
     rows = []
     if len(data.attempts) > 1 or any(line.get("decision") == "restart" for line in data.attempts):
         rows = [_attempt(line) for line in data.attempts]
     heads = ["attempt", "steps", "outcome", "cause", "then", "checkpoint", "began", "took"]
-    kinds = ["number", "short", "short", "cause", "short", "number", "short", "short"]
-    return grid(heads, rows, kinds=kinds) + bullets(wording.events(data))
+    kinds = ["number", "short", "short", "", "short", "number", "short", "short"]
+    return table(rows, heads=heads, kinds=kinds)
 
 
 def _attempt(line: dict[str, Any]) -> list[str]:
     started, ended = line.get("started") or 0.0, line.get("ended") or 0.0
     saved, first, last = line.get("saved_step"), line.get("first_step"), line.get("last_step")
     trained = first is not None and last is not None and last > first
-    where = [f"rank {line['rank']}"] * (line.get("rank") is not None)
-    where += [f"on {line['host']}"] * bool(line.get("host"))
-    cause = line.get("cause") or ""
+    where = [f"rank {line.get('rank')}"] * (line.get("rank") is not None)
+    where += [f"on {line.get('host')}"] * bool(line.get("host"))
+    cause, decision = line.get("cause") or "", line.get("decision") or ""
+    wait = f" after {human.duration(line['wait_s'])}" if line.get("wait_s") else ""
     return [
         str(line.get("attempt", "")),
         f"{first + 1:,} to {last:,}" if trained and first is not None else "none",
         str(line.get("outcome", "")),
         f"{' '.join(where)}: {cause}" if where and cause else cause,
-        _decision(line),
+        f"{decision}{wait}" if decision == "restart" else decision,
         "" if saved is None else f"step {saved:,}",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
         human.duration(ended - started) if ended > started > 0 else "",
     ]
 
 
-def _decision(line: dict[str, Any]) -> str:
-    decision = line.get("decision")
-    if decision == "restart":
-        wait_s = line.get("wait_s") or 0.0
-        return f"restart after {human.duration(wait_s)}" if wait_s else "restart"
-    return {"stop": "stop", "finished": "finished"}.get(str(decision), str(decision or ""))
-
-
 def _data(data: RunData) -> str:
     names = {"train": "training split", "eval": "evaluation split"}
     return "".join(
-        f"<h3>{escaped(names.get(split, split))}</h3>" * (len(data.data) > 1) + pairs(rows)
+        f"<h3>{escaped(names.get(split, split))}</h3>" * (len(data.data) > 1) + table(rows)
         for split, rows in data.data.items()
     )
 
 
 def _config(data: RunData) -> str:
-    """What was typed, what is not the default, what resume changed; the whole stands below."""
-    if not data.config:
-        return ""
-    typed = shlex.join(data.typed)
-    values = as_yaml(chosen(data.config))
+    """What was typed, what is not the default, what resume changed."""
+    defaults = flattened(to_dict(Experiment()))
+    settings = [
+        (key, short_value(value, limit=200))
+        for key, value in flattened(data.config).items()
+        if not key.startswith(NOT_SHOWN)
+        and value not in ({}, [])
+        and (key not in defaults or value != defaults[key])
+    ]
     changed = [
-        [f"{change.get('step', 0):,}", key, shown(old), shown(new)]
+        [f"{change.get('step') or 0:,}", key, short_value(old), short_value(new)]
         for change in data.changes
         for key, (old, new) in (change.get("changes") or {}).items()
     ]
     heads, kinds = ["from step", "key", "before", "after"], ["number", "short", "short", "short"]
     return (
-        (f"<p>Overrides of the command line:</p>{pre(typed)}" if typed else "")
-        + "<p>What every run has, and all that is not a default (<code>config.yaml</code> below "
-        f"has every key):</p>{pre(values.rstrip())}"
-        + (f"<h3>Changed by resume</h3>{grid(heads, changed, kinds=kinds)}" if changed else "")
+        (f"<p>Typed:</p>{pre(shlex.join(data.typed))}" if data.typed else "")
+        + ("<p>All that is not a default:</p>" + table(settings) if settings else "")
+        + (f"<h3>Changed by resume</h3>{table(changed, heads=heads, kinds=kinds)}" * bool(changed))
     )
 
 
-def _metrics(data: RunData) -> str:
-    """Every evaluation, and at most MOST_METRIC_ROWS train lines, evenly chosen."""
-    train = data.train
-    every = -(-len(train) // MOST_METRIC_ROWS) or 1
-    shown_records = train[::every]
-    if train and shown_records[-1] is not train[-1]:
-        shown_records.append(train[-1])
-    lines = plural(len(train), "train line")
-    note = (
-        f"<p>One of every {every} of {lines}; all are in <code>metrics.jsonl</code>.</p>"
-        if every > 1
-        else ""
-    )
-    return note + _scalar_table(data.evals) + _scalar_table(shown_records)
-
-
-def _scalar_table(records: list[Record]) -> str:
-    names = list(dict.fromkeys(name for record in records for name in scalars(record)))
-    names = [name for name in names if "/rank_" not in name]
-    rows = []
-    for record in records:
-        values = scalars(record)
-        cells = [f"{values[name]:.5g}" if name in values else "" for name in names]
-        rows.append([f"{record['step']:,}", *cells])
-    return grid(["step", *names], rows, kinds=["number"] * (len(names) + 1))
+def _evaluations(data: RunData) -> str:
+    """Every number of every evaluation."""
+    rows = [(record["step"], scalars(record)) for record in data.evals]
+    names = list(dict.fromkeys(name for _, values in rows for name in values))
+    cells = [
+        [f"{step:,}", *(f"{values[name]:.5g}" if name in values else "" for name in names)]
+        for step, values in rows
+    ]
+    return table(cells, heads=["step", *names], kinds=["number"] * (len(names) + 1))
 
 
 def _plan(plan: dict[str, Any]) -> str:
-    hosts = plan.get("hosts") or []
-    rows = []
-    for rank in plan.get("ranks") or []:
-        host = hosts[rank["host"]] if rank.get("host", -1) < len(hosts) else {}
-        rows.append(
-            [str(rank["rank"]), str(host.get("name")), rank["device"], str(rank["micro_batch"])]
-        )
-    batch = plan.get("batch") or {}
+    hosts, batch = plan.get("hosts") or [], plan.get("batch") or {}
+    rows = [
+        [str(rank["rank"]), hosts[rank["host"]]["name"], rank["device"], str(rank["micro_batch"])]
+        for rank in plan.get("ranks") or []
+    ]
+    if not rows:
+        return ""
     size = plan.get("num_parameters") or 0
     facts = [
         ("precision", f"{plan.get('precision')}: {plan.get('precision_reason')}"),
@@ -309,69 +252,15 @@ def _plan(plan: dict[str, Any]) -> str:
         ("parameters", human.count(size) if size else "not known before the model is built"),
         ("transport", str(plan.get("transport"))),
     ]
-    if not rows:
-        return ""
     kinds = ["number", "short", "short", "number"]
-    return pairs(facts) + grid(["rank", "host", "device", "micro batch"], rows, kinds=kinds)
+    return table(facts) + table(rows, heads=["rank", "host", "device", "micro batch"], kinds=kinds)
 
 
-def _file(data: RunData, name: str) -> str:
+def _text_of(data: RunData, name: str) -> str:
     try:
         text = (data.run.root / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     if len(text) <= LONGEST_FILE:
-        return text
-    return f"{text[:LONGEST_FILE]}\n... {len(text):,} characters, whole in {name}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) if value else ""
-
-
-ALWAYS = (
-    "seed", "precision", "model.kind", "model.path", "model.init", "data.path", "data.seq_len",
-    "data.packing", "task.kind", "task.steps", "task.epochs", "zero.stage", "optim.kind",
-    "optim.lr", "optim.schedule", "optim.weight_decay", "batch.global_batch", "batch.micro_batch",
-)  # fmt: skip
-"""Shown also where they are the defaults; not where they are not set."""
-NEVER = ("schema_version", "name", "run_dir", "dry_run", "hardware.hosts", "hardware.devices")
-"""The run's own, and what the plan shows better."""
-NOT_OF_A_RUN = ("tokenizer.",)
-"""Groups of other commands."""
-
-
-def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested part of ``config``, in its order."""
-    defaults = flattened(to_dict(Experiment()))
-    settings: dict[str, Any] = {}
-    for key, value in flattened(config).items():
-        if key.startswith((*NEVER, *NOT_OF_A_RUN)) or value in ({}, []):
-            continue
-        if value != defaults.get(key) or (key in ALWAYS and value is not None):
-            place = settings
-            *parents, last = key.split(".")
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[last] = value
-    return settings
-
-
-class _Dumper(yaml.SafeDumper):
-    """Lists on one line, as they are typed."""
-
-
-_Dumper.add_representer(
-    list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, True)
-)
-
-
-def as_yaml(values: Mapping[str, Any]) -> str:
-    """``chosen`` for a reader."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=60)
-
-
-def shown(value: Any) -> str:
-    """A value on one line, as YAML writes it."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.strip().removesuffix("...").strip()
+        return redact(text)
+    return f"{redact(text[:LONGEST_FILE])}\n... {len(text):,} characters, whole in {name}"

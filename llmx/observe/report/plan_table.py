@@ -29,7 +29,7 @@ from llmx.config.fields import plain
 from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
 from llmx.errors import ConfigError
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import columns_table, open_console, pairs_table
 from llmx.plan.balance import idle_shares, step_fs
 from llmx.plan.batch import solve_batch
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
@@ -64,6 +64,11 @@ MEMORY_PARTS = (
 )
 CONTEXT = {"cuda": "CUDA context", "cpu": "process"}
 """What a rank takes beside tensors."""
+MAX_HOSTS = 8
+SHOWN_STEPS = 1000
+"""Where the number of steps is not known."""
+FARTHEST_DAYS = 36_500
+UNKNOWN = "unknown"
 
 
 def print_plan(
@@ -135,7 +140,7 @@ def render_plan(
 
 def hosts_table(plan: Plan) -> Table:
     """One row a host: its ranks, devices, micro batches, accumulation and precision."""
-    table = _table()
+    table = columns_table()
     for name, justify in (
         ("host", "left"),
         ("ranks", "left"),
@@ -147,12 +152,13 @@ def hosts_table(plan: Plan) -> Table:
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for index, host in enumerate(plan.hosts):
         ranks = [rank for rank in plan.ranks if rank.host == index]
+        counts = [len(plan.batch.sizes_of(rank.rank)) for rank in ranks]
         table.add_row(
             _host_name(host),
-            _span([rank.rank for rank in ranks]),
+            "-".join(dict.fromkeys(str(rank.rank) for rank in ranks[:1] + ranks[-1:])) or "none",
             f"{len(ranks)}{human.TIMES}{host.device}",
             _micro_batches(ranks),
-            _micro_steps([len(plan.batch.sizes_of(rank.rank)) for rank in ranks]),
+            " + ".join(map(str, counts[:1] if len(set(counts)) == 1 else counts)),
             plan.precision,
         )
     return table
@@ -163,12 +169,6 @@ def facts_table(
 ) -> Table:
     """What holds for the whole run: precision and why, batch, steps, learning rate and what set it,
     model, ZeRO, transport."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
     accum = plan.grad_accum_dtype
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
@@ -186,10 +186,7 @@ def facts_table(
         ("attention", _attention_line(plan, exp.data)),
         ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
     ]
-    for name, text in rows:
-        if text:
-            table.add_row(f" {name}", Text(text))
-    return table
+    return pairs_table((name, text) for name, text in rows if text)
 
 
 def warnings_table(warnings: tuple[str, ...]) -> Table:
@@ -241,17 +238,11 @@ def balance_line(plan: Plan) -> str:
             method = f"as an earlier run here has measured ({balance.source}); checked at the start"
     if plan.time is not None and plan.time.even_step_s:
         return method  # what it gains stands with the predicted time, with communication
-    ours, even, idle = predicted(plan)
-    waits: dict[str, float] = {}
-    for rank, share in zip(plan.ranks, idle, strict=True):
-        name = f"{plan.hosts[rank.host].name} ({rank.device})"
-        waits[name] = max(share, waits.get(name, 0.0))
-    shown = [f"{name} {human.percent(share)}" for name, share in waits.items()][:8]
-    more = ", ..." if len(waits) > 8 else ""
+    step_as_planned, even, idle = predicted(plan)
     gain = "there is no even split of this batch"
     if even:
-        gain = f"a step takes {ours / even:.2f} of the time of the even split"
-    return f"{method}; {gain}; idle: {', '.join(shown)}{more} (without communication)"
+        gain = f"a step takes {step_as_planned / even:.2f} of the time of the even split"
+    return f"{method}; {gain}; idle: {waiting(plan, idle)} (without communication)"
 
 
 def device_lines(plan: Plan, exp: Experiment) -> list[str]:
@@ -293,15 +284,15 @@ def _offloaded(zero: ZeroConfig) -> list[str]:
 
 def _limited_by(plan: Plan, exp: Experiment, ranks: list[RankPlan]) -> str:
     """What keeps the micro batch of a type of device from being larger."""
-    wanted, size = exp.batch.micro_batch, max(rank.micro_batch for rank in ranks)
+    configured, size = exp.batch.micro_batch, max(rank.micro_batch for rank in ranks)
     if plan.balance is None:
         return f"batch.balance={exp.batch.balance}: one for all"
     limit = max(plan.balance.limits[rank.rank] for rank in ranks)
     if size < limit:
         return f"its share of the step; at most {limit}" + (
-            " by memory" if limit < wanted else " by batch.micro_batch"
+            " by memory" if limit < configured else " by batch.micro_batch"
         )
-    return f"memory; batch.micro_batch={wanted}" if limit < wanted else "batch.micro_batch"
+    return f"memory; batch.micro_batch={configured}" if limit < configured else "batch.micro_batch"
 
 
 def predicted(plan: Plan) -> tuple[int, int, list[float]]:
@@ -310,23 +301,19 @@ def predicted(plan: Plan) -> tuple[int, int, list[float]]:
     balance, batch = plan.balance, plan.batch
     assert balance is not None
     sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
-    known: dict[str, Any] = {"seq_len": batch.seq_len, "same_steps": balance.same_steps}
-    ours = step_fs(sizes, balance.speeds, **known)
+    settings: dict[str, Any] = {"seq_len": batch.seq_len, "same_steps": balance.same_steps}
+    as_planned = step_fs(sizes, balance.speeds, **settings)
     least = BatchConfig(global_batch=batch.global_batch, micro_batch=min(balance.limits))
     try:
         even = solve_batch(least, seq_len=batch.seq_len, world=plan.world_size)
     except ConfigError:
-        return ours, 0, idle_shares(sizes, balance.speeds, **known)
+        return as_planned, 0, idle_shares(sizes, balance.speeds, **settings)
     evenly = tuple(even.sizes_of(rank) for rank in range(plan.world_size))
     return (
-        ours,
-        step_fs(evenly, balance.speeds, **known),
-        idle_shares(sizes, balance.speeds, **known),
+        as_planned,
+        step_fs(evenly, balance.speeds, **settings),
+        idle_shares(sizes, balance.speeds, **settings),
     )
-
-
-def _micro_steps(counts: list[int]) -> str:
-    return str(counts[0]) if len(set(counts)) == 1 else " + ".join(map(str, counts))
 
 
 def _steps_line(plan: Plan, task: TaskConfig) -> str:
@@ -384,8 +371,8 @@ def _tokens_line(model: ModelConfig, adapter: AdapterConfig) -> str:
     added = added_tokens(model)
     if not added:
         return ""
-    some = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
-    line = f"{len(added)} added: {printable(some)}"
+    listed = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
+    line = f"{len(added)} added: {printable(listed)}"
     if adapter.kind == "none":
         return line
     return f"{line}; embedding and output head are trained whole beside the adapter"
@@ -437,15 +424,15 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
         "packed": "rows are packed",
         "padded": "each row in a line of its own",
     }[data.layout]
-    same = len(set(kinds.values())) == 1
-    return f"{next(iter(kinds.values())) if same else listed}; {rows}"
+    is_uniform = len(set(kinds.values())) == 1
+    return f"{next(iter(kinds.values())) if is_uniform else listed}; {rows}"
 
 
 def _memory(plan: Plan) -> Table:
     """Parts as rows, device types as columns: stays narrow with many parts."""
     from rich.text import Text
 
-    table = _table()
+    table = columns_table()
     table.add_column("")
     for memory in plan.memory:
         table.add_column(memory.device, justify="right", overflow="fold")
@@ -459,11 +446,13 @@ def _memory(plan: Plan) -> Table:
     table.add_row(CONTEXT[plan.accelerator], *context)
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
-    table.add_row("device has", *(_capacity(memory) for memory in plan.memory))
-    if any(memory.capacity_gib for memory in plan.memory):
-        reserve = (_reserve(memory) for memory in plan.memory)
+    sizes = [memory.capacity_gib for memory in plan.memory]
+    table.add_row("device has", *(human.gib(size) if size else UNKNOWN for size in sizes))
+    if any(sizes):
+        reserve = (human.gib((1 - USABLE) * size) if size else "" for size in sizes)
         table.add_row(f"kept free ({1 - USABLE:.0%}: fragmentation)", *reserve)
-    table.add_row("", *(_fits(memory) for memory in plan.memory))
+    verdicts = map(verdict, plan.memory)
+    table.add_row("", *(Text(words, style=VERDICTS[words]) for words in verdicts))
     if plan.storage is not None:
         return table  # RAM has a table of its own
     if any(memory.host_gib for memory in plan.memory):
@@ -495,21 +484,21 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
         choices(exp, plan, usable_traces, allows=refusal, by_device=False) if any_known else []
     )
     parts: list[RenderableType] = []
-    sizes = sorted({one.micro_batch for one in options})
+    sizes = sorted({choice.micro_batch for choice in options})
     ways = dict.fromkeys(
-        (one.zero, one.checkpointing) for one in sorted(options, key=_choice_order)
+        (choice.zero, choice.checkpointing) for choice in sorted(options, key=_choice_order)
     )
     for memory in plan.memory if options else ():
         if not memory.capacity_gib:
             continue
-        table = _table()
+        table = columns_table()
         for name in ("zero", "checkpointing"):
             table.add_column(name)
         for size in sizes:
             table.add_column(str(size), justify="right")
         cells = {
-            (one.zero, one.checkpointing, one.micro_batch): _cell(one, memory.device)
-            for one in options
+            (choice.zero, choice.checkpointing, choice.micro_batch): _cell(choice, memory.device)
+            for choice in options
         }
         for option, how in ways:
             table.add_row(option, how, *(cells.get((option, how, size), "") for size in sizes))
@@ -539,37 +528,15 @@ def _cell(choice: Choice, device: str) -> Text:
     return Text("".join(words), style="green" if memory.fits else "red")
 
 
-def _capacity(memory: MemoryPlan) -> str:
-    return human.gib(memory.capacity_gib) if memory.capacity_gib else "unknown"
-
-
-def _reserve(memory: MemoryPlan) -> str:
-    return human.gib((1 - USABLE) * memory.capacity_gib) if memory.capacity_gib else ""
-
-
 VERDICTS = {"not checked": "", "does not fit": "bold red", "fits": "green"}
 """What is said of a device's memory, the worst first, and its style."""
 
 
 def verdict(memory: MemoryPlan) -> str:
-    """One of ``VERDICTS``."""
+    """Whether a rank fits on its device: one of ``VERDICTS``."""
     if memory.capacity_gib == 0:
         return "not checked"
     return "fits" if memory.fits else "does not fit"
-
-
-def _fits(memory: MemoryPlan) -> RenderableType:
-    from rich.text import Text
-
-    words = verdict(memory)
-    return Text(words, style=VERDICTS[words])
-
-
-def _table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
 
 
 def _host_name(host: HostPlan) -> str:
@@ -580,12 +547,6 @@ def _host_name(host: HostPlan) -> str:
     return host.name + address
 
 
-def _span(ranks: list[int]) -> str:
-    if not ranks:
-        return "none"
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
 def _micro_batches(ranks: list[RankPlan]) -> str:
     sizes = [rank.micro_batch for rank in ranks]
     if len(sizes) > 1 and len(set(sizes)) == 1:
@@ -593,33 +554,19 @@ def _micro_batches(ranks: list[RankPlan]) -> str:
     return " + ".join(map(str, sizes))
 
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-MOST_HOSTS = 8
-SHOWN_STEPS = 1000
-"""Where the number of steps is not known."""
-FARTHEST_DAYS = 36_500
-
-
 def time_parts(plan: Plan, *, now: datetime | None = None) -> list[RenderableType]:
-    """Title and table of the predicted time; nothing for a plan of an older llmx.
+    """Title and table of the predicted time; nothing where the plan has none.
 
     ``now``: when the run would start; None: now.
     """
-    from rich.table import Table
     from rich.text import Text
 
     if plan.time is None:
         return []
-    title = "Predicted time of a step"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in time_rows(plan, now=now or datetime.now()):
-        table.add_row(f" {name}", Text(text))
+    table = pairs_table(time_rows(plan, now=now or datetime.now()))
     # A table of memory ends with an empty line of its own.
-    return [Text(f"{'' if plan.memory or plan.storage else chr(10)}{title}", style="bold"), table]
+    before = "" if plan.memory or plan.storage else "\n"
+    return [Text(f"{before}Predicted time of a step", style="bold"), table]
 
 
 def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str, str]]:
@@ -634,7 +581,7 @@ def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str,
     mfu = ", ".join(f"{name} {human.percent(part)}" for name, part in time.mfu)
     yield "speed", f"{time.tokens_per_s:,.0f} tokens/s{f'; MFU {mfu}' if mfu else ''}"
     if max(time.idle, default=0.0) >= 0.005:
-        yield "waiting", f"of a step: {waiting(plan)}"
+        yield "waiting", f"of a step: {waiting(plan, time.idle)}"
     if time.even_step_s:
         gain = time.step_s / time.even_step_s
         yield "even split", f"{seconds(time.even_step_s)}; this one takes {gain:.2f} of it"
@@ -674,16 +621,14 @@ def whole_run(plan: Plan, *, now: datetime | None = None) -> str:
     return f"{', '.join(words)}; without evaluation and saves"
 
 
-def waiting(plan: Plan) -> str:
-    """The longest that a rank of each host waits for slower ones."""
-    assert plan.time is not None
-    most: dict[str, float] = {}
-    for rank, share in zip(plan.ranks, plan.time.idle, strict=True):
+def waiting(plan: Plan, idle: Sequence[float]) -> str:
+    """The longest that a rank of each host waits for slower ones, from the idle share of each."""
+    longest: dict[str, float] = {}
+    for rank, share in zip(plan.ranks, idle, strict=True):
         name = f"{plan.hosts[rank.host].name} ({rank.device})"
-        most[name] = max(share, most.get(name, 0.0))
-    shown = [f"{name} {human.percent(share)}" for name, share in most.items()]
-    more = ", ..." if len(shown) > MOST_HOSTS else ""
-    return ", ".join(shown[:MOST_HOSTS]) + more
+        longest[name] = max(share, longest.get(name, 0.0))
+    texts = [f"{name} {human.percent(share)}" for name, share in longest.items()]
+    return ", ".join(texts[:MAX_HOSTS]) + ", ..." * (len(texts) > MAX_HOSTS)
 
 
 def seconds(value: float) -> str:
@@ -705,10 +650,6 @@ def _parts(time: TimePlan) -> Iterator[str]:
         yield f"update {seconds(time.update_s)}"
 
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-UNKNOWN = "unknown"
 RAM_PARTS: tuple[tuple[str, Callable[[HostStorage], int | None]], ...] = (
     ("RAM: processes", lambda host: host.processes_bytes),
     ("RAM: loading", lambda host: host.loading_bytes),
@@ -719,16 +660,16 @@ RAM_PARTS: tuple[tuple[str, Callable[[HostStorage], int | None]], ...] = (
 
 
 def storage_parts(plan: Plan, here: Mapping[str, Any] | None = None) -> list[RenderableType]:
-    """The table, hosts that are alike in one column; nothing of a plan of an older llmx. ``here``:
-    what this machine has now (``llmx.hardware.survey.space_facts``)."""
-    from rich import box
-    from rich.table import Table
+    """The table, hosts that are alike in one column; nothing where the plan has no storage.
+
+    ``here``: what this machine has now (``llmx.hardware.survey.space_facts``).
+    """
     from rich.text import Text
 
     storage = plan.storage
     if storage is None:
         return []
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table = columns_table()
     table.add_column("")
     for host in storage.hosts:
         table.add_column(host.names, justify="right", overflow="fold")
@@ -771,8 +712,8 @@ def rows(
     row("NVMe", lambda host: host.nvme_bytes)
     row("disk: one checkpoint", lambda host: host.checkpoint_bytes, always=True)
     at_once = storage.checkpoints_at_once
-    many = "no limit" if at_once is None else str(at_once)
-    lines.append(("disk: checkpoints at once", (many,) * len(hosts)))
+    limit = "no limit" if at_once is None else str(at_once)
+    lines.append(("disk: checkpoints at once", (limit,) * len(hosts)))
     row("disk: model/", lambda host: host.model_bytes)
     lines.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
     now("disk free now", "free_bytes")
@@ -784,8 +725,8 @@ def rows(
 def _disk(storage: StoragePlan, host: HostStorage) -> str:
     if host.checkpoint_bytes is None or host.model_bytes is None:
         return UNKNOWN
-    most = storage.disk_bytes(host.checkpoint_bytes, host.model_bytes)
-    return "no limit" if most is None else human.size(most)
+    max_bytes = storage.disk_bytes(host.checkpoint_bytes, host.model_bytes)
+    return "no limit" if max_bytes is None else human.size(max_bytes)
 
 
 def _size(value: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Everything that a run directory has to tell, read once; missing and torn files are fine.
+"""Everything that a run directory has to tell, read once. A damaged file is left out, and named.
 
 Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metrics.jsonl``,
 ``samples.json``, ``tables.json``, ``attempts.jsonl``, ``result.json``, ``tracking.json`` and the
@@ -8,7 +8,6 @@ changes in ``history/``; writes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,20 @@ from typing import Any
 from llmx.errors import ConfigError
 from llmx.redact import redact, redacted
 from llmx.run.metrics import Metric, declared_of, measured
-from llmx.run.metrics.lines import MetricsTail, Record, Summary, step_of
-from llmx.run.rundir import RunDir, load_yaml, no_run, read_json, read_mapping
+from llmx.run.metrics.lines import Record, Summary, step_of
+from llmx.run.rundir import RunDir, no_run, read_mapping
 from llmx.run.snapshot import read_overrides
 from llmx.run.tail import read_records
-from llmx.text import plural
+
+
+@dataclass(frozen=True)
+class Table:
+    """What an evaluation measures that is no number, such as a confusion matrix."""
+
+    title: str
+    rows: list[str]
+    columns: list[str]
+    values: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,9 @@ class RunData:
     plan: dict[str, Any]
     records: list[Record]
     samples: dict[str, Any]
-    tables: dict[str, Any]
-    """What the newest evaluation left for the report: ``step`` and ``tables``."""
+    tables: list[Table]
+    tables_step: int
+    """Of the evaluation that the tables are of."""
     result: dict[str, Any] | None
     """None while the run goes on, or where the supervisor was killed."""
     tracking: dict[str, dict[str, str]]
@@ -106,8 +115,20 @@ class RunData:
         return points
 
     @property
+    def predicted_gib(self) -> float | None:
+        """The peak memory of the fullest rank, as planned; None where the plan has none."""
+        of_host = ("host_gib", "capacity_gib", "saves_host_gib")
+        return max(
+            (
+                sum(size for key, size in part.items() if key[-4:] == "_gib" and key not in of_host)
+                for part in self.plan.get("memory") or []
+            ),
+            default=None,
+        )
+
+    @property
     def evals(self) -> list[Record]:
-        """The ``eval`` lines."""
+        """The ``eval`` lines; of a step that was repeated after a restart, the last."""
         return _last_of_each_step(self.records, "eval")
 
 
@@ -116,75 +137,52 @@ def load_run(root: Path) -> RunData:
     run = RunDir(root)
     if not run.config.is_file():
         raise ConfigError(no_run(run.root))
-    warnings: list[str] = []
-    plan = _read(run.plan, read_json, warnings)
-    warnings = [str(text) for text in plan.get("warnings") or []] + warnings
-    tail = MetricsTail(run.metrics)
-    records = tail.read()
-    if tail.bad_lines:
-        warnings.append(f"metrics.jsonl: {plural(tail.bad_lines, 'unreadable line')} left out.")
-    result = _read(run.result, read_json, warnings) or None
+    damage: list[str] = []
+
+    def read(path: Path) -> dict[str, Any]:
+        return dict(redacted(read_mapping(path, damage)))
+
+    plan, result, tables = read(run.plan), read(run.result) or None, read(run.tables)
+    records = read_records(run.metrics, damage)
     summary = Summary()
     for record in records:
         summary.add(record)
     return RunData(
         run=run,
-        config=_read(run.config, _read_yaml, warnings),
+        config=read(run.config),
         plan=plan,
         records=records,
-        samples=_read(run.samples, read_json, warnings),
-        tables=_read(run.tables, read_json, warnings),
+        samples=read(run.samples),
+        tables=_tables(tables, damage),
+        tables_step=tables.get("step") or 0,
         result=result,
-        tracking=_read(run.root / "tracking.json", read_json, warnings),
-        data=_data(run, warnings),
-        attempts=redacted(read_records(run.attempts)),
-        changes=_changes(run),
-        typed=[redact(word) for word in read_overrides(run)],
+        tracking=read(run.tracking),
+        data=read(run.data),
+        attempts=redacted(read_records(run.attempts, damage)),
+        changes=[
+            values for path in sorted(run.root.glob("history/*/changes.json"))
+            if (values := read(path))
+        ],
+        typed=[redact(word) for word in read_overrides(run, damage)],
         summary=summary.values(result),
-        warnings=warnings,
+        warnings=[*(plan.get("warnings") or []), *damage],
         now=time.time(),
-    )
+    )  # fmt: skip
 
 
-def _read(path: Path, read: Callable[[Path], Any], warnings: list[str]) -> dict[str, Any]:
-    """A mapping from ``path``; empty where there is no file, with a warning where it is torn."""
-    try:
-        value = read(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.append(f"{path.name} cannot be read: {error}")
-        return {}
-    if not isinstance(value, dict):
-        warnings.append(f"{path.name} is not a JSON object or a YAML mapping, so it is left out.")
-        return {}
-    return dict(redacted(value))
-
-
-def _data(run: RunDir, warnings: list[str]) -> dict[str, list[tuple[str, str]]]:
-    """What became of the records of each split, from ``data.json``."""
-    splits = _read(run.data, read_json, warnings)
-    try:
-        return {
-            str(split): [(str(name), str(value)) for name, value in rows]
-            for split, rows in splits.items()
-        }
-    except (TypeError, ValueError):
-        return {}
-
-
-def _changes(run: RunDir) -> list[dict[str, Any]]:
-    files = sorted(run.root.glob("history/*/changes.json"))
-    return [values for path in files if (values := read_mapping(path))]
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return load_yaml(path)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+def _tables(content: dict[str, Any], damage: list[str]) -> list[Table]:
+    tables = [
+        Table(entry["title"], entry["rows"], entry["columns"], entry["values"])
+        for entry in content.get("tables") or []
+    ]
+    rectangular = [
+        table
+        for table in tables
+        if [len(row) for row in table.values] == [len(table.columns)] * len(table.rows)
+    ]
+    if len(rectangular) < len(tables):
+        damage.append("tables.json: a table has rows of another length than its columns.")
+    return rectangular
 
 
 def _last_of_each_step(records: list[Record], kind: str) -> list[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO, cast
 
 from llmx.text import printable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         RenderResult,
     )
     from rich.measure import Measurement
+    from rich.table import Table
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask (a log file, a pipe)."""
@@ -46,6 +48,27 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
     return console
 
 
+def columns_table(*, width: int | None = None) -> Table:
+    """A table without columns yet: a line below its head, and none between cells."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", width=width)
+
+
+def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names in bold, each with its text beside it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(f" {name}", Text(printable(text)))
+    return table
+
+
 class Harmless:
     """Something to print, with control characters as escapes: names of metrics, and fields of a
     run's files, must not steer the terminal."""
@@ -66,7 +89,7 @@ class Harmless:
 
 
 class _AllHarmless:
-    """A ``RenderHook`` of rich."""
+    """A ``RenderHook`` of rich that makes everything harmless that is printed."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [Harmless(renderable) for renderable in renderables]

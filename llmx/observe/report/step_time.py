@@ -1,6 +1,6 @@
 """One step of every rank, from what the ranks measured: who computes, who waits for whom.
 
-``python -m llmx report RUN_DIR`` draws it; the method is in docs/unequal.md.
+``python -m llmx report RUN_DIR`` shows it; the method is in docs/unequal.md.
 """
 
 from __future__ import annotations
@@ -8,21 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmx import text as human
-from llmx.observe.report.markup import escaped, grid
+from llmx.observe.report.markup import table
 from llmx.observe.report.run_data import RunData
+from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import step_of
 from llmx.text import plural
 
-MOST_RANKS = 64
-"""Ranks that are drawn; of more, those that compute longest and those that wait longest."""
-PARTS = (
-    ("forward", "forward", "#2f81c7"),
-    ("backward", "backward", "#7ab3e0"),
-    ("waits", "waits for other ranks, exchanges gradients", "#d9822b"),
-    ("update", "update", "#5a9e4b"),
-    ("rest", "data, metrics, all else", "#8886"),
-)
-"""Name, words and colour of the parts of a step, in their order."""
+MAX_RANKS = 64
+"""Ranks that are shown; of more, those that compute longest and those that wait longest."""
+PARTS = ("forward", "backward", "waits", "update", "rest")
 
 
 @dataclass(frozen=True)
@@ -42,10 +36,6 @@ class RankStep:
     idle: float
     """The part of the slowest rank's computing for which this one has none."""
 
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.waits + self.update + self.rest
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -56,7 +46,7 @@ class Steps:
 
     @property
     def idle(self) -> float:
-        """Mean of all ranks."""
+        """The idle share of a step, as the mean over all ranks."""
         return sum(rank.idle for rank in self.ranks) / len(self.ranks)
 
     @property
@@ -72,10 +62,10 @@ def steps_by_rank(data: RunData) -> Steps | None:
     """
     for record in reversed(data.train):
         parts = [record.get(name) for name in ("forward_s", "backward_s", "update_s")]
-        if not all(isinstance(values, list) and values for values in parts):
+        if not all(isinstance(values, list) and all(map(is_number, values)) for values in parts):
             continue
         forward, backward, update = ([float(value) for value in values or ()] for values in parts)
-        if not len(forward) == len(backward) == len(update) or min(forward) <= 0:
+        if not len(forward) == len(backward) == len(update) or min(forward, default=0) <= 0:
             continue
         ratio = min(back / ahead for back, ahead in zip(backward, forward, strict=True))
         step_s = float(record.get("step_time_s") or 0.0)
@@ -110,77 +100,41 @@ def _place(data: RunData, rank: int) -> tuple[str, str]:
     return host, str(ranks[rank].get("device") or "")
 
 
-def idle_row(data: RunData) -> list[tuple[str, str]]:
-    """For the summary: how much of the ranks' time is waiting for slower ones."""
-    steps = steps_by_rank(data)
-    if steps is None:
-        return []
-    most = steps.most_idle
+def idle_text(steps: Steps) -> str:
+    """How much of the ranks' time is waiting for slower ones."""
+    slowest = steps.most_idle
     text = f"{human.percent(steps.idle)} of the ranks' computing time"
-    if most.idle >= 0.01:
-        where = f" ({most.host})" if most.host else ""
-        text += f", most on rank {most.rank}{where}: {human.percent(most.idle)}"
-    return [("idle", text)]
+    if slowest.idle >= 0.01:
+        where = f" ({slowest.host})" if slowest.host else ""
+        text += f", most on rank {slowest.rank}{where}: {human.percent(slowest.idle)}"
+    return text
 
 
-def drawn(data: RunData) -> str:
-    """A bar for each rank with the parts of its step, then the numbers."""
+def steps_table(data: RunData) -> str:
+    """The parts of a step for each rank, as HTML; empty where the ranks did not measure them."""
     steps = steps_by_rank(data)
     if steps is None:
         return ""
-    ranks, left_out = list(steps.ranks), 0
-    if len(ranks) > MOST_RANKS:
-        order = sorted(ranks, key=lambda rank: (rank.idle, rank.rank))
-        shown = order[: MOST_RANKS // 2] + order[-(MOST_RANKS // 2) :]
-        ranks, left_out = sorted(shown, key=lambda rank: rank.rank), len(ranks) - MOST_RANKS
-    longest = max(rank.total for rank in ranks) or 1.0
-    legend = "".join(
-        f'<span><b style="background: {colour}">&emsp;</b> {escaped(words)}</span>'
-        for _, words, colour in PARTS
-    )
-    bars = "".join(
-        f'<tr><th>{escaped(_label(rank))}</th><td><div class="step">{_bar(rank, longest)}</div>'
-        "</td></tr>"
-        for rank in ranks
-    )
-    scale = "".join(
-        f"<span>{part * 1e3 * longest:,.4g} ms</span>" for part in (0, 0.25, 0.5, 0.75, 1)
-    )
-    bars += f'<tr><th></th><td><div class="scale">{scale}</div></td></tr>'
-    heads = ["rank", "host", "device", *(f"{name}, ms" for name, _, _ in PARTS), "idle"]
+    ranks = sorted(steps.ranks, key=lambda rank: (rank.idle, rank.rank))
+    omitted = len(ranks) - MAX_RANKS
+    if omitted > 0:
+        ranks = ranks[: MAX_RANKS // 2] + ranks[-(MAX_RANKS // 2) :]
+    heads = ["rank", "host", "device", *(f"{name}, ms" for name in PARTS), "idle"]
     rows = [
         [
             str(rank.rank),
             rank.host,
             rank.device,
-            *(f"{1e3 * getattr(rank, name):,.1f}" for name, _, _ in PARTS),
+            *(f"{1e3 * getattr(rank, name):,.1f}" for name in PARTS),
             human.percent(rank.idle),
         ]
-        for rank in ranks
+        for rank in sorted(ranks, key=lambda rank: rank.rank)
     ]
     kinds = ["number", "short", "short", *["number"] * (len(PARTS) + 1)]
-    more = f" {plural(left_out, 'rank')} between them are left out." if left_out else ""
+    note = f" {plural(omitted, 'rank')} between them are left out." if omitted > 0 else ""
     return (
         f"<p>The mean step up to step {steps.step:,}, as the ranks measured it. A backward pass "
-        "counts as computing in the proportion of the rank that waits least; idle is what a rank "
-        f"computes less than the slowest one.{more}</p>"
-        f'<p class="legend">{legend}</p>'
-        f'<div class="scroll"><table class="steps"><tbody>{bars}</tbody></table></div>'
-        f"{grid(heads, rows, kinds=kinds)}"
+        "counts as computing in the proportion of the rank that waits least; waits are for other "
+        "ranks and the exchange of gradients; idle is what a rank computes less than the slowest "
+        f"one.{note}</p>{table(rows, heads=heads, kinds=kinds)}"
     )
-
-
-def _label(rank: RankStep) -> str:
-    return f"rank {rank.rank}, {rank.host}" if rank.host else f"rank {rank.rank}"
-
-
-def _bar(rank: RankStep, longest: float) -> str:
-    cells = []
-    for name, words, colour in PARTS:
-        seconds = getattr(rank, name)
-        title = escaped(f"{words}: {1e3 * seconds:,.1f} ms")
-        cells.append(
-            f'<i style="width: {100 * seconds / longest:.2f}%; background: {colour}" '
-            f'title="{title}"></i>'
-        )
-    return "".join(cells)

@@ -49,16 +49,13 @@ def measure(trial: Trial, *, has_ended: bool = False) -> None:
     trial.loss = loss if loss is not None else values.get("final_loss")
     trial.eval_loss = values.get("final_eval_loss")
     points = data.metric_points("eval")
-    trained = {name: [p for p in found if p[0] > 0] for name, found in points.items()}
-    trial.metrics = {name: p[-1][1] if p else None for name, p in trained.items()}
+    trained = {name: [point for point in pairs if point[0] > 0] for name, pairs in points.items()}
+    trial.metrics = {name: pairs[-1][1] if pairs else None for name, pairs in trained.items()}
     trial.declared = data.declared
     trial.tokens_per_s = values.get("tokens_per_s")
     trial.memory_gib = values.get("memory_gib_max")
     if trial.memory_gib is None and data.config.get("dry_run"):
-        parts = [plan.items() for plan in data.plan.get("memory") or []]
-        apart = ("host_gib", "capacity_gib")
-        totals = [sum(v for k, v in p if k.endswith("_gib") and k not in apart) for p in parts]
-        trial.memory_gib = max(totals, default=None)
+        trial.memory_gib = data.predicted_gib
     if trial.outcome:
         took = ended - (result.get("started") or 0.0)
         took = took if took > 0 else (trial.ended or 0.0) - (trial.started or 0.0)
@@ -123,18 +120,18 @@ def _mtime(path: Path) -> int:
 def axes(trials: Sequence[Trial]) -> list[str]:
     """The keys that differ between trials, in the order of the command line."""
     values: dict[str, set[str]] = {}
-    given: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for trial in trials:
         for word in trial.overrides:
             key, _, value = word.partition("=")
             values.setdefault(key.lstrip("+"), set()).add(value)
         for key in {word.partition("=")[0].lstrip("+") for word in trial.overrides}:
-            given[key] = given.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + 1
     names = [
         key
-        for key, seen in values.items()
+        for key, distinct in values.items()
         # Typed in one sweep and not in another: the other has the default, or its own option.
-        if len(seen) > 1 or (given[key] < len(trials) and key not in _OF_A_RUN)
+        if len(distinct) > 1 or (counts[key] < len(trials) and key not in _OF_A_RUN)
     ]
     names = names or list(values)
     return [*names, SWEEP] if len({trial.sweep for trial in trials}) > 1 else names
@@ -175,7 +172,7 @@ def union(sweeps: Sequence[Sweep]) -> Sweep:
             is_same = (
                 config == other if config and other else words == typed for other, typed, _ in rows
             )
-            at = next((at for at, same in enumerate(is_same) if same), None)
+            at = next((at for at, is_match in enumerate(is_same) if is_match), None)
             row = (config, words, replace(trial, sweep=name))
             if at is None:
                 rows.append(row)
@@ -187,10 +184,10 @@ def union(sweeps: Sequence[Sweep]) -> Sweep:
     first = sweeps[0]
     warnings = []
     if any(sweep.objective != first.objective for sweep in sweeps):
-        others = sorted({sweep.objective for sweep in sweeps} - {first.objective})
+        other_objectives = sorted({sweep.objective for sweep in sweeps} - {first.objective})
         warnings.append(
-            f"The sweeps have other objectives ({', '.join(others)}); the best is that by "
-            f"{first.objective}. --objective {others[0]} takes another."
+            f"The sweeps have other objectives ({', '.join(other_objectives)}); the best is that "
+            f"by {first.objective}. --objective {other_objectives[0]} takes another."
         )
     if left_out:
         warnings.append(

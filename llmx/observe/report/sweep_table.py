@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx import text as human
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import columns_table, open_console
 from llmx.observe.report.sweep_data import CSV, axes, value_of
 from llmx.run.metrics import Metric, metric_of
 from llmx.run.rundir import write_text
@@ -44,13 +44,11 @@ def print_sweep(
 ) -> None:
     """The table, why trials failed or were left out, the best (``best_lines``), and where all of it
     lies."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console = open_console(stream, width=width)
     head, rows = cells(trials)
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    grid = columns_table()
     # A setting is not broken where there is room for it.
     longest = max((len(word) for row in rows for word in row[1].split()), default=0)
     width_of_others = sum(
@@ -92,14 +90,14 @@ def headline(trials: Sequence[Trial]) -> str:
     """``10 of 16 trials succeeded; 2 oom, 4 pruned``."""
     planned = any(trial.outcome == "planned" for trial in trials)
     done = sum(trial.outcome in WELL for trial in trials)
-    others: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for trial in trials:
         if trial.outcome not in WELL:
             word = trial.outcome or trial.state
-            others[word] = others.get(word, 0) + 1
+            counts[word] = counts.get(word, 0) + 1
     verb = "planned" if planned else "succeeded"
-    rest = ", ".join(f"{count} {word}" for word, count in others.items())
-    return f"{done} of {plural(len(trials), 'trial')} {verb}" + (f"; {rest}" if rest else "")
+    listed = ", ".join(f"{count} {word}" for word, count in counts.items())
+    return f"{done} of {plural(len(trials), 'trial')} {verb}" + (f"; {listed}" if listed else "")
 
 
 def best_lines(sweep: Sweep) -> list[str]:
@@ -119,10 +117,10 @@ def known_of(trial: Trial, objective: str) -> str:
     """The trial's value of the objective, and its memory: ``1,941 tokens/s, 4.60 GiB``."""
     value, numbers = trial.value(objective), []
     if value is not None:
-        shown = shown_value(objective, value, trial)
+        text = shown_value(objective, value, trial)
         unit = {"tokens_per_s": "tokens/s", "memory_gib": "GiB", "seconds": ""}.get(objective)
         title = title_of(objective, [trial]) if unit is None else ""
-        numbers.append(f"{title} {shown} {unit or ''}".strip())
+        numbers.append(f"{title} {text} {unit or ''}".strip())
     if trial.memory_gib is not None and objective != "memory_gib":
         numbers.append(f"{human.gib(trial.memory_gib)} GiB")
     return ", ".join(numbers)
@@ -229,7 +227,7 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 
 
 def _labels(trials: Sequence[Trial]) -> str:
-    """``[3]``, ``[3, 5, 6]``."""
+    """The numbers of trials in brackets: ``[3]``, ``[3, 5, 6]``."""
     if any(trial.sweep for trial in trials):
         return " ".join(trial.label for trial in trials)
     return f"[{', '.join(str(trial.index) for trial in trials)}]"
@@ -271,15 +269,15 @@ def cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     rows = [[str(t.index), settings_of(t, names), t.word] for t in trials]
     columns = columns_of(trials)
     for column in columns:
-        shown, values = column.shown, column.values
+        text_of, values = column.shown, column.values
         good = [v for v, trial in zip(values, trials, strict=True) if trial.outcome == "ok"]
         numbers = [value for value in good if value is not None]
         finite = [value for value in numbers if value == value]
         # By what is shown: of two that read alike, neither is the better one.
-        several = column.better is not None and len({*map(shown, finite)}) > 1
-        best = shown(column.better(finite)) if several and column.better else None
+        is_ranked = column.better is not None and len({*map(text_of, finite)}) > 1
+        best = text_of(column.better(finite)) if is_ranked and column.better else None
         for trial, row, value in zip(trials, rows, values, strict=True):
-            cell = "" if value is None else shown(value)
+            cell = "" if value is None else text_of(value)
             row.append(f"{cell}{BEST}" if trial.outcome == "ok" and cell == best else cell)
     return ["#", "trial", "outcome", *(column.title for column in columns)], rows
 

@@ -8,7 +8,7 @@ from llmx import text as human
 from llmx.observe.report import wording
 from llmx.observe.report.plan_table import warnings_table
 from llmx.observe.report.run_data import RunData
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import columns_table, open_console, pairs_table
 from llmx.text import printable
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
         left = len(data.samples["rows"]) - wording.SHOWN_COMPLETIONS
         if left > 0:
             console.print(f" and {left} more in {data.run.samples}\n", soft_wrap=True)
-    rows = wording.brief_rows(data)
+    rows = wording.summary_rows(data, is_brief=True)
     if rows:
-        console.print(_pairs(rows))
+        console.print(pairs_table(rows))
     warnings = [printable(text) for text in wording.warnings(data)]
     if warnings:
         console.print()
@@ -56,10 +56,10 @@ def _result(console: Console, data: RunData) -> None:
     headline = wording.headline(data)
     mark, style = MARKS[headline.state]
     console.print()
-    console.print(Text(f"{mark} {printable(headline.line)}", style=style))
+    console.print(Text(f"{mark} {printable(f'{data.name}: {headline.line}')}", style=style))
     if headline.cause or headline.fix:
         why = (("cause", headline.cause), ("fix", headline.fix))
-        console.print(_pairs([(name, text) for name, text in why if text]))
+        console.print(pairs_table([(name, text) for name, text in why if text]))
     excerpt = printable(wording.traceback_excerpt(data))
     if excerpt:
         console.print()
@@ -70,11 +70,9 @@ def _result(console: Console, data: RunData) -> None:
 
 def completions_table(data: RunData, *, width: int) -> Table:
     """A few eval prompts: the expected completion, that before training, that after it."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", width=width)
+    table = columns_table(width=width)
     table.add_column("prompt", ratio=5, overflow="fold")
     table.add_column("expected", ratio=2, overflow="fold")
     table.add_column("before", ratio=3, overflow="fold")
@@ -98,15 +96,3 @@ def _marked(completion: str, right: bool | None, *, limit: int) -> Text:
         return Text("not yet", style="dim")
     text = human.one_line(completion, limit=limit) or "(nothing)"
     return Text.assemble(("✓ ", "green") if right else ("✗ ", "red"), text)
-
-
-def _pairs(rows: list[tuple[str, str]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(f" {name}", Text(printable(value)))
-    return table

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
-from llmx.observe.report.figure import tables
 from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.run_data import RunData
-from llmx.observe.report.step_time import idle_row, steps_by_rank
-from llmx.plan.types import MemoryPlan
+from llmx.observe.report.step_time import idle_text, steps_by_rank
 from llmx.run.exported import generates_no_text
 from llmx.run.metrics import metric_of
+from llmx.run.metrics.declared import is_number
+from llmx.run.metrics.lines import step_of
 from llmx.text import plural
 
 SHOWN_COMPLETIONS = 6
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
-MOST_COUNTS = 16
+MAX_COUNTS = 16
+IDLE_MATTERS = 0.1
+"""Of the ranks' computing time."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +37,54 @@ class Headline:
     state: str
     """``ok``, ``failed`` or ``open`` (no result yet)."""
     line: str
+    """Without the name of the run."""
     cause: str = ""
     fix: str = ""
 
 
 def headline(data: RunData) -> Headline:
-    """The result line."""
+    """How the run ended, how many steps it took and how long, or that it goes on."""
     # The last steps before an end are not all logged; a checkpoint tells of them.
     count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
     total = data.summary.get("total_steps")
     of = f"{count:,} of {total:,} steps" if total not in (None, 0, count) else ""
     of = of or plural(count, "step")
     if data.result is None and not data.was_started:
-        return Headline("open", f"{data.name}: planned, not started")
+        return Headline("open", "planned, not started")
     if data.result is None:
         last = max((record.get("time") or 0.0 for record in data.records), default=0.0)
-        seen = f", last line {human.duration(max(0.0, data.now - last))} ago" if last else ""
-        return Headline("open", f"{data.name}: no result.json yet ({of}{seen})")
+        ago = f", last line {human.duration(max(0.0, data.now - last))} ago" if last else ""
+        return Headline("open", f"no result.json yet ({of}{ago})")
     took_s = (data.result.get("ended") or 0.0) - (data.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
     if took and data.resumed_at is not None:
         took = f" (resumed at step {data.resumed_at:,}, {human.duration(took_s)} since)"
     outcome = data.result.get("outcome", "crash")
     if outcome == "ok":
-        return Headline("ok", f"{data.name}: trained {of}{took}")
-    where = [f"rank {data.result['failed_rank']}"] * (data.result.get("failed_rank") is not None)
-    where += [str(data.result["host"])] * bool(data.result.get("host"))
+        return Headline("ok", f"trained {of}{took}")
+    rank, host = data.result.get("failed_rank"), data.result.get("host")
+    where = [] if rank is None else [f"rank {rank}"]
+    where += [host] if host else []
     at = f" ({', '.join(where)})" if where else ""
     # The command that resumes an interrupted run is among the places.
     fix = data.result.get("other_fix" if outcome == "interrupted" else "fix") or ""
     return Headline(
         "failed",
-        f"{data.name}: {outcome} after {of}{took}{at}",
+        f"{outcome} after {of}{took}{at}",
         cause=data.result.get("cause") or "",
         fix=fix,
     )
 
 
-def summary_rows(data: RunData) -> list[tuple[str, str]]:
-    """What is known of loss, evaluation, speed, time, memory and size, as (what, value)."""
+def summary_rows(data: RunData, *, is_brief: bool = False) -> list[tuple[str, str]]:
+    """Name and value of loss, evaluation, speed, time, memory and size, as far as they are known.
+
+    ``is_brief``: for a terminal; no prediction, and idle time only where it matters.
+    """
     values, rows = data.summary, []
     if "first_loss" in values:
         first, last = human.number(values["first_loss"]), human.number(values["final_loss"])
-        steps = [record["step"] for record in data.train]
+        steps = [step_of(record) for record in data.train]
         text = f"{first} → {last}   (steps {steps[0]:,} → {steps[-1]:,}"
         mean, loss = data.train[-1].get("loss_mean"), data.train[-1].get("loss")
         if mean is not None and not (loss and math.isclose(mean, loss, rel_tol=1e-6)):
@@ -96,10 +103,12 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         text = f"{human.count(values['tokens_per_s'])} tokens/s"
         text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
         rows.append(("speed", text))
-    if text := predicted(data):
+    if not is_brief and (text := predicted(data)):
         rows.append(("predicted", text))
-    rows += idle_row(data)
-    if data.result and data.result.get("ended"):
+    steps_of_ranks = steps_by_rank(data)
+    if steps_of_ranks and (steps_of_ranks.idle >= IDLE_MATTERS or not is_brief):
+        rows.append(("idle", idle_text(steps_of_ranks)))
+    if data.result and data.result.get("ended") and data.result.get("started"):
         took_s = data.result["ended"] - data.result["started"]
         text = human.duration(took_s)
         trained_s = data.train_time_s
@@ -117,8 +126,8 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
         ]
         # Of many, the last few: those that a reader asks about.
         before = "..., " if len(ends) > SHOWN_ATTEMPTS else ""
-        shown = before + ", ".join(ends[-SHOWN_ATTEMPTS:])
-        rows.append(("attempts", f"{len(data.attempts)}" + (f"   ({shown})" if ends else "")))
+        newest = before + ", ".join(ends[-SHOWN_ATTEMPTS:])
+        rows.append(("attempts", f"{len(data.attempts)}" + (f"   ({newest})" if ends else "")))
     if "memory_gib_max" in values:
         text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
         rows.append(("peak memory", text))
@@ -133,19 +142,6 @@ def summary_rows(data: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-IDLE_MATTERS = 0.1
-"""Of the ranks' computing time."""
-
-
-def brief_rows(data: RunData) -> list[tuple[str, str]]:
-    """The summary for a terminal: no prediction, and idle time only where it matters."""
-    steps = steps_by_rank(data)
-    left_out = {"predicted"}
-    if steps is None or steps.idle < IDLE_MATTERS:
-        left_out.add("idle")
-    return [row for row in summary_rows(data) if row[0] not in left_out]
-
-
 def predicted(data: RunData) -> str:
     """Time of a step and memory as the plan had them, against what was measured; empty where one
     of both is missing. On CPUs the process is measured, and not what its tensors take."""
@@ -156,16 +152,14 @@ def predicted(data: RunData) -> str:
         # The first line is of a warm-up.
         pace = statistics.median(paces[1:] or paces)
         parts.append(f"{_against(foreseen, pace, seconds)} a step")
-    memory = data.plan.get("memory") or []
-    peak = data.summary.get("memory_gib_max")
-    if memory and peak and data.plan.get("accelerator") == "cuda":
-        most = max(MemoryPlan(**part).total_gib for part in memory)
-        parts.append(f"memory {_against(most, peak, lambda value: f'{human.gib(value)} GiB')}")
+    planned, peak = data.predicted_gib, data.summary.get("memory_gib_max")
+    if planned and peak and data.plan.get("accelerator") == "cuda":
+        parts.append(f"memory {_against(planned, peak, lambda size: f'{human.gib(size)} GiB')}")
     return "; ".join(parts)
 
 
-def _against(foreseen: float, measured: float, shown: Callable[[float], str]) -> str:
-    return f"{shown(foreseen)}, measured {shown(measured)} ({measured / foreseen - 1:+.0%})"
+def _against(foreseen: float, measured: float, text: Callable[[float], str]) -> str:
+    return f"{text(foreseen)}, measured {text(measured)} ({measured / foreseen - 1:+.0%})"
 
 
 def _metrics(data: RunData) -> list[tuple[str, str]]:
@@ -174,15 +168,17 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
     for name, points in data.metric_points("eval").items():
         metric = metric_of(name, declared)
         of_samples = f"{name}_before" in data.samples
-        before = data.samples.get(f"{name}_before")
-        after = data.samples.get(f"{name}_after")
+        before, after = (
+            value if is_number(value := data.samples.get(f"{name}_{when}")) else None
+            for when in ("before", "after")
+        )
         trained = [(step, value) for step, value in points if step > 0]
         if before is None and points and points[0][0] == 0:
             before = points[0][1]
         if after is None and trained:
             after = trained[-1][1]
-        shown = [metric.shown(value) for value in (before, after) if value is not None]
-        if not shown:
+        texts = [metric.shown(value) for value in (before, after) if value is not None]
+        if not texts:
             continue
         notes = []
         if trained and metric.higher_is_better is not None:
@@ -192,7 +188,7 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
                 notes.append(f"best {metric.shown(best)} at step {step:,}")
         count = len(data.samples.get("rows") or []) if of_samples else 0
         notes += [plural(count, "eval prompt")] * bool(count)
-        rows.append((metric.title, " → ".join(shown) + (f"   ({'; '.join(notes)})" * bool(notes))))
+        rows.append((metric.title, " → ".join(texts) + (f"   ({'; '.join(notes)})" * bool(notes))))
     return rows
 
 
@@ -242,7 +238,6 @@ def locations(data: RunData) -> list[tuple[str, str]]:
     for name, path in (
         ("model", run.final_model),
         ("loss curve", run.loss_curve),
-        *((table.name.lower(), run.root / table.file_name) for table in tables(data)),
         ("report", run.report),
         ("logs", run.logs),
     ):
@@ -308,12 +303,10 @@ def events(data: RunData) -> list[str]:
             )
         elif event == "rebalanced":
             counts = [sum(sizes) for sizes in record.get("sizes") or ()]
-            shown = ", ".join(map(str, counts[:MOST_COUNTS])) + ", ..." * (
-                len(counts) > MOST_COUNTS
-            )
+            listed = ", ".join(map(str, counts[:MAX_COUNTS]))
             texts.append(
                 f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: "
-                f"{shown}."
+                f"{listed}{', ...' * (len(counts) > MAX_COUNTS)}."
             )
         elif event == "skipped":
             first, end = record.get("samples") or (0, 0)

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     location = location_of(options) or RunLocation(outputs())
     if sweep.is_here(location):
         return sweep.status(location.path, as_json=options.json)
-    facts = gather(location, most=10**6 if options.all else SHOWN)
+    facts = gather(location, limit=10**6 if options.all else SHOWN)
     if options.json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
@@ -49,15 +49,15 @@ def run(options: argparse.Namespace) -> int:
             f"no runs under {facts['base']}. Give the directory that holds them, or set "
             "LLMX_OUTPUTS: python -m llmx status DIR"
         )
-    for line in table(views, found=facts["found"]):
+    for line in table(views, num_runs=facts["found"]):
         console.print(line, soft_wrap=True)
     return 0
 
 
-def gather(location: RunLocation, *, most: int) -> Facts:
+def gather(location: RunLocation, *, limit: int) -> Facts:
     """Facts of one run, or of all runs under a directory (``runs``, ``found``, ``base``)."""
     if location.host:
-        return fetch_facts(location, most=most)
+        return fetch_facts(location, limit=limit)
     if not Path(location.path).expanduser().is_dir():
         raise ConfigError(
             f"no such directory: {location.path}. Give a run directory or one that contains "
@@ -65,7 +65,7 @@ def gather(location: RunLocation, *, most: int) -> Facts:
         )
     if observer.is_run(location.path):
         return observer.Observer(location.path).facts()
-    return observer.table(location.path, most)
+    return observer.table(location.path, limit)
 
 
 def outputs() -> str:

@@ -21,12 +21,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmx.run.tail import LineTail, read_records, records_of
+from llmx.run.tail import LineTail, read_checked, read_records, records_of
 
 if TYPE_CHECKING:
     Facts = dict[str, Any]  # at run time an old Python on a host must do
-MOST_LOSSES = 240
-MOST_EVENTS = 12
+MAX_LOSSES = 240
+MAX_EVENTS = 12
 BRIEF_BYTES = 1 << 16
 DEEPEST = 4
 
@@ -43,9 +43,12 @@ class Observer:
         self.metrics = Metrics()
         self.brief = brief
         self.head: tuple[str, int | None] | None = None
+        self.damage: list[str] = []
+        self.unreadable = 0
 
     def facts(self) -> Facts:
         """Everything that can be shown; what is not there is None or empty."""
+        self.damage = []
         supervisor = self._json("supervisor.json")
         result = self._json("result.json")
         if result:
@@ -62,8 +65,8 @@ class Observer:
             "identity": self._json("run.json"),
             "supervisor": supervisor,
             "supervisor_alive": _is_alive(supervisor),
-            "attempts": self._lines("attempts.jsonl")[-50:],
-            "lock": self._json("supervisor.lock"),
+            "attempts": read_records(self._path("attempts.jsonl"), self.damage)[-50:],
+            "lock": read_checked(self._path("supervisor.lock"))[0] or None,
             "result": result,
             "started": self._mtime("config.yaml"),
             "launched": os.path.isdir(self._path("ranks")),
@@ -73,21 +76,17 @@ class Observer:
             "checkpoints": self._checkpoints(),
             "report": os.path.exists(self._path("report.html")),
             "metrics": self.metrics.facts(),
+            "damage": self.damage,
         }
 
     def _path(self, *names: str) -> str:
         return os.path.join(self.root, *names)
 
     def _json(self, *names: str) -> Facts | None:
-        try:
-            with open(self._path(*names), encoding="utf-8") as stream:
-                value = json.load(stream)
-        except (OSError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
-    def _lines(self, name: str) -> list[Facts]:
-        return read_records(self._path(name))
+        values, fault = read_checked(self._path(*names))
+        if fault:
+            self.damage.append(fault)
+        return values or None
 
     def _mtime(self, *names: str) -> float | None:
         try:
@@ -98,9 +97,9 @@ class Observer:
     def _hosts(self) -> list[Facts]:
         """Host names of the plan, each with its ranks."""
         plan = self._json("plan.json") or {}
-        hosts = [{"name": host.get("name"), "ranks": []} for host in plan.get("hosts") or []]
+        hosts = [{"name": host["name"], "ranks": []} for host in plan.get("hosts") or []]
         for rank in plan.get("ranks") or []:
-            if rank.get("host", -1) < len(hosts):
+            if rank["host"] < len(hosts):
                 hosts[rank["host"]]["ranks"].append(rank["rank"])
         return hosts
 
@@ -140,7 +139,11 @@ class Observer:
         lines = self.tail.read()
         if self.tail.began_anew:
             self.metrics = Metrics()
-        for record in records_of(lines):
+        records = records_of(lines)
+        self.unreadable += len(lines) - len(records)
+        if self.unreadable:
+            self.damage.append(f"metrics.jsonl: unreadable lines are left out ({self.unreadable}).")
+        for record in records:
             self.metrics.add(record)
 
 
@@ -167,7 +170,7 @@ class Metrics:
         elif kind == "end":
             self.end = record
         elif kind == "event":
-            self.events = [*self.events[1 - MOST_EVENTS :], record]
+            self.events = [*self.events[1 - MAX_EVENTS :], record]
             if self.start and record.get("event") == "resumed":
                 declared = {k: record[k] for k in ("total_steps", "metrics") if record.get(k)}
                 self.start = dict(self.start, **declared)
@@ -212,24 +215,24 @@ def is_over(root: str) -> bool:
     return Observer(root)._json("supervisor.json") is None
 
 
-def table(base: str, most: int) -> Facts:
-    """Facts of the runs under ``base``: all that may be alive, then the newest, ``most`` in all."""
+def table(base: str, limit: int) -> Facts:
+    """Facts of at most ``limit`` runs under ``base``: all that may be alive, then the newest."""
     runs = find_runs(base)
     live = [run for run in runs if not is_over(run)]
-    chosen = (live + [run for run in runs if run not in live])[:most]
+    chosen = (live + [run for run in runs if run not in live])[:limit]
     facts = [Observer(run, brief=True).facts() for run in chosen]
     return {"base": os.path.abspath(os.path.expanduser(base)), "found": len(runs), "runs": facts}
 
 
 def main(argv: list[str]) -> int:
-    """``PATH MOST EVERY_S``: JSON lines on stdout, one, or one every so often until stdin ends."""
-    path, most, every_s = argv[0], int(argv[1]), float(argv[2])
+    """``PATH LIMIT EVERY_S``: JSON lines on stdout, one, or one every so often until stdin ends."""
+    path, limit, every_s = argv[0], int(argv[1]), float(argv[2])
     if not os.path.isdir(os.path.expanduser(path)):
         print(json.dumps({"error": "no such directory: " + path}), flush=True)
         return 2
     observer = Observer(path) if is_run(path) else None
     while True:
-        print(json.dumps(observer.facts() if observer else table(path, most)), flush=True)
+        print(json.dumps(observer.facts() if observer else table(path, limit)), flush=True)
         if not every_s or select.select([0], [], [], every_s)[0]:
             return 0
 
@@ -250,22 +253,22 @@ def _head_and_end(path: str) -> list[Facts]:
 
 
 def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """At most MOST_LOSSES of them, evenly; one that is not finite wins over its neighbours."""
-    if len(losses) <= MOST_LOSSES:
+    """At most MAX_LOSSES of them, evenly; one that is not finite wins over its neighbours."""
+    if len(losses) <= MAX_LOSSES:
         return losses
-    edges = [len(losses) * i // MOST_LOSSES for i in range(MOST_LOSSES + 1)]
+    edges = [len(losses) * i // MAX_LOSSES for i in range(MAX_LOSSES + 1)]
     chosen = []
     for begin, end in zip(edges, edges[1:]):  # an older Python on a host must do
         part = losses[begin:end]
-        lost = [entry for entry in part if entry[1] is None]
-        chosen.append(lost[0] if lost else part[-1])
+        not_finite = [pair for pair in part if pair[1] is None]
+        chosen.append(not_finite[0] if not_finite else part[-1])
     return chosen
 
 
 def _name_and_stop(config: str) -> tuple[str, int | None]:
     """Two values of ``config.yaml``, without a YAML parser: it is written in one style."""
     try:
-        with open(config, encoding="utf-8") as stream:
+        with open(config, encoding="utf-8", errors="replace") as stream:
             text = stream.read()
     except OSError:
         return "", None

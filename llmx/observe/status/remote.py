@@ -51,16 +51,16 @@ def parse_location(word: str, *, ssh_config: str | None = None) -> RunLocation:
     return RunLocation(match["path"] or ".", match["host"], ssh_config)
 
 
-def fetch_facts(location: RunLocation, *, most: int) -> Facts:
+def fetch_facts(location: RunLocation, *, limit: int) -> Facts:
     """The facts once; LaunchError with ssh's own words where there are none."""
-    process = _start(location, most=most, every_s=0.0)
+    process = _start(location, limit=limit, every_s=0.0)
     out, err = process.communicate()
     return _facts(location, out.splitlines()[-1] if out.strip() else b"", err)
 
 
 def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
     """The facts every so often, until the connection breaks: then LaunchError."""
-    process = _start(location, most=1, every_s=every_s)
+    process = _start(location, limit=1, every_s=every_s)
     lines: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
@@ -93,8 +93,8 @@ def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
                 stream.close()
 
 
-def _start(location: RunLocation, *, most: int, every_s: float) -> subprocess.Popen[bytes]:
-    arguments = shlex.join([location.path, str(most), str(every_s)])
+def _start(location: RunLocation, *, limit: int, every_s: float) -> subprocess.Popen[bytes]:
+    arguments = shlex.join([location.path, str(limit), str(every_s)])
     script = (
         f"for p in python3 python; do command -v $p >/dev/null 2>&1 && "
         f"exec $p -I -S -u -c {shlex.quote(BOOTSTRAP)} {arguments}; done; "

@@ -31,7 +31,7 @@ WIDTH = 44
 
 
 def panel(view: View, *, blocks: str = BLOCKS) -> Group:
-    """Everything about one run."""
+    """Everything about one run: its state, progress, numbers, hosts and events."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -57,9 +57,9 @@ def _rows(view: View, blocks: str) -> list[tuple[str, Text]]:
     rows += [("metrics", ", ".join(f"{title} {value}" for title, value in view.train_metrics))]
     rows += [("eval", _evaluation(view)), ("speed", _speed(view)), ("memory", _memory(view))]
     rows += [("saved", _saved(view)), ("restarts", _restarts(view))]
-    rows += [(name, what) for name, what in view.hosts]
+    rows += [(name, activity) for name, activity in view.hosts]
     rows += [("events", "\n".join(_events(view)))]
-    rows += [("run", view.path)]
+    rows += [("damaged", "\n".join(view.damage)), ("run", view.path)]
     if view.report and view.is_over:
         rows += [("report", f"{view.path}/report.html")]
     return [(name, Text(value)) for name, value in rows if value]
@@ -110,10 +110,12 @@ def _speed(view: View) -> str:
 def _memory(view: View) -> str:
     if not view.memory_gib:
         return ""
-    most = max(view.memory_gib)
-    text = f"{human.gib(most)} GiB at most"
+    largest = max(view.memory_gib)
+    text = f"{human.gib(largest)} GiB at most"
     if len(view.memory_gib) > 1:
-        text += f" (rank {view.memory_gib.index(most)}), {human.gib(min(view.memory_gib))} at least"
+        text += (
+            f" (rank {view.memory_gib.index(largest)}), {human.gib(min(view.memory_gib))} at least"
+        )
     return text
 
 
@@ -154,7 +156,7 @@ def _events(view: View) -> list[str]:
     ]
 
 
-def table(views: list[View], *, found: int) -> list[Text]:
+def table(views: list[View], *, num_runs: int) -> list[Text]:
     """Two lines per run, its numbers and its path: live runs first, then the newest."""
     from rich.text import Text
 
@@ -188,8 +190,8 @@ def table(views: list[View], *, found: int) -> list[Text]:
         line = Text(text)
         line.stylize(STYLES.get(view.state, "bold cyan"), 0, len(view.state))
         lines += [line, Text(f"  {human.printable(view.path)}")]
-    if found > len(views):
-        lines.append(Text(f"{found - len(views)} older runs are not shown (--all shows them)"))
+    if num_runs > len(views):
+        lines.append(Text(f"{num_runs - len(views)} older runs are not shown (--all shows them)"))
     return lines
 
 

@@ -97,22 +97,22 @@ def _mtime(path: Path) -> float:
 
 def status(path: str, *, as_json: bool) -> int:
     """Print how far a sweep is; the exit code."""
-    seen = look(SweepReader(Path(path)))
+    snapshot = look(SweepReader(Path(path)))
     if as_json:
-        print(json.dumps(_facts(seen), indent=2, ensure_ascii=False))
+        print(json.dumps(_facts(snapshot), indent=2, ensure_ascii=False))
         return 0
     console = open_console(sys.stdout)
     plain = not (console.encoding or "").lower().startswith("utf")
-    console.print(seen.panel(plain=plain))
-    if seen.over:
+    console.print(snapshot.panel(plain=plain))
+    if snapshot.over:
         console.print(f"\n  the table and the page: python -m llmx report {near(Path(path))}")
-    return seen.code
+    return snapshot.code
 
 
-def _facts(seen: Seen) -> dict[str, Any]:
+def _facts(snapshot: Seen) -> dict[str, Any]:
     """For scripts: numbers that are not finite are null."""
-    sweep = seen.sweep
-    progress = progress_of(sweep, now=seen.now)
+    sweep = snapshot.sweep
+    progress = progress_of(sweep, now=snapshot.now)
     apart = ("config", "curve", "declared", "key", "rungs", "slots", "job")
     names = ["state", *(f.name for f in dataclasses.fields(Trial) if f.name not in apart)]
     trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in sweep.trials]
@@ -121,8 +121,8 @@ def _facts(seen: Seen) -> dict[str, Any]:
         "objective": sweep.objective,
         "mode": sweep.mode,
         "complete": sweep.complete,
-        "over": seen.over,
-        "note": seen.note,
+        "over": snapshot.over,
+        "note": snapshot.note,
         "left_s": _plain(progress.left_s),
         "best": progress.best.index if progress.best else None,
         "trials": trials,
@@ -150,9 +150,9 @@ def watch(path: str, *, every_s: float) -> int:
 def _looks(path: str, *, every_s: float) -> Iterator[Seen]:
     reader, pause = SweepReader(Path(path)), threading.Event()
     while True:
-        seen = look(reader)
-        yield seen
-        if seen.over:
+        snapshot = look(reader)
+        yield snapshot
+        if snapshot.over:
             return
         pause.wait(every_s)
 
@@ -163,21 +163,21 @@ def _live(looks: Iterator[Seen]) -> Seen:
     console = open_console(sys.stdout)
     plain = not (console.encoding or "").lower().startswith("utf")
     with Live("", console=console, auto_refresh=False) as live:
-        for seen in looks:
-            live.update(seen.panel(plain=plain), refresh=True)
-    return seen
+        for snapshot in looks:
+            live.update(snapshot.panel(plain=plain), refresh=True)
+    return snapshot
 
 
 def _lines(looks: Iterator[Seen]) -> Seen:
     """A line whenever a trial begins or ends."""
-    shown: list[tuple[int, str, str]] | None = None
-    for seen in looks:
-        news = [(trial.index, trial.state, trial.outcome) for trial in seen.sweep.trials]
-        if news != shown:
-            line = progress_line(seen.sweep, now=seen.now)
-            when = time.strftime("%H:%M:%S", time.localtime(seen.now))
+    printed: list[tuple[int, str, str]] | None = None
+    for snapshot in looks:
+        news = [(trial.index, trial.state, trial.outcome) for trial in snapshot.sweep.trials]
+        if news != printed:
+            line = progress_line(snapshot.sweep, now=snapshot.now)
+            when = time.strftime("%H:%M:%S", time.localtime(snapshot.now))
             print(f"{when}  {printable(line)}", flush=True)
-        shown = news
-    if seen.note:
-        print(printable(seen.note), flush=True)
-    return seen
+        printed = news
+    if snapshot.note:
+        print(printable(snapshot.note), flush=True)
+    return snapshot

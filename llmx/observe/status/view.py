@@ -70,6 +70,8 @@ class View:
     events: list[tuple[float, str]] = field(default_factory=list)
     """Time and words, the oldest first."""
     report: bool = False
+    damage: list[str] = field(default_factory=list)
+    """A sentence for each file that cannot be read."""
 
     @property
     def is_over(self) -> bool:
@@ -126,6 +128,7 @@ def interpret(facts: Facts) -> View:
         hosts=[_host(host, facts, state) for host in facts["hosts"]],
         events=[(float(e.get("time") or 0.0), event_text(e)) for e in metrics["events"]],
         report=facts["report"],
+        damage=facts["damage"],
     )
 
 
@@ -137,7 +140,7 @@ def _shown_metrics(line: Facts | None, start: Facts | None) -> list[tuple[str, s
 
 
 def _state(facts: Facts) -> tuple[str, str, str]:
-    """State, why, fix."""
+    """The state of a run, the reason for it, and what a user can do."""
     supervisor, result = facts["supervisor"], facts["result"]
     live = (supervisor or {}).get("state") not in (None, "finished")
     if result and (not live or not _supervisor_lives(facts)):
@@ -151,10 +154,10 @@ def _state(facts: Facts) -> tuple[str, str, str]:
     if not _supervisor_lives(facts):
         ago = max(0.0, facts["now"] - float(supervisor.get("time") or 0.0))
         where = f"process {supervisor.get('pid')} on {supervisor.get('host')}"
-        gone = (
+        reason = (
             f"its supervisor ({where}) exited without a result, last seen {duration_text(ago)} ago"
         )
-        return "dead", gone, resume
+        return "dead", reason, resume
     state = supervisor.get("state")
     if state == "waiting":
         why = supervisor.get("why") or "waiting to restart"
@@ -262,10 +265,10 @@ def _stuck(metrics: Facts, pace: float | None, now: float) -> str:
     last, before = metrics["last"], metrics["before"]
     if not last or not pace:
         return ""
-    every = int(last["step"]) - int((before or {}).get("step") or 0)
+    interval = int(last["step"]) - int((before or {}).get("step") or 0)
     newest = max([float(last.get("time") or now), *(e.get("time") or 0 for e in metrics["events"])])
     silent_s = now - newest
-    if silent_s > max(STUCK_S, 5 * every * pace):
+    if silent_s > max(STUCK_S, 5 * interval * pace):
         return f"no step was logged for {duration_text(silent_s)}"
     return ""
 
@@ -275,20 +278,20 @@ def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
     statuses = {status.get("rank"): status for status in facts["ranks"]}
     groups: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     for rank in host["ranks"]:
-        status, more = statuses.get(rank), ""
+        status, note = statuses.get(rank), ""
         words = "no status yet" if status is None else str(status.get("state"))
         step = None
         if status and words in ("training", "interrupted", "saving"):
             step = int(status.get("step") or 0)
         if status and words == "failed" and status.get("error"):
-            more += f": {status['error'].get('type')}"
+            note += f": {status['error'].get('type')}"
         ago = facts["now"] - float((status or {}).get("time") or facts["now"])
         if status and state in LIVE and status.get("state") in LIVE and ago > SILENT_S:
-            more += f", silent for {duration_text(ago)}"
-        groups.setdefault((words, more), []).append((rank, step))
+            note += f", silent for {duration_text(ago)}"
+        groups.setdefault((words, note), []).append((rank, step))
     parts = [
-        f"{_ranks([rank for rank, _ in group])} {words}{_at([step for _, step in group])}{more}"
-        for (words, more), group in groups.items()
+        f"{_ranks([rank for rank, _ in group])} {words}{_at([step for _, step in group])}{note}"
+        for (words, note), group in groups.items()
     ]
     return str(host["name"]), "; ".join(parts) or "no rank"
 

@@ -28,10 +28,10 @@ _WORD = re.compile(
 
 def words(text: str) -> list[str]:
     """Words in lower case; of Chinese and Japanese, which write no spaces, the characters."""
-    found: list[str] = []
+    tokens: list[str] = []
     for part in re.split("([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])", text.lower()):
-        found += _WORD.findall(part)
-    return found
+        tokens += _WORD.findall(part)
+    return tokens
 
 
 def exact_match(completion: str, reference: str) -> float:
@@ -41,30 +41,30 @@ def exact_match(completion: str, reference: str) -> float:
 
 def rouge_n(completion: str, reference: str, *, n: int) -> float:
     """F1 of the n-grams that both have (Lin 2004, "ROUGE")."""
-    mine, theirs = (_ngrams(words(text), n) for text in (completion, reference))
-    shared = sum((mine & theirs).values())
-    return _f1(shared, sum(mine.values()), sum(theirs.values()))
+    completed, expected = (_ngrams(words(text), n) for text in (completion, reference))
+    shared = sum((completed & expected).values())
+    return _f1(shared, sum(completed.values()), sum(expected.values()))
 
 
 def rouge_l(completion: str, reference: str) -> float:
     """F1 of the longest common subsequence of words (Lin 2004, "ROUGE")."""
-    mine, theirs = words(completion), words(reference)
-    row = [0] * (len(theirs) + 1)
-    for one in mine:
+    completed, expected = words(completion), words(reference)
+    row = [0] * (len(expected) + 1)
+    for word in completed:
         before = 0  # of the row above, one to the left
-        for at, other in enumerate(theirs, start=1):
+        for at, expected_word in enumerate(expected, start=1):
             above = row[at]
-            row[at] = before + 1 if one == other else max(above, row[at - 1])
+            row[at] = before + 1 if word == expected_word else max(above, row[at - 1])
             before = above
-    return _f1(row[-1], len(mine), len(theirs))
+    return _f1(row[-1], len(completed), len(expected))
 
 
 def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1))
 
 
-def _f1(shared: int, mine: int, theirs: int) -> float:
-    return 2 * shared / (mine + theirs) if shared else 0.0
+def _f1(shared: int, num_completed: int, num_expected: int) -> float:
+    return 2 * shared / (num_completed + num_expected) if shared else 0.0
 
 
 METRICS: dict[str, Callable[[str, str], float]] = {
@@ -88,7 +88,10 @@ def declare(names: Iterable[str]) -> dict[str, Metric]:
     """As a task declares them. One of the user's is called as its function; which direction of it
     is better is not known."""
     short = {name: name.rpartition(":")[2].rpartition(".")[2] for name in names}
-    return {own: DECLARED.get(name) or Metric(own.replace("_", " ")) for name, own in short.items()}
+    return {
+        short_name: DECLARED.get(name) or Metric(short_name.replace("_", " "))
+        for name, short_name in short.items()
+    }
 
 
 Scores = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
@@ -121,12 +124,12 @@ def load_metric(path: str) -> Scores:
 
     def scores(completions: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
         try:
-            found = function(list(completions), list(references))
+            returned = function(list(completions), list(references))
         except Exception as error:  # whatever it does: its own file and line say more than ours
             raise ConfigError(
                 f"{path} failed on {len(completions)} completions: {_said(error)}"
             ) from error
-        values = found if isinstance(found, Mapping) else {name.rpartition(".")[2]: found}
+        values = returned if isinstance(returned, Mapping) else {name.rpartition(".")[2]: returned}
         for key, value in values.items():
             if not is_number(value):
                 raise ConfigError(
@@ -151,11 +154,11 @@ def score(
 ) -> dict[str, float]:
     """The mean of each metric over all completions, and what the user's own give. NaN without
     completions."""
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name in names:
         if name in METRICS:
             values = [METRICS[name](*pair) for pair in zip(completions, references, strict=True)]
-            found[name] = math.fsum(values) / len(values) if values else math.nan
+            means[name] = math.fsum(values) / len(values) if values else math.nan
         else:
-            found.update(load_metric(name)(completions, references))
-    return found
+            means.update(load_metric(name)(completions, references))
+    return means

@@ -67,8 +67,8 @@ class Metric:
             return "nan" if math.isnan(value) else str(value)
         if self.format == "percent":
             return human.percent(value, decimals=decimals)
-        whole = self.format == "integer" or abs(value) >= 9999.5
-        return f"{value:,.0f}" if whole else human.number(value)
+        is_whole = self.format == "integer" or abs(value) >= 9999.5
+        return f"{value:,.0f}" if is_whole else human.number(value)
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written in a ``start`` line."""
@@ -88,17 +88,17 @@ def declared_in(record: Record) -> dict[str, Metric]:
     stated = record.get("metrics")
     if not isinstance(stated, Mapping):
         return {}
-    found = {}
+    metrics = {}
     for name, entry in stated.items():
         if isinstance(entry, Mapping):
             better, kinds = entry.get("higher_is_better"), entry.get("kinds")
-            found[str(name)] = Metric(
+            metrics[str(name)] = Metric(
                 title=str(entry.get("title") or _title(str(name))),
                 format=str(entry.get("format") or "number"),
                 higher_is_better=better if isinstance(better, bool) else None,
                 kinds=tuple(map(str, kinds)) if isinstance(kinds, list) else ("eval",),
             )
-    return found
+    return metrics
 
 
 def declared_of(records: Iterable[Record]) -> dict[str, Metric]:
@@ -157,7 +157,7 @@ def check_declared(metrics: Mapping[str, Metric], *, task: str) -> None:
 
 
 def check_checkpoint_metric(
-    wanted: str,
+    selected: str,
     mode: str,
     metrics: Mapping[str, Metric],
     *,
@@ -167,30 +167,34 @@ def check_checkpoint_metric(
     """``min`` or ``max`` for ``checkpoint.metric``; ConfigError for a metric that is not measured.
 
     Args:
-        wanted: ``checkpoint.metric``, e.g. ``eval/loss``.
+        selected: ``checkpoint.metric``, e.g. ``eval/loss``.
         mode: ``checkpoint.mode``; ``auto`` takes the direction that the task declares.
         metrics: what the task declares.
-        key: that ``wanted`` is the value of, for messages.
+        key: that ``selected`` is the value of, for messages.
     """
-    kind, _, name = wanted.partition("/")
+    kind, _, name = selected.partition("/")
     metric = metrics.get(name)
     if metric is not None and kind in metric.kinds:
         better = metric.higher_is_better
     elif name == "loss" or (kind == "train" and name in TRAIN_KEYS):
         better = name in ("tokens_per_s", "mfu")
     else:
-        known = ["eval/loss", "train/loss"]
-        known += [f"{each}/{name}" for name, of in metrics.items() for each in of.kinds]
+        measurable = ["eval/loss", "train/loss"]
+        measurable += [
+            f"{line_kind}/{name}"
+            for name, declared in metrics.items()
+            for line_kind in declared.kinds
+        ]
         raise ConfigError(
-            f"{key}={wanted}: task {task} does not measure it here. "
-            f"It measures {', '.join(sorted(known))}."
+            f"{key}={selected}: task {task} does not measure it here. "
+            f"It measures {', '.join(sorted(measurable))}."
         )
     if mode != "auto":
         return mode
     if better is None:
         raise ConfigError(
-            f"{key}={wanted}: task {task} does not say which direction is better. "
-            f"Set {'' if key == 'checkpoint.metric' else f'checkpoint.metric={wanted} and '}"
+            f"{key}={selected}: task {task} does not say which direction is better. "
+            f"Set {'' if key == 'checkpoint.metric' else f'checkpoint.metric={selected} and '}"
             "checkpoint.mode=min or checkpoint.mode=max."
         )
     return "max" if better else "min"

@@ -55,17 +55,17 @@ class Gap:
 
     def shown(self, then: str, now: str) -> str:
         """Both values in words. ``then``, ``now``: what the two runs are called."""
-        what = self.name if self.kind == "train" else f"{self.kind} {self.name}"
-        values = f"{what} {_number(self.then)} {then}, {_number(self.now)} {now}"
+        label = self.name if self.kind == "train" else f"{self.kind} {self.name}"
+        values = f"{label} {_number(self.then)} {then}, {_number(self.now)} {now}"
         if math.isnan(self.absolute):
             return values
         return f"{values}: off by {self.absolute:.3g} ({self.relative:.3g} relative)"
 
     def to_dict(self) -> dict[str, Any]:
-        known = not math.isnan(self.absolute)
+        is_finite = not math.isnan(self.absolute)
         extra = {
-            "absolute": self.absolute if known else None,
-            "relative": self.relative if known else None,
+            "absolute": self.absolute if is_finite else None,
+            "relative": self.relative if is_finite else None,
         }
         return {**asdict(self), **extra}
 
@@ -134,9 +134,9 @@ class Outcome:
         if self.largest is not None and self.largest != self.first:
             parts.append(f"Largest difference, at step {self.largest.step}: {self.largest}.")
         if self.missing:
-            shown = ", ".join(map(str, self.missing[:5])) + (" ..." if self.missing[5:] else "")
-            which = "step" if len(self.missing) == 1 else "steps"
-            parts.append(f"The second run logged nothing at {which} {shown}.")
+            steps = ", ".join(map(str, self.missing[:5])) + (" ..." if self.missing[5:] else "")
+            noun = "step" if len(self.missing) == 1 else "steps"
+            parts.append(f"The second run logged nothing at {noun} {steps}.")
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,15 +168,15 @@ def compare_runs(run: RunDir, target: RunDir) -> Outcome:
 
 def weight_hashes(run: RunDir) -> dict[int, str]:
     """Step -> hash of the weights: of the ``end`` line, and of the checkpoints here."""
-    found: dict[int, str] = {}
+    hashes: dict[int, str] = {}
     for state in sorted(run.checkpoints.glob("step-*/state.json")):
         values = read_mapping(state)
         if values.get("weights_hash") and isinstance(values.get("step"), int):
-            found[values["step"]] = str(values["weights_hash"])
+            hashes[values["step"]] = str(values["weights_hash"])
     for line in read_metrics(run.metrics):
         if line.get("kind") == "end" and line.get("weights_hash"):
-            found[int(line["step"])] = str(line["weights_hash"])
-    return found
+            hashes[int(line["step"])] = str(line["weights_hash"])
+    return hashes
 
 
 def compare(
@@ -202,17 +202,17 @@ def compare(
         if kind == "train" and step < reached and step not in steps_now and step not in ends
     ]
     losses = [gap for gap in gaps if gap.name == "loss" and not math.isnan(gap.relative)]
-    known = losses or [gap for gap in gaps if not math.isnan(gap.relative)]
-    ours, theirs = dict(hashes_now or {}), dict(hashes_then or {})
-    shared = set(ours) & set(theirs)
-    other = {step for step in shared if ours[step] != theirs[step]}
+    comparable = losses or [gap for gap in gaps if not math.isnan(gap.relative)]
+    new_hashes, old_hashes = dict(hashes_now or {}), dict(hashes_then or {})
+    shared = set(new_hashes) & set(old_hashes)
+    other = {step for step in shared if new_hashes[step] != old_hashes[step]}
     weights = DIFFER if other else EQUAL if shared else UNKNOWN
     return Outcome(
         lines=len(common),
         last_step=max((step for step, _ in common), default=0),
         missing=tuple(missing),
         first=gaps[0] if gaps else None,
-        largest=max(known, key=lambda gap: gap.relative, default=None),
+        largest=max(comparable, key=lambda gap: gap.relative, default=None),
         gaps=len(gaps),
         weights=weights,
         weights_at=min(other) if other else max(shared, default=None),
@@ -227,12 +227,12 @@ def _lines(count: int) -> str:
 
 def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:
     """(step, kind) -> line; of a step that was trained again, the last. Train before eval."""
-    found: dict[tuple[int, str], Line] = {}
+    by_place: dict[tuple[int, str], Line] = {}
     for line in lines:
         kind, step = line.get("kind"), line.get("step")
         if kind in COMPARED and isinstance(step, int):
-            found[(step, "train" if kind == "train" else "eval")] = line
-    return found
+            by_place[(step, "train" if kind == "train" else "eval")] = line
+    return by_place
 
 
 def _gaps(

@@ -119,15 +119,15 @@ class MetricsTail:
 
     def _take_back(self, lines: list[bytes]) -> int:
         """Forget what is no longer in the file; returns how many lines were given and still are."""
-        same = 0
-        for line, (given, _) in zip(lines, self._given, strict=False):
-            if hash(line) != given:
+        num_same = 0
+        for line, (former_hash, _) in zip(lines, self._given, strict=False):
+            if hash(line) != former_hash:
                 break
-            same += 1
-        if same < len(self._given):
-            self.cut_to = self._given[same - 1][1] if same else 0
-            del self._given[same:]
-        return same
+            num_same += 1
+        if num_same < len(self._given):
+            self.cut_to = self._given[num_same - 1][1] if num_same else 0
+            del self._given[num_same:]
+        return num_same
 
 
 class Summary:

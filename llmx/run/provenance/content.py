@@ -35,7 +35,7 @@ def fingerprints(
     paths = [source.path for source in data.sources] or [data.path]
     demo = Path(llmx.__file__).parent / "assets" / "demo"
     tokenizer = model.tokenizer or model.path
-    found: dict[str, Any] = {
+    prints: dict[str, Any] = {
         "data": _joined([_source(path, demo, kind="datasets") for path in paths]),
         "eval_data": data.eval_path and _source(data.eval_path, demo, kind="datasets"),
         "tokenizer": None,
@@ -43,18 +43,18 @@ def fingerprints(
     }
     if tokenizer:
         place = str(demo / "tokenizer") if tokenizer == "demo" else tokenizer
-        found["tokenizer"] = fingerprint(
+        prints["tokenizer"] = fingerprint(
             place, kind="models", revision=model.revision, only=TOKENIZER_FILES
         )
     if model.path:
-        found["model"] = fingerprint(model.path, kind="models", revision=model.revision)
-    own = [one for one in frozen if one.source]
-    if own:
-        found["frozen"] = {
-            one.name: fingerprint(str(one.source), kind="models", revision=one.revision)
-            for one in own
+        prints["model"] = fingerprint(model.path, kind="models", revision=model.revision)
+    networks = [network for network in frozen if network.source]
+    if networks:
+        prints["frozen"] = {
+            network.name: fingerprint(str(network.source), kind="models", revision=network.revision)
+            for network in networks
         }
-    return found
+    return prints
 
 
 def _source(path: str, demo: Path, *, kind: str) -> dict[str, Any] | None:
@@ -66,16 +66,16 @@ def _source(path: str, demo: Path, *, kind: str) -> dict[str, Any] | None:
 def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if len(parts) == 1:
         return parts[0]
-    known = [part for part in parts if part is not None]
-    if len(known) != len(parts):
+    local_parts = [part for part in parts if part is not None]
+    if len(local_parts) != len(parts):
         return None
-    text = "\n".join(str(part["digest"]) for part in known)
+    text = "\n".join(str(part["digest"]) for part in local_parts)
     return {
-        "path": ", ".join(str(part["path"]) for part in known),
+        "path": ", ".join(str(part["path"]) for part in local_parts),
         "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        "files": sum(part["files"] for part in known),
-        "bytes": sum(part["bytes"] for part in known),
-        "exact": all(part["exact"] for part in known),
+        "files": sum(part["files"] for part in local_parts),
+        "bytes": sum(part["bytes"] for part in local_parts),
+        "exact": all(part["exact"] for part in local_parts),
     }
 
 
@@ -113,8 +113,8 @@ def fingerprint(
             if digest_of is not None:
                 digest.update(digest_of(file).encode())
                 continue
-            whole = total <= FULL_BYTES or sizes[name] <= min(share, BLOCK_BYTES)
-            for block in _blocks(file, sizes[name], whole=whole, budget=min(share, 4 << 20)):
+            is_whole = total <= FULL_BYTES or sizes[name] <= min(share, BLOCK_BYTES)
+            for block in _blocks(file, sizes[name], is_whole=is_whole, budget=min(share, 4 << 20)):
                 digest.update(block)
     except OSError:
         return None
@@ -137,21 +137,21 @@ def _files(full: Path, only: tuple[str, ...]) -> Iterable[tuple[str, Path]]:
             if only
             else (path for path in full.rglob("*") if not _hidden(path.relative_to(full)))
         )
-        base, found = full, sorted({path for path in names if path.is_file()})
+        base, files = full, sorted({path for path in names if path.is_file()})
     else:
         matches = glob.glob(str(full), recursive=True)  # noqa: PTH207 (an absolute pattern)
-        base, found = full.parent, sorted(path for path in map(Path, matches) if path.is_file())
-    return [(os.path.relpath(path, base), path) for path in found]
+        base, files = full.parent, sorted(path for path in map(Path, matches) if path.is_file())
+    return [(os.path.relpath(path, base), path) for path in files]
 
 
 def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _blocks(file: Path, size: int, *, whole: bool, budget: int) -> Iterable[bytes]:
+def _blocks(file: Path, size: int, *, is_whole: bool, budget: int) -> Iterable[bytes]:
     """All of the file, or blocks spread evenly over it, the first and the last among them."""
     with file.open("rb") as stream:
-        if whole:
+        if is_whole:
             while block := stream.read(1 << 20):
                 yield block
             return
@@ -166,10 +166,10 @@ def hub_commit(name: str, *, kind: str, revision: str | None = None) -> str | No
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     repository = cache / f"{kind}--{name.replace('/', '--')}"
-    wanted = revision or "main"
-    if (repository / "snapshots" / wanted).is_dir():
-        return wanted
+    reference = revision or "main"
+    if (repository / "snapshots" / reference).is_dir():
+        return reference
     try:
-        return (repository / "refs" / wanted).read_text(encoding="utf-8").strip() or None
+        return (repository / "refs" / reference).read_text(encoding="utf-8").strip() or None
     except OSError:
         return None

@@ -49,14 +49,14 @@ class Difference:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Everything that differs, the gravest first. What was not recorded is not compared."""
-    found = [
+    rows = [
         *_content(then, now),
         *_machine(then, now),
         *_packages(then, now),
         *_code(then, now),
         *_environment(then, now),
     ]
-    return sorted(found, key=lambda difference: SEVERITIES.index(difference.severity))
+    return sorted(rows, key=lambda difference: SEVERITIES.index(difference.severity))
 
 
 def not_recorded(then: Mapping[str, Any]) -> list[str]:
@@ -84,8 +84,11 @@ def _content(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differ
             ("tokenizer", "tokenizer"), ("model", "model"),
         )
     ]  # fmt: skip
-    theirs, ours = old.get("frozen") or {}, new.get("frozen") or {}
-    pairs += [(f"model {name!r} of the task", theirs[name], ours.get(name)) for name in theirs]
+    networks_then, networks_now = old.get("frozen") or {}, new.get("frozen") or {}
+    pairs += [
+        (f"model {name!r} of the task", networks_then[name], networks_now.get(name))
+        for name in networks_then
+    ]
     for name, before, after in pairs:
         if before is None:
             continue
@@ -102,9 +105,9 @@ def _content(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differ
             )
 
 
-def _print(found: Mapping[str, Any]) -> str:
-    size = f", {found['bytes']:,} bytes" if found.get("bytes") else ""
-    return f"{str(found['digest'])[:12]}{size}"
+def _print(fingerprint: Mapping[str, Any]) -> str:
+    size = f", {fingerprint['bytes']:,} bytes" if fingerprint.get("bytes") else ""
+    return f"{str(fingerprint['digest'])[:12]}{size}"
 
 
 def _machine(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
@@ -129,7 +132,7 @@ def _machine(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Differ
             MAY, "NCCL", _pins(then["nccl"]), _pins(now.get("nccl") or {}) or "none",
             f"pip install {_pins(then['nccl'])}",
         )  # fmt: skip
-    old, new = ((each.get("python") or {}).get("version") for each in (then, now))
+    old, new = ((record.get("python") or {}).get("version") for record in (then, now))
     if old and new and old != new:
         minor = old.split(".")[:2] != new.split(".")[:2]
         yield Difference(MAY if minor else HARMLESS, "Python", old, new)
@@ -238,7 +241,7 @@ def plan_differences(
     """
     if not (then and now):
         return []
-    found = []
+    rows = []
     parts: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "accelerator": lambda plan: plan["accelerator"],
         "precision": lambda plan: plan["precision"],
@@ -248,17 +251,17 @@ def plan_differences(
         "global batch": lambda plan: plan["batch"]["global_batch"],
         "ranks on each host": lambda plan: ", ".join(str(h["slots"]) for h in plan["hosts"]),
     }
-    for what, value in parts.items():
+    for name, value in parts.items():
         old, new = value(then), value(now)
         if old != new:
-            found.append(Difference(BREAKS, what, str(old), str(new)))
-    if not found:
+            rows.append(Difference(BREAKS, name, str(old), str(new)))
+    if not rows:
         flat_then, flat_now = flattened(ds_then), flattened(ds_now)
         for key in sorted({*flat_then, *flat_now}):
             old, new = flat_then.get(key, "not set"), flat_now.get(key, "not set")
             if old != new:
-                found.append(Difference(MAY, f"DeepSpeed's {key}", str(old), str(new)))
-    return found
+                rows.append(Difference(MAY, f"DeepSpeed's {key}", str(old), str(new)))
+    return rows
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -267,9 +270,9 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     before, after = flattened(old), flattened(new)
     pairs = {key: (before.get(key), after.get(key)) for key in {**after, **before}}
     return {
-        key: (one, other)
-        for key, (one, other) in pairs.items()
-        if one != other and not ({} in (one, other) and None in (one, other))
+        key: (former, latter)
+        for key, (former, latter) in pairs.items()
+        if former != latter and not ({} in (former, latter) and None in (former, latter))
     }
 
 

@@ -49,11 +49,11 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """This machine."""
+    """Read the driver, CUDA, NCCL, GPUs and CPU of this machine."""
     return Machine(
         driver=nvidia_driver(),
         cuda=torch_cuda(),
-        nccl={name: found for name in NCCL_PACKAGES if (found := version(name))},
+        nccl={name: installed for name in NCCL_PACKAGES if (installed := version(name))},
         gpus=gpu_names(),
         cpu=cpu_model(),
     )
@@ -74,9 +74,9 @@ def torch_cuda() -> str | None:
     except OSError:
         return None
     for name in ("cuda", "hip"):
-        found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        if found:
-            return found.group(1) if name == "cuda" else f"ROCm {found.group(1)}"
+        match = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        if match:
+            return match.group(1) if name == "cuda" else f"ROCm {match.group(1)}"
     return None
 
 
@@ -154,7 +154,7 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 def _untracked(root: Path, *, package: Path) -> dict[str, str | None]:
     """Text only of files that are part of the package: others are not run by llmx."""
     listed = git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py") or b""
-    found: dict[str, str | None] = {}
+    texts: dict[str, str | None] = {}
     left = UNTRACKED_BYTES
     for name in listed.decode("utf-8", "replace").split("\0"):
         if not name:
@@ -168,5 +168,5 @@ def _untracked(root: Path, *, package: Path) -> dict[str, str | None]:
             if text is not None and len(text) > left:
                 text = None
             left -= len(text or "")
-        found[name] = text
-    return found
+        texts[name] = text
+    return texts
