@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmx.compose.complete import Composed, plan_experiment
@@ -18,6 +18,7 @@ from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import model_geometry
 from llmx.plan.step_time import tokens_per_s
 from llmx.plan.types import MemoryPlan
+from llmx.run.provenance.differences import flattened
 from llmx.sweep.prune import impossible, key_of
 from llmx.sweep.search import MICRO_BATCH, Axis, Candidate
 
@@ -42,10 +43,10 @@ Compose = Callable[[Sequence[str]], tuple[Experiment, list[str]]]
 """Overrides -> the completed experiment, and what is wrong with it."""
 
 
-def default_axes(given: Composed, chosen: Sequence[str]) -> list[Axis]:
+def default_axes(base: Composed, chosen: Sequence[str]) -> list[Axis]:
     """The axes that can matter for this config on this hardware, without ``chosen`` keys (those
     that the user has set or varies)."""
-    exp, plan = given.experiment, given.plan
+    exp, plan = base.experiment, base.plan
     cuda, world = plan.accelerator == "cuda", plan.world_size
     axes = []
     zero = [key for key in chosen if key == ZERO or key in ("zero.stage", "zero.offload_optimizer")]
@@ -152,14 +153,14 @@ def plan_candidates(axes: Sequence[Axis], compose: Compose, *, ram_gib: float) -
     return candidates
 
 
-def given_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None:
+def given_place(axes: Sequence[Axis], base: Composed) -> tuple[int, ...] | None:
     """The place of the config as it was given, by the values of its keys; None where an axis does
     not have it."""
-    values = to_dict(given.experiment)
-    zero = given.experiment.zero
+    values = flattened(to_dict(base.experiment))
+    zero = base.experiment.zero
     place = []
     for axis in axes:
-        words = [str(_get(values, axis.key)).lower()]
+        words = [str(values.get(axis.key)).lower()]
         if axis.key == ZERO:
             offload = "_offload" if zero.offload_optimizer != "none" else ""
             words = [f"stage{zero.stage}{offload}"]
@@ -169,13 +170,6 @@ def given_place(axes: Sequence[Axis], given: Composed) -> tuple[int, ...] | None
             return None
         place.append(axis.values.index(words[0]))
     return tuple(place)
-
-
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    value: Any = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _with(exp: Experiment, key: str, word: str, typed: dict[tuple[str, str], Any]) -> Experiment:

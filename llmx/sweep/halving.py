@@ -157,14 +157,14 @@ def ranking(values: Mapping[int, float | None], mode: str) -> list[int]:
 
 def up_to(exp: Experiment, stop: int, *, evaluates: bool) -> Experiment:
     """The experiment up to a rung at step ``stop``; ``evaluates``: on held-out data there."""
-    every = exp.task.eval_every_steps
-    if evaluates and (not every or stop % every):
-        every = stop
+    eval_every_steps = exp.task.eval_every_steps
+    if evaluates and (not eval_every_steps or stop % eval_every_steps):
+        eval_every_steps = stop
     limit = exp.task.stop_at_step
     task = dataclasses.replace(
         exp.task,
         stop_at_step=stop if limit is None else min(stop, limit),
-        eval_every_steps=every,
+        eval_every_steps=eval_every_steps,
         evaluate=exp.task.evaluate or evaluates,
         save_model=False,
     )

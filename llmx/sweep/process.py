@@ -48,7 +48,7 @@ class Ended(RunFailed):
 
 
 class TrialProcess:
-    """One trial that runs."""
+    """A trial that runs in a process of its own."""
 
     def __init__(
         self, run: RunDir, supervise: Callable[[], int], *, lock: int | None = None
@@ -136,8 +136,8 @@ def _be_the_trial(
 def _write_to(run: RunDir) -> None:
     """What is printed goes to a file; nothing is read."""
     log = os.open(run.console_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
@@ -150,11 +150,11 @@ def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -
 
     ConfigError where it is on another machine.
     """
-    deadline, told = time.monotonic() + grace_s, False
+    deadline, is_announced = time.monotonic() + grace_s, False
     while is_locked(run.supervisor_lock):
-        if not told:
+        if not is_announced:
             notify(f"waiting for the earlier attempt of {run.root.name}, which is ending")
-            told = True
+            is_announced = True
         if time.monotonic() > deadline:
             holder = read_mapping(run.supervisor_lock)
             pid, host = holder.get("pid"), holder.get("host")

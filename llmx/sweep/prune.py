@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -13,6 +13,7 @@ from llmx import text as human
 from llmx.config import Experiment, to_dict
 from llmx.plan.storage import plan_storage
 from llmx.plan.types import MemoryPlan, Plan
+from llmx.run.provenance.differences import flattened
 
 NAMES = ("name", "run_dir", "sweep.*", "tracking.*")
 """Keys that say nothing of what is trained."""
@@ -38,7 +39,7 @@ class OutOfMemory:
 
 def key_of(exp: Experiment) -> str:
     """The same for two trials that train the same: 16 hex digits."""
-    values = {key: value for key, value in _flat(exp).items() if not _among(key, NAMES)}
+    values = _without(NAMES, exp)
     text = json.dumps(values, sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -50,11 +51,12 @@ def impossible(exp: Experiment, plan: Plan) -> str:
     divides them, on the device and, offloaded, in the RAM of a host.
     """
     for part in plan.memory:
-        held = part.parameters_gib + part.gradients_gib + part.optimizer_gib
-        if part.capacity_gib and held > part.capacity_gib:
+        static_gib = part.parameters_gib + part.gradients_gib + part.optimizer_gib
+        if part.capacity_gib and static_gib > part.capacity_gib:
             return (
-                f"parameters, gradients and optimizer states alone take {human.gib(held)} GiB of a "
-                f"rank, {part.device} has {human.gib(part.capacity_gib)}"
+                "parameters, gradients and optimizer states alone take "
+                f"{human.gib(static_gib)} GiB of a rank, {part.device} has "
+                f"{human.gib(part.capacity_gib)}"
             )
     for host in plan_storage(exp, plan).hosts:
         if host.ram_has_bytes and (host.offload_bytes or 0) > host.ram_has_bytes:
@@ -71,52 +73,39 @@ def needs_more(exp: Experiment, plan: Plan, out_of_memory: Sequence[OutOfMemory]
     It must be the same in all that takes memory, with a micro batch as large or larger, a ZeRO
     stage as low or lower, and no less memory by the plan.
     """
-    keys = _memory_keys(exp)
+    keys = _without(NO_MEMORY, exp)
     for other in out_of_memory:
-        other_keys = _memory_keys(other.experiment)
+        other_keys = _without(NO_MEMORY, other.experiment)
         differing = {
             key for key in keys.keys() | other_keys.keys() if keys.get(key) != other_keys.get(key)
         }
         if differing - {MICRO_BATCH, STAGE}:
             continue
         if any(
-            more.micro_batch < less.micro_batch
-            for more, less in zip(plan.ranks, other.plan.ranks, strict=True)
+            rank.micro_batch < earlier.micro_batch
+            for rank, earlier in zip(plan.ranks, other.plan.ranks, strict=True)
         ):
             continue
         if exp.zero.stage > other.experiment.zero.stage or _less(plan.memory, other.plan.memory):
             continue
-        more = ", ".join(f"{key}={keys[key]}" for key in (STAGE, MICRO_BATCH) if key in differing)
+        listed = ", ".join(f"{key}={keys[key]}" for key in (STAGE, MICRO_BATCH) if key in differing)
         return (
             f"trial {other.index} ran out of memory and needs no more"
-            f"{f' ({more} here)' if more else ''}"
+            f"{f' ({listed} here)' if listed else ''}"
         )
     return ""
 
 
-def _memory_keys(exp: Experiment) -> dict[str, Any]:
-    return {key: value for key, value in _flat(exp).items() if not _among(key, NO_MEMORY)}
+def _without(patterns: Sequence[str], exp: Experiment) -> dict[str, Any]:
+    """The values of an experiment by dotted key, but for keys that match a pattern."""
+    return {
+        key: value
+        for key, value in flattened(to_dict(exp)).items()
+        if not any(fnmatchcase(key, pattern) for pattern in patterns)
+    }
 
 
 def _less(memory: Sequence[MemoryPlan], other: Sequence[MemoryPlan]) -> bool:
     """Whether any device type needs less here by the plan (fewer micro steps, say)."""
     needed = {part.device: part.total_gib for part in other}
     return any(part.total_gib < needed.get(part.device, 0.0) for part in memory)
-
-
-def _flat(exp: Experiment) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def walk(values: Mapping[str, Any], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict) and value:
-                walk(value, f"{prefix}{key}.")
-            else:
-                flat[f"{prefix}{key}"] = value
-
-    walk(to_dict(exp), "")
-    return flat
-
-
-def _among(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)

@@ -52,7 +52,7 @@ class Screen:
         self.tick(now=True)
 
     def ended(self, text: str, *, failed: bool) -> None:
-        """A trial has ended."""
+        """Print how a trial has ended, and how far the sweep is."""
         self.line(text, failed=failed)
         if self._live is None:
             with contextlib.suppress(LlmxError, OSError):
@@ -62,7 +62,7 @@ class Screen:
         self.tick(now=True)
 
     def tick(self, *, now: bool = False) -> None:
-        """Called often."""
+        """Refresh the picture where it is due."""
         started = time.monotonic()
         if self._live is None or (started < self._next and not now):
             return
@@ -74,7 +74,7 @@ class Screen:
         self._next = started + max(REFRESH_S, SHARE * took)
 
     def close(self) -> None:
-        """The batch is over."""
+        """Remove the picture at the end of a batch of trials."""
         if self._live is not None:
             self._live.stop()
             self._live = None

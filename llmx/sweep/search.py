@@ -93,7 +93,7 @@ class RuledOut:
 
 @dataclass(frozen=True)
 class Step:
-    """The next trial."""
+    """The candidate to try next, and the reason."""
 
     candidate: Candidate
     why: str
@@ -107,9 +107,9 @@ class Search:
         axes: Sequence[Axis],
         candidates: Sequence[Candidate],
         *,
-        given: tuple[int, ...] | None = None,
+        config_place: tuple[int, ...] | None = None,
     ) -> None:
-        """``given``: the place of the config as it was given, where that is a candidate."""
+        """``config_place``: the place of the config as it was given, where that is a candidate."""
         self.axes = tuple(axes)
         self.at = {candidate.place: candidate for candidate in candidates}
         self.trials: dict[tuple[int, ...], Trial] = {}
@@ -119,7 +119,7 @@ class Search:
         """The key that ended it before all was tried: ``sweep.max_trials``."""
         keys = [axis.key for axis in self.axes]
         self._micro = keys.index(MICRO_BATCH) if MICRO_BATCH in keys else None
-        self._given = given
+        self._config_place = config_place
 
     # --- What is known -----------------------------------------------------------------------
 
@@ -250,8 +250,8 @@ class Search:
             self.ended = "no remaining candidate could fit"
             return None
         if not all(candidate.memory_gib and candidate.capacity_gib for candidate in left):
-            given = self.at.get(self._given) if self._given else None
-            like = [c for c in left if given and self._micro_of(c) == self._micro_of(given)]
+            base = self.at.get(self._config_place) if self._config_place else None
+            like = [c for c in left if base and self._micro_of(c) == self._micro_of(base)]
             if like:
                 first = max(like, key=lambda c: c.speed)
                 return Step(
@@ -279,12 +279,12 @@ class Search:
         if down and self._open(down) and not self._saturated(best, -1):
             yield Step(down, "a smaller micro batch may be faster")
         limited = self._limited(best)
-        others: list[tuple[bool, float, Step]] = []
+        steps: list[tuple[bool, float, Step]] = []
         for number, axis in enumerate(self.axes):
             if number != self._micro:
                 for step, saves in self._along(best, number, axis, limited):
-                    others.append((saves, -step.candidate.speed, step))
-        yield from (step for *_, step in sorted(others, key=lambda row: row[:2]))
+                    steps.append((saves, -step.candidate.speed, step))
+        yield from (step for *_, step in sorted(steps, key=lambda row: row[:2]))
 
     def _beside(self, candidate: Candidate, direction: int) -> Candidate | None:
         """The next micro batch that is another training than this one's."""

@@ -23,7 +23,7 @@ from llmx.text import plural
 
 @dataclass(frozen=True)
 class Placed:
-    """Slots of one trial."""
+    """The slots on which one trial runs."""
 
     shares: tuple[tuple[HostConfig, tuple[int, ...]], ...]
     """Hosts with all their slots, and which of these, from 0 on."""
@@ -50,7 +50,7 @@ class Placed:
         return min(shares_gib) if len(shares_gib) == len(self.shares) else None
 
     def __str__(self) -> str:
-        """``node-a:0,1 node-b:0``."""
+        """As a journal names the slots: ``node-a:0,1 node-b:0``."""
         return " ".join(f"{host.name}:{','.join(map(str, slots))}" for host, slots in self.shares)
 
 
@@ -73,7 +73,7 @@ class Slots:
         return None
 
     def give_back(self, placed: Placed) -> None:
-        """The trial is over."""
+        """Free the slots of a trial that is over."""
         for host, slots in placed.shares:
             self._taken.get(_place(host), set()).difference_update(slots)
 
@@ -84,13 +84,13 @@ class Slots:
 
 def placed_at(hosts: Sequence[HostConfig], text: str) -> Placed | None:
     """The slots that a journal names (``node-a:0,1 node-b:0``); None where a host is gone."""
-    named = {host.name: host for host in hosts}
+    by_name = {host.name: host for host in hosts}
     shares = []
     for word in text.split():
         name, _, slots = word.rpartition(":")
-        if name not in named:
+        if name not in by_name:
             return None
-        shares.append((named[name], tuple(int(slot) for slot in slots.split(","))))
+        shares.append((by_name[name], tuple(int(slot) for slot in slots.split(","))))
     return Placed(tuple(shares)) if shares else None
 
 
@@ -145,9 +145,9 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
     env, launch = dict(hardware.env), exp.launch
     if launch.transport == "slurm":
         if launch.slurm.cpus_per_task is None:
-            most = max(host.slots for host, _ in placed.shares)
+            max_slots = max(host.slots for host, _ in placed.shares)
             names = [host.name for host in hosts]
-            share = share_of_cores(slurm_cores(os.environ, names), most)
+            share = share_of_cores(slurm_cores(os.environ, names), max_slots)
             slurm = dataclasses.replace(launch.slurm, cpus_per_task=share)
             launch = dataclasses.replace(launch, slurm=slurm)
     else:

@@ -117,11 +117,11 @@ class SlurmJob:
             return End(code if isinstance(code, int) else 1)
         facts = self._facts()
         state = facts.get("JobState", "")
-        outcome, what = ENDS.get(state, ("crash", "ended without a result"))
+        outcome, ending = ENDS.get(state, ("crash", "ended without a result"))
         waited = facts.get("RunTime", "").strip("0:") == "" and bool(facts)
         when = " before it started" if waited else ""
         log = "" if waited else f" (log: {self.run.console_log})"
-        cause = f"its Slurm job {self.number} {what}{when}{log}"
+        cause = f"its Slurm job {self.number} {ending}{when}{log}"
         return End(1, Ended(outcome, cause))
 
     def _facts(self) -> dict[str, str]:

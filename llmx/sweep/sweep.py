@@ -231,8 +231,8 @@ class Runner:
         return self.sweep.directory / f"{index}_not_run"
 
     def _put(self, trial: Trial) -> Trial:
-        others = [other for other in self.sweep.trials if other.index != trial.index]
-        self.sweep.trials = sorted([*others, trial], key=lambda other: other.index)
+        other_trials = [other for other in self.sweep.trials if other.index != trial.index]
+        self.sweep.trials = sorted([*other_trials, trial], key=lambda other: other.index)
         return trial
 
     def _train(self, jobs: Mapping[int, Sequence[str]]) -> None:
@@ -584,7 +584,7 @@ class Runner:
             self._screen.line(f"{trial.label} stopped {trial.cause}")
 
     def _label(self, trial: Trial) -> str:
-        """``[3] zero=stage1 batch.micro_batch=4``."""
+        """A trial for messages: ``[3] zero=stage1 batch.micro_batch=4``."""
         return f"{trial.label} {' '.join(self.sweep.own_words(trial) or trial.overrides)}"
 
 

@@ -16,22 +16,22 @@ SHOWN = 40
 """Candidates of the table on the screen; ``tune.md`` has all."""
 
 
-def beginning(axes: Sequence[Axis], candidates: Sequence[Candidate], given: Composed) -> list[str]:
+def beginning(axes: Sequence[Axis], candidates: Sequence[Candidate], base: Composed) -> list[str]:
     """What is varied, how many candidates there are, and what becomes of the batch."""
     lines = ["Tuning for speed (tokens/s), by the plan first, then by short trials"]
     for axis in axes:
         lines.append(f"  {axis.key}: {', '.join(axis.values)}")
     out = sum(bool(c.ruled_out) and c.same_as is None for c in candidates)
-    same = sum(candidate.same_as is not None for candidate in candidates)
+    num_same = sum(candidate.same_as is not None for candidate in candidates)
     larger = sum(_left(candidate) and not candidate.fits for candidate in candidates)
     parts = [
         f"{out} cannot run" if out else "",
-        f"{same} are the same as another" if same else "",
+        f"{num_same} are the same as another" if num_same else "",
         f"{larger} would not fit by the plan" if larger else "",
     ]
-    told = ", ".join(part for part in parts if part)
-    lines.append(f"  {plural(len(candidates), 'candidate')}{f': {told}' if told else ''}")
-    batch = given.experiment.batch
+    listed = ", ".join(part for part in parts if part)
+    lines.append(f"  {plural(len(candidates), 'candidate')}{f': {listed}' if listed else ''}")
+    batch = base.experiment.batch
     if batch.global_batch is None and batch.tokens_per_step is None:
         if any(axis.key == MICRO_BATCH for axis in axes):
             lines.append(
@@ -40,7 +40,7 @@ def beginning(axes: Sequence[Axis], candidates: Sequence[Candidate], given: Comp
             )
     else:
         lines.append(
-            f"  every candidate trains {given.plan.batch.global_batch} samples a step; the "
+            f"  every candidate trains {base.plan.batch.global_batch} samples a step; the "
             "accumulation follows"
         )
     return lines
@@ -123,9 +123,9 @@ def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: S
 def conclusion(search: Search, sweep: Sweep) -> list[str]:
     """What was chosen and why, what became of the others, and what trains with it."""
     counts = search.counts()
-    tried = counts.pop("tried", 0)
-    others = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = ["", f"Tuned: {tried} of {plural(len(search.at), 'candidate')} tried; {others}"]
+    num_tried = counts.pop("tried", 0)
+    listed = ", ".join(f"{count} {word}" for word, count in counts.items())
+    lines = ["", f"Tuned: {num_tried} of {plural(len(search.at), 'candidate')} tried; {listed}"]
     lines.append(f"  ended because {search.ended}")
     best = sweep.best
     if best is None or best.tokens_per_s is None:

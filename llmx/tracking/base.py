@@ -92,7 +92,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def start(self, meta: RunMeta) -> None:
-        """Open."""
+        """Begin to send a run to the service; raises where that cannot be done."""
 
     @abc.abstractmethod
     def log(self, record: Record) -> None:

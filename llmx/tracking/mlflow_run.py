@@ -70,8 +70,8 @@ class MlflowTracker(Tracker):
     def log(self, record: Record) -> None:
         self._summary.add(record)
         step, values = step_of(record), event_scalars(record) or scalars(record)
-        named = {name.replace("@", "_"): value for name, value in values.items()}
-        new = {name: value for name, value in named.items() if step > self._last.get(name, -1)}
+        metrics = {name.replace("@", "_"): value for name, value in values.items()}
+        new = {name: value for name, value in metrics.items() if step > self._last.get(name, -1)}
         self._send("Metric", new, int(1000 * (record.get("time") or time.time())), step)
         self._last.update(dict.fromkeys(new, step))
 

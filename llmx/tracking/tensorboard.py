@@ -15,7 +15,7 @@ from llmx.tracking.base import Notify, RunMeta, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Writes ``RUN_DIR/tensorboard/events.out.tfevents.*``."""
+    """Writes the scalars of a run into ``RUN_DIR/tensorboard/events.out.tfevents.*``."""
 
     name = "tensorboard"
 

@@ -128,7 +128,7 @@ def test_it_takes_seven_trials_on_average() -> None:
 
 
 def test_from_below_where_nothing_is_known_of_memory() -> None:
-    search = Search(AXES, candidates(capacity=0.0), given=(0, 2, 0))
+    search = Search(AXES, candidates(capacity=0.0), config_place=(0, 2, 0))
     trials = searched(search, capacity=CAPACITY)
     assert trials[0][0] == (0, 2, 0)
     assert search.best is not None

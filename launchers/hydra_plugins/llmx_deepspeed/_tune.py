@@ -60,7 +60,7 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
         print(candidate_table(axes, candidates))
         print("Nothing was started (dry_run=true).", flush=True)
         return
-    search = Search(axes, candidates, given=None if typed else given_place(axes, planned))
+    search = Search(axes, candidates, config_place=None if typed else given_place(axes, planned))
     with searching(sweeper) as runner:
         _run(runner, search, fixed, given)
     directory = runner.sweep.directory

@@ -96,11 +96,11 @@ def _at_once(trials: Sequence[Trial], *, now: float) -> int:
     for trial in trials:
         if trial.started and _took(trial) and trial.ended:
             changes += [(trial.started, 1), (trial.ended, -1)]
-    count = most = 0
+    count = peak = 0
     for _, change in sorted(changes):
         count += change
-        most = max(most, count)
-    return max(1, most)
+        peak = max(peak, count)
+    return max(1, peak)
 
 
 def _left_s(
@@ -132,63 +132,65 @@ def sweep_progress(
     from rich.table import Table
     from rich.text import Text
 
-    seen = progress_of(sweep, now=now)
-    head = Text.assemble((title, "bold"), "  " if title else "", _bar(seen, plain=plain))
+    progress = progress_of(sweep, now=now)
+    head = Text.assemble((title, "bold"), "  " if title else "", _bar(progress, plain=plain))
     counts = Text("  ")
-    for at, (text, style) in enumerate(_counts(seen, now=now)):
+    for at, (text, style) in enumerate(_counts(progress, now=now)):
         counts.append(", " if at else "").append(text, style=style)
     parts: list[Text | Table] = [Text(""), head, counts]
     if note:
         parts.append(Text(f"  {note}", style="bold yellow"))
     names = axes(sweep.trials)
-    if seen.running:
+    if progress.running:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
         for _ in range(3):
             grid.add_column(no_wrap=True, justify="right")
-        for trial in seen.running[:SHOWN_RUNNING]:
-            label, *others = _running(trial, names, now=now)
-            grid.add_row(Text(label, style="cyan"), *map(Text, others))
+        for trial in progress.running[:SHOWN_RUNNING]:
+            label, *cells = _running(trial, names, now=now)
+            grid.add_row(Text(label, style="cyan"), *map(Text, cells))
         parts += [Text(""), grid]
-        if len(seen.running) > SHOWN_RUNNING:
-            parts.append(Text(f"  and {len(seen.running) - SHOWN_RUNNING} more", style="dim"))
-    below = [Text(line, style="red") for line in _failed(seen, names)]
-    best = _best(seen, sweep, names)
+        if len(progress.running) > SHOWN_RUNNING:
+            parts.append(Text(f"  and {len(progress.running) - SHOWN_RUNNING} more", style="dim"))
+    below = [Text(line, style="red") for line in _failed(progress, names)]
+    best = _best(progress, sweep, names)
     below += [Text(best, style="bold")] if best else []
     return Group(*parts, *([Text("")] if below else []), *below)
 
 
 def progress_line(sweep: Sweep, *, now: float) -> str:
     """One line for a log file: the counts, what is left, the best so far."""
-    seen = progress_of(sweep, now=now)
+    progress = progress_of(sweep, now=now)
     parts = [
-        f"{seen.over}/{plural(seen.total, 'trial')}",
-        ", ".join(t for t, _ in _counts(seen, now=now)),
+        f"{progress.over}/{plural(progress.total, 'trial')}",
+        ", ".join(t for t, _ in _counts(progress, now=now)),
     ]
-    best = _best(seen, sweep, axes(sweep.trials)).strip()
+    best = _best(progress, sweep, axes(sweep.trials)).strip()
     return "  ".join([*parts, best] if best else parts)
 
 
-def _bar(seen: Progress, *, plain: bool) -> str:
+def _bar(progress: Progress, *, plain: bool) -> str:
     full, empty = (PLAIN_FULL, PLAIN_EMPTY) if plain else (FULL, EMPTY)
-    part = seen.over / seen.total if seen.total else 0.0
+    part = progress.over / progress.total if progress.total else 0.0
     size = math.floor(BAR * part)
-    return f"{seen.over} of {plural(seen.total, 'trial')}  {full * size}{empty * (BAR - size)}"
+    return (
+        f"{progress.over} of {plural(progress.total, 'trial')}  {full * size}{empty * (BAR - size)}"
+    )
 
 
-def _counts(seen: Progress, *, now: float) -> list[tuple[str, str]]:
+def _counts(progress: Progress, *, now: float) -> list[tuple[str, str]]:
     """Text and style of each count that is not 0."""
     kinds = [
-        (seen.ok, "done", "green"), (len(seen.running), "running", "cyan"),
-        (len(seen.failed), "failed", "bold red"), (seen.pruned, "pruned", "yellow"),
-        (seen.same, "the same as another", "dim"), (seen.stopped, "stopped", "dim"),
-        (seen.waiting, "left", ""),
+        (progress.ok, "done", "green"), (len(progress.running), "running", "cyan"),
+        (len(progress.failed), "failed", "bold red"), (progress.pruned, "pruned", "yellow"),
+        (progress.same, "the same as another", "dim"), (progress.stopped, "stopped", "dim"),
+        (progress.waiting, "left", ""),
     ]  # fmt: skip
     counts = [(f"{count} {word}", style) for count, word, style in kinds if count]
-    if seen.left_s is not None and (seen.running or seen.waiting):
-        done = time.strftime("%a %H:%M", time.localtime(now + seen.left_s))
-        counts.append((f"{human.duration(seen.left_s)} to go (done {done})", "bold"))
+    if progress.left_s is not None and (progress.running or progress.waiting):
+        done = time.strftime("%a %H:%M", time.localtime(now + progress.left_s))
+        counts.append((f"{human.duration(progress.left_s)} to go (done {done})", "bold"))
     return counts or [("no trial yet", "dim")]
 
 
@@ -200,18 +202,18 @@ def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
     return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
 
 
-def _failed(seen: Progress, names: Sequence[str]) -> list[str]:
+def _failed(progress: Progress, names: Sequence[str]) -> list[str]:
     lines = []
-    for trial in seen.failed[-SHOWN_FAILED:]:
+    for trial in progress.failed[-SHOWN_FAILED:]:
         cause = human.one_line(trial.cause, limit=100)
         line = f"  {trial.label} {settings_of(trial, names)}: {trial.outcome}"
         lines.append(f"{line}: {cause}" if cause else line)
-    before = len(seen.failed) - len(lines)
+    before = len(progress.failed) - len(lines)
     return [f"  and {before} earlier failures", *lines] if before else lines
 
 
-def _best(seen: Progress, sweep: Sweep, names: Sequence[str]) -> str:
-    if seen.best is None:
+def _best(progress: Progress, sweep: Sweep, names: Sequence[str]) -> str:
+    if progress.best is None:
         return ""
-    numbers = known_of(seen.best, sweep.objective)
-    return f"  best: {seen.best.label} {settings_of(seen.best, names)}  ({numbers})"
+    numbers = known_of(progress.best, sweep.objective)
+    return f"  best: {progress.best.label} {settings_of(progress.best, names)}  ({numbers})"
