@@ -90,7 +90,7 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
 
 
 def curves(outcome: Outcome) -> str:
-    """What became of the numbers, for two runs that need not be the same."""
+    """Compare the logged values of two runs, in words; the runs need not be the same."""
     if not outcome.lines:
         return "losses: the two runs have no logged step in common."
     if outcome.identical:
@@ -110,7 +110,7 @@ def curves(outcome: Outcome) -> str:
 
 
 def short_names(a: Path, b: Path) -> tuple[str, str]:
-    """What tells two directories apart: their last parts from where they differ."""
+    """Shorten two paths to their last parts, from where they differ."""
     if a.name != b.name:
         return a.name, b.name
     common = Path(os.path.commonpath([a, b]))
@@ -190,7 +190,7 @@ def environment_rows(
 
 
 def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
-    """What became of each: the rows of the report side by side."""
+    """The summaries of both reports side by side: name, value of A, value of B."""
     rows_a, rows_b = dict(_rows(a)), dict(_rows(b))
     names = [*rows_a, *(name for name in rows_b if name not in rows_a)]
     return [(name, rows_a.get(name, "-"), rows_b.get(name, "-")) for name in names]

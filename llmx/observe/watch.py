@@ -58,7 +58,7 @@ def _newest(base: str | None = None) -> RunLocation:
 
 
 def _views(location: RunLocation, *, every_s: float) -> Iterator[View | str]:
-    """What is seen, again and again; a text while there is no connection. Ends with the run."""
+    """Yield the view of a run until it is over; a text while there is no connection."""
     if not location.host:
         observer = Observer(location.path)
         pause = threading.Event()

@@ -110,7 +110,7 @@ def public(value: object) -> str:
 
 
 def _metadata(config: Mapping[str, Any], directory: Path) -> str:
-    """What the Hub reads, as YAML."""
+    """The metadata that the Hub reads, as YAML."""
     from huggingface_hub import ModelCardData
 
     model = _of(config, "model")

@@ -146,7 +146,7 @@ def claim(root: Path) -> Path:
 
 
 def no_run(root: Path) -> str:
-    """For the message of an error: why ``root`` is not a run directory, and where runs are."""
+    """Say, for an error, why ``root`` is not a run directory, and where runs are."""
     root = Path(os.path.abspath(root))
     if not root.is_dir():
         near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])

@@ -86,7 +86,7 @@ def write_provenance(run: RunDir, values: Mapping[str, Any]) -> None:
 
 
 def read_overrides(run: RunDir, damage: list[str] | None = None) -> list[str]:
-    """What the user typed (``overrides.yaml``); empty where it cannot be read."""
+    """The overrides as typed (``overrides.yaml``); empty where they cannot be read."""
     return list(read_file(run.overrides, damage))
 
 

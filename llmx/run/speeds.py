@@ -32,7 +32,7 @@ def speeds_directory(data: DataConfig) -> Path:
 
 
 def known_speeds(exp: Experiment, plan: Plan) -> KnownSpeeds | None:
-    """What an earlier run of the same has measured on these hosts; None where there is none."""
+    """The speeds that an earlier run of the same measured on these hosts; None without one."""
     path = _path(exp, plan)
     try:
         values = read_json(path)
@@ -44,7 +44,7 @@ def known_speeds(exp: Experiment, plan: Plan) -> KnownSpeeds | None:
 
 
 def keep_speeds(exp: Experiment, plan: Plan, *, run_dir: Path) -> None:
-    """For the next plan. By rank 0; where it cannot be written, the next plan does without."""
+    """Keep the measured speeds for the next plan, by rank 0, where they can be written."""
     assert plan.balance is not None
     path = _path(exp, plan)
     values = {

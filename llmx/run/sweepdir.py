@@ -100,7 +100,7 @@ class Trial:
 
     @property
     def word(self) -> str:
-        """How it ended, or what it does: ``ok``, ``oom``, ``same as 3``, ``running``."""
+        """The outcome or state of the trial: ``ok``, ``oom``, ``same as 3``, ``running``."""
         if self.outcome == "same" and self.same_as is not None:
             return f"same as {self.same_as}"
         return self.outcome or self.state
@@ -173,7 +173,7 @@ class Sweep:
         return sorted(self.trials, key=self._rank)
 
     def _rank(self, trial: Trial) -> tuple[float, float, int]:
-        """Of equal trials that with less memory is first, then that of the lower number."""
+        """The sort key of a trial; among equal ones less memory comes first, then the number."""
         value, memory = trial.value(self.objective), trial.memory_gib
         if trial.outcome != "ok" or value is None or not math.isfinite(value):
             return math.inf, math.inf, trial.index
@@ -242,7 +242,7 @@ def is_sweep(directory: Path) -> bool:
 
 
 def identity(words: Iterable[str]) -> tuple[str, ...]:
-    """What makes two sweeps, or two trials, the same one."""
+    """The words by which two sweeps, or two trials, are the same one."""
     return tuple(
         sorted(word for word in words if not word.startswith((*NOT_OF_A_SWEEP, *OWN_WORDS)))
     )

@@ -109,7 +109,7 @@ value."""
 
 
 def misfit(value: Any, shape: Any, place: str = "") -> str:
-    """Where ``value`` is of another kind than ``shape``; empty where it nowhere is.
+    """Find a part of ``value`` that is of another kind than ``shape``; empty without one.
 
     A value may be null, and a key may be missing, but not in an object of a list.
     """
@@ -140,7 +140,7 @@ def misfit(value: Any, shape: Any, place: str = "") -> str:
 def read_checked(
     path: str | os.PathLike[str], parse: Callable[[IO[bytes]], Any] = json.load
 ) -> tuple[Any, str]:
-    """What is in a file, and what is wrong with the file.
+    """Read a file of a run directory: its content, and a sentence on its damage.
 
     The content is empty where the file is missing or damaged; of a missing file nothing is wrong.
     ``parse``: reads an open file; ValueError where it cannot.

@@ -173,7 +173,7 @@ def given_place(axes: Sequence[Axis], base: Composed) -> tuple[int, ...] | None:
 
 
 def _with(exp: Experiment, key: str, word: str, typed: dict[tuple[str, str], Any]) -> Experiment:
-    """With one key set, as Hydra and the schema read its word."""
+    """Set one key, as Hydra and the schema read its word."""
     section, name = key.split(".")
     if (key, word) not in typed:
         import yaml
@@ -186,8 +186,8 @@ def _with(exp: Experiment, key: str, word: str, typed: dict[tuple[str, str], Any
 
 
 def _same_key(planned: Composed) -> str:
-    """The same for two candidates that run alike: a micro batch that no rank can fill, buckets
-    where nothing is put into them."""
+    """A key that two candidates share if they run alike: a micro batch that no rank can fill,
+    buckets that nothing is put into."""
     exp, plan = planned.experiment, planned.plan
     batch = dataclasses.replace(exp.batch, micro_batch=max(plan.batch.micro_batches))
     zero = exp.zero

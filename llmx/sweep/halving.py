@@ -41,7 +41,7 @@ class Halving:
         return self.first * int(self.factor**rung)
 
     def survivors(self, count: int) -> int:
-        """How many of ``count`` trials continue."""
+        """The number of ``count`` trials that continue."""
         return max(1, math.ceil(count / self.factor))
 
     def count(self, trials: int, total: int | None) -> int:

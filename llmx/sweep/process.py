@@ -32,7 +32,7 @@ MESSAGE_BYTES = 60_000
 
 @dataclass(frozen=True)
 class End:
-    """How the process of a trial ended; ``result.json`` says how its run did."""
+    """The end of the process of a trial; ``result.json`` has the end of its run."""
 
     code: int
     error: LlmxError | None = None
@@ -71,7 +71,7 @@ class TrialProcess:
         self._end: End | None = None
 
     def poll(self) -> End | None:
-        """How it ended; None while it runs."""
+        """The end of the process; None while it runs."""
         if self._end is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -134,7 +134,7 @@ def _be_the_trial(
 
 
 def _write_to(run: RunDir) -> None:
-    """What is printed goes to a file; nothing is read."""
+    """Send all output of this process to the console log, and read no input."""
     log = os.open(run.console_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)

@@ -38,14 +38,14 @@ class OutOfMemory:
 
 
 def key_of(exp: Experiment) -> str:
-    """The same for two trials that train the same: 16 hex digits."""
+    """16 hex digits that two trials share if they train the same."""
     values = _without(NAMES, exp)
     text = json.dumps(values, sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def impossible(exp: Experiment, plan: Plan) -> str:
-    """Why a trial cannot fit, whatever its activations take; empty where it may.
+    """Say why a trial cannot fit, whatever its activations take; empty where it may.
 
     Only what is held for certain counts: parameters, gradients and optimizer states as DeepSpeed
     divides them, on the device and, offloaded, in the RAM of a host.
@@ -68,7 +68,7 @@ def impossible(exp: Experiment, plan: Plan) -> str:
 
 
 def needs_more(exp: Experiment, plan: Plan, out_of_memory: Sequence[OutOfMemory]) -> str:
-    """Why a trial will run out of memory as an earlier one did; empty where it may not.
+    """Say why a trial will run out of memory as an earlier one did; empty where it may not.
 
     It must be the same in all that takes memory, with a micro batch as large or larger, a ZeRO
     stage as low or lower, and no less memory by the plan.

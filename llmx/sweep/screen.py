@@ -27,7 +27,7 @@ SHARE = 30.0
 
 
 class Screen:
-    """Of one batch of trials. ``close`` leaves the terminal as it was."""
+    """Shows one batch of trials. ``close`` leaves the terminal as it was."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = SweepReader(directory)

@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RuledOut:
-    """Why a candidate that was not tried cannot run."""
+    """The reason for which a candidate cannot run that was not tried."""
 
     cause: str
     by_trial: bool = False
@@ -124,7 +124,7 @@ class Search:
     # --- What is known -----------------------------------------------------------------------
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """What became of the trial of a candidate."""
+        """Record the trial of a candidate."""
         self.trials[candidate.place] = trial
 
     @property
@@ -179,7 +179,7 @@ class Search:
         )
 
     def _scale(self) -> float:
-        """What trials took, as a part of what their plans say: of the one that took most."""
+        """Measured by planned memory, of the trial that took the most."""
         memory = [
             (trial.memory_gib, self.at[place].memory_gib)
             for place, trial in self.trials.items()
@@ -321,7 +321,7 @@ class Search:
         return trial.outcome in NO_MEMORY if trial else self.why_not(up) is not None
 
     def _gain(self, best: Candidate) -> float:
-        """What the last growth of the micro batch gained."""
+        """The gain in speed by the last growth of the micro batch."""
         down = self._beside(best, -1)
         speed = self._speed(down.place) if down else 0.0
         return self._speed(best.place) / speed if speed else ASSUMED_GAIN
@@ -382,7 +382,7 @@ class Search:
     # --- What became of all ------------------------------------------------------------------
 
     def word_of(self, candidate: Candidate) -> str:
-        """What became of a candidate, in a word or two."""
+        """The outcome of a candidate, in a word or two."""
         if candidate.place in self.trials:
             return self.trials[candidate.place].outcome
         if candidate.same_as is not None:
@@ -394,7 +394,7 @@ class Search:
         return "not worth trying" if self.ended else "not tried"
 
     def counts(self) -> dict[str, int]:
-        """How many candidates there are of each word, those that were tried as one."""
+        """The number of candidates of each outcome, those that were tried counted together."""
         words = [
             "tried" if candidate.place in self.trials else self.word_of(candidate)
             for candidate in self.at.values()

@@ -35,7 +35,7 @@ class Placed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many slots of each host."""
+        """The number of slots of each host."""
         return tuple(len(slots) for _, slots in self.shares)
 
     @property

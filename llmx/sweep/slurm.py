@@ -75,7 +75,7 @@ class SlurmJob:
         return cls(run, number)
 
     def poll(self) -> End | None:
-        """How it ended; None while it waits or runs."""
+        """The end of the job; None while it waits or runs."""
         now = time.monotonic()
         if self._end is None and now - self._asked_at >= POLL_S:
             self._asked_at = now
@@ -125,14 +125,14 @@ class SlurmJob:
         return End(1, Ended(outcome, cause))
 
     def _facts(self) -> dict[str, str]:
-        """What Slurm still knows of the job."""
+        """The values of ``scontrol show job``, by key."""
         done = _asked(["scontrol", "show", "job", self.number, "--oneliner"])
         pairs = (word.partition("=") for word in done.stdout.split() if "=" in word)
         return {key: value for key, _, value in pairs}
 
 
 def arguments(spec: LaunchSpec) -> list[str]:
-    """What the job asks for: the hosts of the plan, with a task for each rank."""
+    """The arguments of ``sbatch``: the hosts of the plan, with a task for each rank."""
     hosts = spec.plan.hosts
     args = [
         "--parsable",

@@ -619,11 +619,11 @@ def _placed(on_cluster: Experiment, typed: Experiment, placed: Placed) -> Experi
 
 
 def _key(exp: Experiment, on_cluster: Experiment) -> str:
-    """Without what a part of the cluster adds of this machine: threads and cores."""
+    """The key of a trial, without the threads and cores that a part of the cluster adds."""
     hardware = dataclasses.replace(exp.hardware, env=on_cluster.hardware.env)
     return key_of(dataclasses.replace(exp, hardware=hardware, launch=on_cluster.launch))
 
 
 def _kind(placed: Placed | None) -> tuple[str, float | None] | None:
-    """What tells two parts of a cluster apart for the memory of a trial."""
+    """The device and RAM by which two parts of a cluster differ for the memory of a trial."""
     return None if placed is None else (placed.device, placed.ram_gib)

@@ -17,7 +17,7 @@ SHOWN = 40
 
 
 def beginning(axes: Sequence[Axis], candidates: Sequence[Candidate], base: Composed) -> list[str]:
-    """What is varied, how many candidates there are, and what becomes of the batch."""
+    """Name the varied keys, the number of candidates and the batch, before the first trial."""
     lines = ["Tuning for speed (tokens/s), by the plan first, then by short trials"]
     for axis in axes:
         lines.append(f"  {axis.key}: {', '.join(axis.values)}")
@@ -51,7 +51,7 @@ def _left(candidate: Candidate) -> bool:
 
 
 def _by_plan(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """In the order of the plan: what fits, the fastest first; then what does not."""
+    """Sort by the plan: first candidates that fit, the fastest first; then the others."""
     return sorted(
         (candidate for candidate in candidates if candidate.same_as is None),
         key=lambda c: (bool(c.ruled_out), not c.fits, -c.speed, c.memory_gib),
@@ -121,7 +121,7 @@ def to_markdown(axes: Sequence[Axis], candidates: Sequence[Candidate], search: S
 
 
 def conclusion(search: Search, sweep: Sweep) -> list[str]:
-    """What was chosen and why, what became of the others, and what trains with it."""
+    """Name the chosen candidate and why, the counts of the others, and the command to train."""
     counts = search.counts()
     num_tried = counts.pop("tried", 0)
     listed = ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -141,7 +141,7 @@ def conclusion(search: Search, sweep: Sweep) -> list[str]:
 
 
 def _ahead(best: Trial, trials: Sequence[Trial]) -> str:
-    """By how much, and over what."""
+    """State by how much the best trial is ahead of the second and of the slowest."""
     speeds = sorted(
         (t.tokens_per_s for t in trials if t.outcome == "ok" and t.tokens_per_s), reverse=True
     )

@@ -30,7 +30,7 @@ LONGEST_VALUE = 500
 
 @dataclass(frozen=True)
 class RunMeta:
-    """What a tracker has to know about the run besides its metrics."""
+    """The facts of a run that a tracker gets besides its metrics."""
 
     run_id: str
     """Unique for one run, the same after a restart; letters, digits, ``-`` and ``_``."""
@@ -67,7 +67,7 @@ class Status:
     """The command that uploads what lies here only."""
 
     def to_dict(self) -> dict[str, str]:
-        """As plain values, without the tracker's name (the key in ``tracking.json``)."""
+        """The status as plain values, without the tracker's name (the key in ``tracking.json``)."""
         values = dataclasses.asdict(self)
         del values["tracker"]
         return values
@@ -220,7 +220,7 @@ def replay_command(run_dir: Path) -> str:
 
 
 def why_not_online(server: str, meta: RunMeta) -> str:
-    """Why a tracker stays here, without asking ``server``; empty where it gives an answer."""
+    """Say why a tracker does not use ``server``; empty where the server answers."""
     if meta.mode == "offline":
         return "tracking.mode=offline"
     why = why_no_answer(server, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))

@@ -141,7 +141,7 @@ def _start(
 
 
 def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str, Any]) -> RunMeta:
-    """What the trackers are told about the run besides its metrics."""
+    """The facts of the run that all trackers get besides its metrics."""
     identity = read_mapping(run.identity).get("run_id", "")
     return RunMeta(
         run_id=run_id(identity or run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),

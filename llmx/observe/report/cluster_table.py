@@ -55,7 +55,7 @@ STYLES = {**VERDICTS, "refused": "bold red"}
 
 
 def cluster_values(composed: Composed, *, steps: bool) -> dict[str, str]:
-    """What a cluster's column says; ``steps``: the number of steps is known on all of them."""
+    """The column of a cluster, by row; ``steps``: all clusters know the number of steps."""
     plan = composed.plan
     verdicts = {verdict(memory) for memory in plan.memory if memory.capacity_gib}
     fits = next((worst for worst in VERDICTS if worst in verdicts), "not checked")
@@ -91,7 +91,7 @@ def cluster_values(composed: Composed, *, steps: bool) -> dict[str, str]:
 
 
 def notes(clusters: Sequence[tuple[str, Composed | str]]) -> list[str]:
-    """What the table cannot say: why something is unknown or refused, and whether steps differ."""
+    """Sentences below the table: why a value is unknown or refused, and whether steps differ."""
     lines = []
     plans = {name: composed.plan for name, composed in clusters if not isinstance(composed, str)}
     tokens = {name: plan.batch.tokens_per_step for name, plan in plans.items()}

@@ -124,7 +124,7 @@ def _other_curves(data: RunData) -> str:
 
 
 def _tables(data: RunData) -> str:
-    """What the newest evaluation measures and is no number, such as a confusion matrix."""
+    """The tables of the newest evaluation, such as a confusion matrix."""
     return "".join(
         f"<p>{escaped(entry.title)}, step {data.tables_step:,}</p>"
         + table(
@@ -161,7 +161,7 @@ def _cut(text: str) -> str:
 
 
 def _attempts(data: RunData) -> str:
-    """How each attempt ended and what followed, if there was more than one."""
+    """One row per attempt with its end and what followed, if there was more than one."""
     rows = []
     if len(data.attempts) > 1 or any(line.get("decision") == "restart" for line in data.attempts):
         rows = [_attempt(line) for line in data.attempts]
@@ -199,7 +199,7 @@ def _data(data: RunData) -> str:
 
 
 def _config(data: RunData) -> str:
-    """What was typed, what is not the default, what resume changed."""
+    """Show the typed overrides, the values that are no defaults, and the changes by resume."""
     defaults = flattened(to_dict(Experiment()))
     settings = [
         (key, short_value(value, limit=200))

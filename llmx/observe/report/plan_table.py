@@ -167,7 +167,7 @@ def hosts_table(plan: Plan) -> Table:
 def facts_table(
     plan: Plan, exp: Experiment, traces: Traces | None = None, overrides: Sequence[str] = ()
 ) -> Table:
-    """What holds for the whole run: precision and why, batch, steps, learning rate and what set it,
+    """Facts of the whole run: precision and why, batch, steps, learning rate and what set it,
     model, ZeRO, transport."""
     accum = plan.grad_accum_dtype
     rows = [
@@ -262,7 +262,7 @@ def device_lines(plan: Plan, exp: Experiment) -> list[str]:
 
 
 def _alike(exp: Experiment) -> str:
-    """What cannot differ by type of device, and why."""
+    """Name the settings that cannot differ by type of device, and why."""
     where = _offloaded(exp.zero)
     texts = [
         f"offload ({', '.join(where) or 'none'}), since DeepSpeed lays out and sums gradients by "
@@ -283,7 +283,7 @@ def _offloaded(zero: ZeroConfig) -> list[str]:
 
 
 def _limited_by(plan: Plan, exp: Experiment, ranks: list[RankPlan]) -> str:
-    """What keeps the micro batch of a type of device from being larger."""
+    """Name the limit of the micro batch on a type of device."""
     configured, size = exp.batch.micro_batch, max(rank.micro_batch for rank in ranks)
     if plan.balance is None:
         return f"batch.balance={exp.batch.balance}: one for all"
@@ -342,7 +342,7 @@ def _lr_line(optim: OptimConfig, adapter: AdapterConfig) -> str:
 
 
 def _sized(plan: Plan, traces: Traces | None) -> Plan:
-    """With the size of a model that only its trace knows."""
+    """Fill in the size of a model that only its trace knows."""
     trace = next(iter(traces.found.values()), None) if traces else None
     if plan.num_parameters or trace is None:
         return plan
@@ -464,7 +464,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def memory_title(plan: Plan, traces: Traces | None) -> str:
-    """What the table of memory is, and where its numbers are from."""
+    """The title of the table of memory, with the source of its numbers."""
     title = "Predicted peak memory of one rank, GiB"
     if all(memory.traced for memory in plan.memory):
         return f"{title}: the real micro step on fake tensors, by DeepSpeed's rules"
@@ -695,7 +695,7 @@ def rows(
             lines.append((name, tuple(_size(value) for value in values)))
 
     def now(name: str, key: str) -> None:
-        """What this machine has, below what it needs."""
+        """Add the size that this machine has now, below the one that it needs."""
         if here.get(key) is not None and any(local & set(host.hosts) for host in hosts):
             size = human.size(here[key])
             lines.append((name, tuple(size if local & set(h.hosts) else "" for h in hosts)))

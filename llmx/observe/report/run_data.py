@@ -23,7 +23,7 @@ from llmx.run.tail import read_records
 
 @dataclass(frozen=True)
 class Table:
-    """What an evaluation measures that is no number, such as a confusion matrix."""
+    """A table that an evaluation has measured, such as a confusion matrix."""
 
     title: str
     rows: list[str]
@@ -76,7 +76,7 @@ class RunData:
 
     @property
     def resumed_at(self) -> int | None:
-        """Where the last supervisor took the run up; None where it began at the beginning.
+        """The step at which the last supervisor resumed; None where it began at step 0.
 
         ``result.json`` and its times are of that one; the metrics are of the whole run.
         """
@@ -86,7 +86,7 @@ class RunData:
 
     @property
     def train_time_s(self) -> float:
-        """From the first to the last metric of the last supervisor; 0 where there are not two."""
+        """Seconds from the first to the last metric of the last supervisor; 0 without two."""
         times = [
             record["time"]
             for record in self._of_last_supervisor()

@@ -55,7 +55,7 @@ class Steps:
 
 
 def steps_by_rank(data: RunData) -> Steps | None:
-    """From the newest ``train`` line that has it; None where the ranks did not measure it.
+    """Read the newest ``train`` line with times; None where the ranks did not measure them.
 
     A backward pass contains waiting. The rank whose backward pass is shortest against its forward
     pass waits least, so what it takes is computing; every rank's is taken to be in that proportion.
@@ -101,7 +101,7 @@ def _place(data: RunData, rank: int) -> tuple[str, str]:
 
 
 def idle_text(steps: Steps) -> str:
-    """How much of the ranks' time is waiting for slower ones."""
+    """State the share of the ranks' time that is waiting for slower ones."""
     slowest = steps.most_idle
     text = f"{human.percent(steps.idle)} of the ranks' computing time"
     if slowest.idle >= 0.01:

@@ -44,7 +44,7 @@ def in_order(values: Sequence[str]) -> list[str]:
 
 
 def objective_charts(sweep: Sweep) -> str:
-    """For each swept key a chart of the objective over its values: a line for each combination of
+    """Draw the objective over the values of each swept key: a line for each combination of
     the other keys, or dots where there are more combinations than colours."""
     names = axes(sweep.trials)
     ended = [

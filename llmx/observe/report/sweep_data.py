@@ -138,7 +138,7 @@ def axes(trials: Sequence[Trial]) -> list[str]:
 
 
 def value_of(trial: Trial, axis: str) -> str | None:
-    """What a trial has for an axis: as typed, else as in its config; None where neither tells."""
+    """The value of a trial on an axis: as typed, else as in its config; None without either."""
     if axis == SWEEP and trial.sweep:
         return trial.sweep
     for word in reversed(trial.overrides):

@@ -104,7 +104,7 @@ def _table(sweep: Sweep, out: Path) -> str:
 
 
 def _link(trial: Trial, out: Path) -> str:
-    """To the run's report, else to its directory, relative to ``out``; empty where it has none."""
+    """Link to the run's report, else to its directory, relative to ``out``; empty without one."""
     if not trial.run_dir.is_dir():
         return ""
     report = trial.run_dir / "report.html"

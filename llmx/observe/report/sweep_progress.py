@@ -32,7 +32,7 @@ PLAIN_FULL, PLAIN_EMPTY = "#", "."
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is."""
+    """The counts of the trials of a sweep, the time left and the best so far."""
 
     total: int
     ok: int

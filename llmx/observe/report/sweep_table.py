@@ -127,14 +127,14 @@ def known_of(trial: Trial, objective: str) -> str:
 
 
 def best_command(sweep: Sweep, best: Trial) -> str:
-    """What to type to train with the best trial's config."""
+    """The command that trains with the best trial's config."""
     if sweep.of_one and (sweep.directory / BEST_CONFIG).is_file():
         return experiment_command(sweep)
     return shlex.join(["python", "-m", "llmx", "reproduce", near(best.run_dir)])
 
 
 def experiment_command(sweep: Sweep) -> str:
-    """What trains with ``experiment/best.yaml`` of a sweep."""
+    """The command that trains with ``experiment/best.yaml`` of a sweep."""
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     experiment = f"experiment={near(sweep.directory / 'best')}"
     return shlex.join(["python", "-m", "llmx", *config_dir, experiment])
@@ -169,7 +169,7 @@ def shown_value(objective: str, value: float, trial: Trial) -> str:
 
 
 def settings_of(trial: Trial, names: Sequence[str]) -> str:
-    """What a trial has for axes: ``zero=stage1 batch.micro_batch=8``."""
+    """The values of a trial on the axes: ``zero=stage1 batch.micro_batch=8``."""
     pairs = [(name, value_of(trial, name)) for name in names]
     text = " ".join(f"{name}={value}" for name, value in pairs if value is not None)
     return human.one_line(text, limit=1000)
@@ -212,7 +212,7 @@ def to_markdown(trials: Sequence[Trial], *, best: Sequence[str] = ()) -> str:
 
 
 def failures(trials: Sequence[Trial]) -> list[str]:
-    """Why trials did not end well or were left out, and what helps; one line for all trials of
+    """Say why trials failed or were left out, and what helps; one line for all trials of
     which the same is to be said."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:

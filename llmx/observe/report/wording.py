@@ -32,7 +32,7 @@ IDLE_MATTERS = 0.1
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run ended, in one line, with its cause and the fix."""
+    """The end of a run in one line, with its cause and the fix."""
 
     state: str
     """``ok``, ``failed`` or ``open`` (no result yet)."""
@@ -43,7 +43,7 @@ class Headline:
 
 
 def headline(data: RunData) -> Headline:
-    """How the run ended, how many steps it took and how long, or that it goes on."""
+    """Say how the run ended, after how many steps and how long, or that it goes on."""
     # The last steps before an end are not all logged; a checkpoint tells of them.
     count = max(data.summary.get("steps", 0), data.summary.get("last_checkpoint", 0))
     total = data.summary.get("total_steps")
@@ -232,7 +232,7 @@ def _right(row: dict[str, Any], key: str) -> bool | None:
 
 
 def locations(data: RunData) -> list[tuple[str, str]]:
-    """Where everything lies, and the commands that go on from here."""
+    """Name and path of each result, and the commands that go on from here."""
     run = data.run
     rows = [("run directory", str(run.root))]
     for name, path in (
@@ -282,7 +282,7 @@ def warnings(data: RunData) -> list[str]:
 
 
 def events(data: RunData) -> list[str]:
-    """What happened to a run besides training: checkpoints that failed, steps not trained."""
+    """Name the events of a run: checkpoints that failed, steps that were not trained."""
     texts = []
     for record in data.records:
         step, event, reason = record.get("step") or 0, record.get("event"), record.get("reason")

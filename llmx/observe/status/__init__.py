@@ -69,7 +69,7 @@ def gather(location: RunLocation, *, limit: int) -> Facts:
 
 
 def outputs() -> str:
-    """Where runs go when nobody says otherwise."""
+    """The directory of runs for which none is given: ``$LLMX_OUTPUTS``, else ``outputs``."""
     return os.environ.get("LLMX_OUTPUTS", "outputs")
 
 
@@ -82,6 +82,6 @@ def location_of(options: argparse.Namespace) -> RunLocation | None:
 
 
 def _short(view: View, base: str, *, is_here: bool) -> View:
-    """With a path that can be typed here; of another machine's runs, relative to ``base``."""
+    """Shorten the path to one that can be typed here; on another machine, relative to ``base``."""
     near = os.path.relpath(view.path, None if is_here else base)
     return replace(view, path=near if len(near) < len(view.path) else view.path)

@@ -148,7 +148,7 @@ class Observer:
 
 
 class Metrics:
-    """What a viewer needs of ``metrics.jsonl``."""
+    """Collects the lines of ``metrics.jsonl`` that a viewer needs."""
 
     def __init__(self) -> None:
         self.start: Facts | None = None

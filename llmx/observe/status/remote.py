@@ -30,7 +30,7 @@ SILENT_S = 20.0
 
 @dataclass(frozen=True)
 class RunLocation:
-    """Where a run lies: a path, here or on another machine."""
+    """The path of a run, here or on another machine."""
 
     path: str
     host: str = ""

@@ -110,7 +110,7 @@ def status(path: str, *, as_json: bool) -> int:
 
 
 def _facts(snapshot: Seen) -> dict[str, Any]:
-    """For scripts: numbers that are not finite are null."""
+    """Facts of a sweep for scripts; numbers that are not finite are null."""
     sweep = snapshot.sweep
     progress = progress_of(sweep, now=snapshot.now)
     apart = ("config", "curve", "declared", "key", "rungs", "slots", "job")

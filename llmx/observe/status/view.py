@@ -227,7 +227,7 @@ def _started(facts: Facts) -> float | None:
 
 
 def _took(facts: Facts, state: str) -> float | None:
-    """From the very first start on, restarts and all."""
+    """Seconds from the first start to now or to the end, restarts included."""
     begun = _started(facts)
     if not begun:
         return None
@@ -274,7 +274,7 @@ def _stuck(metrics: Facts, pace: float | None, now: float) -> str:
 
 
 def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
-    """What the ranks of one host do, in one line."""
+    """Summarize the ranks of one host in one line."""
     statuses = {status.get("rank"): status for status in facts["ranks"]}
     groups: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     for rank in host["ranks"]:

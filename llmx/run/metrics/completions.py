@@ -141,7 +141,7 @@ def load_metric(path: str) -> Scores:
 
 
 def _said(error: Exception) -> str:
-    """What went wrong in somebody's code, and in which line of it."""
+    """Describe an error in a user's code, with the line of it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     if isinstance(error, SyntaxError):  # says its own place

@@ -71,7 +71,7 @@ class Metric:
         return f"{value:,.0f}" if is_whole else human.number(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written in a ``start`` line."""
+        """The metric as it is written in a ``start`` line."""
         return {
             "title": self.title,
             "format": self.format,

@@ -44,7 +44,7 @@ class Gap:
 
     @property
     def relative(self) -> float:
-        """To the larger of the two; 0 for two zeros."""
+        """The difference divided by the larger of the two; 0 for two zeros."""
         if self.then is None or self.now is None:
             return math.nan
         size = max(abs(self.then), abs(self.now))
@@ -72,7 +72,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comparing two runs gave."""
+    """The result of comparing two runs."""
 
     lines: int
     """Lines that both have."""

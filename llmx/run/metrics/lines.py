@@ -131,7 +131,7 @@ class MetricsTail:
 
 
 class Summary:
-    """What is left of a run when it is over: first and last loss, best evaluation, speed.
+    """Numbers of a whole run: first and last loss, best evaluation, speed.
 
     ``add`` takes the records in order; ``values`` gives the numbers that are known, for the
     summary of a tracker and the table of the report.

@@ -60,7 +60,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
 
 
 def not_recorded(then: Mapping[str, Any]) -> list[str]:
-    """What this record, of an unusual machine, cannot be compared by."""
+    """Name the parts that are missing in a record and cannot be compared."""
     names = {
         "code": "the code by file",
         "fingerprints": "the content of data, tokenizer and model",
@@ -235,7 +235,7 @@ def plan_differences(
     ds_then: Mapping[str, Any],
     ds_now: Mapping[str, Any],
 ) -> list[Difference]:
-    """What differs between two ``plan.json`` and ``ds_config.json`` and decides numbers.
+    """Compare two ``plan.json`` and ``ds_config.json`` in all that decides numbers.
 
     Nothing where one is missing.
     """

@@ -116,7 +116,7 @@ def code_files(package: Path | None = None) -> dict[str, str]:
 
 
 def git(directory: Path, *args: str, timeout_s: float = 20.0) -> bytes | None:
-    """What git says there; None where it fails, or is not installed."""
+    """The output of git there; None where it fails, or is not installed."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", str(directory), *args],
