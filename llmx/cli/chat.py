@@ -185,7 +185,12 @@ class Chat:
 
         try:
             (found,) = generate(
-                self._decoder, [ids], self._sampling, seeds=[seed], on_token=note, kept=self.kept
+                self._decoder,
+                [ids],
+                self._sampling,
+                seeds=[seed],
+                on_token=note,
+                kept_cache=self.kept,
             )
             ended = found.ended
         except KeyboardInterrupt:

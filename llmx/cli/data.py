@@ -78,7 +78,7 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     table = Table(title=f"{split}: {store.path.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, value in report(store.meta, found=found):
+    for name, value in report(store.meta, was_prepared=found):
         table.add_row(name, Text(printable(value)))
     table.add_row("store", Text(printable(str(store.path))))
     table.add_row("lengths", Text(printable(str(picture))))

@@ -71,8 +71,8 @@ def collate(
     else:
         raise ValueError(f"layout {layout!r} is not packed or padded")
     spans = [(sample, start, stop) for sample in samples for start, stop in sample.bounds()]
-    found = iter(spans)
-    lines = [[next(found) for _ in range(size)] for size in sizes] or [[]]
+    remaining_spans = iter(spans)
+    lines = [[next(remaining_spans) for _ in range(size)] for size in sizes] or [[]]
     longest = max(sum(stop - start for _, start, stop in line) for line in lines)
     if longest > seq_len:
         raise DataError(
@@ -151,7 +151,7 @@ def _of_task(
     sizes = [size for sample in samples for size in sample.example_sizes()]
     arrays["example_ids"] = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
     for column in (*schema.per("sequence"), *schema.per("example")):
-        own: list[Any] = [sample.columns[column.name] for sample in samples]
+        sample_values: list[Any] = [sample.columns[column.name] for sample in samples]
         empty = np.zeros((0, *column.shape), column.numpy_dtype)
-        arrays[column.name] = np.concatenate([empty, *own])
+        arrays[column.name] = np.concatenate([empty, *sample_values])
     return arrays | by_token

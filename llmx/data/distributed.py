@@ -101,11 +101,11 @@ def _chain(spec: DatasetSpec, values: RankStore, hosts: list[Host], host: int) -
     """
     number = len(hosts)
     disks = storage_topology(values, spec.path.parent, host=host, hosts=number)
-    own = {
+    local_facts = {
         "identity": {key: _digest(value) for key, value in spec.identity.items()},
         "store": find_store(spec) is not None,
     }
-    facts = values.all_gather("has", own, host=host, hosts=number)
+    facts = values.all_gather("has", local_facts, host=host, hosts=number)
     here = facts[0]["identity"]
     for other, fact in zip(hosts, facts, strict=True):
         there = fact["identity"]
@@ -264,8 +264,8 @@ def storage_topology(store: RankStore, directory: Path, *, host: int, hosts: int
     except OSError as error:
         raise cannot_write(directory, error) from error
     store.all_gather("marked", None, host=host, hosts=hosts)
-    seen = next(number for number, mark in enumerate(marks) if mark.exists())
-    topology = store.all_gather("sees", seen, host=host, hosts=hosts)
+    first_sharing_host = next(number for number, mark in enumerate(marks) if mark.exists())
+    topology = store.all_gather("sees", first_sharing_host, host=host, hosts=hosts)
     marks[host].unlink(missing_ok=True)
     return topology
 

@@ -137,8 +137,8 @@ class Example:
     @property
     def place(self) -> Where:
         """Of its record in the sources, for messages."""
-        found = self.where or getattr(self.sequences[0], "where", None)
-        return found or Where(Path("?"), 0, "row")
+        where = self.where or getattr(self.sequences[0], "where", None)
+        return where or Where(Path("?"), 0, "row")
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -263,19 +263,21 @@ def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()"
         raise ConfigError(
             f"task={task}: cut={example.cut!r}: one of {', '.join(CUTS)}, or one for each sequence."
         )
-    wanted = {c.name for c in schema.columns if c.per != "token"}
-    if set(example.columns) != wanted:
+    declared_names = {c.name for c in schema.columns if c.per != "token"}
+    if set(example.columns) != declared_names:
         declared = "columns" if by == "encode()" else "rollout_columns"
         raise ConfigError(
             f"task={task}: {by} gave the columns {_listed(example.columns)}, and the task "
-            f"declares {_listed(wanted)} by sequence and by example. Declare them in `{declared}`, "
-            'e.g. Column("label", per="example", dtype="int64").'
+            f"declares {_listed(declared_names)} by sequence and by example. Declare them "
+            f'in `{declared}`, e.g. Column("label", per="example", dtype="int64").'
         )
     return example
 
 
 def _are_sequences(example: Example) -> bool:
-    return all(isinstance(one, (Conversation, Document, Tokens)) for one in example.sequences)
+    return all(
+        isinstance(sequence, (Conversation, Document, Tokens)) for sequence in example.sequences
+    )
 
 
 def _listed(names: Any) -> str:
@@ -309,15 +311,15 @@ def values_of_tokens(
                 f'column: {declared} = (Column("weight", per="token"),).'
             )
         targets = targets != 0
-    wanted = schema.per("token")
-    if set(part.columns) != {column.name for column in wanted}:
+    token_columns = schema.per("token")
+    if set(part.columns) != {column.name for column in token_columns}:
         raise ConfigError(
             f"task={task}: Tokens have the columns {_listed(part.columns)}, and the task "
-            f"declares {_listed(column.name for column in wanted)} by token in `{declared}`."
+            f"declares {_listed(column.name for column in token_columns)} by token in `{declared}`."
         )
     columns = {
         column: values_of(part.columns[column.name], column, count=count, task=task)
-        for column in wanted
+        for column in token_columns
     }
     return ids.astype(np.uint32), targets, columns
 

@@ -299,8 +299,8 @@ def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: boo
     order = np.lexsort((np.arange(len(pairs)), pairs[:, 1], pairs[:, 0]))
     ordered = pairs[order]
     repeated = np.zeros(count, np.bool_)
-    same = (ordered[1:] == ordered[:-1]).all(axis=1)
-    repeated[order[1:][same]] = True
+    equals_previous = (ordered[1:] == ordered[:-1]).all(axis=1)
+    repeated[order[1:][equals_previous]] = True
     return Survey(count, repeated)
 
 
@@ -320,14 +320,14 @@ def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool]
     return chosen
 
 
-def held_out(survey: Survey, wanted: int, *, seed: int) -> set[int]:
+def held_out(survey: Survey, count: int, *, seed: int) -> set[int]:
     """The records of the evaluation: those with the smallest of one random draw a record, so that
     they are a function of (seed, number of records) alone. A repeated record is never one."""
     draws = np.random.Philox(key=_key("held out", seed)).random_raw(survey.num_rows)
     order = np.argsort(draws, kind="stable")
     if survey.repeated is not None:
         order = order[~survey.repeated[order]]
-    return set(order[:wanted].tolist())
+    return set(order[:count].tolist())
 
 
 def _key(*parts: object) -> np.ndarray:
@@ -342,8 +342,8 @@ Numbered = tuple[int, Row | None, int]
 
 def has_eval(data: DataConfig) -> bool:
     """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
-    own = data.path == "demo" and not data.sources
-    return bool(data.eval_path or data.eval_samples or data.eval_fraction or own)
+    is_demo = data.path == "demo" and not data.sources
+    return bool(data.eval_path or data.eval_samples or data.eval_fraction or is_demo)
 
 
 @dataclass(frozen=True)
@@ -419,8 +419,8 @@ class DatasetSplit:
     def held_out_rows(self) -> float:
         """Records of these sources that belong to the evaluation, below 1 the fraction of them; 0
         where it has its own."""
-        own = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
-        return 0 if own else self.data.eval_samples or self.data.eval_fraction
+        has_own_source = self.data.eval_path or (self.data.path == "demo" and not self.data.sources)
+        return 0 if has_own_source else self.data.eval_samples or self.data.eval_fraction
 
     @property
     def ignored_columns(self) -> list[str]:
@@ -437,10 +437,10 @@ class DatasetSplit:
         """The form of the records; where sources differ, their forms joined by ``+``."""
         forms = list(dict.fromkeys(source.form for source in self.sources))
         # A task that takes no pairs learns the better answer.
-        named = (
+        form_names = (
             {} if Preference in self.takes else {"preference": "preference (the chosen answers)"}
         )
-        return "+".join(named.get(form, form) for form in forms)
+        return "+".join(form_names.get(form, form) for form in forms)
 
     @property
     def has_text(self) -> bool:
@@ -558,14 +558,14 @@ class DatasetSplit:
 
     @cached_property
     def _held_out(self) -> set[int] | None:
-        wanted, survey = self.held_out_rows, self._survey
-        if not wanted or survey is None:
+        amount, survey = self.held_out_rows, self._survey
+        if not amount or survey is None:
             return None
-        rows = int(wanted) if wanted >= 1 else max(1, round(wanted * survey.num_different))
+        rows = int(amount) if amount >= 1 else max(1, round(amount * survey.num_different))
         if rows >= survey.num_different:
-            key = "samples" if wanted >= 1 else "fraction"
+            key = "samples" if amount >= 1 else "fraction"
             raise ConfigError(
-                f"data.eval_{key}={wanted:g} of {survey.num_different} rows in {self.path} leaves "
+                f"data.eval_{key}={amount:g} of {survey.num_different} rows in {self.path} leaves "
                 "nothing to train on. Hold out fewer, or give data.eval_path."
             )
         return held_out(survey, rows, seed=self.seed)

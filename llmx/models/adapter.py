@@ -73,7 +73,7 @@ def add_adapter(
         ConfigError: a name of the adapter is that of no module, or of one that cannot be adapted.
     """
     targets = _targets(network, adapter, head=head)
-    whole = _modules_to_save(network, model, adapter, head=head)
+    saved_modules = _modules_to_save(network, model, adapter, head=head)
     config = lora_config(network, model, adapter, targets, head=head)
     peft = _peft()
     with _gathering(ds_config), warnings.catch_warnings():
@@ -90,12 +90,12 @@ def add_adapter(
         raise RuntimeError(f"peft adapted {len(adapted)} layers of {len(targets)} that were chosen")
     for name, layer in layers:
         _prepare(layer, name=name, seed=seed, dtype=dtype, dora=adapter.dora)
-    for name in whole:
+    for name in saved_modules:
         network.get_submodule(name).requires_grad_(True)
     trained = {
         name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad
     }
-    description = _description(config, network, whole)
+    description = _description(config, network, saved_modules)
     quantization = Quantization.of(adapter)
     return Adapter(
         description,
@@ -167,11 +167,11 @@ def _output_head(network: Any) -> nn.Module | None:
 
 def _linear_layers(network: Any, *, head: str) -> list[str]:
     """Names of what ``all-linear`` adapts."""
-    output, own = _output_head(network), _own_head(network, head)
+    output, head_modules = _output_head(network), _own_head(network, head)
     return [
         name
         for name, module in network.named_modules()
-        if is_linear(module) and module is not output and name not in own
+        if is_linear(module) and module is not output and name not in head_modules
     ]
 
 
@@ -181,16 +181,16 @@ def _targets(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
         return linear
     modules, output = dict(network.named_modules()), _output_head(network)
     for target in adapter.targets:
-        found = matching(modules, [target])
-        if any(modules[name] is output for name in found):
+        matches = matching(modules, [target])
+        if any(modules[name] is output for name in matches):
             raise ConfigError(output_head_target(target))
-        if wrong := [name for name in found if name not in linear]:
+        if not_linear := [name for name in matches if name not in linear]:
             raise ConfigError(
-                f"adapter.targets: {wrong[0]} is a {type(modules[wrong[0]]).__name__}, and only "
-                f"linear layers are adapted: {', '.join(short_names(linear))}. To train it whole, "
-                "name it in adapter.modules_to_save."
+                f"adapter.targets: {not_linear[0]} is a {type(modules[not_linear[0]]).__name__}, "
+                f"and only linear layers are adapted: {', '.join(short_names(linear))}. To train "
+                "it whole, name it in adapter.modules_to_save."
             )
-        if not found:
+        if not matches:
             raise ConfigError(no_such_module("adapter.targets", target, linear, "linear layer"))
     return matching(linear, adapter.targets)
 
@@ -204,24 +204,24 @@ def _modules_to_save(
         for name, module in network.named_modules()
         if name and next(module.parameters(recurse=False), None) is not None
     ]
-    wanted = [*adapter.modules_to_save, *_own_head(network, head)]
-    for target in wanted:
+    patterns = [*adapter.modules_to_save, *_own_head(network, head)]
+    for target in patterns:
         if not matching(with_weights, [target]):
-            what = "module with weights"
-            raise ConfigError(no_such_module("adapter.modules_to_save", target, with_weights, what))
-    found = matching(with_weights, wanted)
+            kind = "module with weights"
+            raise ConfigError(no_such_module("adapter.modules_to_save", target, with_weights, kind))
+    saved = matching(with_weights, patterns)
     if added_tokens(model):  # rows that begin as a mean would otherwise stay it
         tables = vocabulary_parameters(network)
-        found += [
+        saved += [
             name
             for name in with_weights
             if any(id(p) in tables for p in network.get_submodule(name).parameters(recurse=False))
         ]
-    weights = {id(p) for name in found for p in network.get_submodule(name).parameters()}
+    weights = {id(p) for name in saved for p in network.get_submodule(name).parameters()}
     return [
         name
         for name in with_weights
-        if name in found
+        if name in saved
         or any(id(p) in weights for p in network.get_submodule(name).parameters(recurse=False))
     ]
 
@@ -278,16 +278,18 @@ def _prepare(layer: Any, *, name: str, seed: int, dtype: torch.dtype, dora: bool
         deepspeed.zero.register_external_parameter(layer.lora_magnitude_vector[NAME], base.weight)
 
 
-def _description(config: Any, network: nn.Module, whole: list[str]) -> dict[str, Any]:
+def _description(config: Any, network: nn.Module, saved_modules: list[str]) -> dict[str, Any]:
     """``adapter_config.json``: sets as sorted lists, so that the same adapter has the same file."""
     values = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
     modules = [name for name, _ in network.named_modules()]
-    ends = short_names(whole)
+    ends = short_names(saved_modules)
     values["modules_to_save"] = (
-        (ends if matching(modules, ends) == whole else whole) if whole else None
+        (ends if matching(modules, ends) == saved_modules else saved_modules)
+        if saved_modules
+        else None
     )
     values["inference_mode"] = True
     return {key: getattr(value, "value", value) for key, value in values.items()}
@@ -316,8 +318,8 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
     _grow(base, directory)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
-        found = peft.PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False)
-    model: Any = found.get_base_model()
+        adapted = peft.PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False)
+    model: Any = adapted.get_base_model()
     with contextlib.suppress(OSError, ValueError):
         model.generation_config = GenerationConfig.from_pretrained(str(directory))
     return model
@@ -385,16 +387,16 @@ def freeze(network: nn.Module, patterns: list[str]) -> None:
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
     parameters = dict(network.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if not found:
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
             near = did_you_mean(pattern.strip("*.")[:100], names)
-            some = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
+            examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
             raise ConfigError(
                 f"model.freeze: {pattern} matches none of the {len(names)} parameters: "
-                f"{', '.join(some)}.{near} A star stands for any characters, as in "
+                f"{', '.join(examples)}.{near} A star stands for any characters, as in "
                 "*.embed_tokens.*."
             )
-        for name in found:
+        for name in matches:
             parameters[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(

@@ -37,8 +37,8 @@ def read_quantization(directory: Path) -> dict[str, Any] | None:
     path = directory / QUANTIZATION_FILE
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
 
 
 def holds_adapter(directory: Path) -> bool:

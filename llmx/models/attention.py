@@ -97,11 +97,11 @@ def needs_mask(segment_ids: torch.Tensor, *, causal: bool) -> bool:
 def isolation_mask(segment_ids: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """Boolean [B, 1, T, T], True where position i may see position j."""
     length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
     if not causal:
-        return same.unsqueeze(1)
+        return same_segment.unsqueeze(1)
     before = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    return (same & before).unsqueeze(1)
+    return (same_segment & before).unsqueeze(1)
 
 
 def additive(mask: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -233,9 +233,9 @@ def _mask(
     mask = isolation_mask(segment_ids, causal=method.causal)
     if in_window is not None:
         lines, length = segment_ids.shape
-        every = torch.arange(length, device=segment_ids.device)
+        places = torch.arange(length, device=segment_ids.device)
         line = torch.arange(lines, device=segment_ids.device)[:, None, None]
-        mask = mask & in_window(line, every[None, :, None], every[None, None, :]).unsqueeze(1)
+        mask = mask & in_window(line, places[None, :, None], places[None, None, :]).unsqueeze(1)
     return additive(mask, dtype=dtype) if method.implementation == "eager" else mask
 
 
@@ -247,9 +247,9 @@ def _block_mask(
     batch, length = segment_ids.shape
 
     def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
-        seen = segment_ids[b, query] == segment_ids[b, key]
+        sees = segment_ids[b, query] == segment_ids[b, key]
         if causal:
-            seen = seen & (query >= key)
-        return seen if in_window is None else seen & in_window(b, query, key)
+            sees = sees & (query >= key)
+        return sees if in_window is None else sees & in_window(b, query, key)
 
     return create_block_mask(visible, batch, None, length, length, device=str(segment_ids.device))

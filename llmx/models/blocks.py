@@ -47,7 +47,7 @@ def stack_of(network: nn.Module) -> Stack | None:
     but for the first few, compute alike; None where it is built otherwise."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found = [
+    stacks = [
         Stack(owner, name, child)
         for owner in network.modules()
         for name, child in owner.named_children()
@@ -55,17 +55,17 @@ def stack_of(network: nn.Module) -> Stack | None:
         and len(child) > 1
         and all(isinstance(block, GradientCheckpointingLayer) for block in child)
     ]
-    if len(found) != 1:
+    if len(stacks) != 1:
         return None
-    blocks = found[0].blocks
-    own = [{id(one) for one in block.parameters()} for block in blocks]
-    if len(set().union(*own)) < sum(map(len, own)):
+    blocks = stacks[0].blocks
+    parameter_ids = [{id(parameter) for parameter in block.parameters()} for block in blocks]
+    if len(set().union(*parameter_ids)) < sum(map(len, parameter_ids)):
         return None
     built = [_built(block) for block in blocks]
     least = len(blocks)
     while least > 1 and built[least - 2] == built[-1]:
         least -= 1
-    return replace(found[0], least=least) if least < len(blocks) else None
+    return replace(stacks[0], least=least) if least < len(blocks) else None
 
 
 def _built(block: nn.Module) -> list[Any]:
@@ -81,8 +81,8 @@ def _built(block: nn.Module) -> list[Any]:
         for name, module in block.named_modules()
     ]
     parameters = [
-        (name, whole_shape(one), one.dtype, one.requires_grad)
-        for name, one in block.named_parameters()
+        (name, whole_shape(parameter), parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters()
     ]
     return [modules, parameters]
 

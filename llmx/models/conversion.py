@@ -48,8 +48,8 @@ class Group:
         transform = copy.deepcopy(self.transform)
         for pattern, name in self.sources:
             transform.add_tensor(self.key, name, pattern, read(name))
-        found = transform.convert(self.key, model=model, config=model.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in found.items()}
+        converted = transform.convert(self.key, model=model, config=model.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in converted.items()}
 
 
 @dataclass
@@ -119,14 +119,14 @@ def plan_load(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix, known = getattr(model, "base_model_prefix", ""), dict(targets)
+    prefix, state = getattr(model, "base_model_prefix", ""), dict(targets)
     plan = LoadPlan()
     collected: dict[str, list[tuple[str | None, str]]] = {}
     for name in sorted(shapes, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if renamed not in known and name in known:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
             renamed, pattern = name, None  # it has the model's own name already
-        if renamed in known:
+        if renamed in state:
             collected.setdefault(renamed, []).append((pattern, name))
         else:
             plan.unexpected.append(renamed)
@@ -141,22 +141,24 @@ def plan_load(
             plan.shapes[renamed] = tuple(shapes[parts[-1][1]])
             continue
         group = Group(
-            tuple((one or "", name) for one, name in parts),
+            tuple((source_pattern or "", name) for source_pattern, name in parts),
             (),
             transform=by_pattern[pattern],
             key=renamed,
         )
         try:
-            made = group.convert(lambda name: torch.empty(shapes[name], device="meta"), stand_in)
+            converted = group.convert(
+                lambda name: torch.empty(shapes[name], device="meta"), stand_in
+            )
         except Exception as error:  # whatever an operation of transformers raises
             raise ConfigError(
                 f"{parts[0][1]} and {len(parts) - 1} more tensors of the checkpoint cannot be put "
                 f"together to {renamed}: {error} Is a file missing or damaged?"
             ) from error
-        plan.groups.append(Group(group.sources, tuple(made), group.transform, renamed))
-        plan.shapes.update({name: tuple(tensor.shape) for name, tensor in made.items()})
-    plan.unexpected += [name for name in plan.shapes if name not in known]
-    order = {name: number for number, name in enumerate(known)}
+        plan.groups.append(Group(group.sources, tuple(converted), group.transform, renamed))
+        plan.shapes.update({name: tuple(tensor.shape) for name, tensor in converted.items()})
+    plan.unexpected += [name for name in plan.shapes if name not in state]
+    order = {name: number for number, name in enumerate(state)}
     plan.groups.sort(key=lambda group: min(order.get(name, len(order)) for name in group.targets))
     plan.conversions = [entry for entry in mapping if entry.was_used()]
     return plan
@@ -214,11 +216,13 @@ def plan_export(
         if name not in renamed:
             together.setdefault(_group_key(conversions, name), []).append(name)
     for sources in together.values():
-        made = _revert(stand_in, {name: empty[name] for name in sources})
-        groups.append(Group(tuple(("", name) for name in sources), tuple(made), key=sources[0]))
-    found = sorted(name for group in groups for name in group.targets)
-    if found != sorted(written):
-        lost = sorted(set(written) ^ set(found))
+        converted = _revert(stand_in, {name: empty[name] for name in sources})
+        groups.append(
+            Group(tuple(("", name) for name in sources), tuple(converted), key=sources[0])
+        )
+    planned_names = sorted(name for group in groups for name in group.targets)
+    if planned_names != sorted(written):
+        lost = sorted(set(written) ^ set(planned_names))
         raise RuntimeError(
             f"{type(model).__name__} cannot be written piece by piece: {lost[0]} and "
             f"{len(lost) - 1} more tensors come out differently. Please report it."
@@ -234,8 +238,8 @@ def convert_export(
     names = [name for _, name in group.sources]
     if not group.key:
         return {group.targets[0]: values[names[0]]}
-    made = _revert(stand_in, {name: values[name] for name in names})
-    return {name: made[name] for name in group.targets}
+    converted = _revert(stand_in, {name: values[name] for name in names})
+    return {name: converted[name] for name in group.targets}
 
 
 def _revert(stand_in: WholeShapes, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -282,8 +286,8 @@ def conversions_in_words(model: nn.Module, words: list[str]) -> list[Any]:
     Raises:
         ConfigError: this version of transformers has others.
     """
-    known = {repr(entry): entry for entry in _conversions_of(model)}
-    if unknown := [word for word in words if word not in known]:
+    by_words = {repr(entry): entry for entry in _conversions_of(model)}
+    if unknown := [word for word in words if word not in by_words]:
         import transformers
 
         raise ConfigError(
@@ -292,4 +296,4 @@ def conversions_in_words(model: nn.Module, words: list[str]) -> list[Any]:
             f"laid out in files: {unknown[0]}. Export with the version of the run (see "
             "provenance.json)."
         )
-    return [known[word] for word in words]
+    return [by_words[word] for word in words]

@@ -108,14 +108,14 @@ class Routing:
                 load = torch.stack(loads)
                 self.load = load if self.load is None else self.load + load
         if self.coefficient:
-            each = auxiliary_losses(
+            line_losses = auxiliary_losses(
                 self._logits,
                 line,
                 tokens=tokens,
                 num_experts=self._num_experts,
                 top_k=self._top_k,
             )
-            self._auxiliary = (each * tokens).sum()
+            self._auxiliary = (line_losses * tokens).sum()
             summed = self._auxiliary.detach()
             before = self.auxiliary_sum
             self.auxiliary_sum = summed if before is None else before + summed
@@ -127,18 +127,18 @@ class Routing:
         ``expert_load_max``: of the worst layer, the load of its busiest expert over the mean
         (1 is balanced). ``experts_idle``: experts without any token, over all layers.
         """
-        found: dict[str, float] = {}
+        measured: dict[str, float] = {}
         if self.auxiliary_sum is not None:
             total = self.auxiliary_sum.double()
             torch.distributed.all_reduce(total)
-            found["aux_loss"] = float(total) / max(tokens, 1)
+            measured["aux_loss"] = float(total) / max(tokens, 1)
         if self.load is not None:
             load = self.load.double()
             torch.distributed.all_reduce(load)
             mean = load.mean(dim=1, keepdim=True).clamp(min=1e-9)
-            found["expert_load_max"] = float((load / mean).max())
-            found["experts_idle"] = int((load == 0).sum())
-        return found
+            measured["expert_load_max"] = float((load / mean).max())
+            measured["experts_idle"] = int((load == 0).sum())
+        return measured
 
 
 def auxiliary_losses(
@@ -159,14 +159,14 @@ def auxiliary_losses(
     num_lines = len(tokens)
     counts = torch.zeros(num_lines + 1, num_experts, device=tokens.device)
     sums = torch.zeros(num_lines + 1, num_experts, device=tokens.device)
-    for each in logits:
-        probabilities = each.float().softmax(dim=-1)
+    for router_logits in logits:
+        probabilities = router_logits.float().softmax(dim=-1)
         chosen = probabilities.detach().topk(top_k, dim=-1).indices
-        ones = torch.ones_like(line, dtype=torch.bool)
-        counts = counts + _count(ones, line, chosen, experts=num_experts, lines=num_lines + 1)
+        everywhere = torch.ones_like(line, dtype=torch.bool)
+        counts = counts + _count(everywhere, line, chosen, experts=num_experts, lines=num_lines + 1)
         sums = sums.index_add(0, line, probabilities)
-    seen = (tokens * len(logits)).clamp(min=1)[:, None]
-    return num_experts * ((counts[:-1] / seen) * (sums[:-1] / seen)).sum(dim=1)
+    visits = (tokens * len(logits)).clamp(min=1)[:, None]
+    return num_experts * ((counts[:-1] / visits) * (sums[:-1] / visits)).sum(dim=1)
 
 
 def _count(
@@ -197,13 +197,13 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     recorders: list[Any] = []
     for module in model.modules():
         declared = getattr(module, "_can_record_outputs", None)
-        found = declared.get("router_logits") if isinstance(declared, dict) else None
-        for recorder in found if isinstance(found, list) else [found] if found else []:
+        logits = declared.get("router_logits") if isinstance(declared, dict) else None
+        for recorder in logits if isinstance(logits, list) else [logits] if logits else []:
             if recorder not in recorders:
                 recorders.append(recorder)
     for name, module in model.named_modules():
         for recorder in recorders:
-            kind, part = getattr(recorder, "target_class", recorder), None
+            kind = getattr(recorder, "target_class", recorder)
             part = getattr(recorder, "layer_name", None)
             if isinstance(kind, type) and isinstance(module, kind) and (part or "") in name:
                 yield module, getattr(recorder, "index", 0)
@@ -224,8 +224,8 @@ def _coefficient(model: nn.Module) -> float | None:
     """The weight of the auxiliary loss; None where the model names none."""
     for name in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoe's is the second
         for place in (model, _text_config(model)):
-            if (found := getattr(place, name, None)) is not None:
-                return float(found)
+            if (value := getattr(place, name, None)) is not None:
+                return float(value)
     return None
 
 
@@ -267,26 +267,26 @@ def accept_masks(model: nn.Module) -> None:
 
     @functools.wraps(original)
     def tolerant(*arguments: Any, **keywords: Any) -> Any:
-        given = {**dict(zip(names, arguments, strict=False)), **keywords}
-        mask = given.get("attention_mask")
+        by_name = {**dict(zip(names, arguments, strict=False)), **keywords}
+        mask = by_name.get("attention_mask")
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
-            given["attention_mask"] = None
-        return original(**given)
+            by_name["attention_mask"] = None
+        return original(**by_name)
 
     vars(sys.modules[type(model).__module__])["load_balancing_loss_func"] = tolerant
 
 
 def expert_blocks(model: nn.Module) -> list[type[nn.Module]]:
     """Classes of the modules that hold experts, by the names that transformers gives them."""
-    found: list[type[nn.Module]] = []
+    classes: list[type[nn.Module]] = []
     for module in model.modules():
         children = module._modules.items()
         if any(
             name == "experts" or (child is not None and type(child).__name__.endswith("Experts"))
             for name, child in children
         ):
-            found.append(type(module))
-    return list(dict.fromkeys(found))
+            classes.append(type(module))
+    return list(dict.fromkeys(classes))
 
 
 def gather_experts_together(model: nn.Module) -> None:

@@ -184,8 +184,8 @@ def build_model(
     model.tie_weights()
     on_arrival: OnArrival | None = None
     if quantization is not None and adapter is not None:
-        own = head_names(model) if head == CLASSIFICATION else set()
-        layers = to_quantize(model, adapter, without=own | pooler_names(model))
+        head_parameters = head_names(model) if head == CLASSIFICATION else set()
+        layers = to_quantize(model, adapter, without=head_parameters | pooler_names(model))
         materialise(model, layers, device=device)
         model.tie_weights()
         on_arrival = QuantizeOnArrival(model, quantization, device=device, dtype=dtype)
@@ -313,8 +313,10 @@ def _empty_model(
                 "bf16": {"enabled": dtype == torch.bfloat16},
                 "fp16": {"enabled": dtype == torch.float16},
             }
-            own = {**ds_config, **precisions} if dtype != _dtype_of(ds_config) else ds_config
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=own))
+            init_config = (
+                {**ds_config, **precisions} if dtype != _dtype_of(ds_config) else ds_config
+            )
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=init_config))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())
@@ -345,7 +347,7 @@ def _arange_keeps_its_dtype() -> Iterator[None]:
 def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Elements of all parameters, or of the ``trained`` ones; tied ones once, whole also under
     ZeRO-3. Weights that are kept in 4 bits are counted."""
-    packed = 0 if trained else sum(one.num_weights for one in quantized_layers(model).values())
+    packed = 0 if trained else sum(layer.num_weights for layer in quantized_layers(model).values())
     return packed + sum(
         getattr(p, "ds_numel", p.numel())
         for p in model.parameters()

@@ -50,13 +50,13 @@ class ModelFlops:
             tokens: without padding.
             square_tokens: sum of n^2 over the rows.
         """
-        seen = sum(
+        attended = sum(
             # Each token of a window looks at most so far back.
             width * (square_tokens if window is None else min(square_tokens, 2 * window * tokens))
             for width, window in self.attention
         ) * (1 if self.causal else 2)
         frozen = self.frozen_matrices * tokens + self.frozen_head * target_tokens
-        return 6.0 * (self.matrices * tokens + self.head * target_tokens + seen) - 2.0 * frozen
+        return 6.0 * (self.matrices * tokens + self.head * target_tokens + attended) - 2.0 * frozen
 
 
 def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
@@ -130,9 +130,9 @@ def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
         ),
         None,
     )
-    found: dict[int, float] = {}
+    parts: dict[int, float] = {}
     if chosen is None:
-        return found
+        return parts
     for name, module in model.named_modules():
         if not (name.endswith("experts") or type(module).__name__.endswith("Experts")):
             continue
@@ -144,8 +144,8 @@ def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
         if isinstance(module, nn.ModuleList):
             experts = len(module)
         if experts:
-            found.update((id(p), min(1.0, chosen / experts)) for p in parameters)
-    return found
+            parts.update((id(p), min(1.0, chosen / experts)) for p in parameters)
+    return parts
 
 
 EXPERTS_PER_TOKEN = (

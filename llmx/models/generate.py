@@ -62,10 +62,10 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     from llmx.data import stop_token_ids
 
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = {own} if isinstance(own, int) else set(own or ())
-    known = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    return tuple(sorted({*stop_token_ids(tokenizer), *(named & known)}))
+    published = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    published_ids = {published} if isinstance(published, int) else set(published or ())
+    special_ids = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    return tuple(sorted({*stop_token_ids(tokenizer), *(published_ids & special_ids)}))
 
 
 def exported_generation_config(model: Any, config: Any, *, tokenizer: Any) -> Any:
@@ -154,7 +154,7 @@ def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
     about how it takes padding. ``try_padding``: it is found out, by two short forwards."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation or "eager"
-    found = BareDecoder(
+    decoder = BareDecoder(
         module=model,
         config=config,
         vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -163,10 +163,10 @@ def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
         device=model.device,
     )
     if try_padding:
-        masked = replace(found, attention=AttentionMethod(implementation, "mask", "packed"))
+        masked = replace(decoder, attention=AttentionMethod(implementation, "mask", "packed"))
         if takes_left_padding(config, masked.attention) and _padding_is_unseen(masked):
             return masked
-    return found
+    return decoder
 
 
 @torch.no_grad()
@@ -182,23 +182,23 @@ def _padding_is_unseen(model: BareDecoder) -> bool:
 
     def logits(pad: int) -> torch.Tensor:
         rows = [[pad] * pads + prompt, [(3 * i + 1) % model.vocab_size for i in range(length)]]
-        found = model.module(
+        outputs = model.module(
             input_ids=torch.tensor(rows, device=model.device),
             position_ids=(place[None, :] - padding[:, None]).clamp(min=0),
             attention_mask=_mask(model, place, length, padding),
         )
-        last: torch.Tensor = found.logits[0, -1, : model.vocab_size].float()
+        last: torch.Tensor = outputs.logits[0, -1, : model.vocab_size].float()
         return last
 
     try:
-        one, other = logits(0), logits(1 % model.vocab_size)
-        found = model.module(input_ids=torch.tensor([prompt], device=model.device))
-        alone = found.logits[0, -1, : model.vocab_size].float()
+        first, second = logits(0), logits(1 % model.vocab_size)
+        outputs = model.module(input_ids=torch.tensor([prompt], device=model.device))
+        alone = outputs.logits[0, -1, : model.vocab_size].float()
     except Exception:  # whatever a model's own code says to such a mask, it takes none
         return False
     near = 1e-3 if model.dtype == torch.float32 else 5e-2
-    return torch.equal(one, other) and bool(
-        (one - alone).abs().max() <= near * alone.abs().max().clamp(min=1)
+    return torch.equal(first, second) and bool(
+        (first - alone).abs().max() <= near * alone.abs().max().clamp(min=1)
     )
 
 
@@ -218,16 +218,16 @@ class KeptCache:
     def take(self, prompt: tuple[int, ...], fresh: Any) -> tuple[Any, int]:
         """(cache, tokens of ``prompt`` that it holds); ``fresh`` where nothing can be used."""
         # A forward needs a token at least.
-        most = min(len(self._tokens), len(prompt) - 1)
-        shared = next((i for i in range(most) if self._tokens[i] != prompt[i]), most)
-        cache, more = self._cache, len(self._tokens) - shared
+        longest = min(len(self._tokens), len(prompt) - 1)
+        shared = next((i for i in range(longest) if self._tokens[i] != prompt[i]), longest)
+        cache, surplus = self._cache, len(self._tokens) - shared
         self._cache, self._tokens = None, ()
         if not shared or cache is None:
             return fresh, 0
-        if more:
+        if surplus:
             if not _layers_are(cache, "DynamicLayer"):
                 return fresh, 0
-            cache.crop(-more)
+            cache.crop(-surplus)
         return cache, shared
 
     def hold(self, cache: Any, tokens: tuple[int, ...]) -> None:
@@ -285,7 +285,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     batch_size: int = BATCH,
     on_token: OnToken | None = None,
-    kept: KeptCache | None = None,
+    kept_cache: KeptCache | None = None,
 ) -> list[Completion]:
     """The completion of every prompt, in order; the same on every rank. Collective.
 
@@ -299,7 +299,7 @@ def generate(
             as a prompt with the same seed.
         batch_size: prompts completed together on one rank.
         on_token: on the rank that completes the prompt. What it raises ends all completions.
-        kept: of the conversation that the one prompt goes on with, on one process.
+        kept_cache: of the conversation that the one prompt goes on with, on one process.
 
     A completion ends with a token of ``sampling.stop_ids``, after ``max_new_tokens``, or where
     the model has no position left; it is empty for a prompt that is too long by itself.
@@ -309,11 +309,11 @@ def generate(
         if not prompt:
             raise ValueError(f"prompt {index} has no tokens. Begin it with a BOS or EOS token.")
     if not sampling.greedy and (seeds is None or len(seeds) != len(rows)):
-        given = "none" if seeds is None else len(seeds)
-        raise ValueError(f"{len(rows)} prompts need a seed each, {given} given")
+        num_seeds = "none" if seeds is None else len(seeds)
+        raise ValueError(f"{len(rows)} prompts need a seed each, {num_seeds} given")
     keys = [0] * len(rows) if sampling.greedy or seeds is None else [int(seed) for seed in seeds]
     world, rank = _world()
-    if kept is not None and (len(rows) != 1 or world > 1):
+    if kept_cache is not None and (len(rows) != 1 or world > 1):
         raise ValueError("a kept cache is that of one prompt, on one process")
     batches = group(
         rows,
@@ -322,26 +322,26 @@ def generate(
         together=not sampling.greedy,
         limit=batch_size,
     )
-    mine: dict[int, Completion] = {}
+    completed: dict[int, Completion] = {}
     with _generating(model):
         for first in range(0, len(batches), world):
             # Where a rank has no batch left it repeats the round's first, and drops the result.
-            own = first + rank < len(batches)
-            batch = batches[first + rank] if own else batches[first]
-            found = _complete(
+            has_batch = first + rank < len(batches)
+            batch = batches[first + rank] if has_batch else batches[first]
+            completions = _complete(
                 model,
                 [rows[index] for index in batch],
                 sampling,
                 seeds=[keys[index] for index in batch],
-                on_token=_of_batch(on_token, batch) if own else None,
-                kept=kept,
+                on_token=_of_batch(on_token, batch) if has_batch else None,
+                kept_cache=kept_cache,
             )
-            if own:
-                mine.update(zip(batch, found, strict=True))
+            if has_batch:
+                completed.update(zip(batch, completions, strict=True))
     if world > 1:
-        for part in all_gather(mine):
-            mine.update(part)
-    return [mine[index] for index in range(len(rows))]
+        for part in all_gather(completed):
+            completed.update(part)
+    return [completed[index] for index in range(len(rows))]
 
 
 def _world() -> tuple[int, int]:
@@ -399,8 +399,8 @@ def takes_left_padding(config: Any, attention: AttentionMethod) -> bool:
 def _all_take_left_padding(model: Decoder, *, world: int) -> bool:
     """Whether every rank does. Hosts may have other attention than each other: with other batches
     the ranks would make other numbers of forwards, and wait for each other. Collective."""
-    mine = takes_left_padding(model.config, model.attention)
-    return all(all_gather(mine)) if world > 1 else mine
+    takes_padding = takes_left_padding(model.config, model.attention)
+    return all(all_gather(takes_padding)) if world > 1 else takes_padding
 
 
 def cache_argument(model: Decoder) -> str | None:
@@ -415,9 +415,9 @@ def cache_argument(model: Decoder) -> str | None:
 def _generating(model: Decoder) -> Iterator[None]:
     """Inside, no dropout, and an attention that takes a cache."""
     module: Any = model.module
-    training = [each for each in module.modules() if each.training]
-    own = model.attention.implementation
-    packed_only = own.startswith("llmx_")  # knows packed lines, and no cache
+    training = [child for child in module.modules() if child.training]
+    implementation = model.attention.implementation
+    packed_only = implementation.startswith("llmx_")  # knows packed lines, and no cache
     module.eval()
     if packed_only:
         module.set_attn_implementation("sdpa")
@@ -425,9 +425,9 @@ def _generating(model: Decoder) -> Iterator[None]:
         yield
     finally:
         if packed_only:
-            module.set_attn_implementation(own)
-        for each in training:
-            each.training = True
+            module.set_attn_implementation(implementation)
+        for child in training:
+            child.training = True
 
 
 @torch.no_grad()
@@ -438,7 +438,7 @@ def _complete(
     *,
     seeds: list[int],
     on_token: OnToken | None,
-    kept: KeptCache | None,
+    kept_cache: KeptCache | None,
 ) -> list[Completion]:
     """The completions of one batch. Collective."""
     from transformers import DynamicCache
@@ -452,9 +452,9 @@ def _complete(
     distinct = list(dict.fromkeys(prompts)) if shared else prompts
     longest = max(map(len, distinct))
     tokens, padding = _left_padded(distinct, longest, device)
-    if kept is not None and name == "past_key_values":
-        cache, held = kept.take(prompts[0], cache)
-        tokens = tokens[:, held:]
+    if kept_cache is not None and name == "past_key_values":
+        cache, num_cached = kept_cache.take(prompts[0], cache)
+        tokens = tokens[:, num_cached:]
     padded = bool(padding.any())
     with_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
         kind, "position_ids"
@@ -476,14 +476,14 @@ def _complete(
         if name:
             arguments.update({name: cache, "use_cache": True})
         every_row = torch.arange(len(tokens), device=device)
-        if kept is not None:
-            kept.let_go()
-            kept.forwarded += tokens.numel()
+        if kept_cache is not None:
+            kept_cache.let_go()
+            kept_cache.forwarded += tokens.numel()
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
             logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
             logits = logits.float()
-        if kept is not None and name == "past_key_values":
-            kept.hold(cache, (*prompts[0], *drawn[0]))
+        if kept_cache is not None and name == "past_key_values":
+            kept_cache.hold(cache, (*prompts[0], *drawn[0]))
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
             cache.reorder_cache(cast(torch.LongTensor, row_of))
@@ -509,7 +509,9 @@ def _complete(
         if not _any_rank(not all(ended), world, device):
             break
         tokens = chosen[:, None] if name else torch.cat([tokens, chosen[:, None]], dim=1)
-    logps, sampled_logps = (torch.stack(each, dim=1).tolist() for each in zip(*steps, strict=True))
+    logps, sampled_logps = (
+        torch.stack(values, dim=1).tolist() for values in zip(*steps, strict=True)
+    )
     return [
         Completion(
             tokens=tuple(drawn[row]),
@@ -540,21 +542,21 @@ def _choose(
         chosen = logits.argmax(dim=-1)
         logp = _logp(logits, chosen)
         return chosen, logp, torch.zeros_like(logp)
-    kept = logits if sampling.is_model else truncated(logits, sampling)
-    chosen = draw(kept, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
+    drawn_from = logits if sampling.is_model else truncated(logits, sampling)
+    chosen = draw(drawn_from, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
     logp = _logp(logits, chosen)
-    return chosen, logp, logp if sampling.is_model else _logp(kept, chosen)
+    return chosen, logp, logp if sampling.is_model else _logp(drawn_from, chosen)
 
 
 def _logp(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 
-def _any_rank(mine: bool, world: int, device: torch.device) -> bool:
+def _any_rank(condition: bool, world: int, device: torch.device) -> bool:
     """Whether it is so on any rank. Collective."""
     if world == 1:
-        return mine
-    flag = torch.tensor(int(mine), dtype=torch.int32, device=device)
+        return condition
+    flag = torch.tensor(int(condition), dtype=torch.int32, device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag)
 

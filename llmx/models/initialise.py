@@ -75,7 +75,8 @@ def _initialise(
             in_place=in_place,
         )
     if only is not None and not any(
-        f"{name}.{own}".lstrip(".") in only for own in (*module._parameters, *module._buffers)
+        f"{name}.{tensor_name}".lstrip(".") in only
+        for tensor_name in (*module._parameters, *module._buffers)
     ):
         return
     if in_place:
@@ -98,24 +99,24 @@ Layer = tuple[str, nn.Module, nn.Module]
 def _layers(model: nn.Module) -> list[Layer]:
     """The members of the outermost lists of modules: drawn apart from each other, since no weight
     of one is in another or outside."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
 
     def walk(module: nn.Module, name: str, owner: nn.Module) -> None:
         owner = module if hasattr(module, "_init_weights") else owner
         for child_name, child in module.named_children():
             place = f"{name}.{child_name}"
             if isinstance(module, nn.ModuleList):
-                own = child if hasattr(child, "_init_weights") else owner
-                found.append((place, child, own))
+                rules = child if hasattr(child, "_init_weights") else owner
+                layers.append((place, child, rules))
             else:
                 walk(child, place, owner)
 
     walk(model, "", model)
     inside: dict[int, int] = {}
-    for _, layer, _ in found:
+    for _, layer, _ in layers:
         for parameter in layer.parameters():
             inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-    members = {id(module) for _, layer, _ in found for module in layer.modules()}
+    members = {id(module) for _, layer, _ in layers for module in layer.modules()}
     outside = {
         id(parameter)
         for module in model.modules()
@@ -123,7 +124,7 @@ def _layers(model: nn.Module) -> list[Layer]:
         for parameter in module.parameters(recurse=False)
     }
     shared = any(count > 1 for count in inside.values()) or outside & inside.keys()
-    return [] if shared else found
+    return [] if shared else layers
 
 
 def _batches(layers: list[Layer]) -> Iterator[list[Layer]]:
@@ -160,29 +161,29 @@ def _draw_layers(layers: list[Layer], *, seed: int) -> None:
     rank, world = 0, 1
     if sharded:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = [layer for number, layer in enumerate(layers) if number % world == rank]
+    own_layers = [layer for number, layer in enumerate(layers) if number % world == rank]
     drawn: dict[int, torch.Tensor] = {}
-    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    original_data: list[tuple[nn.Parameter, torch.Tensor]] = []
     try:
-        for _, layer, _ in mine:
+        for _, layer, _ in own_layers:
             for parameter in layer.parameters():
-                kept.append((parameter, parameter.data))
+                original_data.append((parameter, parameter.data))
                 shape = whole_shape(parameter)
                 parameter.data = torch.empty(shape, dtype=parameter.dtype, device="cpu")
                 drawn[id(parameter)] = parameter.data
 
-        def draw(one: Layer) -> None:
-            name, layer, of = one
+        def draw(layer_to_draw: Layer) -> None:
+            name, layer, rules = layer_to_draw
             with torch.no_grad():
-                _initialise(layer, name=name, owner=of, seed=seed, in_place=True)
+                _initialise(layer, name=name, owner=rules, seed=seed, in_place=True)
 
-        if len(mine) == 1:
-            draw(mine[0])
+        if len(own_layers) == 1:
+            draw(own_layers[0])
         else:
-            with ThreadPoolExecutor(max_workers=max(1, len(mine))) as pool:
-                list(pool.map(draw, mine))
+            with ThreadPoolExecutor(max_workers=max(1, len(own_layers))) as pool:
+                list(pool.map(draw, own_layers))
     finally:
-        for parameter, data in kept:
+        for parameter, data in original_data:
             parameter.data = data
     for number, (_, layer, _) in enumerate(layers):
         for parameter in layer.parameters():

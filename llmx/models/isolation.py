@@ -71,10 +71,10 @@ class TrialResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrialResult:
-        found = {
+        methods_by_layout = {
             name: values[name] and AttentionMethod(**values[name]) for name in ("packed", "padded")
         }
-        return cls(**{**values, **found})
+        return cls(**{**values, **methods_by_layout})
 
 
 @dataclass
@@ -142,22 +142,22 @@ def find_methods(
         )
         if isinstance(trial, TrialResult):
             return trial
-        found: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
+        right_methods: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
         problems: dict[str, list[str]] = {"packed": [], "padded": []}
         for layout in layouts:
             for method in (
-                each
+                candidate
                 for name in implementations
-                for each in methods(name, layout, causal=trial.causal)
+                for candidate in methods(name, layout, causal=trial.causal)
             ):
                 problem = _problem(trial, _for(method, trial.model.config))
                 if problem is None:
-                    found[layout] = _for(method, config)
+                    right_methods[layout] = _for(method, config)
                     break
                 problems[layout].append(problem)
-            if found[layout]:
+            if right_methods[layout]:
                 break
-    packed, padded = found["packed"], found["padded"]
+    packed, padded = right_methods["packed"], right_methods["padded"]
     return TrialResult(
         packed=packed,
         padded=padded,
@@ -202,8 +202,11 @@ def _make_trial(
             model = tiny_model(tiny, remote=remote, head=head)
             model.to(device=device, dtype=dtype)
             batches = tuple(
-                tuple(_sample(line, seed=10 * one + two) for two, line in enumerate(lines))
-                for one, lines in enumerate((PACKED, SINGLE))
+                tuple(
+                    _sample(line, seed=10 * batch_number + line_number)
+                    for line_number, line in enumerate(lines)
+                )
+                for batch_number, lines in enumerate((PACKED, SINGLE))
             )
             ahead = sees_ahead(model, device)
             loss, gradient = _alone(model, batches, device, shifted=head == CAUSAL_LM)
@@ -300,9 +303,9 @@ def sees_ahead(model: Any, device: torch.device) -> bool:
     return bool((first - second).abs().max() > 1e-3 * first.abs().max())
 
 
-def _scores(found: Any) -> torch.Tensor:
+def _scores(outputs: Any) -> torch.Tensor:
     """Logits by token, or hidden states, which are taken for the logits of as many classes."""
-    scores: torch.Tensor = found.logits if "logits" in found else found.last_hidden_state
+    scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     return scores.float()
 
 
@@ -393,8 +396,8 @@ def _own_labels(samples: Sequence[Sample], batch: dict[str, torch.Tensor]) -> to
     """Each token's own id at its place; ``IGNORE`` in the padding, and where it is no target."""
     labels = torch.full_like(batch["input_ids"], IGNORE)
     real = batch["segment_ids"] > 0
-    tokens = np.concatenate([np.zeros(0, np.int64), *(one.tokens for one in samples)])
-    targets = np.concatenate([np.zeros(0, bool), *(one.targets for one in samples)])
+    tokens = np.concatenate([np.zeros(0, np.int64), *(sample.tokens for sample in samples)])
+    targets = np.concatenate([np.zeros(0, bool), *(sample.targets for sample in samples)])
     labels[real] = torch.from_numpy(np.where(targets, tokens.astype(np.int64), IGNORE))
     return labels
 

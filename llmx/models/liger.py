@@ -36,17 +36,17 @@ def wants_liger(
 
     Raises ConfigError where it was asked for and cannot be had or is wrong.
     """
-    wanted = model.liger_kernel
-    if wanted is False or (wanted is None and device.type != "cuda"):
+    choice = model.liger_kernel
+    if choice is False or (choice is None and device.type != "cuda"):
         return False
     problem = liger_problem(config, device=device, dtype=dtype, remote=model.trust_remote_code)
-    found = first_problem(problem)
-    if found is None:
+    failure = first_problem(problem)
+    if failure is None:
         if torch.distributed.get_rank() == 0:
             print("Liger-Kernel computes norms, rotary embeddings and gated products.", flush=True)
         return True
-    rank, text = found
-    if wanted:
+    rank, text = failure
+    if choice:
         raise ConfigError(
             f"model.liger_kernel=true does not work on rank {rank}: {text}. "
             "Set model.liger_kernel=null, which leaves it off here."

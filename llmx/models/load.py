@@ -71,20 +71,22 @@ def _directory(model: ModelConfig) -> Path:
         return local
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors"]
+    patterns = ["*.json", "*.safetensors"]
     try:
-        found = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
-        if not any(found.glob("*.safetensors")):
-            wanted = ["*.json", "pytorch_model*.bin"]
-            found = Path(
-                snapshot_download(model.path, revision=model.revision, allow_patterns=wanted)
+        directory = Path(
+            snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
+        )
+        if not any(directory.glob("*.safetensors")):
+            patterns = ["*.json", "pytorch_model*.bin"]
+            directory = Path(
+                snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
             )
     except Exception as error:
         raise ConfigError(
             f"model.path={model.path} is no directory here, and the Hub did not give it: {error} "
             "Set model.path to a local directory, or HF_HOME to a cache that has it."
         ) from error
-    return found
+    return directory
 
 
 class Checkpoint:
@@ -125,8 +127,8 @@ class Checkpoint:
         # Opened anew each time: the pages that were touched are given back with the tensor,
         # where one open file would in the end hold the whole checkpoint.
         with safe_open(str(self._file[name]), framework="pt", device="cpu") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-            return found
+            value: torch.Tensor = opened.get_tensor(name)
+            return value
 
 
 OnArrival = Callable[[str, torch.Tensor], None]
@@ -181,13 +183,17 @@ def load_weights(
     # All of them before the first is read, and on every rank alike: nobody waits for a
     # broadcast that never comes.
     tables = vocabulary_parameters(model) if new_tokens else set()
-    for name, found in plan.shapes.items():
+    for name, stored_shape in plan.shapes.items():
         shape = whole_shape(targets[name])
-        grows = id(targets[name]) in tables and found[0] < shape[0] and found[1:] == shape[1:]
-        if found != shape and not grows:
+        grows = (
+            id(targets[name]) in tables
+            and stored_shape[0] < shape[0]
+            and stored_shape[1:] == shape[1:]
+        )
+        if stored_shape != shape and not grows:
             raise ConfigError(
-                f"model.path={source.path}: {name} is {found} in the checkpoint and {shape} in "
-                "the model. Remove what changes it from model.config."
+                f"model.path={source.path}: {name} is {stored_shape} in the checkpoint and {shape} "
+                "in the model. Remove what changes it from model.config."
             )
     _check_tied(source, checkpoint, plan, targets)
     if drawn:
@@ -195,12 +201,14 @@ def load_weights(
     stand_in = WholeShapes(model)
     filled: set[int] = set()
     for group in plan.groups:
-        wanted = {name: targets[name] for name in group.targets}
-        if not {id(target) for target in wanted.values()} <= filled:
-            grown = tables & {id(target) for target in wanted.values()}
+        group_targets = {name: targets[name] for name in group.targets}
+        if not {id(target) for target in group_targets.values()} <= filled:
+            grown = tables & {id(target) for target in group_targets.values()}
             rows = new_tokens if grown else ()
-            _fill(wanted, group, checkpoint, stand_in, new_tokens=rows, on_arrival=on_arrival)
-        filled.update(id(target) for target in wanted.values())
+            _fill(
+                group_targets, group, checkpoint, stand_in, new_tokens=rows, on_arrival=on_arrival
+            )
+        filled.update(id(target) for target in group_targets.values())
     cast(Any, model)._weight_conversions = plan.conversions
     return drawn
 
@@ -225,8 +233,8 @@ def _check_names(
     may_draw: Collection[str],
 ) -> set[str]:
     """Raise for weights that are missing on either side; names that the model itself draws."""
-    found = {id(targets[name]) for name in plan.shapes if name in targets}
-    absent = [name for name, target in targets.items() if id(target) not in found]
+    provided = {id(targets[name]) for name in plan.shapes if name in targets}
+    absent = [name for name, target in targets.items() if id(target) not in provided]
     may_lack = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
     drawn = {name for name in absent if name in may_draw or may_lack.search(name)}
     if missing := [name for name in absent if name not in drawn]:
@@ -248,8 +256,10 @@ def _check_names(
 
 def _pattern(patterns: Iterable[str] | None, *more: str) -> re.Pattern[str]:
     """Any of ``patterns``; of none, one that is never found."""
-    every = [*(patterns or ()), *more]
-    return re.compile("|".join(f"(?:{one})" for one in every) if every else r"(?!)")
+    alternatives = [*(patterns or ()), *more]
+    return re.compile(
+        "|".join(f"(?:{pattern})" for pattern in alternatives) if alternatives else r"(?!)"
+    )
 
 
 def _check_tied(
@@ -300,11 +310,11 @@ def _fill(
 def fill_rows(table: torch.Tensor, value: torch.Tensor, new_tokens: Sequence[int]) -> None:
     """A table of the vocabulary from one with fewer rows, or with spare ones: rows of new tokens
     are the mean of all before the first of them, what else is missing is 0."""
-    known = min(len(value), min(new_tokens))
+    num_known = min(len(value), min(new_tokens))
     mean = torch.zeros(value.shape[1:], dtype=torch.float64)
-    for first in range(0, known, MEAN_ROWS):
-        mean += value[first : min(first + MEAN_ROWS, known)].sum(0, dtype=torch.float64)
-    mean /= known
+    for first in range(0, num_known, MEAN_ROWS):
+        mean += value[first : min(first + MEAN_ROWS, num_known)].sum(0, dtype=torch.float64)
+    mean /= num_known
     table[: len(value)].copy_(value)
     table[len(value) :].zero_()
     table[list(new_tokens)] = mean.to(table.device, table.dtype)

@@ -100,16 +100,18 @@ class _TargetLogProbabilities(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = _rows_at_a_time(logits)
         log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-        found = torch.empty_like(log_normaliser)
+        log_probabilities = torch.empty_like(log_normaliser)
         for start in range(0, len(targets), rows):
             here = slice(start, start + rows)
             part = logits[here, :vocab_size].float()
             log_normaliser[here] = part.logsumexp(dim=-1)
-            found[here] = part.gather(1, targets[here, None]).squeeze(1) - log_normaliser[here]
+            log_probabilities[here] = (
+                part.gather(1, targets[here, None]).squeeze(1) - log_normaliser[here]
+            )
         ctx.save_for_backward(logits, targets, log_normaliser)
         ctx.vocab_size = vocab_size
         ctx.set_materialize_grads(False)
-        return found, log_normaliser.clone()
+        return log_probabilities, log_normaliser.clone()
 
     @staticmethod
     def backward(
@@ -158,7 +160,7 @@ class _ValuesOfLogits(torch.autograd.Function):
         *beside: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         rows = _rows_at_a_time(logits)
-        found = [
+        chunks = [
             function(
                 logits[start : start + rows, :vocab_size].float(),
                 *(values[start : start + rows] for values in (targets, *beside)),
@@ -168,9 +170,11 @@ class _ValuesOfLogits(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, *beside)
         ctx.vocab_size, ctx.function = vocab_size, function
         ctx.set_materialize_grads(False)
-        whole = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.mark_non_differentiable(*(one for one in whole if not one.is_floating_point()))
-        return whole
+        outputs = tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+        ctx.mark_non_differentiable(
+            *(output for output in outputs if not output.is_floating_point())
+        )
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -182,16 +186,16 @@ class _ValuesOfLogits(torch.autograd.Function):
             here = slice(start, start + rows)
             part = logits[here, : ctx.vocab_size].float().detach().requires_grad_()
             with torch.enable_grad():
-                found = ctx.function(part, *(values[here] for values in (targets, *beside)))
-            wanted = [
+                outputs = ctx.function(part, *(values[here] for values in (targets, *beside)))
+            differentiable = [
                 (values, gradient[here])
-                for values, gradient in zip(found, gradients, strict=True)
+                for values, gradient in zip(outputs, gradients, strict=True)
                 if gradient is not None and values.requires_grad
             ]
-            if not wanted:
+            if not differentiable:
                 result[here] = 0
                 continue
-            values, upstream = zip(*wanted, strict=True)
+            values, upstream = zip(*differentiable, strict=True)
             (result[here, : ctx.vocab_size],) = torch.autograd.grad(values, part, upstream)
         return (result, None, None, None, *(None for _ in beside))
 
@@ -220,16 +224,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         rows = max(1, FUSED_LOSS_CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
-        one = len(targets) <= rows
+        is_single_chunk = len(targets) <= rows
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         weight_gradient = bias_gradient = None
         for start in range(0, len(targets), rows):
-            part, wanted = hidden[start : start + rows], targets[start : start + rows]
+            part, chunk_targets = hidden[start : start + rows], targets[start : start + rows]
             logits = torch.nn.functional.linear(part, weight, bias)
             total += _cross_entropy_(
                 logits,
-                wanted,
+                chunk_targets,
                 vocab_size=vocab_size,
                 scale=scale,
                 weights=None if weights is None else weights[start : start + rows],
@@ -240,7 +244,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=hidden_gradient[start : start + rows])
             if needs_weight:
                 product = logits.t() @ part
-                if one:
+                if is_single_chunk:
                     weight_gradient = product
                 elif weight_gradient is None:
                     weight_gradient = product.float()
@@ -285,13 +289,13 @@ def _cross_entropy_(
     logits[:, vocab_size:] = 0
     for start in range(0, len(targets), rows):
         part = logits[start : start + rows, :vocab_size].float()
-        wanted = targets[start : start + rows, None]
+        chunk_targets = targets[start : start + rows, None]
         log_normaliser = part.logsumexp(dim=-1, keepdim=True)
-        losses = log_normaliser - part.gather(1, wanted)
+        losses = log_normaliser - part.gather(1, chunk_targets)
         part.sub_(log_normaliser).exp_()
         if weights is None and token_loss.plain:
             total += losses.sum()
-            part.scatter_add_(1, wanted, part.new_full((len(part), 1), -1.0))
+            part.scatter_add_(1, chunk_targets, part.new_full((len(part), 1), -1.0))
         else:
             weight = (
                 torch.ones_like(losses) if weights is None else weights[start : start + rows, None]
@@ -299,7 +303,7 @@ def _cross_entropy_(
             factor = weight * torch.exp(-losses) if token_loss.dft else weight
             pull = 2 * token_loss.z_loss * weight * log_normaliser
             total += (factor * losses + token_loss.z_loss * weight * log_normaliser.square()).sum()
-            part.mul_(factor + pull).scatter_add_(1, wanted, -factor)
+            part.mul_(factor + pull).scatter_add_(1, chunk_targets, -factor)
         logits[start : start + rows, :vocab_size] = part.mul_(scale)
     return total
 
@@ -380,8 +384,8 @@ def target_log_values(
     at = target_positions(labels, inputs["input_ids"].device)
     logits = logits_at(engine, inputs, at)
     if at.empty:
-        nothing = logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
-        return nothing, nothing
+        empty = logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
+        return empty, empty
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TargetLogProbabilities.apply
     return apply(logits, at.tokens, vocab_size or logits.shape[-1])
 
@@ -409,9 +413,9 @@ def values_of_logits(
     with torch.no_grad():
         blank = [values.new_zeros((1, *values.shape[1:])) for values in beside]
         shapes = function(torch.zeros_like(logits[:, :vocab_size]).float(), at.tokens, *blank)
-    nothing = logits.float().sum() * 0.0
+    zero = logits.float().sum() * 0.0
     return tuple(
-        values[:0] + nothing.to(values.dtype) if values.is_floating_point() else values[:0]
+        values[:0] + zero.to(values.dtype) if values.is_floating_point() else values[:0]
         for values in shapes
     )
 
@@ -539,7 +543,7 @@ def takes(model: type[nn.Module], name: str, *, by_name: bool = False) -> bool:
     parameters = _parameters(model.forward)
     if name in parameters or by_name:
         return name in parameters
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 @functools.cache

@@ -263,13 +263,13 @@ class Model:
             prompts: token ids.
             seeds: of (number of the prompt, number of the sample): ``RolloutKey.of``.
         """
-        found = generate(
+        completions = generate(
             self,
             [prompt for prompt in prompts for _ in range(n)],
             sampling,
-            seeds=[seeds(prompt, one) for prompt in range(len(prompts)) for one in range(n)],
+            seeds=[seeds(prompt, number) for prompt in range(len(prompts)) for number in range(n)],
         )
-        return [found[first : first + n] for first in range(0, len(found), n)]
+        return [completions[first : first + n] for first in range(0, len(completions), n)]
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """fp32 [sequences, num_labels]: what the classification head says of each sequence. A
@@ -280,8 +280,8 @@ class Model:
         if has_score(self.module):
             inputs["pool_at"] = self._pooled_places(batch)
         with self._watch(batch):
-            found = self.forward(**inputs, **without_cache(self.module))
-        logits: torch.Tensor = getattr(found, "logits", found).float()
+            outputs = self.forward(**inputs, **without_cache(self.module))
+        logits: torch.Tensor = getattr(outputs, "logits", outputs).float()
         return logits[:0] + logits.sum() * 0.0 if empty else logits
 
     def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
@@ -289,8 +289,8 @@ class Model:
         ends in them (``backbone``). ``pooling``: of ``llmx.models.pooling.POOLINGS``."""
         inputs, _ = self.inputs(batch)
         with self._watch(batch):
-            found = self.forward(**inputs, **without_cache(self.module))
-        return pooled(found.last_hidden_state, batch["segment_ids"], pooling)
+            outputs = self.forward(**inputs, **without_cache(self.module))
+        return pooled(outputs.last_hidden_state, batch["segment_ids"], pooling)
 
     def _pooled_places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, columns) of the hidden states that a ``score`` looks at."""
@@ -429,8 +429,10 @@ _ENDINGS = {
 
 def head_of(config: Any) -> str:
     """The head of an exported network, by the ``architectures`` of its config."""
-    named = (config.architectures or [""])[0]
-    return next((head for ending, head in _ENDINGS.items() if named.endswith(ending)), CAUSAL_LM)
+    architecture = (config.architectures or [""])[0]
+    return next(
+        (head for ending, head in _ENDINGS.items() if architecture.endswith(ending)), CAUSAL_LM
+    )
 
 
 def auto_class(head: str) -> Any:

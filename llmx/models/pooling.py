@@ -97,10 +97,10 @@ def _published_file(path: str | None, revision: str | None) -> Path | None:
     from transformers.utils.hub import cached_file
 
     try:
-        found = cached_file(path, POOLING_FILE, revision=revision)
+        cached = cached_file(path, POOLING_FILE, revision=revision)
     except OSError:  # not there, or no network
         return None
-    return Path(found) if found else None
+    return Path(cached) if cached else None
 
 
 def pooling_config(pooling: str, *, width: int) -> dict[str, Any]:

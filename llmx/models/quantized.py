@@ -88,8 +88,8 @@ def pack(weight: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor
 
 def unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
     """The weight, in the dtype that it was packed from."""
-    found: torch.Tensor = _functional().dequantize_4bit(packed, state)
-    return found
+    weight: torch.Tensor = _functional().dequantize_4bit(packed, state)
+    return weight
 
 
 @torch.no_grad()
@@ -107,8 +107,8 @@ def is_quantized(name: str, module: nn.Module, description: dict[str, Any]) -> b
 
 def trained_dtype(description: dict[str, Any]) -> torch.dtype:
     """The dtype that weights were packed from."""
-    found: torch.dtype = getattr(torch, description["bnb_4bit_compute_dtype"])
-    return found
+    dtype: torch.dtype = getattr(torch, description["bnb_4bit_compute_dtype"])
+    return dtype
 
 
 def round_layers(network: nn.Module, description: dict[str, Any]) -> None:
@@ -170,8 +170,8 @@ class QuantizedLinear(nn.Linear):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.packed_tensors)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
-        return found
+        output: torch.Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
+        return output
 
 
 def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
@@ -196,23 +196,23 @@ def to_quantize(
         ConfigError: there is none.
     """
     head = output_embedding(network)
-    linear = {name: each for name, each in network.named_modules() if type(each) is nn.Linear}
+    linear = {name: module for name, module in network.named_modules() if type(module) is nn.Linear}
     shared = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
-    whole = set(matching(linear, adapter.modules_to_save))
-    found = [
+    saved = set(matching(linear, adapter.modules_to_save))
+    names = [
         name
         for name, module in linear.items()
         if module is not head
-        and name not in whole
+        and name not in saved
         and f"{name}.weight" not in without
         and shared[id(module.weight)] == 1
     ]
-    if not found:
+    if not names:
         raise ConfigError(
             f"adapter.quantize={adapter.quantize}: {type(network).__name__} has no linear layer "
             "that can be kept in 4 bits (GPT-2's are stored transposed). Set adapter.quantize=none."
         )
-    return found
+    return names
 
 
 @contextlib.contextmanager
@@ -234,10 +234,10 @@ def materialise(network: nn.Module, quantized: Collection[str], *, device: torch
     """Give memory to what ``linear_layers_on_meta`` has left without, but for the weights of the
     ``quantized`` layers."""
     for name, module in network.named_modules():
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta and not (own == "weight" and name in quantized):
-                made = torch.empty_like(parameter, device=device)
-                module.register_parameter(own, nn.Parameter(made))
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta and not (parameter_name == "weight" and name in quantized):
+                memory = torch.empty_like(parameter, device=device)
+                module.register_parameter(parameter_name, nn.Parameter(memory))
 
 
 class QuantizeOnArrival:
@@ -259,6 +259,6 @@ class QuantizeOnArrival:
         layer = name.removesuffix(".weight")
         weight = value.to(self._device, self._dtype)
         old = self._network.get_submodule(layer)
-        made = QuantizedLinear(weight, old.bias, self._quantization)  # type: ignore[arg-type]
-        parent, _, own = layer.rpartition(".")
-        setattr(self._network.get_submodule(parent), own, made)
+        quantized = QuantizedLinear(weight, old.bias, self._quantization)  # type: ignore[arg-type]
+        parent, _, attribute = layer.rpartition(".")
+        setattr(self._network.get_submodule(parent), attribute, quantized)

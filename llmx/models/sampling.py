@@ -112,8 +112,8 @@ def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     logits = logits / sampling.temperature
     lowest = -math.inf
     if sampling.top_k:
-        kept = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kept, lowest)
+        threshold = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, lowest)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, stable=True)  # the least probable first
         mass = _whole(ordered).cumsum(dim=-1)
@@ -130,9 +130,9 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     differs in its last bits moves a boundary by as little.
     """
     mass = _whole(logits).cumsum(dim=-1)
-    wanted = (uniform[:, None] * mass[:, -1:].double()).floor().long()
+    target_mass = (uniform[:, None] * mass[:, -1:].double()).floor().long()
     # Logits that are no numbers have no mass; their log-probabilities say so.
-    return (mass <= wanted).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
+    return (mass <= target_mass).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:

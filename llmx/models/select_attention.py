@@ -54,14 +54,14 @@ def select_attention(
     """The method of this rank, for a network with this ``head``. Collective; ConfigError, on all
     ranks, where there is none."""
     register()  # also where nothing is tried: the model is then built with what the others found
-    mine = None
+    trial = None
     # One rank a host tries: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
-            mine = try_on_this_host(model, data, plan, config, device=device, head=head)
+            trial = try_on_this_host(model, data, plan, config, device=device, head=head)
         except ConfigError as error:  # sent to the others, which wait for a result
-            mine = TrialResult(None, None, config_error=str(error))
-    everyone = all_gather(mine.to_dict() if mine else None)
+            trial = TrialResult(None, None, config_error=str(error))
+    everyone = all_gather(trial.to_dict() if trial else None)
     by_host = {
         plan.ranks[rank].host: TrialResult.from_dict(values)
         for rank, values in enumerate(everyone)
@@ -71,14 +71,14 @@ def select_attention(
         if result.config_error:
             raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
     layout = common_layout(model, data, list(by_host.values()), head=head)
-    own = by_host[plan.ranks[torch.distributed.get_rank()].host]
+    host_result = by_host[plan.ranks[torch.distributed.get_rank()].host]
     if torch.distributed.get_rank() == 0:
         for line in log_lines(data, plan, by_host, layout):
             print(line, flush=True)
-    if layout == "padded" and own.packed is not None:
+    if layout == "padded" and host_result.packed is not None:
         # Another host cannot pack them, and the trial of this one has stopped at packed rows.
-        own = common_padded(model, data, config, head=head)
-    method: AttentionMethod | None = getattr(own, layout)
+        host_result = common_padded(model, data, config, head=head)
+    method: AttentionMethod | None = getattr(host_result, layout)
     return method or _untried(config, head)
 
 
@@ -133,13 +133,13 @@ def log_lines(
         lines.append(
             f"Rows are padded. Whether this model is right with it is not known: {unknown}."
         )
-    found = {
+    pairs = {
         (plan.ranks[rank.rank].device, method)
         for rank in plan.ranks
         if (method := getattr(by_host.get(rank.host), layout, None)) is not None
     }
     if plan.accelerator == "cuda":
-        lines += [_attention_line(*each) for each in sorted(found, key=str)]
+        lines += [_attention_line(*pair) for pair in sorted(pairs, key=str)]
     return lines
 
 
@@ -198,14 +198,14 @@ def try_layouts(
     ):
         packing, why = (), f"{name} pools a sequence in its own way, one sequence a line"
     for where, names in groupby(packing, key=conditions):
-        found = find_methods(
+        trial = find_methods(
             config, implementations=list(names), layouts=["packed"], **where, **options
         )
-        if found.packed or found.why_not_trained:
-            return found
-        unknown = unknown or found.unknown
-        if not why or found.why_not_packed.startswith(DIFFERS):
-            why = found.why_not_packed
+        if trial.packed or trial.why_not_trained:
+            return trial
+        unknown = unknown or trial.unknown
+        if not why or trial.why_not_packed.startswith(DIFFERS):
+            why = trial.why_not_packed
     if not why and unknown:
         why = f"it could not be shown that rows are then isolated: {unknown}"
     if data.layout == "packed":
@@ -226,11 +226,11 @@ def candidates(attention: str, plan: Plan, device: torch.device) -> list[str]:
     if device.type != "cuda":
         return list(PLAIN)
     first = IMPLEMENTATIONS.get(plan.attention_on(_device_name(plan)), SEGMENTS)
-    found = [first] if first == VARLEN and _has_varlen(device) else []
+    kernels = [first] if first == VARLEN and _has_varlen(device) else []
     if first == VARLEN:
-        found += [name for name in ("flash_attention_3", "flash_attention_2") if _installed(name)]
-        found.append("flex_attention")
-    return [*found, SEGMENTS, *PLAIN]
+        kernels += [name for name in ("flash_attention_3", "flash_attention_2") if _installed(name)]
+        kernels.append("flex_attention")
+    return [*kernels, SEGMENTS, *PLAIN]
 
 
 def padded_candidates(attention: str) -> list[str]:

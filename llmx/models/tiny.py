@@ -124,7 +124,7 @@ def _shrink(config: Any, *, window: int, seq_len: int, per_kind: int) -> None:
         if _is_int(values.get(key)) and values[key] > small:
             values[key] = small
         elif isinstance(values.get(key), list):  # a width for each layer
-            values[key] = [min(one, small) if _is_int(one) else one for one in values[key]]
+            values[key] = [min(width, small) if _is_int(width) else width for width in values[key]]
     heads = next((values[key] for key in HEADS if _is_int(values.get(key))), 4)
     for key in KV_HEADS:
         if _is_int(values.get(key)):
@@ -238,6 +238,8 @@ def _layers_of_each_kind(values: dict[str, Any], count: int, *, per_kind: int) -
     ]
     kinds: dict[str, list[int]] = {}
     for index in range(count):
-        kinds.setdefault(repr([some[index] for some in lists]), []).append(index)
-    chosen = sorted(index for found in kinds.values() for index in found[:per_kind])
+        kinds.setdefault(repr([kinds_by_layer[index] for kinds_by_layer in lists]), []).append(
+            index
+        )
+    chosen = sorted(index for layers in kinds.values() for index in layers[:per_kind])
     return chosen if len(chosen) > 1 else list(range(min(2, count)))

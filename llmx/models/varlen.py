@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {"varlen": VARLEN, "segments": SEGMENTS}
 
 def name_of_attention(implementation: str) -> str:
     """The value of ``model.attention`` that chooses it."""
-    names = {own: name for name, own in IMPLEMENTATIONS.items()}
+    names = {registered: name for name, registered in IMPLEMENTATIONS.items()}
     return names.get(implementation, implementation)
 
 

@@ -46,9 +46,9 @@ def task_class(kind: str) -> type[Task]:
             f"cannot import task.kind={kind} on this host: {error}. Install its package here or "
             "add it to PYTHONPATH; launch.sync=rsync copies it to the hosts."
         ) from error
-    found = names.get(name)
-    if isinstance(found, type) and issubclass(found, Task):
-        return found
+    task = names.get(name)
+    if isinstance(task, type) and issubclass(task, Task):
+        return task
     near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
     raise ConfigError(
         f"task.kind={kind}: {module} has no class {name} that is a subclass of llmx.tasks.Task."
@@ -60,12 +60,14 @@ def _shipped(kind: str) -> type[Task]:
     """Of ``llmx/tasks/KIND.py`` the class that is called as the file is: ``Sft``, ``MaskedLm``."""
     module = importlib.import_module(f"{__name__}.{kind}")
     name = kind.replace("_", "")
-    found: list[type[Task]] = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, Task) and each.__name__.lower() == name
+    classes: list[type[Task]] = [
+        candidate
+        for candidate in vars(module).values()
+        if isinstance(candidate, type)
+        and issubclass(candidate, Task)
+        and candidate.__name__.lower() == name
     ]
-    return found[0]
+    return classes[0]
 
 
 def tokenizer_of(exp: Experiment) -> Any:

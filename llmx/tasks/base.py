@@ -285,24 +285,24 @@ class Task:
             "target": int(targets.sum()),
         }
         with torch.no_grad():
-            given = self.precompute(models, batch)
-        arrays = check_values(given, self.precomputed, counts, task=self.name)
-        found = dict(batch)
+            precomputed = self.precompute(models, batch)
+        arrays = check_values(precomputed, self.precomputed, counts, task=self.name)
+        extended = dict(batch)
         for column in self.precomputed:
             values = torch.from_numpy(arrays[column.name])
             if column.per == "token":
-                whole = values.new_zeros((*targets.shape, *column.shape))
-                whole[targets] = values
-                values = whole
-            found[column.name] = values
-        return found
+                by_token = values.new_zeros((*targets.shape, *column.shape))
+                by_token[targets] = values
+                values = by_token
+            extended[column.name] = values
+        return extended
 
     def precompute_identity(self) -> dict[str, Any]:
         """What decides the precomputed values besides the examples, the model and the precision:
         another one is computed anew. By default the file of the task, and its options."""
         return Task.encoding_identity(self)
 
-    def check_source(self, source: DatasetSplit) -> None:
+    def check_source(self, split: DatasetSplit) -> None:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
@@ -398,10 +398,10 @@ class Task:
         an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
         if self.generates:
             return {}
-        found = {"loss": Mean()}
+        means = {"loss": Mean()}
         for batch in batches:
-            add_loss(found, self.loss(models, batch))
-        return found
+            add_loss(means, self.loss(models, batch))
+        return means
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Prompts to complete before and after training; none by default."""
@@ -442,10 +442,10 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
                 f"task.options={dict(values)}: this task has no options. Remove them."
             )
         return None
-    made: Any = dataclass_from(kind, dict(values), path="task.options")
-    if callable(check := getattr(made, "check", None)):
+    options: Any = dataclass_from(kind, dict(values), path="task.options")
+    if callable(check := getattr(options, "check", None)):
         check()
-    return made
+    return options
 
 
 def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:
@@ -473,7 +473,7 @@ def completion_scores(
     if not prompts:
         return {}
     expected = [prompt.expected for prompt in prompts]
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name in task.eval_metrics or DEFAULT_METRICS:
         (metric,) = declare([name])
         values = score([name], completions, expected)
@@ -483,5 +483,5 @@ def completion_scores(
                 f"({', '.join(sorted(values))}). During training each metric is one number: list "
                 "one function for each."
             )
-        found.update(values)
-    return found
+        scores.update(values)
+    return scores

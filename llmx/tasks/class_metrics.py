@@ -22,24 +22,24 @@ def f1(right: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarr
     Args:
         right, predicted, actual: how often a class was rightly predicted, predicted, and there.
     """
-    whole = predicted + actual
-    found = np.zeros(len(whole))
-    np.divide(2.0 * right, whole, out=found, where=whole > 0)
-    return found
+    total = predicted + actual
+    scores = np.zeros(len(total))
+    np.divide(2.0 * right, total, out=scores, where=total > 0)
+    return scores
 
 
 def roc_auc(positive: np.ndarray, scores: np.ndarray) -> float | None:
     """Area under the ROC curve: how often a positive has a higher score than a negative, ties
     half. None where there are not both. Args: bool [n], float [n]."""
     count = int(positive.sum())
-    others = len(positive) - count
-    if not count or not others:
+    negatives = len(positive) - count
+    if not count or not negatives:
         return None
     _, inverse, repeated = np.unique(scores, return_inverse=True, return_counts=True)
     last = np.cumsum(repeated)
     ranks = (last - (repeated - 1) / 2.0)[inverse]
     below = float(ranks[positive].sum()) - count * (count + 1) / 2.0
-    return below / (count * others)
+    return below / (count * negatives)
 
 
 @dataclass
@@ -70,8 +70,8 @@ class Classes(Accumulator):
         """int64 [actual, predicted]."""
         scores, labels = self._gathered()
         count = len(self.names)
-        found = np.bincount(labels * count + scores.argmax(axis=1), minlength=count * count)
-        return found.reshape(count, count)
+        counts = np.bincount(labels * count + scores.argmax(axis=1), minlength=count * count)
+        return counts.reshape(count, count)
 
     def values(self) -> dict[str, float | None]:
         scores, labels = self._gathered()
@@ -82,7 +82,7 @@ class Classes(Accumulator):
         there = predicted + actual > 0
         by_class = f1(np.diag(table), predicted, actual)
         columns = [1] if len(self.names) == 2 else range(len(self.names))
-        areas = [roc_auc(labels == one, scores[:, one]) for one in columns]
+        areas = [roc_auc(labels == label, scores[:, label]) for label in columns]
         return {
             "accuracy": float(np.diag(table).sum()) / len(labels),
             "macro_f1": float(by_class[there].mean()),
@@ -122,7 +122,7 @@ class Labels(Accumulator):
             return dict.fromkeys(("accuracy", "micro_f1", "macro_f1", "auc"))
         predicted = scores >= self.threshold
         counts = [(predicted & actual).sum(0), predicted.sum(0), actual.sum(0)]
-        together = f1(*(np.array([one.sum()]) for one in counts))
+        together = f1(*(np.array([by_label.sum()]) for by_label in counts))
         return {
             "accuracy": float((predicted == actual).all(axis=1).mean()),
             "micro_f1": float(together[0]),
@@ -135,32 +135,37 @@ class Labels(Accumulator):
 class Numbers(Accumulator):
     """Of a number an example: mean absolute error, R² and Pearson's correlation."""
 
-    _found: list[np.ndarray] = field(default_factory=list)
-    _wanted: list[np.ndarray] = field(default_factory=list)
+    _predicted: list[np.ndarray] = field(default_factory=list)
+    _actual: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, found: np.ndarray, wanted: np.ndarray) -> None:
+    def add(self, predicted: np.ndarray, actual: np.ndarray) -> None:
         """Args: float [n] each."""
-        self._found.append(found.astype(np.float64))
-        self._wanted.append(wanted.astype(np.float64))
+        self._predicted.append(predicted.astype(np.float64))
+        self._actual.append(actual.astype(np.float64))
 
     def merge(self, other: Numbers) -> None:
-        self._found += other._found
-        self._wanted += other._wanted
+        self._predicted += other._predicted
+        self._actual += other._actual
 
     def values(self) -> dict[str, float | None]:
-        found, wanted = (np.concatenate([np.zeros(0), *one]) for one in (self._found, self._wanted))
-        if not len(wanted):
+        predicted, actual = (
+            np.concatenate([np.zeros(0), *parts]) for parts in (self._predicted, self._actual)
+        )
+        if not len(actual):
             return dict.fromkeys(("mae", "r2", "pearson"))
-        spread, own = wanted - wanted.mean(), found - found.mean()
-        total, length = float((spread**2).sum()), float(np.sqrt((spread**2).sum() * (own**2).sum()))
+        spread, predicted_spread = actual - actual.mean(), predicted - predicted.mean()
+        total, length = (
+            float((spread**2).sum()),
+            float(np.sqrt((spread**2).sum() * (predicted_spread**2).sum())),
+        )
         return {
-            "mae": float(np.abs(found - wanted).mean()),
-            "r2": 1 - float(((wanted - found) ** 2).sum()) / total if total else None,
-            "pearson": float((spread * own).sum()) / length if length else None,
+            "mae": float(np.abs(predicted - actual).mean()),
+            "r2": 1 - float(((actual - predicted) ** 2).sum()) / total if total else None,
+            "pearson": float((spread * predicted_spread).sum()) / length if length else None,
         }
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
     """Of those that are known; None where none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None

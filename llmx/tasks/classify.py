@@ -114,8 +114,10 @@ class Classify(Task):
                 f"task.options: balance={options.balance} and class_weights both weight the "
                 "classes. Set only one of them."
             )
-        if wrong := {name: one for name, one in options.class_weights.items() if not one >= 0}:
-            raise ConfigError(f"task.options.class_weights={wrong}: weights must be 0 or more.")
+        if negative := {
+            name: weight for name, weight in options.class_weights.items() if not weight >= 0
+        }:
+            raise ConfigError(f"task.options.class_weights={negative}: weights must be 0 or more.")
         if options.label_smoothing and problem != SINGLE:
             raise ConfigError(
                 f"task.options.label_smoothing applies to problem=single_label, not {problem}."
@@ -161,34 +163,37 @@ class Classify(Task):
 
     def _number(self, label: Any) -> float:
         try:
-            found = float(label)
+            value = float(label)
         except (TypeError, ValueError):
-            found = float("nan")
-        if not np.isfinite(found):
+            value = float("nan")
+        if not np.isfinite(value):
             raise Rejected(
                 "a label that is not a number",
                 f"the label is {str(label)[:60]!r}; task.options.problem=regression needs a finite "
                 "number.",
             )
-        return found
+        return value
 
     def _several(self, label: Any) -> list[str]:
-        known = self.exp.data.label_names
+        label_names = self.exp.data.label_names
         if isinstance(label, str):
             label = label.split(self.options.separator)
         parts = label if isinstance(label, list) else [label]
-        if not all(isinstance(one, str | int | bool) for one in parts):
+        if not all(isinstance(part, str | int | bool) for part in parts):
             raise Rejected(
                 "labels that are not names",
                 f"the labels are {str(label)[:60]}; each label must be a name.",
             )
-        names = [_name(one) for one in parts]
-        if known and (missing := [name for name in names if name and name not in known]):
+        names = [_name(part) for part in parts]
+        if label_names and (
+            missing := [name for name in names if name and name not in label_names]
+        ):
             raise Rejected(
                 "a label without a name",
-                f"the label {missing[0]!r} has no name; data.label_names names {', '.join(known)}.",
+                f"the label {missing[0]!r} has no name; data.label_names names "
+                f"{', '.join(label_names)}.",
             )
-        return sorted({known.get(name, name) for name in names if name})
+        return sorted({label_names.get(name, name) for name in names if name})
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
         """Labels are those of the training data, in the order of ``data.label_names``, then of
@@ -198,8 +203,8 @@ class Classify(Task):
             return [f"Labels: numbers from {values.min():g} to {values.max():g}, mean "
                     f"{values.mean():.4g}"]  # fmt: skip
         counts = self._counts(train)
-        named = dict.fromkeys(name.strip() for name in self.exp.data.label_names.values())
-        names = (*named, *sorted(counts.keys() - named.keys(), key=_order))
+        renamed = dict.fromkeys(name.strip() for name in self.exp.data.label_names.values())
+        names = (*renamed, *sorted(counts.keys() - renamed.keys(), key=_order))
         if self.problem == SINGLE and len(names) < 2:
             raise DataError(
                 f"{self.exp.data.path}: every row has the label {names[0]!r}, so there is nothing "
@@ -235,17 +240,17 @@ class Classify(Task):
         unknown = {name: count for name, count in counts.items() if name not in self._seen.index}
         lines = []
         if unknown:
-            what = (
+            problem = (
                 f"The evaluation data has {plural(sum(unknown.values()), 'row')} with "
                 f"labels that were not trained: {_quoted(sorted(unknown))} (trained: "
                 f"{_quoted(self._seen.names)})"
             )
             if self.exp.data.on_bad_row != "skip":
                 raise DataError(
-                    f"{what}. Correct them, or exclude these rows from the evaluation with "
+                    f"{problem}. Correct them, or exclude these rows from the evaluation with "
                     "data.on_bad_row=skip."
                 )
-            lines.append(f"WARNING: {what}. These rows are excluded from the evaluation.")
+            lines.append(f"WARNING: {problem}. These rows are excluded from the evaluation.")
         if absent := [name for name in self._seen.names if not counts[name]]:
             lines.append(f"No row of the evaluation data has the label {_quoted(absent)}.")
         return lines
@@ -254,11 +259,11 @@ class Classify(Task):
         """How many examples have each label."""
         raw = np.ascontiguousarray(store.values("label"))
         rows, repeated = np.unique(raw.view(f"S{raw.shape[1]}"), return_counts=True)
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for value, count in zip(rows.tolist(), repeated.tolist(), strict=True):
             for name in self._names(value):
-                found[name] += count
-        return found
+                counts[name] += count
+        return counts
 
     def _names(self, value: bytes) -> list[str]:
         text = value.rstrip(b"\0").decode("utf-8")
@@ -295,12 +300,12 @@ class Classify(Task):
                 "r2": Metric("R²", "number", higher_is_better=True),
                 "pearson": Metric("Pearson correlation", "number", higher_is_better=True),
             }
-        both = ("train", "eval")
-        found = {"accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both)}
+        kinds = ("train", "eval")
+        metrics = {"accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds)}
         if self.problem == MULTI:
-            found["micro_f1"] = Metric("micro F1", "percent", higher_is_better=True)
+            metrics["micro_f1"] = Metric("micro F1", "percent", higher_is_better=True)
         return {
-            **found,
+            **metrics,
             "macro_f1": Metric("macro F1", "percent", higher_is_better=True),
             "plain_loss": Metric("cross entropy without weights", "number", higher_is_better=False),
             "auc": Metric("ROC AUC", "percent", higher_is_better=True),
@@ -338,11 +343,11 @@ class Classify(Task):
             else Classes(self.labels)
         )
         for batch in batches:
-            loss, (found, wanted) = self._computed(models, batch)
+            loss, (predicted, actual) = self._computed(models, batch)
             plain = {k: v for k, v in loss.metrics.items() if k == "plain_loss"}
             add_loss(means, Loss(loss.sum, loss.weight, plain))
-            if len(found):
-                measured.add(found, wanted)
+            if len(predicted):
+                measured.add(predicted, actual)
         return {**means, "measured": measured}
 
     def _computed(self, models: Models, batch: Batch) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
@@ -354,12 +359,12 @@ class Classify(Task):
 
         logits = models.main.logits(batch)
         if self.problem == REGRESSION:
-            wanted = batch["label"].to(logits.device, non_blocking=True)
-            losses = (logits[:, 0] - wanted) ** 2
+            actual = batch["label"].to(logits.device, non_blocking=True)
+            losses = (logits[:, 0] - actual) ** 2
             loss = Loss(losses.sum(), float(len(losses)))
             if torch.is_grad_enabled():
                 return loss, _NOTHING
-            return loss, (logits[:, 0].cpu().numpy(), wanted.cpu().numpy())
+            return loss, (logits[:, 0].cpu().numpy(), actual.cpu().numpy())
         numbers = [
             [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
             for row in batch["label"]
@@ -367,8 +372,8 @@ class Classify(Task):
         weights = to_device(self._seen.weights, logits.device, dtype=logits.dtype)
         if self.problem == MULTI:
             return self._multi(logits, numbers, weights)
-        target = to_device([one[0] for one in numbers], logits.device, dtype=torch.long)
-        known = target >= 0
+        target = to_device([indices[0] for indices in numbers], logits.device, dtype=torch.long)
+        is_known = target >= 0
         options = self.options
         losses = single_label_losses(
             logits,
@@ -377,14 +382,17 @@ class Classify(Task):
             gamma=options.gamma if options.loss == "focal" else 0.0,
             label_smoothing=options.label_smoothing,
         )
-        right = ((logits.detach().argmax(dim=-1) == target) & known).sum()
-        examples = float(sum(one[0] >= 0 for one in numbers))
-        loss = Loss((losses * known).sum(), examples, {"accuracy": right})
+        right = ((logits.detach().argmax(dim=-1) == target) & is_known).sum()
+        examples = float(sum(indices[0] >= 0 for indices in numbers))
+        loss = Loss((losses * is_known).sum(), examples, {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
         plain = torch.nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
-        return loss, (logits.softmax(dim=-1)[known].cpu().numpy(), target[known].cpu().numpy())
+        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * is_known).sum()})
+        return loss, (
+            logits.softmax(dim=-1)[is_known].cpu().numpy(),
+            target[is_known].cpu().numpy(),
+        )
 
     def _multi(
         self, logits: torch.Tensor, numbers: list[list[int]], weights: torch.Tensor
@@ -394,7 +402,7 @@ class Classify(Task):
         from llmx.models.attention import to_device
 
         complete = [-1 not in row for row in numbers]
-        known = to_device(complete, logits.device, dtype=torch.bool)
+        is_known = to_device(complete, logits.device, dtype=torch.bool)
         labels = [[float(label in row) for label in range(logits.shape[1])] for row in numbers]
         target = to_device(labels, logits.device, dtype=logits.dtype).view_as(logits)
         options = self.options
@@ -406,13 +414,13 @@ class Classify(Task):
         )
         probabilities = logits.detach().sigmoid()
         predicted = probabilities >= options.threshold
-        right = ((predicted == (target > 0)).all(dim=-1) & known).sum()
-        loss = Loss((losses * known).sum(), float(sum(complete)), {"accuracy": right})
+        right = ((predicted == (target > 0)).all(dim=-1) & is_known).sum()
+        loss = Loss((losses * is_known).sum(), float(sum(complete)), {"accuracy": right})
         if torch.is_grad_enabled():
             return loss, _NOTHING
         plain = multi_label_losses(logits, target, weights=torch.ones_like(weights))
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * known).sum()})
-        return loss, (probabilities[known].cpu().numpy(), (target[known] > 0).cpu().numpy())
+        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * is_known).sum()})
+        return loss, (probabilities[is_known].cpu().numpy(), (target[is_known] > 0).cpu().numpy())
 
 
 _NOTHING = (np.zeros(0), np.zeros(0))
@@ -440,8 +448,8 @@ def single_label_losses(
         logits, target, reduction="none", label_smoothing=label_smoothing
     )
     if gamma:
-        own = logits.log_softmax(dim=-1).gather(1, target[:, None]).squeeze(1)
-        losses = losses * (1 - own.exp()) ** gamma
+        log_probabilities = logits.log_softmax(dim=-1).gather(1, target[:, None]).squeeze(1)
+        losses = losses * (1 - log_probabilities.exp()) ** gamma
     return losses * weights[target]
 
 
@@ -461,8 +469,8 @@ def multi_label_losses(
     )
     if gamma:
         probability = logits.sigmoid()
-        own = torch.where(target > 0, probability, 1 - probability)
-        losses = losses * (1 - own) ** gamma
+        confidence = torch.where(target > 0, probability, 1 - probability)
+        losses = losses * (1 - confidence) ** gamma
     return losses.mean(dim=-1)
 
 
@@ -474,8 +482,8 @@ def class_weights(sizes: np.ndarray, *, beta: float | None) -> np.ndarray:
     """
     effective = sizes if beta is None else (1 - beta**sizes) / (1 - beta)
     weights = np.divide(1.0, effective, out=np.zeros_like(sizes), where=sizes > 0)
-    whole: np.ndarray = weights * sizes.sum() / (weights * sizes).sum()
-    return whole
+    scaled: np.ndarray = weights * sizes.sum() / (weights * sizes).sum()
+    return scaled
 
 
 def _as_bytes(text: str, room: int) -> np.ndarray:
@@ -486,9 +494,9 @@ def _as_bytes(text: str, room: int) -> np.ndarray:
             f"the label {text[:60]!r} has {len(raw)} bytes, over the limit of {room}. Shorten it, "
             "or check data.data_map.label.",
         )
-    found = np.zeros(room, np.uint8)
-    found[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return found
+    padded = np.zeros(room, np.uint8)
+    padded[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return padded
 
 
 def _name(label: Any) -> str:
@@ -504,12 +512,12 @@ def _order(name: str) -> tuple[bool, float, str]:
 
 
 def _quoted(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - CLASSES_NAMED} more" if len(every) > CLASSES_NAMED else ""
-    return ", ".join(repr(name) for name in every[:CLASSES_NAMED]) + more
+    listed = list(names)
+    remainder = f" and {len(listed) - CLASSES_NAMED} more" if len(listed) > CLASSES_NAMED else ""
+    return ", ".join(repr(name) for name in listed[:CLASSES_NAMED]) + remainder
 
 
 def _listed(names: tuple[str, ...], counts: Counter[str]) -> str:
-    shown = [f"{name} ({counts[name]:,})" for name in names[:CLASSES_NAMED]]
-    more = len(names) - CLASSES_NAMED
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    listed = [f"{name} ({counts[name]:,})" for name in names[:CLASSES_NAMED]]
+    num_hidden = len(names) - CLASSES_NAMED
+    return ", ".join(listed) + (f" and {num_hidden} more" if num_hidden > 0 else "")

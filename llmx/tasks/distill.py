@@ -92,8 +92,8 @@ class Distill(Task):
         """Nothing of its own: a sweep over the options prepares nothing anew."""
         return {}
 
-    def check_source(self, source: DatasetSplit) -> None:
-        if source.has_conversations and source.data.packing == "concat":
+    def check_source(self, split: DatasetSplit) -> None:
+        if split.has_conversations and split.data.packing == "concat":
             raise ConfigError(
                 "data.packing=concat cuts rows at seq_len, and answers without their questions "
                 "teach nothing. Use data.packing=best_fit."
@@ -101,10 +101,10 @@ class Distill(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        both = ("train", "eval")
+        kinds = ("train", "eval")
         return {
-            "divergence": Metric("divergence", "number", kinds=both),
-            "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=both),
+            "divergence": Metric("divergence", "number", kinds=kinds),
+            "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=kinds),
             "hard_loss": Metric("hard loss", "number", kinds=("train",)),
         }
 
@@ -134,10 +134,10 @@ class Distill(Task):
         that of all others together, unless there are none."""
         if self.options.teacher_logits != "stored":
             return ()
-        kept = min(self.options.top_k, self._vocabulary)
-        outcomes = kept + (kept < self._vocabulary)
+        num_stored = min(self.options.top_k, self._vocabulary)
+        outcomes = num_stored + (num_stored < self._vocabulary)
         return (
-            Column(IDS, per="token", dtype="int32", shape=(kept,)),
+            Column(IDS, per="token", dtype="int32", shape=(num_stored,)),
             Column(LOGPS, per="token", shape=(outcomes,)),
         )
 
@@ -146,11 +146,11 @@ class Distill(Task):
         return {"columns": "top", "version": 1, "temperature": self.options.temperature}
 
     def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:
-        kept, size = self.precomputed[0].shape[0], self._vocabulary
+        num_stored, size = self.precomputed[0].shape[0], self._vocabulary
 
         def top(logits: torch.Tensor, _targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
             scaled = logits[:, :size] / self.options.temperature
-            ids = scaled.topk(kept).indices
+            ids = scaled.topk(num_stored).indices
             return ids, outcomes(scaled, ids)
 
         ids, logps = models["teacher"].of_logits(batch, top)
@@ -163,45 +163,50 @@ class Distill(Task):
         size = self._vocabulary
 
         def stored(
-            logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, theirs: torch.Tensor
+            logits: torch.Tensor,
+            targets: torch.Tensor,
+            ids: torch.Tensor,
+            teacher_logps: torch.Tensor,
         ) -> tuple[torch.Tensor, ...]:
-            ours = outcomes(logits[:, :size] / options.temperature, ids)
-            return values(logits, targets, ours, theirs, ids[:, 0])
+            student_logps = outcomes(logits[:, :size] / options.temperature, ids)
+            return values(logits, targets, student_logps, teacher_logps, ids[:, 0])
 
         def live(
-            logits: torch.Tensor, targets: torch.Tensor, theirs: torch.Tensor
+            logits: torch.Tensor, targets: torch.Tensor, teacher_logps: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
-            theirs = theirs[:, :size].float() / options.temperature
-            ours = logits[:, :size] / options.temperature
-            best = theirs.argmax(-1)
-            return values(logits, targets, ours.log_softmax(-1), theirs.log_softmax(-1), best)
+            teacher_logps = teacher_logps[:, :size].float() / options.temperature
+            student_logps = logits[:, :size] / options.temperature
+            best = teacher_logps.argmax(-1)
+            return values(
+                logits, targets, student_logps.log_softmax(-1), teacher_logps.log_softmax(-1), best
+            )
 
         def values(
             logits: torch.Tensor,
             targets: torch.Tensor,
-            ours: torch.Tensor,
-            theirs: torch.Tensor,
+            student_logps: torch.Tensor,
+            teacher_logps: torch.Tensor,
             best: torch.Tensor,
         ) -> tuple[torch.Tensor, ...]:
-            apart = divergence(ours, theirs, kind=options.loss, beta=options.beta)
+            apart = divergence(student_logps, teacher_logps, kind=options.loss, beta=options.beta)
             hard = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
-            same = logits[:, :size].argmax(-1) == best
-            return apart, hard, same
+            agrees = logits[:, :size].argmax(-1) == best
+            return apart, hard, agrees
 
         if options.teacher_logits == "stored":
             ids, logps = batch[IDS][targets].long(), batch[LOGPS][targets]
-            apart, hard, same = student.of_logits(batch, stored, ids, logps)
+            apart, hard, agrees = student.of_logits(batch, stored, ids, logps)
         else:
-            whole = models["teacher"].target_logits(batch)
-            apart, hard, same = student.of_logits(batch, live, whole)
+            teacher_logits = models["teacher"].target_logits(batch)
+            apart, hard, agrees = student.of_logits(batch, live, teacher_logits)
         mixed = options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart
-        found = {"divergence": apart.detach().sum(), "agreement": same.sum()}
+        metrics = {"divergence": apart.detach().sum(), "agreement": agrees.sum()}
         if student.is_training:
-            found["hard_loss"] = hard.detach().sum()
+            metrics["hard_loss"] = hard.detach().sum()
         return Loss(
             (mixed if student.is_training else hard).sum(),
             weight=float(targets.sum()),
-            metrics=found,
+            metrics=metrics,
         )
 
 
@@ -220,8 +225,8 @@ def outcomes(scaled: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if ids.shape[1] == scaled.shape[1]:
         return picked
     # Not 1 minus the others, which has no digits left where they are nearly everything.
-    others = scaled.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True) - normaliser
-    return torch.cat([picked, others], dim=1)
+    remainder = scaled.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True) - normaliser
+    return torch.cat([picked, remainder], dim=1)
 
 
 def divergence(
@@ -230,8 +235,8 @@ def divergence(
     """fp32 [rows]: of distributions over the same outcomes, log-probabilities [rows, outcomes]."""
     import torch
 
-    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return (one.exp() * (one - other)).sum(-1)
+    def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     match kind:
         case "forward_kl":  # Hinton et al. 2015

@@ -113,22 +113,24 @@ class Dpo(Task):
         """Dropout that is asked for and would not be used."""
         rates = {"adapter.dropout": exp.adapter.dropout if exp.adapter.kind != "none" else 0.0}
         rates |= {f"model.config.{k}": v for k, v in exp.model.config.items() if "drop" in k}
-        asked = [f"{key}={rate}" for key, rate in rates.items() if rate]
-        if not asked or exp.task.options.get("dropout"):
+        settings = [f"{key}={rate}" for key, rate in rates.items() if rate]
+        if not settings or exp.task.options.get("dropout"):
             return []
         return [
-            f"{', '.join(asked)}: task=dpo trains without dropout, since its reference has none. "
-            "Set it to 0, or task.options.dropout=true."
+            f"{', '.join(settings)}: task=dpo trains without dropout, since its reference has "
+            "none. Set it to 0, or task.options.dropout=true."
         ]
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the examples: a sweep over them prepares nothing anew."""
         return {"kind": "preference examples", "version": 1}
 
-    def check_source(self, source: DatasetSplit) -> None:
+    def check_source(self, split: DatasetSplit) -> None:
         if self.options.loss == "kto":
             return
-        unpaired = [one.path for one in source.sources if one.row_type is UnpairedPreference]
+        unpaired = [
+            source.path for source in split.sources if source.row_type is UnpairedPreference
+        ]
         if unpaired:
             raise ConfigError(
                 f"task.options.loss={self.options.loss} needs pairs: a `chosen` and a `rejected` "
@@ -138,17 +140,17 @@ class Dpo(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        both = ("train", "eval")
-        found = {
-            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
-            "rewards_chosen": Metric("rewards/chosen", "number", kinds=both),
-            "rewards_rejected": Metric("rewards/rejected", "number", kinds=both),
+        kinds = ("train", "eval")
+        metrics = {
+            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),
+            "rewards_chosen": Metric("rewards/chosen", "number", kinds=kinds),
+            "rewards_rejected": Metric("rewards/rejected", "number", kinds=kinds),
         }
         if self.options.loss == "kto":
-            return {**found, "kl": Metric("KL", "number", kinds=both)}
+            return {**metrics, "kl": Metric("KL", "number", kinds=kinds)}
         return {
-            **found,
-            "margin": Metric("margin", "number", higher_is_better=True, kinds=both),
+            **metrics,
+            "margin": Metric("margin", "number", higher_is_better=True, kinds=kinds),
         }
 
     @property
@@ -193,8 +195,8 @@ class Dpo(Task):
             # Before the policy's pass: nothing lies between that and its backward pass, for which
             # activations wait, and at ZeRO-3 gathered parameters.
             live = models["reference"].log_probabilities(batch).sums()
-        found = models["policy"].log_probabilities(batch)
-        logp, counts = found.sums(), found.counts().clamp(min=1)
+        logps = models["policy"].log_probabilities(batch)
+        logp, counts = logps.sums(), logps.counts().clamp(min=1)
         reference = self._reference_logp(batch, logp) if live is None else live
         per_token = logp / counts
         if self.options.length_normalised or self.options.loss in BY_TOKEN:
@@ -284,12 +286,12 @@ class HeldOutAnswers(Accumulator):
             DESIRABLE: torch.from_numpy(np.concatenate(self._desirable)),
         }
         outputs = torch.from_numpy(np.concatenate(self._outputs))
-        found = kto_step(self._options, outputs, columns)
-        values: dict[str, float | None] = {"loss": float(found.losses.double().mean())}
-        for name, (sums, weights) in found.metrics.items():
+        step = kto_step(self._options, outputs, columns)
+        values: dict[str, float | None] = {"loss": float(step.losses.double().mean())}
+        for name, (sums, weights) in step.metrics.items():
             weight = float(weights.sum())
             values[name] = float(sums.double().sum()) / weight if weight else None
-        return {**values, "weight": float(len(found.losses))}
+        return {**values, "weight": float(len(step.losses))}
 
 
 def pair_losses(options: Options, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -310,8 +312,8 @@ def pair_losses(options: Options, logp: torch.Tensor, reference: torch.Tensor) -
         case "sigmoid":  # Rafailov et al. 2023; with label smoothing Mitchell's cDPO
             return -logsigmoid(beta * margin) * (1 - swapped) - logsigmoid(-beta * margin) * swapped
         case "robust":  # Chowdhury et al. 2024, eq. 10
-            right, wrong = logsigmoid(beta * margin), logsigmoid(-beta * margin)
-            return (-right * (1 - swapped) + wrong * swapped) / (1 - 2 * swapped)
+            right, reverse = logsigmoid(beta * margin), logsigmoid(-beta * margin)
+            return (-right * (1 - swapped) + reverse * swapped) / (1 - 2 * swapped)
         case "hinge":  # SLiC, Zhao et al. 2023
             return torch.relu(1 - beta * margin)
         case "ipo":  # Azar et al. 2023, eq. 17, of means over tokens as the authors confirmed
@@ -380,7 +382,7 @@ def kto_step(
     if options.sft_weight:
         losses = losses - options.sft_weight * per_token * desirable
     rewards, good = options.beta * ratios.detach(), desirable.to(ratios.dtype)
-    sizes, one = by_example(torch.ones_like(good)), good.new_ones(examples)
+    sizes, unit = by_example(torch.ones_like(good)), good.new_ones(examples)
     right = ((rewards > options.beta * kl) == desirable).to(ratios.dtype)
     return JointLoss(
         by_example(losses) / sizes,
@@ -388,6 +390,6 @@ def kto_step(
             "accuracy": (by_example(right), sizes),
             "rewards_chosen": (by_example(rewards * good), by_example(good)),
             "rewards_rejected": (by_example(rewards * (1 - good)), by_example(1 - good)),
-            "kl": (kl * one, one),
+            "kl": (kl * unit, unit),
         },
     )

@@ -68,8 +68,8 @@ class Options:
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
-        wrong = [dims for dims in self.matryoshka_dims if dims < 1]
-        if wrong or len(set(self.matryoshka_dims)) != len(self.matryoshka_dims):
+        too_small = [dims for dims in self.matryoshka_dims if dims < 1]
+        if too_small or len(set(self.matryoshka_dims)) != len(self.matryoshka_dims):
             raise ConfigError(
                 f"task.options.matryoshka_dims={self.matryoshka_dims}: must be different whole "
                 "numbers from 1, e.g. [256, 128, 64]."
@@ -128,8 +128,10 @@ class Embed(Task):
         line = f"{plural(pairs, 'pair')} with {plural(negatives, 'negative')}"
         if step:
             of_step = pairs * step / len(train)
-            others = (1 + negatives / pairs) * of_step - 1
-            line += f"; about {of_step:.0f} pairs per step, each against {others:.0f} passages"
+            num_passages = (1 + negatives / pairs) * of_step - 1
+            line += (
+                f"; about {of_step:.0f} pairs per step, each against {num_passages:.0f} passages"
+            )
         return [line]
 
     # Model, loss
@@ -150,15 +152,15 @@ class Embed(Task):
 
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
         """fp32 [sequences, width]: a vector of each text, not of length 1 yet."""
-        found = models.main.embeddings(batch, pooling=self.pooling(models.main))
-        self._check_dims(found.shape[1])
-        return found
+        vectors = models.main.embeddings(batch, pooling=self.pooling(models.main))
+        self._check_dims(vectors.shape[1])
+        return vectors
 
     def _check_dims(self, width: int) -> None:
-        if wrong := [dims for dims in self.options.matryoshka_dims if dims >= width]:
+        if too_large := [dims for dims in self.options.matryoshka_dims if dims >= width]:
             raise ConfigError(
-                f"task.options.matryoshka_dims={wrong[0]}: the vectors of this model have {width} "
-                f"dimensions, which are always trained. Use dimensions below {width}."
+                f"task.options.matryoshka_dims={too_large[0]}: the vectors of this model have "
+                f"{width} dimensions, which are always trained. Use dimensions below {width}."
             )
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
@@ -185,10 +187,10 @@ class Embed(Task):
         self, models: Models, batches: Iterable[Batch]
     ) -> Mapping[str, Mean | Accumulator]:
         """Retrieval among all held-out passages."""
-        found = Retrieval(self.options)
+        retrieval = Retrieval(self.options)
         for batch in batches:
-            found.add(self.outputs(models, batch), batch)
-        return {"retrieval": found}
+            retrieval.add(self.outputs(models, batch), batch)
+        return {"retrieval": retrieval}
 
     # What is exported
 
@@ -198,7 +200,7 @@ class Embed(Task):
 
         width = int(model.config.get_text_config().hidden_size)
         modules = ["", POOLING_FILE.split("/")[0], *["2_Normalize"] * self.options.normalize]
-        found: dict[str, Any] = {
+        files: dict[str, Any] = {
             "modules.json": [
                 {
                     "idx": number,
@@ -226,7 +228,7 @@ class Embed(Task):
         }
         return {
             name: json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-            for name, values in found.items()
+            for name, values in files.items()
         }
 
 
@@ -258,7 +260,7 @@ class Pairs:
     """int64 [pairs]: places among the vectors."""
     passages: torch.Tensor
     """int64 [passages]: of all pairs, positives and negatives."""
-    own: torch.Tensor
+    positives: torch.Tensor
     """int64 [pairs]: the positive of each pair among the passages."""
     query_text: torch.Tensor
     """int64 [pairs]: equal for equal texts."""
@@ -281,14 +283,14 @@ class Pairs:
         is_passage = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         is_passage[queries] = False
         passages = torch.nonzero(is_passage).squeeze(1)
-        own = queries - torch.arange(count, device=ids.device)
+        positives = queries - torch.arange(count, device=ids.device)
         is_positive = torch.zeros(len(passages), dtype=torch.bool, device=ids.device)
-        is_positive[own] = True
+        is_positive[positives] = True
         query_text = text[queries]
         return cls(
             queries,
             passages,
-            own,
+            positives,
             query_text,
             text[passages],
             query_text[ids[passages]],
@@ -298,22 +300,22 @@ class Pairs:
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """bool [rows, passages]: which are no negatives of these queries, beside their positive."""
-        query, passage = self.query_text[rows, None], self.passage_text[self.own[rows], None]
-        same = (self.passage_text == passage) | (self.passage_text == query)
-        same |= (self.query_of == query) & self.is_positive
-        return self._but_own(same, self.own[rows])
+        query, passage = self.query_text[rows, None], self.passage_text[self.positives[rows], None]
+        equal = (self.passage_text == passage) | (self.passage_text == query)
+        equal |= (self.query_of == query) & self.is_positive
+        return self._but_own(equal, self.positives[rows])
 
     def hidden_queries(self, rows: torch.Tensor) -> torch.Tensor:
         """bool [rows, pairs]: which queries are no negatives of the positives of these pairs."""
-        query, passage = self.query_text[rows, None], self.passage_text[self.own[rows], None]
-        same = (self.passage_text[self.own] == passage) | (self.query_text == passage)
-        same |= self.query_text == query
-        return self._but_own(same, rows)
+        query, passage = self.query_text[rows, None], self.passage_text[self.positives[rows], None]
+        equal = (self.passage_text[self.positives] == passage) | (self.query_text == passage)
+        equal |= self.query_text == query
+        return self._but_own(equal, rows)
 
-    def _but_own(self, same: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def _but_own(self, equal: torch.Tensor, right_columns: torch.Tensor) -> torch.Tensor:
         """Without the right one of each row; nothing where duplicates are not masked."""
-        same = same.scatter(1, own[:, None], value=False)
-        return same if self.mask_duplicates else same & False
+        equal = equal.scatter(1, right_columns[:, None], value=False)
+        return equal if self.mask_duplicates else equal & False
 
 
 def contrast(
@@ -329,43 +331,48 @@ def contrast(
         if options.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         queries, passages = vectors[pairs.queries], vectors[pairs.passages]
-        found, best = _over_rows(queries, passages, pairs, options, backwards=False)
+        dim_losses, best = _over_rows(queries, passages, pairs, options, backwards=False)
         if options.symmetric:
-            back, _ = _over_rows(passages[pairs.own], queries, pairs, options, backwards=True)
-            found = (found + back) / 2
-        losses = losses + found
+            back, _ = _over_rows(passages[pairs.positives], queries, pairs, options, backwards=True)
+            dim_losses = (dim_losses + back) / 2
+        losses = losses + dim_losses
         if dims == outputs.shape[1]:
             right = best
     return losses, right
 
 
 def _over_rows(
-    ours: torch.Tensor, others: torch.Tensor, pairs: Pairs, options: Options, *, backwards: bool
+    anchors: torch.Tensor,
+    candidates: torch.Tensor,
+    pairs: Pairs,
+    options: Options,
+    *,
+    backwards: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of each row's own among the others, a bounded number of rows at once."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    def some(ours: torch.Tensor, others: torch.Tensor, rows: torch.Tensor) -> Any:
+    def some(anchors: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor) -> Any:
         hidden = pairs.hidden_queries(rows) if backwards else pairs.hidden(rows)
-        own = rows if backwards else pairs.own[rows]
-        scores = ours @ others.t() / options.temperature
+        right_columns = rows if backwards else pairs.positives[rows]
+        scores = anchors @ candidates.t() / options.temperature
         scores = scores.masked_fill(hidden, -torch.inf)
-        losses = torch.nn.functional.cross_entropy(scores, own, reduction="none")
-        return losses, (scores.detach().argmax(dim=1) == own).float()
+        losses = torch.nn.functional.cross_entropy(scores, right_columns, reduction="none")
+        return losses, (scores.detach().argmax(dim=1) == right_columns).float()
 
     losses, right = [], []
     chunks = list(_chunks(pairs))
     for rows in chunks:
         if len(chunks) == 1 or not torch.is_grad_enabled():
-            one, best = some(ours[rows], others, rows)
+            row_losses, best = some(anchors[rows], candidates, rows)
         else:
-            one, best = checkpoint(
-                some, ours[rows], others, rows, use_reentrant=False, preserve_rng_state=False
+            row_losses, best = checkpoint(
+                some, anchors[rows], candidates, rows, use_reentrant=False, preserve_rng_state=False
             )
-        losses.append(one)
+        losses.append(row_losses)
         right.append(best)
-    empty = ours.sum(dim=1)[:0]
+    empty = anchors.sum(dim=1)[:0]
     return torch.cat([empty, *losses]), torch.cat([empty.detach(), *right])
 
 
@@ -423,8 +430,8 @@ class Retrieval(Accumulator):
             for rows in _chunks(pairs):
                 scores = vectors[pairs.queries[rows]] @ passages.t()
                 scores = scores.masked_fill(pairs.hidden(rows), -torch.inf)
-                own = scores.gather(1, pairs.own[rows][:, None])
-                parts.append((scores >= own).sum(dim=1).double())
+                right_scores = scores.gather(1, pairs.positives[rows][:, None])
+                parts.append((scores >= right_scores).sum(dim=1).double())
         ranks = torch.cat(parts).clamp(min=1)  # not a number is no rank
         reciprocal = torch.where(ranks <= CUTOFF, 1 / ranks, 0.0)
         return {

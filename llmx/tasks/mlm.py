@@ -185,18 +185,18 @@ def _chosen(units: np.ndarray, starts: np.ndarray, key: SampleKey, options: Opti
         return chosen
     # Runs that begin anywhere, in a random order, until so many tokens are hidden.
     sizes = np.bincount(units[units >= 0], minlength=count)
-    wanted = int(sizes.sum() * options.mask_probability + key.uniform(1, "rounding")[0])
+    num_to_hide = int(sizes.sum() * options.mask_probability + key.uniform(1, "rounding")[0])
     order = np.argsort(key.uniform(count, "choice"), kind="stable")
     lengths = _ngrams(key.uniform(count, "ngram"), options.max_ngram)
     # A run ends where its line of neighbours does: at a special token, or with its sequence.
     breaks = _breaks(units, starts, count)
     hidden = 0
     for unit, length in zip(order.tolist(), lengths.tolist(), strict=True):
-        if hidden >= wanted:
+        if hidden >= num_to_hide:
             break
         stop = min(unit + length, int(breaks[unit]))
         run = slice(unit, stop)
-        if not chosen[run].any() and hidden + int(sizes[run].sum()) <= wanted:
+        if not chosen[run].any() and hidden + int(sizes[run].sum()) <= num_to_hide:
             chosen[run] = True
             hidden += int(sizes[run].sum())
     return chosen

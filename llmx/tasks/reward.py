@@ -58,25 +58,25 @@ class Reward(Task):
         if row.margin is None or row.margin == "":
             return 0.0
         try:
-            found = float(row.margin)
+            value = float(row.margin)
         except (TypeError, ValueError):
-            found = math.nan
-        if not math.isfinite(found):
+            value = math.nan
+        if not math.isfinite(value):
             raise Rejected(
                 "a margin that is not a number",
                 f'"margin" is {str(row.margin)[:60]!r}, not a finite number.',
             )
-        return found
+        return value
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """Of training steps and of held-out pairs."""
-        both = ("train", "eval")
+        kinds = ("train", "eval")
         return {
-            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=both),
-            "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=both),
-            "score_chosen": Metric("score/chosen", "number", kinds=both),
-            "score_rejected": Metric("score/rejected", "number", kinds=both),
+            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),
+            "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=kinds),
+            "score_chosen": Metric("score/chosen", "number", kinds=kinds),
+            "score_rejected": Metric("score/rejected", "number", kinds=kinds),
         }
 
     def models(self) -> dict[str, ModelSpec]:
@@ -91,18 +91,18 @@ class Reward(Task):
 
         scores = models.main.logits(batch).view(-1, 2)
         margin = scores[:, 0] - scores[:, 1]
-        wanted = batch["margin"].to(scores.device, non_blocking=True) + self.options.margin
-        losses = -torch.nn.functional.logsigmoid(margin - wanted)
+        least_margin = batch["margin"].to(scores.device, non_blocking=True) + self.options.margin
+        losses = -torch.nn.functional.logsigmoid(margin - least_margin)
         if self.options.center:
             losses = losses + self.options.center * scores.sum(dim=1) ** 2
-        found = scores.detach()
+        detached = scores.detach()
         return Loss(
             losses.sum(),
             float(len(losses)),
             {
                 "accuracy": (margin.detach() > 0).sum(),
                 "score_margin": margin.detach().sum(),
-                "score_chosen": found[:, 0].sum(),
-                "score_rejected": found[:, 1].sum(),
+                "score_chosen": detached[:, 0].sum(),
+                "score_rejected": detached[:, 1].sum(),
             },
         )

@@ -86,10 +86,10 @@ class Sft(Task):
             return None
         return Example.of(row)
 
-    def check_source(self, source: DatasetSplit) -> None:
-        if source.has_text:
-            texts = ", ".join(one.path for one in source.sources if one.form == "text")
-            beside = " beside conversations" if source.has_conversations else ""
+    def check_source(self, split: DatasetSplit) -> None:
+        if split.has_text:
+            texts = ", ".join(source.path for source in split.sources if source.form == "text")
+            beside = " beside conversations" if split.has_conversations else ""
             raise ConfigError(
                 f"task=sft needs questions and answers, but {texts} contains text{beside}. Use "
                 "task=pretrain, which trains on text and conversations, or map the columns with "
@@ -116,7 +116,7 @@ class Sft(Task):
         """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""
         limit = self.exp.task.eval_generate
         if self._eval_prompts is None:
-            found = (
+            prompts = (
                 held_out_prompts(
                     self.exp.data,
                     self.exp.seed,
@@ -128,7 +128,7 @@ class Sft(Task):
                 if limit
                 else []
             )
-            self._eval_prompts = found
+            self._eval_prompts = prompts
         return self._eval_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:

@@ -65,7 +65,7 @@ def write_data(run_dir: RunDir, *, train_store: Any, eval_store: Any) -> None:
         {
             split: [
                 [name, value]
-                for name, value in report(store.meta, found=True)
+                for name, value in report(store.meta, was_prepared=True)
                 if name not in PREPARATION
             ]
             for split, store in stores.items()

@@ -172,7 +172,7 @@ def test_what_was_rejected_and_ignored_is_in_the_summary(tmp_path: Path):
     text = summary(store)
     assert "an answer that is marked as bad (2), images, audio or video (1)" in text
     assert text.endswith("; ignored columns: id, label.")
-    assert dict(report(store.meta, found=False))["ignored columns"] == "id, label"
+    assert dict(report(store.meta, was_prepared=False))["ignored columns"] == "id, label"
     with pytest.raises(DataError, match=r"line 2: .label. is false.*data\.on_bad_row=skip"):
         prepare(experiment(tmp_path, rows), tokenizer)
     with pytest.raises(DataError, match=r"rejected: an answer that is marked as bad \(2\)"):
@@ -190,11 +190,11 @@ def test_turns_after_the_last_answer_are_counted(tmp_path: Path):
     assert store.meta["unanswered_turns"] == 3
     assert store.meta["dropped"] == {"without an answer": 1}
     assert summary(store).endswith("; 3 turns after the last answer of a row left out.")
-    lines = dict(report(store.meta, found=False))
+    lines = dict(report(store.meta, was_prepared=False))
     assert lines["left-out turns"] == "3 turns after the last answer of a row"
     store = prepare(experiment(tmp_path, rows[1:2]), byte_tokenizer(*CHATML))
     assert "after the last answer" not in summary(store)
-    assert "left-out turns" not in dict(report(store.meta, found=False))
+    assert "left-out turns" not in dict(report(store.meta, was_prepared=False))
 
 
 def test_many_columns_are_named_up_to_a_limit(tmp_path: Path):

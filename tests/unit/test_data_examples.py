@@ -565,7 +565,7 @@ def test_the_summary_counts_examples(tmp_path: Path, tokenizer):
 
     store = prepared(experiment(tmp_path, [pair_row(i) for i in (1, 2, 3)]), tokenizer)
     assert summary(store).startswith("3 examples of 7 sequences in ")
-    lines = dict(report(store.meta, found=True))
+    lines = dict(report(store.meta, was_prepared=True))
     assert lines["rows"] == "3 read, 3 (of 7 sequences) in samples"
     assert lines["columns"] == (
         "weight by token, old_logp by token, score by sequence, label by example"

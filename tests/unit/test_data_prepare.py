@@ -345,7 +345,7 @@ LONG = [("q", "a"), ("q" * 40, "lost"), ("q", "a" * 60)]
 def test_too_long_rows_are_counted(tmp_path: Path, tokenizer):
     store = prepare(experiment(tmp_path, LONG), tokenizer)
     assert (store.meta["truncated"], store.meta["truncated_tokens"]) == (1, 33)
-    assert dict(report(store.meta, found=False))["truncated"] == (
+    assert dict(report(store.meta, was_prepared=False))["truncated"] == (
         "1 row to 32 tokens; 33 tokens (46.5% of all) cut off"
     )
     assert store.meta["dropped"] == {"without an answer in the first seq_len tokens": 1}

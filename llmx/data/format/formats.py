@@ -108,8 +108,8 @@ def detect_form(record: Record, reading: Reading, *, takes: tuple[type, ...] = (
     for dataset_format in FORMATS.values():
         if dataset_format.recognises and dataset_format.recognises(record, reading, takes):
             return dataset_format.name
-    keyed = [one for one in FORMATS.values() if one.keys]
-    matches = [one.name for one in keyed if reading.has(record, one.keys)]
+    keyed = {name: candidate.keys for name, candidate in FORMATS.items() if candidate.keys}
+    matches = [name for name, columns in keyed.items() if reading.has(record, columns)]
     if len(matches) == 1:
         return matches[0]
     keys = names(record.value)
@@ -123,14 +123,14 @@ def detect_form(record: Record, reading: Reading, *, takes: tuple[type, ...] = (
     if TextPair in takes:
         raise DataError(
             f"{record.where}: the columns ({keys or 'none'}) hold no pair of texts: none of "
-            f"{'; '.join(f'{one} and {other}' for one, other in PAIRS)}; instruction and output; "
+            f"{'; '.join(' and '.join(pair) for pair in PAIRS)}; instruction and output; "
             "prompt and response. Map yours, e.g. data.data_map.query=title "
             "data.data_map.positive=text."
         )
-    known = "; ".join(f"{one.name}: {', '.join(one.keys)}" for one in keyed)
+    known_formats = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in keyed.items())
     raise DataError(
-        f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known}). Map your "
-        "names, e.g. data.form=alpaca data.columns.instruction=question "
+        f"{record.where}: the columns ({keys or 'none'}) fit no known format ({known_formats}). "
+        "Map your names, e.g. data.form=alpaca data.columns.instruction=question "
         "data.columns.output=answer, or for text data.form=text data.text_key=body."
     )
 
@@ -177,7 +177,7 @@ def conversation_of(
     """Messages with the record's system message (or the default one) and tools, up to the last
     answer; None where there is none. Turns after it are counted."""
     messages = _with_system(record, messages, reading)
-    given = len(messages)
+    num_turns = len(messages)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not any(message.role == "assistant" and message.content.strip() for message in messages):
@@ -185,26 +185,26 @@ def conversation_of(
     for message in messages:
         check_characters(record, message.content)
     tools = _tools(record, reading.column("tools"))
-    return Conversation(tuple(messages), record.where, tools, unanswered=given - len(messages))
+    return Conversation(tuple(messages), record.where, tools, unanswered=num_turns - len(messages))
 
 
 def _with_system(record: Record, messages: list[Message], reading: Reading) -> list[Message]:
     """Messages with the record's own system message first, else with the default one."""
     key = reading.column("system")
-    own = record.value.get(key)
-    if own is not None and not isinstance(own, str):
+    system = record.value.get(key)
+    if system is not None and not isinstance(system, str):
         reason = "a value of a wrong type"
-        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(own)}, not text.')
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(system)}, not text.')
     if messages and messages[0].role == "system":
-        if own and own.strip() and own.strip() != messages[0].content.strip():
+        if system and system.strip() and system.strip() != messages[0].content.strip():
             raise wrong_record(
                 record,
                 "two system messages",
                 f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
-                own,
+                system,
             )
         return messages
-    text = own if own and own.strip() else reading.system
+    text = system if system and system.strip() else reading.system
     return [Message("system", text), *messages] if messages and text else messages
 
 
@@ -407,7 +407,7 @@ def pair_keys(record: Record, reading: Reading) -> tuple[str, str] | None:
     layout; None where the record has neither."""
     if {"query", "positive"} <= reading.columns.keys():
         return reading.columns["query"], reading.columns["positive"]
-    layouts = [(reading.column(one), reading.column(other)) for one, other in PAIRS]
+    layouts = [(reading.column(first), reading.column(second)) for first, second in PAIRS]
     return next((keys for keys in layouts if all(key in record.value for key in keys)), None)
 
 
@@ -415,19 +415,19 @@ def _two_columns(record: Record, reading: Reading) -> TextPair:
     """A pair of two columns."""
     keys = pair_keys(record, reading)
     if keys is None:  # the layout of which it has one column
-        layouts = [(reading.column(one), reading.column(other)) for one, other in PAIRS]
+        layouts = [(reading.column(first), reading.column(second)) for first, second in PAIRS]
         keys = next((keys for keys in layouts if {*keys} & record.value.keys()), layouts[0])
     sides = []
     for key in keys:
         if record.value.get(key) is None:
             listed = names(record.value) or "none"
-            what = "is null" if key in record.value else (
+            problem = "is null" if key in record.value else (
                 f"is no column of the row, which has {listed}"
             )  # fmt: skip
             raise wrong_record(
                 record,
                 "a pair without one of its texts",
-                f'"{excerpt(key)}" {what}: a pair needs both texts. Map yours, e.g. '
+                f'"{excerpt(key)}" {problem}: a pair needs both texts. Map yours, e.g. '
                 "data.data_map.query=title data.data_map.positive=text.",
             )
         sides.append((f'"{excerpt(key)}"', text_of(record, key)))
@@ -464,11 +464,11 @@ def pair_of(record: Record, sides: list[tuple[str, str]], reading: Reading) -> T
     negatives = tuple(_negatives(record, reading.columns))
     for text in negatives:
         if text.strip() in (query.strip(), positive.strip()):
-            which = "positive" if text.strip() == positive.strip() else "query"
+            side = "positive" if text.strip() == positive.strip() else "query"
             raise wrong_record(
                 record,
                 "a negative that is in the pair",
-                f"a negative is the {which} itself:",
+                f"a negative is the {side} itself:",
                 text,
             )
     return TextPair(query, positive, negatives, record.where)

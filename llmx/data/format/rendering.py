@@ -125,14 +125,16 @@ class TemplateSpans:
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
         refuses it."""
-        found = self._render(conversation)
-        weights = tuple(one.weight for one in conversation.messages if one.role == "assistant")
-        return found if set(weights) == {1.0} else replace(found, weights=weights)
+        rendering = self._render(conversation)
+        weights = tuple(
+            message.weight for message in conversation.messages if message.role == "assistant"
+        )
+        return rendering if set(weights) == {1.0} else replace(rendering, weights=weights)
 
     def _render(self, conversation: Conversation) -> Rendering:
-        own = self._with_own_calls(conversation)
-        if own is not None:
-            return own
+        with_calls = self._with_own_calls(conversation)
+        if with_calls is not None:
+            return with_calls
         problem = ""
         for shaped in shapes_of(conversation, self._special):
             key = (tuple(message.role for message in shaped.messages), shaped.tools)
@@ -181,8 +183,8 @@ class TemplateSpans:
         messages, tools = conversation.messages, conversation.tools
         if not any(message.calls for message in messages) or not self._writes_calls:
             return None
-        said = [message.said if message.calls else message.content for message in messages]
-        data = [*said, *(message.calls for message in messages), tools]
+        spoken = [message.said if message.calls else message.content for message in messages]
+        data = [*spoken, *(message.calls for message in messages), tools]
         if any(self.special_pattern.search(part) for part in data):
             return None
         completions: list[Span] = []
@@ -193,7 +195,7 @@ class TemplateSpans:
                     continue
                 prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
                 turn = self._apply(messages[: i + 1], tools=tools, calls=True)
-                ends = [found.end() for found in self.special_pattern.finditer(turn, len(prompt))]
+                ends = [match.end() for match in self.special_pattern.finditer(turn, len(prompt))]
                 if (
                     not ends
                     or not text.startswith(turn[: ends[-1]])
@@ -205,7 +207,7 @@ class TemplateSpans:
             return None
         names = [call["name"] for message in messages if message.calls
                  for call in json.loads(message.calls)]  # fmt: skip
-        if not all(part.strip() in text for part in [*said, *names]):
+        if not all(part.strip() in text for part in [*spoken, *names]):
             return None
         if tools and text == self._apply(messages, tools="", calls=True):
             return None
@@ -260,12 +262,12 @@ class TemplateSpans:
         only if no content holds a special token, so then the record is refused."""
         messages = conversation.messages
         for message in messages:
-            found = self.special_pattern.search(message.content)
-            if found:
+            special_token = self.special_pattern.search(message.content)
+            if special_token:
                 raise DataError(
                     f"{conversation.where}: the chat template rewrites the contents, and one "
-                    f"contains the special token {found[0]}. Remove it from the row, or choose "
-                    "another data.template."
+                    f"contains the special token {special_token[0]}. Remove it from the row, or "
+                    "choose another data.template."
                 )
         completions: list[Span] = []
         end_missing = False

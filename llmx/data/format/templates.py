@@ -85,13 +85,17 @@ def choose_template(tokenizer: Any, name: str) -> tuple[str, str]:
     """(name, Jinja) of the template for ``data.template``; ``auto`` is the tokenizer's own,
     else chatml. Raises ConfigError for a tokenizer without an EOS token."""
     if name == "auto":
-        own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, dict):  # several, by name
-            own = own.get("default")
-        if own:
+        own_template = getattr(tokenizer, "chat_template", None)
+        if isinstance(own_template, dict):  # several, by name
+            own_template = own_template.get("default")
+        if own_template:
             # A tokenizer that we exported carries the named template it was trained with.
-            named = (known for known in TEMPLATES if _resolved(tokenizer, known) == own)
-            return next(named, "own"), own
+            matching_names = (
+                candidate
+                for candidate in TEMPLATES
+                if _resolved(tokenizer, candidate) == own_template
+            )
+            return next(matching_names, "own"), own_template
         name = "chatml"
     template = _resolved(tokenizer, name)
     if template is None:
@@ -136,16 +140,16 @@ def opening_token(tokenizer: Any) -> int | None:
 def closing_token(tokenizer: Any) -> int | None:
     """What a text ends with: the EOS token; [SEP] of a tokenizer that has none (BERT)."""
     eos = tokenizer.eos_token_id
-    found = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
-    return None if found is None else int(found)
+    token_id = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
+    return None if token_id is None else int(token_id)
 
 
 def wrapping_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer itself puts before and after a text: ``[CLS]`` and ``[SEP]``."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    return list(whole[:at]), list(whole[at + len(plain) :])
+    wrapped = tokenizer("a")["input_ids"]
+    at = next(i for i in range(len(wrapped)) if wrapped[i : i + len(plain)] == plain)
+    return list(wrapped[:at]), list(wrapped[at + len(plain) :])
 
 
 def adds_bos_token(tokenizer: Any) -> bool:

@@ -288,13 +288,13 @@ def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
     return content
 
 
-def _calling(said: str, calls: Any, where: Where, place: str) -> Message:
+def _calling(words: str, calls: Any, where: Where, place: str) -> Message:
     """A turn with OpenAI ``tool_calls``."""
     try:
-        found = [_call(call.get("function", call)) for call in calls]
+        functions = [_call(call.get("function", call)) for call in calls]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _wrong_calls(calls, error, where, place) from error
-    return _message_of(found, said)
+    return _message_of(functions, words)
 
 
 def _called(content: Any, where: Where, place: str) -> Message:
@@ -321,10 +321,10 @@ def _is_filled(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-def _message_of(calls: list[dict[str, Any]], said: str) -> Message:
+def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
     texts = [_block(json.dumps(call, ensure_ascii=False)) for call in calls]
-    text = "\n".join([said, *texts] if said else texts)
-    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+    text = "\n".join([words, *texts] if words else texts)
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
 
 
 def _with_calls(before: Message, message: Message) -> Message:
@@ -333,8 +333,8 @@ def _with_calls(before: Message, message: Message) -> Message:
     if not message.calls or ("<tool_call>" in before.content and not before.calls):
         return Message("assistant", text)
     calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
-    said = before.said if before.calls else before.content
-    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=said)
+    words = before.said if before.calls else before.content
+    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
 
 
 def _results(message: Message, *, calls: str) -> list[Message]:
@@ -343,12 +343,15 @@ def _results(message: Message, *, calls: str) -> list[Message]:
     if count < 2 or message.content.lstrip()[:1] != "[":
         return [message]
     try:
-        found = json.loads(message.content)
+        results = json.loads(message.content)
     except (ValueError, RecursionError):
         return [message]
-    if not isinstance(found, list) or len(found) != count:
+    if not isinstance(results, list) or len(results) != count:
         return [message]
-    texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in found]
+    texts = [
+        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        for result in results
+    ]
     return [Message("tool", text) for text in texts]
 
 

@@ -97,8 +97,8 @@ class _Elements:
     def _next(self) -> str:
         """The next character that is not space; empty at the end."""
         while True:
-            found = _SPACE.match(self._text, self._at)
-            self._at = found.end() if found else self._at
+            space = _SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._more():
@@ -106,8 +106,8 @@ class _Elements:
 
     def _expect(self, character: str) -> None:
         if self._next() != character:
-            wanted = "Expecting ',' delimiter" if character == "," else f"Expecting {character!r}"
-            raise self._wrong(wanted, self._at)
+            problem = "Expecting ',' delimiter" if character == "," else f"Expecting {character!r}"
+            raise self._wrong(problem, self._at)
         self._at += 1
 
     def _nothing_more(self) -> None:

@@ -110,17 +110,17 @@ def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
 
 def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """What stands between empty lines as a document, without the last line end."""
-    found: list[str] = []
+    paragraph: list[str] = []
     start: Where | None = None
     for line, where in lines:
         if line.strip():
             start = start or where
-            found.append(line)
+            paragraph.append(line)
         elif start is not None:
-            yield Document("".join(found).rstrip("\r\n"), start)
-            found, start = [], None
+            yield Document("".join(paragraph).rstrip("\r\n"), start)
+            paragraph, start = [], None
     if start is not None:
-        yield Document("".join(found).rstrip("\r\n"), start)
+        yield Document("".join(paragraph).rstrip("\r\n"), start)
 
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:

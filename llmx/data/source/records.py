@@ -171,18 +171,18 @@ def excerpt(value: Any, *, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def names(found: Iterable[Any], *, limit: int = 12) -> str:
+def names(columns: Iterable[Any], *, limit: int = 12) -> str:
     """Names of columns for a message, not too many: ``id, source and 3 more``."""
-    shown = [excerpt(str(name), limit=40) for name in found]
-    more = f" and {len(shown) - limit:,} more" if len(shown) > limit else ""
-    return ", ".join(shown[:limit]) + more
+    excerpts = [excerpt(str(name), limit=40) for name in columns]
+    remainder = f" and {len(excerpts) - limit:,} more" if len(excerpts) > limit else ""
+    return ", ".join(excerpts[:limit]) + remainder
 
 
-def wrong_record(record: Record, reason: str, problem: str, shown: Any = None) -> RecordError:
+def wrong_record(record: Record, reason: str, problem: str, value: Any = None) -> RecordError:
     """A RecordError with the record's place and content; ``shown`` is added to the message."""
-    what = f" {excerpt(shown)}" if shown else ""
+    ending = f" {excerpt(value)}" if value else ""
     return RecordError(
-        f"{record.where}: {problem}{what}",
+        f"{record.where}: {problem}{ending}",
         where=record.where,
         reason=reason,
         content=json.dumps(record.value, ensure_ascii=False, default=str),

@@ -273,9 +273,9 @@ def nothing_left(
     for group in rejects:
         rejected.update(group.counts)
     parts = [f"{plural(rows_read, 'row')} read"]
-    for what, reasons in (("left out", dropped), ("rejected", rejected)):
+    for fate, reasons in (("left out", dropped), ("rejected", rejected)):
         if reasons:
-            parts.append(f"{what}: {counted(reasons)}")
+            parts.append(f"{fate}: {counted(reasons)}")
     first = next((group.first for group in rejects if group.first), "")
     fix = f"The first: {first}" if first else "Check data.seq_len, data.over_long and the columns."
     return DataError(f"{path}: no row is left to train on ({'; '.join(parts)}). {fix}")

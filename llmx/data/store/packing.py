@@ -111,9 +111,11 @@ def of_sequences(packing: Packing, lengths: np.ndarray, sizes: np.ndarray) -> Pa
     """A packing of whole examples as one of their sequences: each example has ``sizes`` of them,
     which have these ``lengths``."""
     firsts = _borders(sizes)
-    own = sizes[packing.items]
-    examples = _borders(own)
-    items = np.repeat(firsts[packing.items] - examples[:-1], own) + np.arange(int(examples[-1]))
+    packed_sizes = sizes[packing.items]
+    examples = _borders(packed_sizes)
+    items = np.repeat(firsts[packing.items] - examples[:-1], packed_sizes) + np.arange(
+        int(examples[-1])
+    )
     return Packing(
         items, np.zeros_like(items), lengths[items], packing.samples, packing.in_order, examples
     )

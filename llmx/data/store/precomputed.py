@@ -77,18 +77,18 @@ class Precomputed:
 
     def zeros(self, first: int, last: int) -> Values:
         """For every value of the samples ``first`` to ``last - 1``."""
-        found = {}
+        values = {}
         for column in self.columns:
             rows = self.rows(column, first, last)
             shape = (rows.stop - rows.start, *column.shape)
-            found[column.name] = np.zeros(shape, column.numpy_dtype)
-        return found
+            values[column.name] = np.zeros(shape, column.numpy_dtype)
+        return values
 
     @property
     def window(self) -> int:
         """Samples whose values take ``WINDOW_BYTES`` together, about; at least one."""
-        whole = sum(self._bytes(column, len(self.store)) for column in self.columns)
-        return max(1, WINDOW_BYTES * len(self.store) // max(1, whole))
+        total_bytes = sum(self._bytes(column, len(self.store)) for column in self.columns)
+        return max(1, WINDOW_BYTES * len(self.store) // max(1, total_bytes))
 
     def _bytes(self, column: Column, samples: int) -> int:
         """Of the first samples."""
@@ -187,7 +187,7 @@ class Precomputed:
 
 
 def check_values(
-    found: Mapping[str, Any], columns: Sequence[Column], counts: Mapping[str, int], *, task: str
+    tensors: Mapping[str, Any], columns: Sequence[Column], counts: Mapping[str, int], *, task: str
 ) -> Values:
     """What ``Task.precompute`` gave, as arrays. ``counts``: of the batch, by ``place``.
 
@@ -195,15 +195,15 @@ def check_values(
         ConfigError: other columns, or other shapes, than are declared.
         DataError: a value that is not finite.
     """
-    wanted = {column.name for column in columns}
-    if set(found) != wanted:
+    declared_names = {column.name for column in columns}
+    if set(tensors) != declared_names:
         raise ConfigError(
-            f"task={task}: precompute() gave {', '.join(sorted(found)) or 'nothing'}; "
-            f"`precomputed` declares {', '.join(sorted(wanted))}."
+            f"task={task}: precompute() gave {', '.join(sorted(tensors)) or 'nothing'}; "
+            f"`precomputed` declares {', '.join(sorted(declared_names))}."
         )
     values: Values = {}
     for column in columns:
-        array = np.asarray(found[column.name].detach().cpu().numpy())
+        array = np.asarray(tensors[column.name].detach().cpu().numpy())
         shape = (counts[place(column)], *column.shape)
         if array.shape != shape:
             by = "target token" if column.per == "token" else column.per

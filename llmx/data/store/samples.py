@@ -103,22 +103,26 @@ def in_memory(
     Raises:
         ConfigError: what the task gave are no tokens, or no values of its columns.
     """
-    kinds = {type(one).__name__ for one in example.sequences if not isinstance(one, Tokens)}
+    kinds = {
+        type(sequence).__name__
+        for sequence in example.sequences
+        if not isinstance(sequence, Tokens)
+    }
     if kinds:
         raise ConfigError(
             f"task={task}: the sequences of generated examples are Tokens; {by} gave "
             f"{', '.join(sorted(kinds))}."
         )
     parts = [
-        values_of_tokens(one, schema, task=task, vocab_size=vocab_size, by=by)
-        for one in example.sequences
-        if isinstance(one, Tokens)
+        values_of_tokens(sequence, schema, task=task, vocab_size=vocab_size, by=by)
+        for sequence in example.sequences
+        if isinstance(sequence, Tokens)
     ]
     starts = np.cumsum([0, *(len(ids) for ids, _, _ in parts)])[:-1].astype(np.int64)
     targets = np.concatenate([values for _, values, _ in parts])
     targets[starts] = 0  # nothing stands before the first token of a sequence
     columns = {
-        column.name: np.concatenate([own[column] for _, _, own in parts])
+        column.name: np.concatenate([token_columns[column] for _, _, token_columns in parts])
         for column in schema.per("token")
     }
     for column in schema.per("sequence"):
@@ -169,10 +173,10 @@ class SampleStore:
             "sequence": len(self._sequences) - 1,
             "example": len(self._examples) - 1,
         }
-        whole = (counts[per], *shape)
-        if not np.prod(whole):  # mmap refuses an empty file
-            return np.zeros(whole, dtype=dtype)
-        return np.memmap(self.path / f"{name}.bin", dtype=dtype, mode="r", shape=whole)
+        array_shape = (counts[per], *shape)
+        if not np.prod(array_shape):  # mmap refuses an empty file
+            return np.zeros(array_shape, dtype=dtype)
+        return np.memmap(self.path / f"{name}.bin", dtype=dtype, mode="r", shape=array_shape)
 
     @classmethod
     def open(cls, path: Path | str) -> SampleStore:
@@ -222,13 +226,13 @@ class SampleStore:
     def with_columns(self, columns: Mapping[Column, np.ndarray]) -> SampleStore:
         """The same store with further columns, which ``columns`` maps to their values in the order
         of the store: of a column by token those of the target tokens, and the others are 0."""
-        found = SampleStore(self.path, self.meta)
-        found.columns = (*self.columns, *columns)
-        Schema(found.columns)
-        found._arrays = {**self._arrays, **{one.name: of for one, of in columns.items()}}
-        by_token = {one.name for one in columns if one.per == "token"}
-        found._of_targets = self._of_targets | by_token
-        return found
+        store = SampleStore(self.path, self.meta)
+        store.columns = (*self.columns, *columns)
+        Schema(store.columns)
+        store._arrays = {**self._arrays, **{column.name: of for column, of in columns.items()}}
+        by_token = {column.name for column in columns if column.per == "token"}
+        store._of_targets = self._of_targets | by_token
+        return store
 
     def values_of(self, column_name: str) -> np.ndarray:
         """All values of a column by sequence or by example, in the order of the store; of a
@@ -264,23 +268,23 @@ class SampleStore:
         first, last = int(self._examples[examples.start]), int(self._examples[examples.stop])
         start, stop = int(self._sequences[first]), int(self._sequences[last])
         span = {"token": slice(start, stop), "sequence": slice(first, last), "example": examples}
-        found = self._targets[start:stop]
+        targets = self._targets[start:stop]
         weighted = self._schema.weighted
         grouped = last - first != examples.stop - examples.start
 
         def values(column: Column) -> np.ndarray:
-            whole = self._arrays[column.name]
+            stored = self._arrays[column.name]
             if column.name not in self._of_targets:
-                return whole[span[column.per]]
+                return stored[span[column.per]]
             by_token = np.zeros((stop - start, *column.shape), column.numpy_dtype)
-            by_token[found != 0] = whole[self.span("target", index, index + 1)]
+            by_token[targets != 0] = stored[self.span("target", index, index + 1)]
             return by_token
 
         return Sample(
             tokens=self._tokens[start:stop],
-            targets=found != 0 if weighted else found.view(np.bool_),
+            targets=targets != 0 if weighted else targets.view(np.bool_),
             sequence_starts=self._sequences[first:last] - start,
-            weights=found if weighted else None,
+            weights=targets if weighted else None,
             example_starts=self._examples[examples] - first if grouped else None,
             columns={
                 column.name: values(column) for column in self.columns if column.name != WEIGHT
@@ -309,8 +313,11 @@ class SampleStore:
         """Of each sample: its lines in a micro batch, the tokens of the longest, and the sum of the
         squared lengths of its sequences. ``packed``: one line a sample, else one a sequence."""
         lines, lengths, squares = [], [], []
-        for one in np.asarray(index).tolist():
-            first, last = self._examples[self._samples[one]], self._examples[self._samples[one + 1]]
+        for sample in np.asarray(index).tolist():
+            first, last = (
+                self._examples[self._samples[sample]],
+                self._examples[self._samples[sample + 1]],
+            )
             sizes = np.diff(self._sequences[first : last + 1])
             lines.append(1 if packed else len(sizes))
             lengths.append(int(sizes.sum() if packed else sizes.max()))
@@ -387,10 +394,10 @@ def publish_files(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
 def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
     """Raise DataError where a file has not the size that ``meta.json`` records."""
     for name, size in meta["file_bytes"].items():
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found != size:
+        actual_size = (path / name).stat().st_size if (path / name).exists() else None
+        if actual_size != size:
             raise DataError(
-                f"{path / name} has {found} bytes, {size} were written: the store is "
+                f"{path / name} has {actual_size} bytes, {size} were written: the store is "
                 "damaged. Remove the directory; it is prepared again."
             )
 
@@ -437,8 +444,9 @@ def save_index(
     weights: Any = None,
 ) -> dict[str, Any]:
     """Write the index of a store; returns its counts, for meta.json."""
-    found = (samples, examples, sequences, target_counts)
-    arrays = [np.asarray(values, np.int64) for values in found]
+    arrays = [
+        np.asarray(values, np.int64) for values in (samples, examples, sequences, target_counts)
+    ]
     for name, values in zip(INDEX_FILES, arrays, strict=True):
         np.save(directory / name, values)
     counts: dict[str, Any] = {

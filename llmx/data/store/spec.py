@@ -57,33 +57,37 @@ def dataset_spec(
 ) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
-    source = DatasetSplit.of(
+    dataset_split = DatasetSplit.of(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
-    check_task(encoding, source)
-    chats = any(one.row_type in (Conversation, Preference) for one in source.sources)
+    check_task(encoding, dataset_split)
+    chats = any(source.row_type in (Conversation, Preference) for source in dataset_split.sources)
     verbatim = encoding.verbatim
     renderer = Renderer(
         tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, verbatim=verbatim
     )
     identity = {
         "format_version": SAMPLES_VERSION,
-        "sources": source.digests(cache=cache_directory(data).absolute()),
-        "rows": source.identity(),
+        "sources": dataset_split.digests(cache=cache_directory(data).absolute()),
+        "rows": dataset_split.identity(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "template": renderer.template if source.has_conversations else None,
+        "template": renderer.template if dataset_split.has_conversations else None,
         "loss_on": encoding.loss_on,
         "seq_len": data.seq_len,
         "packing": data.packing,
-        "over_long": _over_long(data, source, encoding),
+        "over_long": _over_long(data, dataset_split, encoding),
     }
     if verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
-    if own := encoding.encoding_identity():
+    if task_identity := encoding.encoding_identity():
         columns = [column.to_dict() for column in encoding.columns]
-        identity["task"] = {**own, "columns": columns, "truncate_prompt": data.truncate_prompt}
+        identity["task"] = {
+            **task_identity,
+            "columns": columns,
+            "truncate_prompt": data.truncate_prompt,
+        }
     path = _path(data, identity, split)
-    return DatasetSpec(data, source, renderer, encoding, identity, path)
+    return DatasetSpec(data, dataset_split, renderer, encoding, identity, path)
 
 
 def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> str:
@@ -93,22 +97,23 @@ def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> st
     return "truncate" if data.over_long == "split" and not splits else data.over_long
 
 
-def check_task(encoding: Encoding, source: DatasetSplit) -> None:
+def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:
     """ConfigError for a source, or options of it, that the task cannot be trained on."""
-    encoding.check_source(source)
+    encoding.check_source(dataset_split)
     schema = Schema(encoding.columns)
-    for one in source.sources:
-        if one.row_type is None:
-            taken = ", ".join(kind.title for kind in encoding.takes)
+    for source in dataset_split.sources:
+        if source.row_type is None:
+            row_titles = ", ".join(kind.title for kind in encoding.takes)
             raise ConfigError(
-                f"task={encoding.name} takes {taken}; {one.path} is in the format {one.form}. "
-                "Map the columns with data.form and data.columns, or choose another task."
+                f"task={encoding.name} takes {row_titles}; {source.path} is in the format "
+                f"{source.form}. Map the columns with data.form and data.columns, or choose "
+                "another task."
             )
-    own = schema.per("sequence") + schema.per("example")
-    if source.data.packing == "concat" and own:
+    stored_columns = schema.per("sequence") + schema.per("example")
+    if dataset_split.data.packing == "concat" and stored_columns:
         raise ConfigError(
             f"data.packing=concat cuts examples at seq_len; task={encoding.name} stores "
-            f"{', '.join(column.name for column in own)} for each of them whole. Use "
+            f"{', '.join(column.name for column in stored_columns)} for each of them whole. Use "
             "data.packing=best_fit."
         )
 

@@ -107,12 +107,12 @@ class Staging:
         self._streams[self._targets_name].write(_bytes(block.targets.astype(kind, copy=False)))
         for column, values in block.columns.items():
             self._streams[column.name].write(_bytes(values))
-        several = block.sizes is not None and int(block.sizes.max()) > 1
-        if several and not self.sizes:
+        is_grouped = block.sizes is not None and int(block.sizes.max()) > 1
+        if is_grouped and not self.sizes:
             self.sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
-        if several or self.sizes:
-            ones = np.ones(len(block.lengths))
-            sizes = ones if block.sizes is None else block.sizes
+        if is_grouped or self.sizes:
+            one_each = np.ones(len(block.lengths))
+            sizes = one_each if block.sizes is None else block.sizes
             self.sizes.frombytes(sizes.astype(np.int32).tobytes())
         self.lengths.frombytes(np.ascontiguousarray(block.lengths, np.int64).tobytes())
 
@@ -218,10 +218,10 @@ class Staging:
         try:
             note: dict[str, Any] = json.loads(self._journal.read_text(encoding="utf-8"))
             sizes = {name: self._path(name).stat().st_size for name in self._files}
-            whole = all(sizes[name] >= note["files"][name] for name in self._files)
+            is_complete = all(sizes[name] >= note["files"][name] for name in self._files)
         except (OSError, ValueError, KeyError):
             return {}
-        return note if whole else {}
+        return note if is_complete else {}
 
     def _layout(self, packing: Packing) -> _Layout:
         lengths = np.frombuffer(self.lengths, np.int64)
@@ -287,8 +287,8 @@ class Staging:
         samples, ends, pieces = layout.samples, layout.ends, layout.pieces
         first = 0
         while first < len(samples) - 1:
-            wanted = ends[first] + CHUNK_TOKENS
-            last = max(first + 1, int(np.searchsorted(ends, wanted, side="right")) - 1)
+            chunk_end = ends[first] + CHUNK_TOKENS
+            last = max(first + 1, int(np.searchsorted(ends, chunk_end, side="right")) - 1)
             if layout.sources is None:
                 yield np.array(values[ends[first] : ends[last]])
             else:

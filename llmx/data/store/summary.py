@@ -56,9 +56,9 @@ def lost_rows(meta: dict[str, Any]) -> list[str]:
     """A warning for each cause that loses more than 2 % of the rows or tokens of a store."""
     read = meta["rows_read"]
     too_long = {name: n for name, n in meta["dropped"].items() if name in LENGTH_REASONS}
-    others = {**meta["dropped"], **meta["rejected"]}
+    unused_reasons = {**meta["dropped"], **meta["rejected"]}
     for reason in (*too_long, *NOT_LOST):
-        others.pop(reason, None)
+        unused_reasons.pop(reason, None)
     dropped = sum(too_long.values())
     rows = meta["truncated"] + dropped
     cut_off = meta["truncated_tokens"]
@@ -72,10 +72,10 @@ def lost_rows(meta: dict[str, Any]) -> list[str]:
             f"{rows:,} of {plural(read, 'row')} ({rows / read:.1%}) exceed data.seq_len="
             f"{meta['seq_len']}: {', '.join(fates)}.{_advice(meta, dropped)}"
         )
-    unused = sum(others.values())
+    unused = sum(unused_reasons.values())
     if unused > WARN_FROM * read:
         warning = f"{unused:,} of {plural(read, 'row')} ({unused / read:.1%}) are not used: "
-        warning += f"{counted(others)}."
+        warning += f"{counted(unused_reasons)}."
         if meta["rejected"]:
             warning += f" Rejected rows are listed in {meta['rejected_file']}."
         warnings.append(warning)
@@ -100,14 +100,16 @@ def _advice(meta: dict[str, Any], dropped: int) -> str:
 
     limits = range(seq_len, max(lengths) + LENGTH_STEP, LENGTH_STEP)
     keeps = {
-        f"{kept} %": limits[bisect_left(limits, kept / 100 - 1, key=lambda limit: -lost(limit))]
-        for kept in (95, 99)
+        f"{percent} %": limits[
+            bisect_left(limits, percent / 100 - 1, key=lambda limit: -lost(limit))
+        ]
+        for percent in (95, 99)
     }
     listed = [f"data.seq_len={n} keeps {part}" for part, n in keeps.items() if n > seq_len]
     return f" {', '.join(listed)} of the rows and tokens." if listed else ""
 
 
-def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
+def report(meta: dict[str, Any], *, was_prepared: bool) -> list[tuple[str, str]]:
     """(name, value) lines about a store, from its meta.json."""
     tokens, samples = meta["num_tokens"], meta["num_samples"]
     lengths = meta["row_length_percentiles"]
@@ -145,7 +147,7 @@ def report(meta: dict[str, Any], *, found: bool) -> list[tuple[str, str]]:
     lines.append(
         (
             "time",
-            f"{'found prepared; preparing took' if found else 'preparing took'} {took} for "
+            f"{'found prepared; preparing took' if was_prepared else 'preparing took'} {took} for "
             f"{human.size(meta['text_bytes'])} of text{rate}"
             + (f", resumed at row {meta['resumed_at_row']:,}" if meta["resumed_at_row"] else ""),
         )
@@ -160,8 +162,8 @@ def _unanswered(turns: int) -> str:
 def _form(meta: dict[str, Any]) -> str:
     if meta["template"] is None:
         return f"{meta['form']}, no template"
-    own = "the tokenizer's own template"
-    return f"{meta['form']}, {own if meta['template'] == 'own' else meta['template']}"
+    template = "the tokenizer's own template" if meta["template"] == "own" else meta["template"]
+    return f"{meta['form']}, {template}"
 
 
 def _truncated(meta: dict[str, Any]) -> str:
@@ -198,8 +200,8 @@ def _is_cut(meta: dict[str, Any]) -> bool:
 
 def _rows_read(meta: dict[str, Any]) -> str:
     if not _is_cut(meta):
-        several = meta["num_sequences"] != meta["num_examples"]
-        of = f" (of {plural(meta['num_sequences'], 'sequence')})" if several else ""
+        is_grouped = meta["num_sequences"] != meta["num_examples"]
+        of = f" (of {plural(meta['num_sequences'], 'sequence')})" if is_grouped else ""
         return f"{meta['rows_read']:,} read, {meta['num_examples']:,}{of} in samples"
     return f"{meta['rows_read']:,} read; cut into {plural(meta['num_examples'], 'piece')}"
 
@@ -263,14 +265,14 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
     console.print(legend)
     for index in range(min(count, len(store))):
         sample = store[index]
-        held = plural(
+        contents = plural(
             len(sample.sequence_starts), "example" if sample.example_starts is None else "sequence"
         )
         if sample.example_starts is not None:
-            held = f"{plural(len(sample.example_starts), 'example')} of {held}"
+            contents = f"{plural(len(sample.example_starts), 'example')} of {contents}"
         console.print(
             f"\nsample {index}: {plural(len(sample.tokens), 'token')}, "
-            f"{plural(int(sample.targets.sum()), 'target token')}, {held}"
+            f"{plural(int(sample.targets.sum()), 'target token')}, {contents}"
         )
         for line in sample_lines(sample, tokenizer, colour=colour):
             text = Text()
@@ -352,13 +354,13 @@ def _shown(ids: list[int], tokenizer: Any) -> list[tuple[str, int, int]]:
     def decoded(start: int, stop: int) -> str:
         return str(tokenizer.decode(ids[start:stop], clean_up_tokenization_spaces=False))
 
-    shown: list[tuple[str, int, int]] = []
+    pieces: list[tuple[str, int, int]] = []
     before, start = 0, 0
     for stop in range(1, len(ids) + 1):
         text = decoded(before, stop)
         if text.endswith("\ufffd") and stop - start < BYTES_OF_A_CHARACTER and stop < len(ids):
             continue
         text = printable(text[len(decoded(before, start)) :]).replace("\n", "↵\n")
-        shown.append((text, start, stop))
+        pieces.append((text, start, stop))
         before, start = start, stop
-    return shown
+    return pieces

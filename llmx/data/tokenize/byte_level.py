@@ -99,22 +99,22 @@ class PretokenCache:
         data = b"\n".join([*filled, bytes(16)])
         starts, stops, firsts = self._cut(data, [len(text) for text in filled])
         low, high, slots = _keys(data, starts, stops - starts)
-        found = self._found(low, high, slots)
+        is_known = self._found(low, high, slots)
         where, number = self._first[slots].astype(np.int64), self._count[slots].astype(np.int64)
-        missing = np.flatnonzero(~found)
+        missing = np.flatnonzero(~is_known)
         if not len(missing):
             ids = self._gather(where, number)
         else:
             spans = zip(starts[missing].tolist(), stops[missing].tolist(), strict=True)
             order: dict[bytes, int] = {}
-            which = [order.setdefault(data[a:b], len(order)) for a, b in spans]
+            word_numbers = [order.setdefault(data[a:b], len(order)) for a, b in spans]
             begins, sizes = self._learn(list(order))
-            where[missing], number[missing] = begins[which], sizes[which]
+            where[missing], number[missing] = begins[word_numbers], sizes[word_numbers]
             ids = self._gather(where, number)
             if self._full and len(missing) > WORTH * len(starts):
                 self.clear()
             elif not self._full:
-                _, example = np.unique(which, return_index=True)
+                _, example = np.unique(word_numbers, return_index=True)
                 self._keep(low[missing[example]], high[missing[example]], begins, sizes)
         counts[[index for index, text in enumerate(texts) if text]] = np.add.reduceat(
             number, firsts
@@ -147,8 +147,8 @@ class PretokenCache:
     def _found(self, low: np.ndarray, high: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Which words are in the table; ``slots`` becomes where."""
         there = self._high[slots]
-        found = (there == high) & (self._low[slots] == low)
-        open_ = np.flatnonzero(~found & (there != 0))
+        hits = (there == high) & (self._low[slots] == low)
+        open_ = np.flatnonzero(~hits & (there != 0))
         for _ in range(PROBES - 1):
             if not len(open_):
                 break
@@ -156,10 +156,10 @@ class PretokenCache:
             slots[open_] = at
             there = self._high[at]
             hit = (there == high[open_]) & (self._low[at] == low[open_])
-            found[open_[hit]] = True
+            hits[open_[hit]] = True
             open_ = open_[~hit & (there != 0)]
-        known: np.ndarray = found & (high != 0)
-        return known
+        is_known: np.ndarray = hits & (high != 0)
+        return is_known
 
     def _learn(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Their ids, behind those of the pool that are kept: (first, number) of each word."""
@@ -175,7 +175,7 @@ class PretokenCache:
         """Enter words into the table, as many as have room, and keep their ids."""
         open_ = np.flatnonzero((high != 0) & (sizes > 0) & (sizes < 256))
         slots = _slots(low, high)
-        kept = np.zeros(len(low), np.bool_)
+        entered = np.zeros(len(low), np.bool_)
         for _ in range(PROBES):
             if not len(open_):
                 break
@@ -185,10 +185,10 @@ class PretokenCache:
             free = free[self._first[slots[free]] == free]
             at = slots[free]
             self._low[at], self._high[at], self._count[at] = low[free], high[free], sizes[free]
-            kept[free] = True
-            open_ = open_[~kept[open_]]
+            entered[free] = True
+            open_ = open_[~entered[open_]]
             slots[open_] = (slots[open_] + 1) & (len(self._low) - 1)
-        new = np.flatnonzero(kept)
+        new = np.flatnonzero(entered)
         ids = self._gather(begins[new], sizes[new])
         self._pool[self._pool_used : self._pool_used + len(ids)] = ids
         stops = np.cumsum(sizes[new])
@@ -348,9 +348,9 @@ class BytePairs:
         cut = [i for i, word in enumerate(words) if is_cut_off(word)]
         ranks = self._ranks(b"".join([words[i] for i in cut]))
         stops = np.cumsum(self.bytes_of_ranks[ranks])
-        wanted = np.cumsum([len(words[i]) for i in cut], dtype=np.int64)
-        last = np.searchsorted(stops, wanted)
-        if len(cut) and not np.array_equal(stops[last], wanted):
+        word_stops = np.cumsum([len(words[i]) for i in cut], dtype=np.int64)
+        last = np.searchsorted(stops, word_stops)
+        if len(cut) and not np.array_equal(stops[last], word_stops):
             raise AssertionError("a token reaches across the beginning of a word")
         begins[cut] = np.concatenate([[0], last[:-1] + 1]) if len(cut) else 0
         counts[cut] = last + 1 - begins[cut]
@@ -372,8 +372,8 @@ def _splitting(state: dict[str, Any] | None) -> tuple[str, bool]:
     if last["use_regex"] and len(steps) == 1:
         return _GPT2, spaces
     # Behind another cutting, every part would get its space.
-    whole = len(steps) == 2 and not last["use_regex"] and not spaces
-    if whole and steps[0]["type"] == "Split":
+    splits_first = len(steps) == 2 and not last["use_regex"] and not spaces
+    if splits_first and steps[0]["type"] == "Split":
         split = steps[0]
         pattern = split["pattern"].get("Regex", "")
         # The patterns leave nothing over: all that they match, or nothing but that, is the same.
@@ -458,7 +458,7 @@ class _Bytes(dict[int, int]):
 
 def byte_of_character() -> dict[int, int]:
     """The characters (code points) by which byte-level tokenizers write bytes."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    table = {byte: byte for byte in shown}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    table = {byte: byte for byte in printable}
     return table | {256 + i: byte for i, byte in enumerate(hidden)}

@@ -263,8 +263,8 @@ class ConversationEncoder:
                 break
         documents = DocumentEncoder(renderer.tokenizer, bos=[], workers=self._workers)
         # It is proven on the conversations as a whole: this only decides for which encoder.
-        few = sample[: 1 + len(sample) // 10]
-        documents.choose(message.content for chat in few for message in chat.messages)
+        head = sample[: 1 + len(sample) // 10]
+        documents.choose(message.content for chat in head for message in chat.messages)
         if documents.description.startswith("tokenizers"):
             self.description = documents.description
             return
@@ -272,15 +272,15 @@ class ConversationEncoder:
         self._documents = documents
         fast, slow = self._fast(renderings), renderer.sequences_of(renderings)
         tokens = 0
-        for mine, proven in zip(fast, slow, strict=True):
-            if mine is None:
+        for candidate, proven in zip(fast, slow, strict=True):
+            if candidate is None:
                 continue
-            same = np.array_equal(mine.tokens, proven.tokens)
-            if not (same and np.array_equal(mine.targets, proven.targets)):
+            same_tokens = np.array_equal(candidate.tokens, proven.tokens)
+            if not (same_tokens and np.array_equal(candidate.targets, proven.targets)):
                 self._documents = None
                 self.description = "tokenizers (the fast way gave other tokens on this data)"
                 return
-            tokens += len(mine.tokens)
+            tokens += len(candidate.tokens)
         if not tokens:
             self._documents = None
             self.description = "tokenizers (no row's bytes add up)"
@@ -294,13 +294,19 @@ class ConversationEncoder:
         renderings = self._renderer.render(conversations)
         if self._documents is None:
             return self._renderer.sequences_of(renderings)
-        found = self._fast(renderings)
-        rest = iter(
+        fast_sequences = self._fast(renderings)
+        slow_sequences = iter(
             self._renderer.sequences_of(
-                [r for r, sequence in zip(renderings, found, strict=True) if sequence is None]
+                [
+                    r
+                    for r, sequence in zip(renderings, fast_sequences, strict=True)
+                    if sequence is None
+                ]
             )
         )
-        return [next(rest) if sequence is None else sequence for sequence in found]
+        return [
+            next(slow_sequences) if sequence is None else sequence for sequence in fast_sequences
+        ]
 
     def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
         """Rows, and None for those in which bytes and tokens do not add up."""
@@ -354,13 +360,13 @@ class ConversationEncoder:
         text, special = rendering.text, self._renderer.special
         starts = [start for start, _ in rendering.contents]
         position = 0
-        for found in self._renderer.special_pattern.finditer(text):
-            start, stop = found.span()
+        for match in self._renderer.special_pattern.finditer(text):
+            start, stop = match.span()
             if start > position:
                 yield text[position:start], None
             content = bisect.bisect_right(starts, start) - 1
             injected = content >= 0 and start < rendering.contents[content][1]
-            yield found[0], None if injected else special[found[0]]
+            yield match[0], None if injected else special[match[0]]
             position = stop
         if position < len(text):
             yield text[position:], None
@@ -372,13 +378,13 @@ def _byte_places(rendering: Rendering) -> list[int]:
     places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
     if text.isascii():
         return places
-    found: list[int] = []
+    byte_places: list[int] = []
     before = at = 0
     for place in places:
         at += len(text[before:place].encode("utf-8", "surrogatepass"))
-        found.append(at)
+        byte_places.append(at)
         before = place
-    return found
+    return byte_places
 
 
 def _token_bytes(tokenizer: Any) -> np.ndarray | None:

@@ -119,11 +119,11 @@ class DocumentEncoder:
         fast = self._fast
         sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
         ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
-        wanted, wanted_sizes = _concatenated(self._slow_ids(sample))
-        if not len(wanted):
+        slow_ids, slow_sizes = _concatenated(self._slow_ids(sample))
+        if not len(slow_ids):
             self._fast = None
             self.description = f"tokenizers ({why}{how} fits none of the first texts)"
-        elif not (np.array_equal(ids, wanted) and np.array_equal(sizes, wanted_sizes)):
+        elif not (np.array_equal(ids, slow_ids) and np.array_equal(sizes, slow_sizes)):
             self._fast = None
             self.description = f"tokenizers ({how} gave other ids on this data)"
         else:
@@ -170,17 +170,17 @@ class DocumentEncoder:
         fast = self._fast
         if fast is None:
             return _concatenated(self._slow_ids(texts))
-        taken = [fast.takes(text) for text in texts]
+        are_fast = [fast.takes(text) for text in texts]
         ids, sizes = self._cache().encode(
-            [fast.prepared(text) for text, good in zip(texts, taken, strict=True) if good]
+            [fast.prepared(text) for text, good in zip(texts, are_fast, strict=True) if good]
         )
-        if all(taken):
+        if all(are_fast):
             return ids, sizes
-        others = iter(
-            self._slow_ids([text for text, good in zip(texts, taken, strict=True) if not good])
+        slow_ids = iter(
+            self._slow_ids([text for text, good in zip(texts, are_fast, strict=True) if not good])
         )
-        found = iter(np.split(ids, np.cumsum(sizes)[:-1]))
-        return _concatenated([next(found) if good else next(others) for good in taken])
+        fast_ids = iter(np.split(ids, np.cumsum(sizes)[:-1]))
+        return _concatenated([next(fast_ids) if good else next(slow_ids) for good in are_fast])
 
     def _cache(self) -> PretokenCache:
         """The cache of this thread."""
@@ -217,26 +217,26 @@ FILES_KEPT = 64
 """Open files that the rest of the process may need."""
 
 
-def worker_count(wanted: int) -> int:
+def worker_count(requested: int) -> int:
     """``data.num_workers`` made to fit this host; a line on stderr says why it is less."""
     limits = {
         "open files (ulimit -n)": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "processes and threads (ulimit -u)": resource.getrlimit(resource.RLIMIT_NPROC)[0],
     }
-    count, remark = fitted(wanted, cores=core_count(), limits=limits)
+    count, remark = fitted(requested, cores=core_count(), limits=limits)
     if remark:
         print(remark, file=sys.stderr, flush=True)
     return count
 
 
-def fitted(wanted: int, *, cores: int, limits: dict[str, int]) -> tuple[int, str]:
+def fitted(requested: int, *, cores: int, limits: dict[str, int]) -> tuple[int, str]:
     """(workers, what to say where they are fewer than wanted). A limit that is negative is none."""
-    count = min(wanted or cores, cores)
+    count = min(requested or cores, cores)
     remark = ""
-    if wanted > cores:
+    if requested > cores:
         remark = (
-            f"data.num_workers={wanted}, but this process may use {cores} cores: {count} are used. "
-            "More would only wait for each other."
+            f"data.num_workers={requested}, but this process may use {cores} cores: {count} are "
+            "used. More would only wait for each other."
         )
     for name, limit in limits.items():
         room = max(1, (limit - FILES_KEPT) // 4)

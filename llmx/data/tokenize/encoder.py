@@ -150,20 +150,20 @@ class ExampleEncoder:
             left_out[WITHOUT_ANSWER] += 1
             return None
         try:
-            found = encoded(self._encoding, record)
+            example = encoded(self._encoding, record)
         except RecordError as error:
             if self._split.data.on_bad_row != "skip":
                 raise
             rejected.append(error)
             return None
-        if found is None:
+        if example is None:
             left_out[LEFT_OUT] += 1
             return None
-        if type(found) is not Example or not self._is_plain(found):
-            found = checked(found, self._schema, task=self._encoding.name)
-            if isinstance(found.sequences[0], Tokens):
-                found = replace(found, where=record.where)
-        return found
+        if type(example) is not Example or not self._is_plain(example):
+            example = checked(example, self._schema, task=self._encoding.name)
+            if isinstance(example.sequences[0], Tokens):
+                example = replace(example, where=record.where)
+        return example
 
     def _is_plain(self, example: Example) -> bool:
         """Whether it is a conversation or a document without columns, as of most tasks: there is
@@ -225,7 +225,7 @@ class ExampleEncoder:
             if self._chats is None and any(isinstance(s, Conversation) for s in batch.sequences):
                 self._chats = chats = ConversationEncoder(self._renderer, workers=self._workers)
                 head, batches = _head(chain([batch], batches), FAST_FROM_BYTES)
-                if sum(one.size for one in head) >= FAST_FROM_BYTES:
+                if sum(head_batch.size for head_batch in head) >= FAST_FROM_BYTES:
                     # What the template refuses is said when its turn comes.
                     with contextlib.suppress(DataError):
                         chats.choose(list(_of_type(head, Conversation)))
@@ -241,19 +241,21 @@ class ExampleEncoder:
         data = self._split.data
         parts = [sequence for example in examples for sequence in example.sequences]
         sequences = iter(self._sequences_of(parts))
-        found = [[next(sequences) for _ in example.sequences] for example in examples]
+        sequences_by_example = [
+            [next(sequences) for _ in example.sequences] for example in examples
+        ]
         counts = Counter[str]()
         if data.over_long in ("drop", "error") or data.packing == "concat":
-            return Tokenized([*found], counts)
+            return Tokenized([*sequences_by_example], counts)
         fitted: list[list[TokenSequence] | None] = []
-        for example, own in zip(examples, found, strict=True):
-            over = sum(len(sequence.tokens) for sequence in own) - data.seq_len
+        for example, example_sequences in zip(examples, sequences_by_example, strict=True):
+            over = sum(len(sequence.tokens) for sequence in example_sequences) - data.seq_len
             if over <= 0 or set(example.cuts) != {"prompt"}:
-                fitted.append(own)
+                fitted.append(example_sequences)
                 continue
             chats = sharing_their_prompt(example.sequences)
             if not chats:
-                fitted.append(own)  # cut by token
+                fitted.append(example_sequences)  # cut by token
                 continue
             counts[overflow_key(data.seq_len + over)] += 1
             short = self._shortener.shortened(*chats)
@@ -272,20 +274,20 @@ class ExampleEncoder:
         """The tokens of sequences of any kind, in order."""
         chats = [part for part in parts if isinstance(part, Conversation)]
         texts = [part for part in parts if isinstance(part, Document)]
-        found: dict[type, Iterator[TokenSequence]] = {}
+        by_type: dict[type, Iterator[TokenSequence]] = {}
         if chats:
             assert self._chats is not None
-            found[Conversation] = iter(self._chats.sequences(chats))
+            by_type[Conversation] = iter(self._chats.sequences(chats))
         if texts:
             assert self._documents is not None
             block = self._documents.encode(texts)
             edges = np.cumsum(block.lengths)[:-1]
             cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
-            found[Document] = map(TokenSequence, *cut)
+            by_type[Document] = map(TokenSequence, *cut)
         return [
             self._ready(part)
             if isinstance(part, Tokens)
-            else self._weighted(next(found[type(part)]))
+            else self._weighted(next(by_type[type(part)]))
             for part in parts
         ]
 
@@ -333,25 +335,31 @@ class ExampleEncoder:
         except DataError:
             tokenized = self._accepted(batch.examples)
         pairs = zip(batch.examples, tokenized.examples, strict=True)
-        kept = [(example, sequences) for example, sequences in pairs if sequences is not None]
-        examples = [example for example, _ in kept]
+        used = [(example, sequences) for example, sequences in pairs if sequences is not None]
+        examples = [example for example, _ in used]
         counts.update(tokenized.counts)
         chats = (s for e in examples for s in e.sequences if isinstance(s, Conversation))
         counts[UNANSWERED] = sum(chat.unanswered for chat in chats)
         return Encoded(
             examples,
-            self._block(examples, [sequences for _, sequences in kept]),
+            self._block(examples, [sequences for _, sequences in used]),
             counts,
             batch.size,
         )
 
-    def _block(self, examples: list[Example], found: list[list[TokenSequence]]) -> TokenBlock:
-        sequences = [sequence for own in found for sequence in own]
-        sizes = np.array([len(own) for own in found], np.int64)
-        several = sizes if len(sequences) != len(found) else None
+    def _block(
+        self, examples: list[Example], sequences_by_example: list[list[TokenSequence]]
+    ) -> TokenBlock:
+        sequences = [
+            sequence for example_sequences in sequences_by_example for sequence in example_sequences
+        ]
+        sizes = np.array(
+            [len(example_sequences) for example_sequences in sequences_by_example], np.int64
+        )
+        group_sizes = sizes if len(sequences) != len(sequences_by_example) else None
         block = joined(sequences, np.float32 if self._schema.weighted else np.bool_)
         columns = self._columns(examples, sequences, len(block.tokens))
-        return replace(block, sizes=several, columns=columns)
+        return replace(block, sizes=group_sizes, columns=columns)
 
     def _columns(
         self, examples: list[Example], sequences: list[TokenSequence] | None, tokens: int
@@ -360,28 +368,28 @@ class ExampleEncoder:
         schema, task = self._schema, self._encoding.name
         if not schema.columns:
             return {}
-        found: dict[Column, np.ndarray] = {}
+        arrays: dict[Column, np.ndarray] = {}
         for column in schema.per("token"):
             values = [sequence.columns[column] for sequence in sequences or ()]
             empty = np.zeros(
                 (0 if sequences is not None else tokens, *column.shape), column.numpy_dtype
             )
-            found[column] = np.concatenate([empty, *values])
+            arrays[column] = np.concatenate([empty, *values])
         for column in schema.per("sequence"):
-            own: list[Any] = []
+            column_values: list[Any] = []
             for example in examples:
-                given, count = example.columns[column.name], len(example.sequences)
-                if not hasattr(given, "__len__") or len(given) != count:
+                example_values, count = example.columns[column.name], len(example.sequences)
+                if not hasattr(example_values, "__len__") or len(example_values) != count:
                     raise ConfigError(
                         f"task={task}: the column {column.name} has a value for each sequence of "
-                        f"an example, here {count}; encode() gave {given!r}."
+                        f"an example, here {count}; encode() gave {example_values!r}."
                     )
-                own.extend(given)
-            found[column] = values_of(own, column, count=len(own), task=task)
+                column_values.extend(example_values)
+            arrays[column] = values_of(column_values, column, count=len(column_values), task=task)
         for column in schema.per("example"):
-            own = [example.columns[column.name] for example in examples]
-            found[column] = values_of(own, column, count=len(own), task=task)
-        return found
+            column_values = [example.columns[column.name] for example in examples]
+            arrays[column] = values_of(column_values, column, count=len(column_values), task=task)
+        return arrays
 
     def _accepted(self, examples: list[Example]) -> Tokenized:
         """The tokens of examples. One that the template refuses is rejected

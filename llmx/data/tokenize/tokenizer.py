@@ -48,10 +48,10 @@ def vocabulary_tokenizer(directory: Path) -> tuple[Any, str] | None:
 def what_is_there(directory: Path) -> str:
     """The files of a directory, for a message that its tokenizer cannot be loaded."""
     try:
-        found = sorted(path.name for path in directory.iterdir())
+        file_names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    return f"there is {names(found)}" if found else "it is empty"
+    return f"there is {names(file_names)}" if file_names else "it is empty"
 
 
 def _byte_level(directory: Path) -> tuple[Any, str]:
@@ -149,17 +149,17 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
             "Set model.tokenizer to a Hub id or a directory, or to demo for the bundled one."
         )
     source = str(DEMO_DIRECTORY / "tokenizer") if name == "demo" else str(Path(name).expanduser())
-    place, shown = Path(source), printable(name, keep="")
+    place, shown_name = Path(source), printable(name, keep="")
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if place.is_file():
-        raise ConfigError(f"{key}={shown} is a file. Give its directory, with {HOW_NAMED}.")
+        raise ConfigError(f"{key}={shown_name} is a file. Give its directory, with {HOW_NAMED}.")
     if not place.is_dir() and place.is_absolute():
-        raise ConfigError(f"{key}={shown}: no such directory.")
+        raise ConfigError(f"{key}={shown_name}: no such directory.")
     alone = vocabulary_tokenizer(place) if place.is_dir() else None
     if alone is not None:
         tokenizer, how = alone
         tokenizer.name_or_path = source
-        _note(f"{key}={shown}: {how}")
+        _note(f"{key}={shown_name}: {how}")
     else:
         tokenizer = _loaded(model, source, key=key)
     _add_tokens(tokenizer, model)
@@ -173,29 +173,29 @@ def _add_tokens(tokenizer: Any, model: ModelConfig) -> None:
 
     Raises ConfigError for one that the tokenizer has already.
     """
-    wanted = added_tokens(model)
-    if not wanted:
+    tokens_to_add = added_tokens(model)
+    if not tokens_to_add:
         return
     from transformers import AddedToken
 
-    known: dict[str, int] = tokenizer.get_vocab()
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     for key, tokens in ((ADD_TOKENS, model.add_tokens), (ADD_SPECIAL, model.add_special_tokens)):
-        there = [token for token in tokens if token in known]
+        there = [token for token in tokens if token in vocabulary]
         if there:
-            more = f" (and {len(there) - 1} more)" if len(there) > 1 else ""
+            remainder = f" (and {len(there) - 1} more)" if len(there) > 1 else ""
             raise ConfigError(
-                f"{key}: {printable(there[0])} is token {known[there[0]]} of the tokenizer "
-                f"already{more}. Leave it out."
+                f"{key}: {printable(there[0])} is token {vocabulary[there[0]]} of the tokenizer "
+                f"already{remainder}. Leave it out."
             )
         # As written: a normaliser that lowers case or adds spaces would never find them.
         tokenizer.add_tokens(
             [AddedToken(token, normalized=False, special=key == ADD_SPECIAL) for token in tokens],
             special_tokens=key == ADD_SPECIAL,
         )
-    ids = tokenizer.convert_tokens_to_ids(wanted)
+    ids = tokenizer.convert_tokens_to_ids(tokens_to_add)
     _note(
-        f"model.add_tokens: {plural(len(wanted), 'token')} added to the tokenizer, with the ids "
-        f"{ids[0]} to {ids[-1]}"
+        f"model.add_tokens: {plural(len(tokens_to_add), 'token')} added to the tokenizer, with the "
+        f"ids {ids[0]} to {ids[-1]}"
     )
 
 
@@ -210,17 +210,17 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # the Hub client's errors have no common base
-        shown = printable(source, keep="")
+        shown_name = printable(source, keep="")
         if Path(source).is_dir():
             raise ConfigError(
-                f"{key}={shown} is a directory, but no tokenizer can be loaded from it: "
+                f"{key}={shown_name} is a directory, but no tokenizer can be loaded from it: "
                 f"{what_is_there(Path(source))}. {HOW}."
             ) from error
         raise ConfigError(
-            f"The tokenizer {shown!r} cannot be loaded: {_first_line(error)} It is neither a "
+            f"The tokenizer {shown_name!r} cannot be loaded: {_first_line(error)} It is neither a "
             "directory here nor reachable on the Hugging Face Hub. Check the spelling and the "
             "network; without network, download it elsewhere (`hf download "
-            f"{shown} --local-dir DIR`) and set model.tokenizer=DIR."
+            f"{shown_name} --local-dir DIR`) and set model.tokenizer=DIR."
         ) from error
 
 

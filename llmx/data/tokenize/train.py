@@ -173,20 +173,20 @@ def train_sentencepiece(sample: TextSample, config: TokenizerConfig, special: li
             minloglevel=2,
         )
     except RuntimeError as error:
-        found = re.search(r"<= (\d+)", str(error))
-        if found is None:
+        size_limit = re.search(r"<= (\d+)", str(error))
+        if size_limit is None:
             raise DataError(f"SentencePiece cannot learn from this data: {error}") from error
         raise ConfigError(
             f"tokenizer.vocab_size={config.vocab_size}: there is not enough text for so many "
-            f"tokens. Give more, or set tokenizer.vocab_size={found[1]} or less."
+            f"tokens. Give more, or set tokenizer.vocab_size={size_limit[1]} or less."
         ) from error
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     proof = list(islice(_sentences(sample), PROOF_SENTENCES))
-    wanted = processor.encode(proof)
+    expected_ids = processor.encode(proof)
     for split in (True, False):
         backend = _backend_of(processor, split=split, special=special)
-        found_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
-        if found_ids == wanted:
+        backend_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
+        if backend_ids == expected_ids:
             return backend
     raise DataError(
         "The SentencePiece model gives other ids than its fast form, so neither can be trusted "
@@ -216,7 +216,7 @@ def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
         if not (processor.is_control(index) or processor.is_byte(index))
         and not processor.is_unknown(index)
     ]
-    known = set(plain)
+    plain_pieces = set(plain)
     merges = [
         pair
         for piece in plain  # in the order in which they were learned
@@ -224,7 +224,7 @@ def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
             (
                 (piece[:cut], piece[cut:])
                 for cut in range(1, len(piece))
-                if {piece[:cut], piece[cut:]} <= known
+                if {piece[:cut], piece[cut:]} <= plain_pieces
             ),
             key=lambda pair: (vocab[pair[0]], vocab[pair[1]]),
         )
@@ -437,14 +437,16 @@ def _saved(
         )
         bert.save_pretrained(directory)
         return AutoTokenizer.from_pretrained(directory)
-    named = {"eos_token": special[0], "pad_token": special[1]}
+    special_names = {"eos_token": special[0], "pad_token": special[1]}
     if config.kind == "sentencepiece":
-        named |= {"unk_token": "<unk>", "bos_token": "<s>"}
+        special_names |= {"unk_token": "<unk>", "bos_token": "<s>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        additional_special_tokens=[token for token in special if token not in named.values()],
+        additional_special_tokens=[
+            token for token in special if token not in special_names.values()
+        ],
         clean_up_tokenization_spaces=False,
-        **named,
+        **special_names,
     )
     tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
     tokenizer.save_pretrained(directory)

@@ -113,7 +113,7 @@ class Truncation:
             return block
         targets = _targets_left(block.targets != 0, block.lengths)
         keep = np.ones(len(block.tokens), np.bool_)
-        kept = np.ones(len(examples), np.bool_)
+        keep_examples = np.ones(len(examples), np.bool_)
         first = start = 0
         for number, example in enumerate(examples):
             total, size = int(totals[number]), int(sizes[number])
@@ -121,7 +121,7 @@ class Truncation:
             cut = self._cut(example, block, keep, spans) if total > limit else 0
             start += total
             if cut is None:
-                kept[number] = False
+                keep_examples[number] = False
             elif _is_chat(example):
                 left = targets[first : first + size].tolist()
                 if cut:
@@ -129,15 +129,19 @@ class Truncation:
                 chats = (isinstance(part, Conversation) for part in example.sequences)
                 if not all(good for good, chat in zip(left, chats, strict=True) if chat):
                     counts[NO_TARGET_LEFT] += 1
-                    kept[number] = False
+                    keep_examples[number] = False
                     cut = 0
             if cut:
                 counts[TRUNCATED] += 1
                 counts[CUT_OFF] += cut
-            if not kept[number]:
+            if not keep_examples[number]:
                 keep[start - total : start] = False
             first += size
-        return block if kept.all() and keep.all() else _selected(block, keep, kept, sizes)
+        return (
+            block
+            if keep_examples.all() and keep.all()
+            else _selected(block, keep, keep_examples, sizes)
+        )
 
     def _cut(
         self,
@@ -152,9 +156,9 @@ class Truncation:
         total = spans[-1][1] - spans[0][0]
         counts[overflow_key(total)] += 1
         if self._data.over_long == "error":
-            several = f" in {len(spans)} sequences" if len(spans) > 1 else ""
+            in_sequences = f" in {len(spans)} sequences" if len(spans) > 1 else ""
             raise DataError(
-                f"{example.place}: {total} tokens{several}, data.seq_len is {limit}. Raise "
+                f"{example.place}: {total} tokens{in_sequences}, data.seq_len is {limit}. Raise "
                 "data.seq_len, or set data.over_long to truncate or drop."
             )
         if self._data.over_long == "drop":
@@ -242,19 +246,19 @@ def _is_chat(example: Example) -> bool:
 
 
 def _spans(start: int, lengths: list[int]) -> list[tuple[int, int]]:
-    found = []
+    spans = []
     for length in lengths:
-        found.append((start, start + length))
+        spans.append((start, start + length))
         start += length
-    return found
+    return spans
 
 
 def _targets_left(targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Whether each sequence has a target behind its first token."""
     sums = np.concatenate([[0], np.cumsum(targets, dtype=np.int64)])
     stops = np.cumsum(lengths)
-    found: np.ndarray = sums[stops] > sums[stops - lengths + 1]
-    return found
+    has_targets: np.ndarray = sums[stops] > sums[stops - lengths + 1]
+    return has_targets
 
 
 def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) -> bool:
@@ -294,19 +298,19 @@ def _level_cuts(lengths: list[int], over: int) -> list[int]:
 
 
 def _selected(
-    block: TokenBlock, keep: np.ndarray, kept: np.ndarray, sizes: np.ndarray
+    block: TokenBlock, keep: np.ndarray, keep_examples: np.ndarray, sizes: np.ndarray
 ) -> TokenBlock:
     """The block without the tokens that are cut and the examples that are dropped."""
-    of_sequences = np.repeat(kept, sizes)
+    of_sequences = np.repeat(keep_examples, sizes)
     edges = np.cumsum(block.lengths)
     sums = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
     lengths = (sums[edges] - sums[edges - block.lengths])[of_sequences]
-    by_number = {"token": keep, "sequence": of_sequences, "example": kept}
+    by_number = {"token": keep, "sequence": of_sequences, "example": keep_examples}
     return TokenBlock(
         block.tokens[keep],
         block.targets[keep],
         lengths,
-        None if block.sizes is None else sizes[kept],
+        None if block.sizes is None else sizes[keep_examples],
         {column: values[by_number[column.per]] for column, values in block.columns.items()},
     )
 
@@ -353,24 +357,28 @@ class PromptCutter:
         fitting = self._fitting((conversation,))
         return None if fitting is None else fitting.conversations[0]
 
-    def _fitting(self, found: tuple[Conversation, ...]) -> Shortened | None:
-        rows = self._renderer.conversations([*found])
-        first = int(found[0].messages[0].role == "system")
+    def _fitting(self, conversations: tuple[Conversation, ...]) -> Shortened | None:
+        rows = self._renderer.conversations([*conversations])
+        first = int(conversations[0].messages[0].role == "system")
         while (over := self._over(rows)) > 0:
-            *before, asked = found[0].messages[:-1]
-            turns = [at for at, one in enumerate([*before, asked]) if one.role == "user"]
+            *before, question = conversations[0].messages[:-1]
+            messages = [*before, question]
+            turns = [at for at, message in enumerate(messages) if message.role == "user"]
             if later := [at for at in turns if at > first]:
                 before = before[:first] + before[later[0] :]
-            elif asked.content:
+            elif question.content:
                 # Each of the sequences loses what is cut.
-                asked = replace(asked, content=self._cut(asked.content, -(-over // len(found))))
+                question = replace(
+                    question, content=self._cut(question.content, -(-over // len(conversations)))
+                )
             else:
                 return None
-            found = tuple(
-                replace(one, messages=(*before, asked, one.messages[-1])) for one in found
+            conversations = tuple(
+                replace(chat, messages=(*before, question, chat.messages[-1]))
+                for chat in conversations
             )
-            rows = self._renderer.conversations([*found])
-        return Shortened(found, rows)
+            rows = self._renderer.conversations([*conversations])
+        return Shortened(conversations, rows)
 
     def _over(self, rows: list[TokenSequence]) -> int:
         """Tokens that the rows are too long by."""
@@ -395,7 +403,7 @@ class PromptCutter:
 
 def sharing_their_prompt(sequences: Sequence[ExampleSequence]) -> list[Conversation]:
     """The sequences, if they are conversations that are the same but for the last answer."""
-    chats = [one for one in sequences if isinstance(one, Conversation)]
+    chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
     if len(chats) < len(sequences) or len(chats[0].messages) < 2:
         return []
     prompts = [(chat.messages[:-1], chat.tools) for chat in chats]

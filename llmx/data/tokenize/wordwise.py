@@ -92,9 +92,9 @@ class Wordwise:
         skip = int(self.prepends)  # the tokenizer puts it there again
         texts = [word[skip:].decode() for word in words]
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        found = [encoding.ids for encoding in encodings]
-        counts = np.array([len(ids) for ids in found], np.int64)
-        ids = np.array([token for ids in found for token in ids], np.uint32)
+        ids_by_word = [encoding.ids for encoding in encodings]
+        counts = np.array([len(ids) for ids in ids_by_word], np.int64)
+        ids = np.array([token for ids in ids_by_word for token in ids], np.uint32)
         return ids, np.cumsum(counts) - counts, counts
 
 
