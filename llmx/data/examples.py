@@ -14,6 +14,7 @@ import keyword
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -234,7 +235,7 @@ class Schema:
         if len(set(names)) != len(names):
             raise ConfigError(f"A task declares a column twice: {', '.join(names)}.")
 
-    @property
+    @cached_property
     def weighted(self) -> bool:
         """Whether targets have float weights."""
         return any(column.name == WEIGHT for column in self.columns)
@@ -252,7 +253,7 @@ def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()"
         raise ConfigError(f"task={task}: {by} gave {type(example).__name__}; it gives {gives}.")
     if not example.sequences:
         raise ConfigError(f"task={task}: {by} gave an Example without a sequence.")
-    if not _are_sequences(example):
+    if not all(isinstance(part, (Conversation, Document, Tokens)) for part in example.sequences):
         raise ConfigError(
             f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
             f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
@@ -272,12 +273,6 @@ def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()"
             f'in `{declared}`, e.g. Column("label", per="example", dtype="int64").'
         )
     return example
-
-
-def _are_sequences(example: Example) -> bool:
-    return all(
-        isinstance(sequence, (Conversation, Document, Tokens)) for sequence in example.sequences
-    )
 
 
 def _listed(names: Any) -> str:

@@ -25,9 +25,9 @@ from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
     Reading,
-    check_characters,
     detect_form,
     format_of,
+    to_record,
     verdict_columns,
 )
 from llmx.data.format.rows import (
@@ -137,15 +137,14 @@ class Source:
         if not skips_bad:
             return self._detected(first)
         forms: Counter[str] = Counter()
-        problem: DataError | None = None
+        problems: list[DataError] = []
         for record in chain([first], islice(records, LOOKED_AT - 1)):
             try:
                 forms[self._detected(record)] += 1
             except DataError as error:
-                problem = problem or error
+                problems.append(error)
         if not forms:
-            assert problem is not None
-            raise problem
+            raise problems[0]
         return forms.most_common(1)[0][0]
 
     def _detected(self, record: Record | Document) -> str:
@@ -230,31 +229,27 @@ class Source:
 
     def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
         """Every row; None for a conversation without an answer."""
+        readers = {**format_of(self.form).readers, Record: to_record}
+        # A source that no task takes is read as what it is in the first place.
+        read = readers[self.row_type or next(iter(readers))]
         for record in self.raw(bad, meter=meter):
+            row: Row | None
             try:
-                row = self._row(record)
+                if not isinstance(record, Document):
+                    if self.row_type is not Record:
+                        self._check(record)
+                    row = read(record, self.reading)
+                elif self.form == "text":
+                    row = record
+                else:
+                    raise DataError(
+                        f"{record.where}: a text file has no columns, and data.form={self.form} "
+                        "needs them. Give a JSON, TSV or CSV file, or set data.form=text."
+                    )
             except RecordError as error:
                 bad(error)
                 continue
             yield row
-
-    def _row(self, record: Record | Document) -> Row | None:
-        if isinstance(record, Document):
-            if self.form == "text":
-                return record
-            raise DataError(
-                f"{record.where}: a text file has no columns, and data.form={self.form} needs "
-                "them. Give a JSON, TSV or CSV file, or set data.form=text."
-            )
-        readers = format_of(self.form).readers
-        if self.row_type is Record:
-            for value in record.value.values():
-                if isinstance(value, str):
-                    check_characters(record, value)
-            return record
-        self._check(record)
-        # A source that no task takes is read as what it is in the first place.
-        return readers[self.row_type or next(iter(readers))](record, self.reading)
 
 
 def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:

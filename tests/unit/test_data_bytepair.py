@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from llmx.data.source.records import Document, Where
-from llmx.data.tokenize import documents as encode
 from llmx.data.tokenize.byte_level import PATTERNS, BytePairs, NotConvertible
 from llmx.data.tokenize.documents import DocumentEncoder
 
@@ -170,7 +170,7 @@ def test_texts_that_are_left_to_tokenizers():
     left = [decomposed, "a <think> b", " " * 10_000, "it'\u017f"]
     assert [fast.takes(text) for text in left] == [False] * 4
     documents = [Document(text, Where("file", 1, "line")) for text in [*left, "größer </s>"]]
-    encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
+    encoder = DocumentEncoder(tokenizer, bos=[])
     encoder.choose(CORPUS)
     assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
     block = encoder.encode(documents)
@@ -181,7 +181,7 @@ def test_texts_that_are_left_to_tokenizers():
 
 
 def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
-    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[], workers=1)
+    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[])
     real = BytePairs.encode_pretokens
 
     def backwards(self, words):
@@ -196,14 +196,12 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch):
     assert block.tokens[:-1].tolist() == wanted
 
 
-def test_blocks_come_in_order_whatever_the_threads():
-    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[], workers=4)
+def test_threads_encode_at_the_same_time():
+    encoder = DocumentEncoder(CONVERTED[GPT2], bos=[])
     encoder.choose(CORPUS)
     where = Where("f", 1, "line")
-    batches = [
-        encode.Batch([Document(f"{i} " * (50 - i), where)], read=1, size=1) for i in range(50)
-    ]
-    found = [block.tokens for _, block in encoder.blocks(iter(batches))]
-    wanted = [encoder.encode(batch.sequences).tokens for batch in batches]
-    assert len(found) == 50
-    assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    batches = [[Document(f"{i} " * (50 - i), where)] for i in range(50)]
+    with ThreadPoolExecutor(4) as pool:
+        blocks = list(pool.map(encoder.encode, batches))
+    for block, batch in zip(blocks, batches, strict=True):
+        assert np.array_equal(block.tokens, encoder.encode(batch).tokens)

@@ -311,7 +311,7 @@ def test_stop_tokens():
 
 def test_documents():
     tokenizer = byte_tokenizer("<|x|>", begin="<s>")
-    encoder = DocumentEncoder(tokenizer, bos=Renderer(tokenizer).bos, workers=1)
+    encoder = DocumentEncoder(tokenizer, bos=Renderer(tokenizer).bos)
     block = encoder.encode(
         [
             Document("a</s>b", WHERE),

@@ -91,7 +91,7 @@ def _encoders(tokenizer: Any, template: str, loss_on: str) -> tuple[Renderer, Co
         named = "{%" not in template
         tokenizer.chat_template = None if named else template
         renderer = Renderer(tokenizer, template=template if named else "auto", loss_on=loss_on)
-        chats = ConversationEncoder(renderer, workers=1)
+        chats = ConversationEncoder(renderer)
         chats.choose(PLAIN)
         assert chats.description.startswith("tiktoken, equal to tokenizers on "), template
         _MADE[template, loss_on] = renderer, chats
@@ -110,6 +110,6 @@ def test_spaces_at_the_end_of_an_answer_are_learned(tokenizer: Any):
 def test_other_tokenizers_go_the_slow_way(tokenizer: Any):
     slow = byte_tokenizer("<|im_end|>")
     slow.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    chats = ConversationEncoder(Renderer(slow, template="chatml"), workers=1)
+    chats = ConversationEncoder(Renderer(slow, template="chatml"))
     chats.choose(PLAIN)
     assert chats.description == "tokenizers"

@@ -343,9 +343,8 @@ def test_the_former_function_call_of_openai_is_a_call():
 )
 def test_calls_that_are_none(value, message: str):
     _, chat = both_ways([], value, [], "21")
-    with pytest.raises(
-        RecordError, match=f'turn 2 of "conversations": every tool call .*{message}'
-    ):
+    problem = f'turn 2 of "conversations" has a wrong tool call; every tool call .*{message}'
+    with pytest.raises(RecordError, match=problem):
         conversation(chat, "sharegpt")
 
 

@@ -136,7 +136,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 @functools.cache
 def encoder_of(kind: str) -> DocumentEncoder:
     """Never new, so that words come from a table that other texts have filled."""
-    encoder = DocumentEncoder(tokenizer_of(kind), bos=[], workers=1)
+    encoder = DocumentEncoder(tokenizer_of(kind), bos=[])
     encoder.choose(CORPUS)
     return encoder
 
@@ -182,7 +182,7 @@ def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
 
 
 def test_what_was_compared_with_nothing_is_not_used():
-    encoder = DocumentEncoder(tokenizer_of("bert"), bos=[], workers=1)
+    encoder = DocumentEncoder(tokenizer_of("bert"), bos=[])
     encoder.choose(["北京大学的学生" * 9, "москва" * 9])
     assert encoder.description == (
         "tokenizers (it is no byte-level BPE; tokenizers word by word fits none of the first texts)"

@@ -282,7 +282,7 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     where = Where(Path("corpus.txt"), 1, "line")
     texts = ["w1 w2 w3 w4 w5 w6", "w7", ""]
     documents = [Document(text, where) for text in texts]
-    encoder = DocumentEncoder(tokenizer, bos=renderer.bos, eos=renderer.eos, workers=1)
+    encoder = DocumentEncoder(tokenizer, bos=renderer.bos, eos=renderer.eos)
     block = encoder.encode(documents)
     assert block.tokens.tolist() == [id for text in texts for id in tokenizer(text)["input_ids"]]
     data = DataConfig(path="corpus.txt", seq_len=5, packing="best_fit", over_long="truncate")

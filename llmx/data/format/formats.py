@@ -171,12 +171,35 @@ def check_characters(record: Record, text: str) -> None:
         ) from error
 
 
+def to_record(record: Record, reading: Reading) -> Record:
+    """The record as it is, for tasks that read its columns themselves."""
+    for value in record.value.values():
+        if isinstance(value, str):
+            check_characters(record, value)
+    return record
+
+
 def conversation_of(
     record: Record, messages: list[Message], reading: Reading
 ) -> Conversation | None:
     """Messages with the record's system message (or the default one) and tools, up to the last
     answer; None where there is none. Turns after it are counted."""
-    messages = _with_system(record, messages, reading)
+    key = reading.column("system")
+    system = record.value.get(key)
+    if system is not None and not isinstance(system, str):
+        reason = "a value of a wrong type"
+        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(system)}, not text.')
+    is_given = system is not None and bool(system.strip())
+    if messages and messages[0].role == "system":
+        if is_given and system.strip() != messages[0].content.strip():
+            raise wrong_record(
+                record,
+                "two system messages",
+                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
+                system,
+            )
+    elif messages and (text := system if is_given else reading.system):
+        messages = [Message("system", text), *messages]
     num_turns = len(messages)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
@@ -186,26 +209,6 @@ def conversation_of(
         check_characters(record, message.content)
     tools = _tools(record, reading.column("tools"))
     return Conversation(tuple(messages), record.where, tools, unanswered=num_turns - len(messages))
-
-
-def _with_system(record: Record, messages: list[Message], reading: Reading) -> list[Message]:
-    """Messages with the record's own system message first, else with the default one."""
-    key = reading.column("system")
-    system = record.value.get(key)
-    if system is not None and not isinstance(system, str):
-        reason = "a value of a wrong type"
-        raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(system)}, not text.')
-    if messages and messages[0].role == "system":
-        if system and system.strip() and system.strip() != messages[0].content.strip():
-            raise wrong_record(
-                record,
-                "two system messages",
-                f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
-                system,
-            )
-        return messages
-    text = system if system and system.strip() else reading.system
-    return [Message("system", text), *messages] if messages and text else messages
 
 
 def _tools(record: Record, key: str) -> str:

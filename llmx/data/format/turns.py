@@ -71,31 +71,28 @@ def turns(
         )
     messages = list(before or [])
     for number, turn in enumerate(value, start=1):
-        place = f'turn {number} of "{excerpt(key)}"'
-        message = _turn(turn, where, place)
-        if weighted and message.role == "assistant":
-            message = replace(message, weight=_weight(turn, where, place))
-        problem = _out_of_order(message, messages)
-        if problem:
-            raise _wrong(
-                where,
-                "turns out of order",
-                f"{place} {problem}: {excerpt(message.content)}",
-                value,
-            )
-        if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
-            # Words and calls of one answer.
-            weight = messages[-1].weight
-            if message.weight != weight:
-                raise _wrong(
-                    where,
-                    "a wrong weight",
-                    f"{place} is one answer with the turn before it, and has another weight "
-                    f"({message.weight:g}, not {weight:g}). Give both the same.",
-                    value,
-                )
-            messages[-1] = replace(_with_calls(messages[-1], message), weight=weight)
-            continue
+        try:
+            message = _turn(turn)
+            if weighted and message.role == "assistant":
+                message = replace(message, weight=_weight(turn))
+            if problem := _out_of_order(message, messages):
+                problem += f": {excerpt(message.content)}"
+                raise _WrongTurn("turns out of order", problem, value)
+            if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
+                # Words and calls of one answer.
+                weight = messages[-1].weight
+                if message.weight != weight:
+                    raise _WrongTurn(
+                        "a wrong weight",
+                        "is one answer with the turn before it, and has another weight "
+                        f"({message.weight:g}, not {weight:g}). Give both the same.",
+                        value,
+                    )
+                messages[-1] = replace(_with_calls(messages[-1], message), weight=weight)
+                continue
+        except _WrongTurn as error:
+            problem = f'turn {number} of "{excerpt(key)}" {error}'
+            raise _wrong(where, error.reason, problem, error.value) from error
         # One turn may call several tools; any other role speaks once.
         if messages and message.role == messages[-1].role != "tool":
             raise _wrong(
@@ -168,81 +165,65 @@ def by_rows(value: Any) -> Any:
 
 
 def _is_by_columns(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(column, list) for column in value.values())
-    )
+    return isinstance(value, dict) and {type(column) for column in value.values()} == {list}
 
 
 def _are_text(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _turn(turn: Any, where: Where, place: str) -> Message:
+def _turn(turn: Any) -> Message:
     if not isinstance(turn, dict):
-        raise _wrong(
-            where,
-            "a wrong turn",
-            f"{place} is {excerpt(turn)}, not an object with a role and a content.",
-            turn,
+        raise _WrongTurn(
+            "a wrong turn", f"is {excerpt(turn)}, not an object with a role and a content.", turn
         )
     name = _role_name(turn)
     role = ROLES.get(name)
     if role is None:
-        raise _wrong(
-            where,
+        raise _WrongTurn(
             "an unknown role",
-            f"{place} has the role {excerpt(turn.get('role', turn.get('from')))}; known roles are "
+            f"has the role {excerpt(turn.get('role', turn.get('from')))}; known roles are "
             f'{", ".join(ROLES)} (under "role" or "from").',
             turn,
         )
-    content = _content(turn, role, where, place)
+    content = _content(turn, role)
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's former way
         calls = [{"function": turn["function_call"]}]
     if calls:
         if role != "assistant":
-            raise _wrong(
-                where,
-                "wrong tool_calls",
-                f"{place} has the role {role}, and only the assistant calls tools.",
-                turn,
-            )
-        return _calling(content if isinstance(content, str) else "", calls, where, place)
+            problem = f"has the role {role}, and only the assistant calls tools."
+            raise _WrongTurn("wrong tool_calls", problem, turn)
+        return _calling(content if isinstance(content, str) else "", calls)
     if name in CALLS:
-        return _called(content, where, place)
+        return _called(content)
     if role == "tool" and isinstance(content, list | dict):
         content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
-        raise _wrong(
-            where,
+        raise _WrongTurn(
             "a wrong content",
-            f'{place} has the content {excerpt(content)}; it must be text (under "content" or '
-            '"value").',
+            f'has the content {excerpt(content)}; it must be text (under "content" or "value").',
             turn,
         )
     return Message(role, content)
 
 
-def _weight(turn: dict[str, Any], where: Where, place: str) -> float:
+def _weight(turn: dict[str, Any]) -> float:
     """Of an assistant's turn: a number from 0, or true (1) and false (0); 1 where it has none."""
     values = [turn[name] for name in TURN_WEIGHTS if turn.get(name) is not None]
     value = values[0] if values else 1.0
     if values[1:] and values[1] != value:
-        raise _wrong(
-            where,
+        raise _WrongTurn(
             "a wrong weight",
-            f'{place} has a "weight" and another "loss_weight": {excerpt(value)} / '
+            f'has a "weight" and another "loss_weight": {excerpt(value)} / '
             f"{excerpt(values[1])}. Keep one.",
             turn,
         )
     if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:
         return float(value)
-    raise _wrong(
-        where,
+    raise _WrongTurn(
         "a wrong weight",
-        f"{place} has the weight {excerpt(value)}; it must be a number from 0 to {MAX_WEIGHT} "
+        f"has the weight {excerpt(value)}; it must be a number from 0 to {MAX_WEIGHT} "
         "(0 is not learned).",
         turn,
     )
@@ -255,16 +236,15 @@ def _role_name(turn: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
+def _content(turn: dict[str, Any], role: str) -> Any:
     """What a turn holds; the text of a list of parts."""
     content, value = turn.get("content"), turn.get("value")
     if content in (None, "", []) and value is not None:  # a table has both, for all its records
         content = value
     elif value not in (None, "", []) and value != content:
-        raise _wrong(
-            where,
+        raise _WrongTurn(
             "a wrong content",
-            f'{place} has a "content" and another "value": {excerpt(content)} / {excerpt(value)}. '
+            f'has a "content" and another "value": {excerpt(content)} / {excerpt(value)}. '
             "Keep one.",
             turn,
         )
@@ -278,26 +258,25 @@ def _content(turn: dict[str, Any], role: str, where: Where, place: str) -> Any:
         return "".join(texts)
     other = next((kind for kind in kinds if kind not in TEXT_PARTS), None)
     if isinstance(other, str):
-        raise _wrong(
-            where,
+        raise _WrongTurn(
             "content that is not text",
-            f"{place} has a part of the type {excerpt(other)}, and only text is trained. Filter "
-            "such rows out (data.on_bad_row=skip does it, and counts them).",
+            f"has a part of the type {excerpt(other)}, and only text is trained. Filter such rows "
+            "out (data.on_bad_row=skip does it, and counts them).",
             turn,
         )
     return content
 
 
-def _calling(words: str, calls: Any, where: Where, place: str) -> Message:
+def _calling(words: str, calls: Any) -> Message:
     """A turn with OpenAI ``tool_calls``."""
     try:
         functions = [_call(call.get("function", call)) for call in calls]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _wrong_calls(calls, error, where, place) from error
+        raise _wrong_calls(calls, error) from error
     return _message_of(functions, words)
 
 
-def _called(content: Any, where: Where, place: str) -> Message:
+def _called(content: Any) -> Message:
     """A turn of ShareGPT's ``function_call``: a call or a list of calls, as JSON or its text.
     Text that is no JSON is a call in a language of its own, and stays as it is."""
     value = content
@@ -306,19 +285,16 @@ def _called(content: Any, where: Where, place: str) -> Message:
             value = json.loads(content)
         except (ValueError, RecursionError) as error:
             if content.lstrip()[:1] in ("{", "["):
-                raise _wrong_calls(content, error, where, place) from error
+                raise _wrong_calls(content, error) from error
             return Message("assistant", _block(content))
     try:
-        return _message_of([_call(call) for call in (value if _is_filled(value) else [value])], "")
+        calls = value if isinstance(value, list) and value else [value]
+        return _message_of([_call(call) for call in calls], "")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         # An object of other keys is a call in a form of its own.
         if isinstance(content, str) and isinstance(value, dict) and isinstance(error, KeyError):
             return Message("assistant", _block(content))
-        raise _wrong_calls(content, error, where, place) from error
-
-
-def _is_filled(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
+        raise _wrong_calls(content, error) from error
 
 
 def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
@@ -371,17 +347,25 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
-def _wrong_calls(calls: Any, error: Exception, where: Where, place: str) -> RecordError:
+class _WrongTurn(Exception):
+    """What is wrong with a turn; ``turns`` says which turn it is."""
+
+    def __init__(self, reason: str, problem: str, value: Any) -> None:
+        super().__init__(problem)
+        self.reason = reason
+        self.value = value
+
+
+def _wrong_calls(calls: Any, error: Exception) -> _WrongTurn:
     problem = str(error)
     if isinstance(error, KeyError):
         problem = f"no {error}"
     elif isinstance(error, TypeError | AttributeError):
         problem = "it is no object"
-    return _wrong(
-        where,
+    return _WrongTurn(
         "wrong tool_calls",
-        f'{place}: every tool call needs a "name" and an object "arguments" ({problem}): '
-        f"{excerpt(calls)}",
+        'has a wrong tool call; every tool call needs a "name" and an object "arguments" '
+        f"({problem}): {excerpt(calls)}",
         calls,
     )
 

@@ -38,9 +38,12 @@ def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> I
 def json_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
     """The records of a JSON array, or of JSON Lines."""
     head = bytes(stream.peek(64))  # type: ignore[attr-defined]
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
-        yield from json_lines(lines_of(file, stream, bad), bad)
-        return
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        return _array_records(file, stream, bad)
+    return json_lines(lines_of(file, stream, bad), bad)
+
+
+def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
     try:
         for value, where in array_elements(file, stream, bad):
             if isinstance(value, dict):

@@ -145,9 +145,7 @@ def _stage(
     counts: Counter[str] = Counter(staging.state.get("counts", {}))
     split.look_ahead()
     with parallel_tokenizers(workers), progress:
-        encoder = ExampleEncoder(
-            split, spec.renderer, spec.encoding, workers=workers, refused=refused
-        )
+        encoder = ExampleEncoder(split, spec.renderer, spec.encoding, workers=workers)
         truncation = Truncation(
             spec.data,
             counts,
@@ -159,10 +157,12 @@ def _stage(
         if counts["rows"]:
             next(islice(rows, counts["rows"], counts["rows"]), None)
             progress.begin_here()
-        for encoded in encoder.blocks(rows):
-            counts.update(encoded.counts)
-            staging.append(truncation(encoded.examples, encoded.block))
-            progress.add(size=encoded.size, tokens=len(encoded.block.tokens))
+        for batch, block in encoder.blocks(rows):
+            for error in batch.rejected:
+                refused.add(error)
+            counts.update(batch.counts)
+            staging.append(truncation(batch.examples, block))
+            progress.add(size=batch.size, tokens=len(block.tokens))
             staging.record({"counts": dict(counts), "refused": refused.state})
     return counts, encoder.description
 

@@ -174,7 +174,13 @@ class Renderer:
         self, rendering: Rendering, encoding: Any, *, loss_on: str | None
     ) -> TokenSequence:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
-        injected = self._injected(ids, offsets, rendering.contents)
+        content_starts = [start for start, _ in rendering.contents]
+        injected: list[Span] = []  # special tokens that came out of data
+        for place in np.flatnonzero(np.isin(np.array(ids, np.int64), self._special_ids)).tolist():
+            start, stop = offsets[place]
+            index = bisect.bisect_right(content_starts, start) - 1
+            if index >= 0 and start < rendering.contents[index][1] and start < stop:
+                injected.append((start, stop))
         if injected:
             ids, offsets = self._without_special(rendering.text, injected)
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
@@ -190,20 +196,6 @@ class Renderer:
             loss_on=loss_on,
             weights=rendering.weights,
         )
-
-    def _injected(
-        self, ids: list[int], offsets: list[Span], contents: tuple[Span, ...]
-    ) -> list[Span]:
-        """Where special tokens came out of data."""
-        places = np.flatnonzero(np.isin(np.array(ids, np.int64), self._special_ids))
-        content_starts = [start for start, _ in contents]
-        injected = []
-        for place in places.tolist():
-            start, stop = offsets[place]
-            index = bisect.bisect_right(content_starts, start) - 1
-            if index >= 0 and start < contents[index][1] and start < stop:
-                injected.append((start, stop))
-        return injected
 
     def _without_special(self, text: str, injected: list[Span]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
@@ -242,10 +234,9 @@ PROOF_CHARS = 200_000
 class ConversationEncoder:
     """Tokens of conversations. Threads may use it at the same time once ``choose`` was called."""
 
-    def __init__(self, renderer: Renderer, *, workers: int) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.description = "tokenizers"
         self._renderer = renderer
-        self._workers = workers
         self._documents: DocumentEncoder | None = None
         self._token_bytes = _token_bytes(renderer.tokenizer)
 
@@ -261,7 +252,7 @@ class ConversationEncoder:
             chars += sum(len(message.content) for message in conversation.messages)
             if chars >= PROOF_CHARS:
                 break
-        documents = DocumentEncoder(renderer.tokenizer, bos=[], workers=self._workers)
+        documents = DocumentEncoder(renderer.tokenizer, bos=[])
         # It is proven on the conversations as a whole: this only decides for which encoder.
         head = sample[: 1 + len(sample) // 10]
         documents.choose(message.content for chat in head for message in chat.messages)

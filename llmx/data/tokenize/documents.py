@@ -4,12 +4,12 @@ A word is tokenized once and looked up from then on (``words``); by tiktoken whe
 is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer for
 which neither is proven encodes whole texts.
 
-    encoder = DocumentEncoder(tokenizer, bos=[], workers=2)
-    encoder.choose(texts)  # a sample; proves and decides, encoder.description says what
-    for batch, block in encoder.blocks(batches): ...
+    encoder = DocumentEncoder(tokenizer, bos=[])
+    encoder.choose(texts)  # a sample; proves and decides, encoder.description says how
+    block = encoder.encode(documents)
 
-The workers are threads: both libraries let go of Python's lock while they work, and threads
-need no copies of the texts and no open files.
+Threads may encode at the same time: both libraries let go of Python's lock while they work, and
+threads need no copies of the texts and no open files.
 """
 
 from __future__ import annotations
@@ -19,41 +19,21 @@ import os
 import resource
 import sys
 import threading
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column, Example
+from llmx.data.examples import Column
 from llmx.data.format.templates import closing_token
-from llmx.data.source.records import Document, RecordError
+from llmx.data.source.records import Document
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
 from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
 PROOF_BYTES = 200_000
 """Bytes of the user's own text on which both encoders must agree, 0.1 core-seconds."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences that are tokenized together, and the examples that they are of."""
-
-    sequences: list[Any]
-    """Documents, or conversations, documents and tokens in any order."""
-    read: int
-    """Rows read for it, of which some may hold nothing to learn."""
-    size: int
-    """Bytes of their text, as UTF-8."""
-    examples: list[Example] = field(default_factory=list)
-    """In the order of their sequences."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Rows read for it that are no example, by reason."""
-    rejected: list[RecordError] = field(default_factory=list)
-    """Rows read for it that the task rejected (``data.on_bad_row=skip``)."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +59,7 @@ class DocumentEncoder:
     Special tokens in a text are the plain text that they are.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, bos: list[int], workers: int, eos: list[int] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, bos: list[int], eos: list[int] | None = None) -> None:
         """``eos``: the tokens that end a document; None: the EOS token."""
         from tokenizers import Tokenizer
 
@@ -91,7 +69,6 @@ class DocumentEncoder:
                 f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
             )
-        self.workers = workers
         self.description = "tokenizers"
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
@@ -130,25 +107,6 @@ class DocumentEncoder:
             self.description = (
                 f"{how} ({why}equal to tokenizers on {len(ids):,} tokens of this data)"
             )
-
-    def blocks(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, TokenBlock]]:
-        """Each batch with its tokens, in order; a few batches ahead of the consumer."""
-        # tokenizers brings threads of its own, and gains from none beside them.
-        threads = self.workers if self._fast else 1
-        waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
-            try:
-                for batch in batches:
-                    waiting.append((batch, pool.submit(self.encode, batch.sequences)))
-                    if len(waiting) > 2 * threads:
-                        done, block = waiting.popleft()
-                        yield done, block.result()
-                while waiting:
-                    done, block = waiting.popleft()
-                    yield done, block.result()
-            finally:
-                for _, block in waiting:
-                    block.cancel()
 
     def encode(self, documents: list[Document]) -> TokenBlock:
         """Tokens of documents, each of them a target."""

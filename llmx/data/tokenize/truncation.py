@@ -17,6 +17,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,33 +102,30 @@ class Truncation:
             return block
         if self._splits and all(map(_is_uncut_document, examples)):
             return self._split(block)
-        return self._fitted(examples, block)
-
-    # Whole examples
-
-    def _fitted(self, examples: list[Example], block: TokenBlock) -> TokenBlock:
         counts, limit = self._counts, self._data.seq_len
         sizes = np.ones(len(examples), np.int64) if block.sizes is None else block.sizes
         totals = np.add.reduceat(block.lengths, np.cumsum(sizes) - sizes)
         if int(totals.max()) <= limit and not any(map(_is_chat, examples)):
             return block
-        targets = _targets_left(block.targets != 0, block.lengths)
+        borders = np.concatenate([[0], np.cumsum(block.lengths)])
+        sums = np.concatenate([[0], np.cumsum(block.targets != 0, dtype=np.int64)])
+        # Of each sequence: whether it has a target behind its first token.
+        has_targets = sums[borders[1:]] > sums[borders[:-1] + 1]
         keep = np.ones(len(block.tokens), np.bool_)
         keep_examples = np.ones(len(examples), np.bool_)
-        first = start = 0
+        first = 0
         for number, example in enumerate(examples):
-            total, size = int(totals[number]), int(sizes[number])
-            spans = _spans(start, block.lengths[first : first + size].tolist())
-            cut = self._cut(example, block, keep, spans) if total > limit else 0
-            start += total
+            last = first + int(sizes[number])
+            spans = list(pairwise(borders[first : last + 1].tolist()))
+            cut = self._cut(example, block, keep, spans) if totals[number] > limit else 0
             if cut is None:
                 keep_examples[number] = False
             elif _is_chat(example):
-                left = targets[first : first + size].tolist()
+                remain = has_targets[first:last].tolist()
                 if cut:
-                    left = [_has_target(block.targets, keep, *span) for span in spans]
+                    remain = [_has_target(block.targets, keep, *span) for span in spans]
                 chats = (isinstance(part, Conversation) for part in example.sequences)
-                if not all(good for good, chat in zip(left, chats, strict=True) if chat):
+                if not all(good for good, chat in zip(remain, chats, strict=True) if chat):
                     counts[NO_TARGET_LEFT] += 1
                     keep_examples[number] = False
                     cut = 0
@@ -135,13 +133,11 @@ class Truncation:
                 counts[TRUNCATED] += 1
                 counts[CUT_OFF] += cut
             if not keep_examples[number]:
-                keep[start - total : start] = False
-            first += size
-        return (
-            block
-            if keep_examples.all() and keep.all()
-            else _selected(block, keep, keep_examples, sizes)
-        )
+                keep[borders[first] : borders[last]] = False
+            first = last
+        if keep_examples.all() and keep.all():
+            return block
+        return _selected(block, keep, keep_examples, sizes)
 
     def _cut(
         self,
@@ -243,22 +239,6 @@ def _is_uncut_document(example: Example) -> bool:
 
 def _is_chat(example: Example) -> bool:
     return any(isinstance(sequence, Conversation) for sequence in example.sequences)
-
-
-def _spans(start: int, lengths: list[int]) -> list[tuple[int, int]]:
-    spans = []
-    for length in lengths:
-        spans.append((start, start + length))
-        start += length
-    return spans
-
-
-def _targets_left(targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Whether each sequence has a target behind its first token."""
-    sums = np.concatenate([[0], np.cumsum(targets, dtype=np.int64)])
-    stops = np.cumsum(lengths)
-    has_targets: np.ndarray = sums[stops] > sums[stops - lengths + 1]
-    return has_targets
 
 
 def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) -> bool:
