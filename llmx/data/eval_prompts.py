@@ -67,7 +67,8 @@ def held_out_prompts(
         if not isinstance(row, Conversation):
             continue
         if row.keeps_completion and data.over_long in ("split", "truncate"):
-            row = cutter.conversation(row) or row
+            shortened = cutter.shortened(row)
+            row = shortened[0][0] if shortened is not None else row
         tokens, completion = renderer.prompt(row)
         if len(tokens) < data.seq_len:
             prompts.append(

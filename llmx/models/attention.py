@@ -7,7 +7,7 @@ Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,14 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmx.models.loss import to_device
 from llmx.models.varlen import SEGMENTS
-
-
-def to_device(values: Sequence[Any], device: torch.device, *, dtype: torch.dtype) -> torch.Tensor:
-    """``torch.tensor(values, device=device)``, which would wait for all that the device has to do:
-    from pinned memory the copy is queued behind it."""
-    pin = device.type == "cuda" and torch.cuda.is_available()
-    return torch.tensor(values, dtype=dtype, pin_memory=pin).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -197,7 +191,7 @@ def _bound_arguments(
     arguments = {
         # Given, no layer has to find the rows by the restarts of position_ids, which costs
         # flash-attention two waits for the device a layer.
-        "cu_seq_lens_q": to_device(bounds, device, dtype=torch.int32),
+        "cu_seq_lens_q": to_device(torch.tensor(bounds, dtype=torch.int32), device),
         "max_length_q": longest,
         "max_length_k": longest,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,32 +248,15 @@ def _load(
 ) -> None:
     """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
     other labels, is drawn anew, and so it is said."""
+    load = partial(load_weights, model, source, new_tokens=new_tokens, on_arrival=on_arrival)
     if head == BACKBONE:
-        load_weights(
-            model,
-            source,
-            seed=seed,
-            may_draw=pooler_names(model),
-            backbone=True,
-            new_tokens=new_tokens,
-            on_arrival=on_arrival,
-        )
+        load(seed=seed, may_draw=pooler_names(model), backbone=True)
         return
     if head != CLASSIFICATION:
-        load_weights(model, source, new_tokens=new_tokens, on_arrival=on_arrival)
+        load()
         return
-    names = head_names(model)
-    other = has_other_labels(plain_config(source), config)
-    drawn = load_weights(
-        model,
-        source,
-        seed=seed,
-        may_draw=names,
-        replaced=other,
-        other_heads=True,
-        new_tokens=new_tokens,
-        on_arrival=on_arrival,
-    )
+    other_labels = has_other_labels(plain_config(source), config)
+    drawn = load(seed=seed, may_draw=head_names(model), replaced=other_labels, other_heads=True)
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(
             f"model.path={source.path} has no classification head for these labels. Newly "

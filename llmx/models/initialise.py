@@ -148,11 +148,8 @@ def _num_bytes(layer: nn.Module) -> int:
 
 def _num_threads() -> int:
     """Of this rank: the cores of the host are shared by its ranks."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    local_ranks = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def _draw_layers(layers: list[Layer], *, seed: int) -> None:

@@ -59,6 +59,8 @@ class TrialResult:
     padded: AttentionMethod | None
     why_not_packed: str = ""
     """What happens to rows that are packed; empty where they are isolated or were not tried."""
+    leaks: bool = False
+    """``why_not_packed`` is another loss of a row, not an exception."""
     why_not_trained: str = ""
     """Why no method is right: this model cannot be trained here."""
     unknown: str = ""
@@ -75,6 +77,15 @@ class TrialResult:
             name: values[name] and AttentionMethod(**values[name]) for name in ("packed", "padded")
         }
         return cls(**{**values, **methods_by_layout})
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a method is not right."""
+
+    text: str
+    leaks: bool = False
+    """The loss of a row is another one; else nothing was computed."""
 
 
 @dataclass
@@ -143,7 +154,7 @@ def find_methods(
         if isinstance(trial, TrialResult):
             return trial
         right_methods: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
-        problems: dict[str, list[str]] = {"packed": [], "padded": []}
+        problems: dict[str, list[_Problem]] = {"packed": [], "padded": []}
         for layout in layouts:
             for method in (
                 candidate
@@ -158,13 +169,15 @@ def find_methods(
             if right_methods[layout]:
                 break
     packed, padded = right_methods["packed"], right_methods["padded"]
+    no_problem = _Problem("")
+    not_packed = no_problem if packed or "packed" not in layouts else _worst(problems["packed"])
+    is_right = packed or padded or "padded" not in layouts
     return TrialResult(
         packed=packed,
         padded=padded,
-        why_not_packed="" if packed or "packed" not in layouts else _first(problems["packed"]),
-        why_not_trained=(
-            "" if packed or padded or "padded" not in layouts else _first(problems["padded"])
-        ),
+        why_not_packed=not_packed.text,
+        leaks=not_packed.leaks,
+        why_not_trained="" if is_right else _worst(problems["padded"]).text,
     )
 
 
@@ -175,13 +188,10 @@ def _for(method: AttentionMethod, config: Any) -> AttentionMethod:
     return dataclasses.replace(method, windows=windows_of(config))
 
 
-def _first(problems: list[str]) -> str:
+def _worst(problems: list[_Problem]) -> _Problem:
     """The reason to tell: a difference of results before an exception of some fallback."""
-    differing = [text for text in problems if text.startswith(DIFFERS)]
-    return differing[0] if differing else problems[0] if problems else "nothing was tried"
-
-
-DIFFERS = "the loss of a row "
+    nothing = _Problem("nothing was tried")
+    return next((problem for problem in problems if problem.leaks), [*problems, nothing][0])
 
 
 def _make_trial(
@@ -341,7 +351,7 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _problem(trial: _Trial, method: AttentionMethod) -> str | None:
+def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
     """What is wrong with this method; None where it computes what the rows give alone."""
     model = trial.model
     name, attention = type(model).__name__, name_of_attention(method.implementation)
@@ -360,22 +370,28 @@ def _problem(trial: _Trial, method: AttentionMethod) -> str | None:
             if trial.dtype != torch.float32 and method.layout == "packed":
                 changed = _changed_by_others(trial, method)
                 if not changed <= INDEPENDENT:  # NaN is a problem, too
-                    return f"{DIFFERS}of {name} changes by {changed:.1%} with the rows beside it"
+                    return _Problem(
+                        f"the loss of a row of {name} changes by {changed:.1%} with the rows "
+                        "beside it",
+                        leaks=True,
+                    )
     except Unsupported as error:
-        return f"{attention}: {error}"
+        return _Problem(f"{attention}: {error}")
     except Exception as error:
-        return f"{name} fails with {attention}: {type(error).__name__}: {line_of(error)}"
+        text = f"{name} fails with {attention}: {type(error).__name__}: {line_of(error)}"
+        return _Problem(text)
     loss_tolerance, gradient_tolerance = TOLERANCES.get(trial.dtype, LOW_PRECISION)
     difference = abs(total - trial.loss) / abs(trial.loss)
     gradient = gradient_of(model)
     if gradient.shape != trial.gradient.shape:
-        return f"{name} leaves other parameters without a gradient ({attention})"
+        return _Problem(f"{name} leaves other parameters without a gradient ({attention})")
     far = float((gradient - trial.gradient).norm() / trial.gradient.norm())
     if not (difference <= loss_tolerance and far <= gradient_tolerance):
         with_what = "packed with others" if method.layout == "packed" else "padded"
-        return (
-            f"{DIFFERS}of {name} changes when it is {with_what} (loss {difference:.1%}, "
-            f"gradient {far:.1%} off)"
+        return _Problem(
+            f"the loss of a row of {name} changes when it is {with_what} (loss {difference:.1%}, "
+            f"gradient {far:.1%} off)",
+            leaks=True,
         )
     return None
 

@@ -21,7 +21,7 @@ from llmx.config import DataConfig, ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.factory import DTYPES
-from llmx.models.isolation import DIFFERS, TrialResult, find_methods
+from llmx.models.isolation import TrialResult, find_methods
 from llmx.models.loss import takes
 from llmx.models.model import CAUSAL_LM, CLASSIFICATION, MASKED_LM
 from llmx.models.pooling import pools_itself
@@ -204,7 +204,7 @@ def try_layouts(
         if trial.packed or trial.why_not_trained:
             return trial
         unknown = unknown or trial.unknown
-        if not why or trial.why_not_packed.startswith(DIFFERS):
+        if not why or trial.leaks:
             why = trial.why_not_packed
     if not why and unknown:
         why = f"it could not be shown that rows are then isolated: {unknown}"

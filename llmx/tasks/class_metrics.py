@@ -43,38 +43,45 @@ def roc_auc(positive: np.ndarray, scores: np.ndarray) -> float | None:
 
 
 @dataclass
-class Classes(Accumulator):
-    """Of one label an example: accuracy, macro F1, AUC (one against the rest), confusion matrix."""
+class Measured(Accumulator):
+    """What a model says of held-out examples, and their labels: arrays [n, ...] in equal order."""
 
-    names: tuple[str, ...]
-    _scores: list[np.ndarray] = field(default_factory=list)
-    _labels: list[np.ndarray] = field(default_factory=list)
+    _scores: list[np.ndarray] = field(default_factory=list, init=False)
+    _labels: list[np.ndarray] = field(default_factory=list, init=False)
 
-    def add(self, probabilities: np.ndarray, labels: np.ndarray) -> None:
-        """Args: float32 [n, classes], int64 [n]."""
-        self._scores.append(probabilities)
+    def add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        """Add the examples of a micro batch."""
+        self._scores.append(scores)
         self._labels.append(labels)
 
-    def merge(self, other: Classes) -> None:
+    def merge(self, other: Measured) -> None:
         self._scores += other._scores
         self._labels += other._labels
 
-    def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
-        empty = np.zeros((0, len(self.names)), np.float32)
-        return (
-            np.concatenate([empty, *self._scores]),
-            np.concatenate([np.zeros(0, np.int64), *self._labels]),
-        )
+    def _gathered(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All of them behind these, which are empty and have the shape and type."""
+        return np.concatenate([scores, *self._scores]), np.concatenate([labels, *self._labels])
+
+
+@dataclass
+class Classes(Measured):
+    """Of one label an example: accuracy, macro F1, AUC (one against the rest), confusion matrix.
+    Scores are probabilities float32 [n, classes], labels int64 [n]."""
+
+    names: tuple[str, ...]
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._gathered(np.zeros((0, len(self.names)), np.float32), np.zeros(0, np.int64))
 
     def confusion(self) -> np.ndarray:
-        """int64 [actual, predicted]."""
-        scores, labels = self._gathered()
+        """How often each class was taken for each: int64 [actual, predicted]."""
+        scores, labels = self._arrays()
         count = len(self.names)
         counts = np.bincount(labels * count + scores.argmax(axis=1), minlength=count * count)
         return counts.reshape(count, count)
 
     def values(self) -> dict[str, float | None]:
-        scores, labels = self._gathered()
+        scores, labels = self._arrays()
         if not len(labels):
             return {"accuracy": None, "macro_f1": None, "auc": None}
         table = self.confusion()
@@ -97,27 +104,16 @@ class Classes(Accumulator):
 
 
 @dataclass
-class Labels(Accumulator):
-    """Of any number of labels an example: subset accuracy, micro and macro F1, macro AUC."""
+class Labels(Measured):
+    """Of any number of labels an example: subset accuracy, micro and macro F1, macro AUC. Scores
+    are probabilities float32 [n, labels], labels bool [n, labels]."""
 
     names: tuple[str, ...]
     threshold: float
-    _scores: list[np.ndarray] = field(default_factory=list)
-    _labels: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, probabilities: np.ndarray, labels: np.ndarray) -> None:
-        """Args: float32 [n, labels], bool [n, labels]."""
-        self._scores.append(probabilities)
-        self._labels.append(labels)
-
-    def merge(self, other: Labels) -> None:
-        self._scores += other._scores
-        self._labels += other._labels
 
     def values(self) -> dict[str, float | None]:
         empty = np.zeros((0, len(self.names)))
-        scores = np.concatenate([empty, *self._scores])
-        actual = np.concatenate([empty.astype(bool), *self._labels])
+        scores, actual = self._gathered(empty, empty.astype(bool))
         if not len(actual):
             return dict.fromkeys(("accuracy", "micro_f1", "macro_f1", "auc"))
         predicted = scores >= self.threshold
@@ -132,32 +128,17 @@ class Labels(Accumulator):
 
 
 @dataclass
-class Numbers(Accumulator):
-    """Of a number an example: mean absolute error, R² and Pearson's correlation."""
-
-    _predicted: list[np.ndarray] = field(default_factory=list)
-    _actual: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, predicted: np.ndarray, actual: np.ndarray) -> None:
-        """Args: float [n] each."""
-        self._predicted.append(predicted.astype(np.float64))
-        self._actual.append(actual.astype(np.float64))
-
-    def merge(self, other: Numbers) -> None:
-        self._predicted += other._predicted
-        self._actual += other._actual
+class Numbers(Measured):
+    """Of a number an example: mean absolute error, R² and Pearson's correlation. Scores and labels
+    are float [n]."""
 
     def values(self) -> dict[str, float | None]:
-        predicted, actual = (
-            np.concatenate([np.zeros(0), *parts]) for parts in (self._predicted, self._actual)
-        )
+        predicted, actual = self._gathered(np.zeros(0), np.zeros(0))
         if not len(actual):
             return dict.fromkeys(("mae", "r2", "pearson"))
         spread, predicted_spread = actual - actual.mean(), predicted - predicted.mean()
-        total, length = (
-            float((spread**2).sum()),
-            float(np.sqrt((spread**2).sum() * (predicted_spread**2).sum())),
-        )
+        total = float((spread**2).sum())
+        length = float(np.sqrt((spread**2).sum() * (predicted_spread**2).sum()))
         return {
             "mae": float(np.abs(predicted - actual).mean()),
             "r2": 1 - float(((actual - predicted) ** 2).sum()) / total if total else None,

@@ -22,7 +22,7 @@ from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Accumulator, Loss, Mean, Task, add_loss
-from llmx.tasks.class_metrics import Classes, Labels, Numbers
+from llmx.tasks.class_metrics import Classes, Labels, Measured, Numbers
 from llmx.text import plural
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Classify(Task):
         """Labels are those of the training data, in the order of ``data.label_names``, then of
         their numbers or letters."""
         if self.problem == REGRESSION:
-            values = np.asarray(train.values("label"), np.float64)
+            values = np.asarray(train.values_of("label"), np.float64)
             return [f"Labels: numbers from {values.min():g} to {values.max():g}, mean "
                     f"{values.mean():.4g}"]  # fmt: skip
         counts = self._counts(train)
@@ -257,7 +257,7 @@ class Classify(Task):
 
     def _counts(self, store: SampleStore) -> Counter[str]:
         """How many examples have each label."""
-        raw = np.ascontiguousarray(store.values("label"))
+        raw = np.ascontiguousarray(store.values_of("label"))
         rows, repeated = np.unique(raw.view(f"S{raw.shape[1]}"), return_counts=True)
         counts: Counter[str] = Counter()
         for value, count in zip(rows.tolist(), repeated.tolist(), strict=True):
@@ -335,7 +335,7 @@ class Classify(Task):
     ) -> Mapping[str, Mean | Accumulator]:
         """The loss, and what is measured over all examples together."""
         means = {"loss": Mean()}
-        measured: Classes | Labels | Numbers = (
+        measured: Measured = (
             Numbers()
             if self.problem == REGRESSION
             else Labels(self.labels, self.options.threshold)
@@ -355,7 +355,7 @@ class Classify(Task):
         evaluation (nothing where gradients are on)."""
         import torch
 
-        from llmx.models.attention import to_device
+        from llmx.models.loss import to_device
 
         logits = models.main.logits(batch)
         if self.problem == REGRESSION:
@@ -369,10 +369,11 @@ class Classify(Task):
             [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
             for row in batch["label"]
         ]
-        weights = to_device(self._seen.weights, logits.device, dtype=logits.dtype)
+        weights = to_device(torch.tensor(self._seen.weights, dtype=logits.dtype), logits.device)
         if self.problem == MULTI:
             return self._multi(logits, numbers, weights)
-        target = to_device([indices[0] for indices in numbers], logits.device, dtype=torch.long)
+        first = torch.tensor([indices[0] for indices in numbers], dtype=torch.long)
+        target = to_device(first, logits.device)
         is_known = target >= 0
         options = self.options
         losses = single_label_losses(
@@ -399,12 +400,12 @@ class Classify(Task):
     ) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
         import torch
 
-        from llmx.models.attention import to_device
+        from llmx.models.loss import to_device
 
         complete = [-1 not in row for row in numbers]
-        is_known = to_device(complete, logits.device, dtype=torch.bool)
+        is_known = to_device(torch.tensor(complete, dtype=torch.bool), logits.device)
         labels = [[float(label in row) for label in range(logits.shape[1])] for row in numbers]
-        target = to_device(labels, logits.device, dtype=logits.dtype).view_as(logits)
+        target = to_device(torch.tensor(labels, dtype=logits.dtype), logits.device).view_as(logits)
         options = self.options
         losses = multi_label_losses(
             logits,

@@ -40,8 +40,7 @@ def labelled(*contents: str, system: str = "") -> Conversation:
 @pytest.mark.parametrize("limit", range(40, 200, 7))
 def test_the_prompt_is_cut_between_characters(side: str, limit: int):
     cut, renderer = cutter(side, limit)
-    found = cut.conversation(labelled(TEXT, "好评"))
-    assert found is not None
+    ((found,), _) = cut.shortened(labelled(TEXT, "好评"))
     prompt, answer = found.messages
     assert answer.content == "好评"
     assert TEXT.endswith(prompt.content) if side == "left" else TEXT.startswith(prompt.content)
@@ -58,8 +57,7 @@ def test_the_prompt_is_cut_between_characters(side: str, limit: int):
 def test_the_oldest_turns_go_first():
     cut, renderer = cutter("left", 90)
     row = labelled("old " * 5, "answer", "new " * 5, "answer", "question", "bad", system="S")
-    found = cut.conversation(row)
-    assert found is not None
+    ((found,), _) = cut.shortened(row)
     assert [m.content for m in found.messages] == ["S", "question", "bad"] or [
         m.content for m in found.messages
     ] == ["S", "new " * 5, "answer", "question", "bad"]
@@ -67,10 +65,9 @@ def test_the_oldest_turns_go_first():
     assert len(short.tokens) <= 90
     same = labelled("a", "b", "a", "b", "a", "b")
     roomy, _ = cutter("left", 400)
-    assert roomy.conversation(same) is same
+    assert roomy.shortened(same)[0] == (same,)
     tight, renderer = cutter("left", len(renderer.conversations([same])[0].tokens) - 1)
-    fitting = tight.conversation(same)
-    assert fitting is not None
+    ((fitting,), _) = tight.shortened(same)
     assert [m.content for m in fitting.messages] == ["a", "b", "a", "b"]
 
 

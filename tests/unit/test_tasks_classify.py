@@ -182,7 +182,7 @@ def test_wrong_labels_are_rejected_with_the_reason(
     exp.data.on_bad_row = "skip"
     _, store, _ = seen(exp)
     assert store.meta["rejected"] == {reason: 1}
-    assert len(store.values("label")) == 6
+    assert len(store.values_of("label")) == 6
 
 
 def test_empty_texts_and_one_class_are_errors(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_several_labels_in_a_text(tmp_path: Path) -> None:
         experiment_of(tmp_path, rows, options={"problem": "multi_label", "separator": ";"})
     )
     assert task.labels == ("a", "b", "c")
-    assert len(store.values("label")) == 4
+    assert len(store.values_of("label")) == 4
 
 
 def test_weighted_and_focal_losses() -> None:

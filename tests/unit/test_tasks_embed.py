@@ -249,7 +249,7 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
         ("q: g", "p: h", "p: i"),
         ("q: j", "p: k", "p: l", "p: m"),
     }
-    assert number_of("b") in store.values("text_id"), "without the prompt"
+    assert number_of("b") in store.values_of("text_id"), "without the prompt"
     (line,) = task.see_data(store, None)
     assert line.startswith("4 pairs with 5 negatives")
 

@@ -87,7 +87,7 @@ def test_the_loss_is_that_of_the_scores(options: dict[str, float], tmp_path: Pat
     task, store = prepared(experiment_of(tmp_path, rows, options))
     model = network()
     scores = scores_of(store, model)
-    margins = torch.tensor(np.array(store.values("margin")))
+    margins = torch.tensor(np.array(store.values_of("margin")))
     assert sorted(margins.tolist()) == sorted(0.5 * (n % 3) for n in range(12))
     wanted = -torch.nn.functional.logsigmoid(
         scores[:, 0] - scores[:, 1] - margins - options.get("margin", 0.0)
@@ -141,7 +141,7 @@ def test_pairs_that_are_none_are_rejected_and_counted(
     exp.data.on_bad_row = "skip"
     _, store = prepared(exp)
     assert sum(store.meta["rejected"].values()) == 1
-    assert len(store.values("margin")) == 12
+    assert len(store.values_of("margin")) == 12
 
 
 def test_a_margin_that_is_no_number(tmp_path: Path) -> None:

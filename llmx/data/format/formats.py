@@ -189,16 +189,16 @@ def conversation_of(
     if system is not None and not isinstance(system, str):
         reason = "a value of a wrong type"
         raise wrong_record(record, reason, f'"{excerpt(key)}" is {excerpt(system)}, not text.')
-    is_given = system is not None and bool(system.strip())
+    row_system = system if system and system.strip() else ""
     if messages and messages[0].role == "system":
-        if is_given and system.strip() != messages[0].content.strip():
+        if row_system and row_system.strip() != messages[0].content.strip():
             raise wrong_record(
                 record,
                 "two system messages",
                 f'"{excerpt(key)}" and the first turn are two different system messages; keep one:',
                 system,
             )
-    elif messages and (text := system if is_given else reading.system):
+    elif messages and (text := row_system or reading.system):
         messages = [Message("system", text), *messages]
     num_turns = len(messages)
     while messages and messages[-1].role != "assistant":

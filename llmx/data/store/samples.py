@@ -214,10 +214,6 @@ class SampleStore:
         grouped = len(self._examples) != len(self._sequences)
         return self.columns if self.columns or grouped else None
 
-    def values(self, name: str) -> np.ndarray:
-        """All values of a column of the task, memory-mapped, in the order of the samples."""
-        return self._arrays[name]
-
     @property
     def num_sequences(self) -> int:
         """Of all samples."""

@@ -256,14 +256,15 @@ class ConversationEncoder:
         # It is proven on the conversations as a whole: this only decides for which encoder.
         head = sample[: 1 + len(sample) // 10]
         documents.choose(message.content for chat in head for message in chat.messages)
-        if documents.description.startswith("tokenizers"):
+        if documents.method != "tiktoken":
             self.description = documents.description
             return
         renderings = renderer.render(sample)
         self._documents = documents
-        fast, slow = self._fast(renderings), renderer.sequences_of(renderings)
         tokens = 0
-        for candidate, proven in zip(fast, slow, strict=True):
+        for candidate, proven in zip(
+            self._fast(renderings), renderer.sequences_of(renderings), strict=True
+        ):
             if candidate is None:
                 continue
             same_tokens = np.array_equal(candidate.tokens, proven.tokens)
@@ -276,8 +277,8 @@ class ConversationEncoder:
             self._documents = None
             self.description = "tokenizers (no row's bytes add up)"
             return
-        kind = documents.description.partition(",")[0].partition(" (")[0]
-        self.description = f"{kind}, equal to tokenizers on {tokens:,} tokens of these rows"
+        proof = f"equal to tokenizers on {tokens:,} tokens of these rows"
+        self.description = f"{documents.method}, {proof}"
 
     def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
         """Token sequences of conversations, in order; raises DataError for one that the template

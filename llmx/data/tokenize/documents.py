@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +68,8 @@ class DocumentEncoder:
                 f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
             )
-        self.description = "tokenizers"
+        self.description = self.method = "tokenizers"
+        """How texts are encoded; ``description`` also says why, and on what proof."""
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
         self._eos = np.array([end] if eos is None else eos, np.uint32)
@@ -83,30 +83,30 @@ class DocumentEncoder:
 
     def choose(self, texts: Iterable[str]) -> None:
         """Encode by words if the tokenizer allows it and the ids of these texts are equal."""
+        fast: BytePairs | Wordwise
         try:
-            self._fast = BytePairs.of(self._tokenizer)
-            how, why = "tiktoken", ""
+            fast = BytePairs.of(self._tokenizer)
+            method, why = "tiktoken", ""
         except NotConvertible as unlike:
             try:
-                self._fast = Wordwise.of(self._slow)
-                how, why = "tokenizers word by word", f"{unlike}; "
+                fast = Wordwise.of(self._slow)
+                method, why = "tokenizers word by word", f"{unlike}; "
             except NotWordwise as reason:
                 self.description = f"tokenizers ({reason})"
                 return
-        fast = self._fast
+        self._fast = fast
         sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
         ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
         slow_ids, slow_sizes = _concatenated(self._slow_ids(sample))
+        if len(slow_ids) and np.array_equal(ids, slow_ids) and np.array_equal(sizes, slow_sizes):
+            proof = f"equal to tokenizers on {len(ids):,} tokens of this data"
+            self.method, self.description = method, f"{method} ({why}{proof})"
+            return
+        self._fast = None
+        problem = f"{method} gave other ids on this data"
         if not len(slow_ids):
-            self._fast = None
-            self.description = f"tokenizers ({why}{how} fits none of the first texts)"
-        elif not (np.array_equal(ids, slow_ids) and np.array_equal(sizes, slow_sizes)):
-            self._fast = None
-            self.description = f"tokenizers ({how} gave other ids on this data)"
-        else:
-            self.description = (
-                f"{how} ({why}equal to tokenizers on {len(ids):,} tokens of this data)"
-            )
+            problem = f"{why}{method} fits none of the first texts"
+        self.description = f"tokenizers ({problem})"
 
     def encode(self, documents: list[Document]) -> TokenBlock:
         """Tokens of documents, each of them a target."""
@@ -171,45 +171,18 @@ def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 # Cores
 
-FILES_KEPT = 64
-"""Open files that the rest of the process may need."""
-
 
 def worker_count(requested: int) -> int:
-    """``data.num_workers`` made to fit this host; a line on stderr says why it is less."""
-    limits = {
-        "open files (ulimit -n)": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "processes and threads (ulimit -u)": resource.getrlimit(resource.RLIMIT_NPROC)[0],
-    }
-    count, remark = fitted(requested, cores=core_count(), limits=limits)
-    if remark:
-        print(remark, file=sys.stderr, flush=True)
-    return count
-
-
-def fitted(requested: int, *, cores: int, limits: dict[str, int]) -> tuple[int, str]:
-    """(workers, what to say where they are fewer than wanted). A limit that is negative is none."""
-    count = min(requested or cores, cores)
-    remark = ""
+    """``data.num_workers``, at most the cores of this process; a line on stderr says so."""
+    cores = len(os.sched_getaffinity(0))
     if requested > cores:
-        remark = (
-            f"data.num_workers={requested}, but this process may use {cores} cores: {count} are "
-            "used. More would only wait for each other."
+        print(
+            f"data.num_workers={requested}, but this process may use {cores} cores: {cores} are "
+            "used. More would only wait for each other.",
+            file=sys.stderr,
+            flush=True,
         )
-    for name, limit in limits.items():
-        room = max(1, (limit - FILES_KEPT) // 4)
-        if limit >= 0 and room < count:
-            count = room
-            remark = (
-                f"Only {limit} {name} are allowed: {count} of {cores} cores tokenize. Raise the "
-                "limit to use all of them."
-            )
-    return count, remark
-
-
-def core_count() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return min(requested or cores, cores)
 
 
 @contextlib.contextmanager

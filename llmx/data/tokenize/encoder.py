@@ -259,12 +259,14 @@ class ExampleEncoder:
             if not chats:
                 continue  # cut by token
             counts[overflow_key(length)] += 1
-            shortened = fitted[number] = self._shortener.shortened(*chats)
+            shortened = self._shortener.shortened(*chats)
             if shortened is None:
                 counts[too_long_to_cut(example)] += 1
+                fitted[number] = None
             else:
+                fitted[number] = shortened[1]
                 counts[TRUNCATED] += 1
-                counts[CUT_OFF] += length - sum(len(sequence.tokens) for sequence in shortened)
+                counts[CUT_OFF] += length - sum(len(tokens.tokens) for tokens in shortened[1])
         batch.counts.update(counts)
         return fitted
 

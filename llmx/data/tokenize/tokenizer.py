@@ -17,6 +17,7 @@ from typing import Any
 from llmx.config import ModelConfig
 from llmx.config.model_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
 from llmx.data.format.templates import choose_template
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.source.records import names
 from llmx.data.tokenize.byte_level import byte_of_character
 from llmx.errors import ConfigError
@@ -125,10 +126,6 @@ def _vocab(path: Path) -> dict[str, int]:
             "numbers. Copy it again."
         )
     return vocab
-
-
-DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
-"""The bundled set: train.jsonl, eval.jsonl, tokenizer/ (made by scripts/make_demo_data.py)."""
 
 
 HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -301,14 +301,6 @@ _JOINS = "\u200d\ufe0e\ufe0f"
 """Zero-width joiner and variation selectors: they belong to the character before them."""
 
 
-@dataclass(frozen=True)
-class Shortened:
-    """Conversations with a shorter prompt, and their tokens."""
-
-    conversations: tuple[Conversation, ...]
-    rows: list[TokenSequence]
-
-
 class PromptCutter:
     """Cuts prompts until the conversations of an example, which share their prompt, have together
     at most ``limit`` tokens. Threads may share it.
@@ -325,22 +317,14 @@ class PromptCutter:
         self._from_left = side == "left"
         self._backend = own_backend(renderer.tokenizer, plain=True)
 
-    def shortened(self, *conversations: Conversation) -> list[TokenSequence] | None:
-        """The tokens of each, with a prompt that fits; None where the answers alone are too
-        long."""
-        fitting = self._fitting(conversations)
-        return None if fitting is None else fitting.rows
-
-    def conversation(self, conversation: Conversation) -> Conversation | None:
-        """The conversation as it is where it fits, else with a shorter prompt; None where the
-        answer alone is too long."""
-        fitting = self._fitting((conversation,))
-        return None if fitting is None else fitting.conversations[0]
-
-    def _fitting(self, conversations: tuple[Conversation, ...]) -> Shortened | None:
+    def shortened(
+        self, *conversations: Conversation
+    ) -> tuple[tuple[Conversation, ...], list[TokenSequence]] | None:
+        """The conversations with a prompt that fits, as they are where it does, and the tokens of
+        each; None where the answers alone are too long."""
         rows = self._renderer.conversations([*conversations])
         first = int(conversations[0].messages[0].role == "system")
-        while (over := self._over(rows)) > 0:
+        while (over := sum(len(row.tokens) for row in rows) - self._limit) > 0:
             *before, question = conversations[0].messages[:-1]
             messages = [*before, question]
             turns = [at for at, message in enumerate(messages) if message.role == "user"]
@@ -358,11 +342,7 @@ class PromptCutter:
                 for chat in conversations
             )
             rows = self._renderer.conversations([*conversations])
-        return Shortened(conversations, rows)
-
-    def _over(self, rows: list[TokenSequence]) -> int:
-        """Tokens that the rows are too long by."""
-        return sum(len(row.tokens) for row in rows) - self._limit
+        return conversations, rows
 
     def _cut(self, text: str, over: int) -> str:
         """The text without at least one character, and without about ``over`` tokens."""
