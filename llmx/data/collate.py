@@ -125,7 +125,7 @@ def _by_token(lines: list[_Line], *, length: int, pad_id: int) -> dict[str, np.n
 def _of_task(
     samples: Sequence[Sample], lines: list[_Line], *, length: int, columns: Sequence[Column]
 ) -> dict[str, np.ndarray]:
-    """Which sequence and example tokens belong to, and the task's own columns."""
+    """The sequence and the example of each token, and the task's own columns."""
     schema = Schema(tuple(columns))
     by_token: dict[str, np.ndarray] = {
         column.name: np.zeros((len(lines), length, *column.shape), column.numpy_dtype)

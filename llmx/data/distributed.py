@@ -146,7 +146,7 @@ def _digest(value: Any) -> str:
 
 
 class RankStore:
-    """Values that every rank can read; each is written once."""
+    """A key-value store that every rank reads; each key is written once."""
 
     def __init__(self, name: str) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ class FileTransfer:
         self._group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Destroy the process group; nothing can be sent afterwards."""
         import torch.distributed as dist
 
         dist.destroy_process_group(self._group)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PER = ("token", "sequence", "example")
 CUTS = ("auto", "end", "start", "prompt", "none")
-"""What of a sequence may be cut where its example has more than ``data.seq_len`` tokens."""
+"""The parts of a sequence that may be cut if its example exceeds ``data.seq_len`` tokens."""
 RESERVED = frozenset(
     "tokens targets lengths samples examples sequences cut input_ids labels position_ids "
     "segment_ids weights sequence_ids example_ids".split()
@@ -41,13 +41,13 @@ class Column:
     """Values that a task stores beside the tokens, of one type and shape."""
 
     name: str
-    """In the store, in a batch, and as the keyword of ``Example.of``."""
+    """Its name in the store and in a batch, and the keyword of ``Example.of``."""
     per: str
     """``token``, ``sequence`` or ``example``: what has one value each."""
     dtype: str = "float32"
     """A number type of numpy."""
     shape: tuple[int, ...] = ()
-    """Of one value; empty for a number."""
+    """The shape of one value; empty for a number."""
 
     def __post_init__(self) -> None:
         usable = self.name.isidentifier() and not keyword.iskeyword(self.name)
@@ -73,7 +73,7 @@ class Column:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one value."""
+        """The size of one value in bytes."""
         return int(self.numpy_dtype.itemsize * np.prod(self.shape, dtype=np.int64))
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Tokens:
 
     ids: Sequence[int] | np.ndarray
     weight: Sequence[float] | np.ndarray | None = None
-    """Of each token as a target; None: 1. The first token of a sequence never is one."""
+    """The weight of each token as a target; None: 1. The first token is never a target."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns by token, each with as many values as there are ids."""
 
@@ -118,7 +118,7 @@ class Example:
 
     sequences: tuple[ExampleSequence, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """By name: the value of the example, or a value for each of its sequences."""
+    """Column name -> the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
     """What may go of an example that is too long, for all sequences or for each of them: its
     ``end``, its ``start``, of its ``prompt`` (all before the first target), or ``none``. Sequences
@@ -126,7 +126,7 @@ class Example:
     shared. ``auto``: the end of a single sequence (of a labelled one, the prompt), the prompts of
     several."""
     where: Where | None = None
-    """Of an example that is tokens alone: the place of its record; set by preparation."""
+    """The place of its record, if the sequences are ``Tokens``; set by preparation."""
 
     @classmethod
     def of(
@@ -137,13 +137,13 @@ class Example:
 
     @property
     def place(self) -> Where:
-        """Of its record in the sources, for messages."""
+        """The place of its record in the sources, for messages."""
         where = self.where or getattr(self.sequences[0], "where", None)
         return where or Where(Path("?"), 0, "row")
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """What may be cut of each sequence."""
+        """The part of each sequence that may be cut."""
         if isinstance(self.cut, tuple):
             return self.cut
         if self.cut != "auto":
@@ -155,7 +155,7 @@ class Example:
 
 
 class Encoding(Protocol):
-    """What preparation asks of a task. ``llmx.tasks.Task`` is one."""
+    """The interface of a task to data preparation, which ``llmx.tasks.Task`` has."""
 
     takes: ClassVar[tuple[type[Any], ...]]
     """The types of ``Row`` that ``encode`` takes, e.g. ``Conversation`` or ``Record``. A preference
@@ -182,7 +182,7 @@ class Encoding(Protocol):
         """Which tokens of a conversation are targets, as ``data.loss_on``."""
 
     def encoding_identity(self) -> dict[str, Any]:
-        """What else decides the examples, as JSON: another one is another store."""
+        """Everything else that decides the examples, as JSON; it names the store."""
 
     def check_source(self, source: DatasetSplit) -> None:
         """Raise ConfigError for data that the task cannot be trained on."""

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a plain line now and then in a log."""
+"""Progress of a preparation: a bar on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PreparationProgress:
     ) -> None:
         self.title = title
         self.bytes = 0
-        """Of text."""
+        """Bytes of text that were encoded."""
         self.tokens = 0
         self._total = total_bytes
         self._read = read or (lambda: self.bytes)
@@ -69,7 +69,7 @@ class PreparationProgress:
             self._bar.stop()
 
     def begin_here(self) -> None:
-        """What was read up to now was done before: the time that is left is reckoned from here."""
+        """Estimate the remaining time from here on: earlier rows were prepared before."""
         self._from = self._read()
         self._started = time.monotonic()
 
@@ -85,7 +85,7 @@ class PreparationProgress:
             print(f"{self.title}: {self.rates(now)}", file=self._stream, flush=True)
 
     def fraction(self) -> float:
-        """How much of the sources was read, 0 to 1; 0 where it is not known."""
+        """The fraction of the sources that was read, 0 to 1; 0 where their size is unknown."""
         return min(1.0, self._read() / self._total) if self._total else 0.0
 
     def rates(self, now: float | None = None) -> str:

@@ -61,7 +61,7 @@ raise ``COLUMNS_VERSION``, which leaves prepared text as it is."""
 COLUMNS_VERSION = 2
 """Raised when a record with columns, beside plain documents, becomes another row than before."""
 PREFERENCE_VERSION = 2
-"""The same for preference pairs alone."""
+"""Raised when a preference pair becomes another row than before."""
 LOOKED_AT = 100
 """First records of a source that tell its form where bad ones are skipped."""
 
@@ -175,7 +175,7 @@ class Source:
         return revision_of(self.hub or "")
 
     def digests(self, *, cache: Path) -> list[str]:
-        """What names the bytes: SHA-256 of each file, or the commit of a Hub dataset."""
+        """Names of the bytes: SHA-256 of each file, or the commit of a Hub dataset."""
         if self.hub:
             return [f"{PREFIX}{self.hub}@{self._revision}"]
         digests = []
@@ -187,7 +187,7 @@ class Source:
         return digests
 
     def identity(self) -> dict[str, object]:
-        """What decides which rows there are, beside the bytes."""
+        """Everything but the bytes of the files that decides the rows."""
         data, reading = self.data, self.reading
         also: dict[str, object] = {}
         if data.text_unit != "file":
@@ -253,7 +253,7 @@ class Source:
 
 
 def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
-    """For sources in which no record can be used, with what is wrong with the first."""
+    """The error for sources without a usable record, with the fault of the first."""
     if not rejected:
         return DataError(f"{printable(path)}: there is no row in it. Check data.path.")
     return DataError(
@@ -358,7 +358,7 @@ class DatasetSplit:
     left_out: Counter[str] = field(default_factory=Counter, compare=False)
     """Good records that ``rows()`` left out, by reason."""
     meter: Meter = field(default_factory=Meter, compare=False)
-    """How far ``rows()`` has read."""
+    """Counts the bytes that ``rows()`` has read."""
 
     @classmethod
     def of(
@@ -407,7 +407,7 @@ class DatasetSplit:
 
     @property
     def path(self) -> str:
-        """What is read, for messages: one path, or several."""
+        """The paths of its sources, for messages."""
         return ", ".join(source.path for source in self.sources)
 
     @property
@@ -466,15 +466,15 @@ class DatasetSplit:
         )
 
     def copies(self, source: Source) -> int:
-        """How often a source is read for its records."""
+        """How many times a source is read."""
         return math.ceil(source.weight) if self.name == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
-        """What names the bytes of each file or Hub dataset; see ``digest_of`` for ``cache``."""
+        """Names of the bytes of each file or Hub dataset; see ``digest_of`` for ``cache``."""
         return [digest for source in self.sources for digest in source.digests(cache=cache)]
 
     def identity(self) -> dict[str, object]:
-        """What decides which records there are, beside the bytes of the files."""
+        """Everything but the bytes of the files that decides the rows."""
         data = self.data
         identity: dict[str, object] = {
             "forms_version": FORMS_VERSION,
@@ -569,7 +569,7 @@ class DatasetSplit:
 def _shown(
     records: Iterator[Numbered], meter: Meter, progress: PreparationProgress
 ) -> Iterator[Numbered]:
-    """The same records; progress is told now and then."""
+    """The same records; updates the progress at every thousandth."""
     for number, record in enumerate(records):
         if number % 1000 == 0:
             progress.add(size=meter.bytes - progress.bytes)
@@ -577,4 +577,4 @@ def _shown(
 
 
 def _pass_over(error: RecordError) -> None:
-    """A bad record that is noted in another reading of the same records."""
+    """Ignores a bad record, which another reading of the same source records."""

@@ -53,7 +53,7 @@ class Adapter:
     trained: frozenset[str]
     """Names of the network's parameters that are trained, tied ones under all of their names."""
     quantization: dict[str, Any] | None = None
-    """How the weights of its base are kept in 4 bits, as transformers' ``BitsAndBytesConfig``."""
+    """The values of transformers' ``BitsAndBytesConfig``, if its base is kept in 4 bits."""
 
 
 def add_adapter(
@@ -340,7 +340,7 @@ def _grow(base: Any, directory: Path) -> None:
 
 
 def _dtype_of(directory: Path) -> torch.dtype:
-    """That of an adapter's file."""
+    """The dtype of the tensors in an adapter's file."""
     from safetensors import safe_open
 
     with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""How an adapter is called: in a network, and in the files of ``peft``. Standard library only."""
+"""Names of an adapter in a network and in the files of ``peft``. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 NAME = "default"
-"""What peft calls an adapter that nobody has named."""
+"""The name that peft gives an adapter by default."""
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 QUANTIZATION_FILE = "base_quantization.json"
-"""Beside them, where the base was kept in 4 bits: the values of ``BitsAndBytesConfig``."""
+"""The values of ``BitsAndBytesConfig``, if the base was kept in 4 bits."""
 
 PREFIX = "base_model.model."
-"""Of names in ``adapter_model.safetensors``."""
+"""The prefix of names in ``adapter_model.safetensors``."""
 MATRIX_A, MATRIX_B = ".lora_A.weight", ".lora_B.weight"
 MAGNITUDE = ".lora_magnitude_vector"
 """Ends of names there, behind that of the adapted layer."""
@@ -33,7 +33,7 @@ def exported_name(name: str) -> str:
 
 
 def read_quantization(directory: Path) -> dict[str, Any] | None:
-    """How the base of the adapter of ``directory`` was quantized; None where it was not."""
+    """The quantization of the base of the adapter in ``directory``; None if it has none."""
     path = directory / QUANTIZATION_FILE
     if not path.is_file():
         return None

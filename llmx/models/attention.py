@@ -21,10 +21,10 @@ from llmx.models.varlen import SEGMENTS
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """How a model is given a micro batch."""
+    """The arguments with which a model gets a micro batch."""
 
     implementation: str = "sdpa"
-    """What transformers calls ``attn_implementation``."""
+    """The value of transformers' ``attn_implementation``."""
     isolation: str = "mask"
     """What tells it which tokens belong together:
 
@@ -182,7 +182,7 @@ def _fast_without_mask(device: torch.device) -> bool:
 def _bound_arguments(
     bounds: tuple[int, ...], implementation: str, device: torch.device
 ) -> dict[str, Any]:
-    """Where rows begin, under the names that the kernels know."""
+    """The starts of rows, under the argument names of the kernels."""
     if implementation == SEGMENTS:
         # On the CPU, where attention reads it. Not a tuple: torch.compile would compile a block
         # anew for each number of rows.
@@ -205,7 +205,7 @@ def _bound_arguments(
 
 
 InWindow = Callable[[Any, Any, Any], Any]
-"""Of (line, query, key): whether the layer's window or chunk lets the one see the other."""
+"""(line, query, key) -> whether the layer's window or chunk lets the query see the key."""
 
 
 def _in_window(kind: str, window: int | None, positions: torch.Tensor) -> InWindow | None:

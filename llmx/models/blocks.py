@@ -25,7 +25,7 @@ class Stack:
     """The blocks of a network, one after the other."""
 
     owner: nn.Module
-    """Whose attribute they are."""
+    """The module that has the blocks as an attribute."""
     name: str
     blocks: nn.ModuleList
     least: int = 1
@@ -105,7 +105,7 @@ KEPT = frozenset(
 """Operators whose results are kept: nearly all of a block's time. What is left to compute again
 (norms, rotations, activation functions, additions) only moves memory."""
 KEPT_NAMES = ("flash_attn", "varlen_attn", "flex_attention")
-"""The same of kernels that are registered by packages, or only while a model runs."""
+"""Names of such operators that packages register, or that exist only while a model runs."""
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -37,7 +37,7 @@ class Group:
     transform: Any = None
     """transformers' ``WeightConverter``; None where the single source is the single target."""
     key: str = ""
-    """What transformers calls the group: the name of the first target, by its pattern."""
+    """transformers' name of the group: that of the first target, by its pattern."""
 
     def convert(
         self, read: Callable[[str], torch.Tensor], model: WholeShapes
@@ -54,12 +54,12 @@ class Group:
 
 @dataclass
 class LoadPlan:
-    """What of a checkpoint becomes what of a model."""
+    """How the tensors of a checkpoint become the weights of a model."""
 
     groups: list[Group] = field(default_factory=list)
-    """In the order of the model's weights."""
+    """The groups in the order of the model's weights."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the targets, as the checkpoint gives them."""
+    """Shapes of the targets, as the checkpoint gives them."""
     unexpected: list[str] = field(default_factory=list)
     """Names that would be weights of another model, as the conversion renames them."""
     conversions: list[Any] = field(default_factory=list)
@@ -181,7 +181,7 @@ def conversions_to_revert(model: nn.Module) -> list[Any]:
 
 
 def _conversions_of(model: nn.Module, **options: Any) -> list[Any]:
-    """What transformers' tables say of the architecture."""
+    """The conversions that transformers' tables have for the architecture."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return get_model_conversion_mapping(cast("PreTrainedModel", model), **options) or []
@@ -249,7 +249,7 @@ def _revert(stand_in: WholeShapes, tensors: dict[str, torch.Tensor]) -> dict[str
 
 
 def _group_key(conversions: list[Any], name: str) -> str:
-    """The same for weights that are written together."""
+    """A key that is equal for weights that are written together."""
     from transformers.core_model_loading import WeightConverter
 
     for conversion in reversed(conversions):

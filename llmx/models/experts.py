@@ -24,7 +24,7 @@ from llmx.errors import ConfigError
 from llmx.models.loss import to_device
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""Of ``load_balancing_loss_func``, as nearly all of transformers' models have it."""
+"""Parameters of ``load_balancing_loss_func`` in nearly all of transformers' models."""
 
 
 class Routing:
@@ -221,7 +221,7 @@ def _wants_loss(model: nn.Module) -> bool:
 
 
 def _coefficient(model: nn.Module) -> float | None:
-    """The weight of the auxiliary loss; None where the model names none."""
+    """The weight of the auxiliary loss; None if the model has none."""
     for name in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoe's is the second
         for place in (model, _text_config(model)):
             if (value := getattr(place, name, None)) is not None:

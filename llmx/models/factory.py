@@ -100,14 +100,14 @@ def vocab_rows(model: ModelConfig, plain: Any, tokenizer: Any) -> int:
 
 
 def new_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Of the tokens that are added to a pretrained model."""
+    """Ids of the tokens that are added to a pretrained model."""
     if model.init == "scratch":
         return ()
     return tuple(tokenizer.convert_tokens_to_ids(added_tokens(model)))
 
 
 def plain_config(model: ModelConfig) -> Any:
-    """The same before anything is set from the tokenizer."""
+    """The Hugging Face config before anything is set from the tokenizer."""
     from transformers import AutoConfig
 
     overrides = dict(model.config)
@@ -266,7 +266,7 @@ def _load(
 
 
 def _dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
-    """Of the engine."""
+    """The dtype that the engine computes in."""
     for name in ("bf16", "fp16"):
         if ds_config.get(name, {}).get("enabled"):
             return DTYPES[name]

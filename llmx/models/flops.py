@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What of a model counts, so that a step's operations follow from its tokens."""
+    """Sizes of a model from which a step's operations follow."""
 
     matrices: float
     """Elements of the weights that a token is multiplied with, without the head: of the experts
@@ -60,7 +60,7 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
-    """Of a language model or another network, sharded or not."""
+    """The sizes of a language model or another network, sharded or not."""
     in_part = any(parameter.requires_grad for parameter in model.parameters())
     config = cast("PreTrainedModel", model).config.get_text_config()
     head = output_embedding(model)
@@ -121,7 +121,7 @@ def _of_whole_sequences(model: nn.Module, *, has_head: bool) -> set[int]:
 
 
 def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
-    """For each weight of an expert: the part of the tokens that are multiplied with it."""
+    """Id of each weight of an expert -> the fraction of tokens that are multiplied with it."""
     chosen = next(
         (
             int(value)

@@ -69,7 +69,7 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def exported_generation_config(model: Any, config: Any, *, tokenizer: Any) -> Any:
-    """What is written beside the weights: the model's own, with every stop token."""
+    """The generation config to write beside the weights: the model's, with every stop token."""
     from transformers import GenerationConfig
 
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
@@ -118,7 +118,7 @@ class Decoder(Protocol):
 
     @property
     def config(self) -> Any:
-        """The Hugging Face config."""
+        """The Hugging Face config of the model."""
 
     @property
     def vocab_size(self) -> int:
@@ -126,15 +126,15 @@ class Decoder(Protocol):
 
     @property
     def attention(self) -> AttentionMethod:
-        """How it is given a batch."""
+        """The method by which it gets a batch."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of the activations."""
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs lie."""
+        """The device of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _layers_are(cache: Any, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model has added to a prompt.
+    """The tokens that a model has added to a prompt.
 
     ``logps`` and ``sampled_logps`` are the same number where tokens are drawn with temperature 1
     and without truncation. A policy gradient compares the policy that draws with the one that is
@@ -269,7 +269,7 @@ class Completion:
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
-        """Those to decode: without the stop token."""
+        """The tokens to decode: all but the stop token."""
         return self.tokens[:-1] if self.ended == STOP else self.tokens
 
 
@@ -404,7 +404,7 @@ def _all_take_left_padding(model: Decoder, *, world: int) -> bool:
 
 
 def cache_argument(model: Decoder) -> str | None:
-    """What the model's forward calls a ``DynamicCache``; None where it takes none."""
+    """The forward's argument for a ``DynamicCache``; None if it has none."""
     if getattr(model.config, "model_type", "") in OWN_CACHE:
         return None
     names = ("past_key_values", "cache_params")

@@ -139,7 +139,7 @@ def _batches(layers: list[Layer]) -> Iterator[list[Layer]]:
 
 
 TOGETHER_BYTES = 4 * 2**30
-"""Of the layers that a rank holds whole on the host while they are drawn."""
+"""The most bytes of layers that a rank holds whole on the host while they are drawn."""
 
 
 def _num_bytes(layer: nn.Module) -> int:
@@ -147,7 +147,7 @@ def _num_bytes(layer: nn.Module) -> int:
 
 
 def _num_threads() -> int:
-    """Of this rank: the cores of the host are shared by its ranks."""
+    """Threads of this rank: its share of the host's cores."""
     local_ranks = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
@@ -214,7 +214,7 @@ RANDOM = frozenset(
     "normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_ normal rand "
     "randn randint randperm bernoulli multinomial".split()
 )
-"""What draws, as PyTorch calls it; ``trunc_normal_`` and the like are made of these."""
+"""PyTorch's functions that draw; ``trunc_normal_`` and the like are made of these."""
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ INDEPENDENT = 5e-3
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Which methods are right for a model."""
+    """The methods of attention that are right for a model."""
 
     packed: AttentionMethod | None
     padded: AttentionMethod | None
@@ -66,7 +66,7 @@ class TrialResult:
     unknown: str = ""
     """Why nothing could be tried."""
     config_error: str = ""
-    """Why what the config asks for is impossible on this host: nothing was tried."""
+    """Why this host cannot run what the config asks for; nothing was tried."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -240,7 +240,7 @@ def _make_trial(
 
 
 def tiny_model(config: Any, *, remote: bool, head: str = CAUSAL_LM) -> Any:
-    """In training mode without dropout, weights so large that everything is felt."""
+    """A model in training mode, with weights so large that every input has an effect."""
     network = auto_class(head)
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
@@ -352,7 +352,7 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
 
 
 def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
-    """What is wrong with this method; None where it computes what the rows give alone."""
+    """The problem of a method; None if it computes the loss and gradient of single rows."""
     model = trial.model
     name, attention = type(model).__name__, name_of_attention(method.implementation)
     try:
@@ -420,7 +420,7 @@ def _own_labels(samples: Sequence[Sample], batch: dict[str, torch.Tensor]) -> to
 
 @torch.no_grad()
 def _changed_by_others(trial: _Trial, method: AttentionMethod) -> float:
-    """How much of the loss of the second row depends on the rows before and after it."""
+    """The relative change of the second row's loss with other rows beside it."""
     losses = []
     for other in (0, 1):
         sample = _sample(PACKED[0], seed=0)

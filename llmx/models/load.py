@@ -29,7 +29,7 @@ INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 MEAN_ROWS = 1024
-"""Of a table that are summed at a time."""
+"""Rows of a table that are summed at a time."""
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of checkpoints that older versions wrote: computed anew, not learned."""
@@ -116,7 +116,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name, from the files' headers: nothing is read."""
+        """Name -> shape, from the files' headers: no tensor is read."""
         return dict(self._shapes)
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -436,7 +436,7 @@ class TargetPositions:
 
 
 def target_positions(labels: torch.Tensor, device: torch.device) -> TargetPositions:
-    """Of ``labels`` (see ``micro_batch_loss``), in their order."""
+    """The positions of the targets in ``labels`` (see ``micro_batch_loss``), in their order."""
     rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
     tokens, empty = labels[rows, columns], rows.numel() == 0
     if empty:

@@ -52,7 +52,7 @@ from llmx.models.spec import MASKED_LM as MASKED_LM
 from llmx.models.spec import ModelSpec as ModelSpec
 
 SEEDS = "draw_seeds"
-"""Of a batch: int64 [sequences], a seed for each of its sequences (``Task.draws``)."""
+"""Key of a batch: int64 [sequences], a seed for each of its sequences (``Task.draws``)."""
 
 
 def embedding_noise(
@@ -148,7 +148,7 @@ class Model:
     device: torch.device
     routing: Routing
     adapter: Adapter | None = None
-    """What is trained of it, where its base is frozen."""
+    """The adapter that is trained, if its base is frozen."""
     fused_loss: bool = False
     """Head and loss are computed together (``llmx.models.loss``)."""
     of_base: bool = False
@@ -340,7 +340,7 @@ class NetworksByName(nn.Module):
             self.add_module(name, network.eval() if name in frozen else network)
 
     def train(self, mode: bool = True) -> NetworksByName:
-        """As ever, but that frozen networks stay without dropout."""
+        """Set the mode, but keep frozen networks without dropout."""
         super().train(mode)
         for name in self._frozen:
             self.get_submodule(name).eval()
@@ -436,7 +436,7 @@ def head_of(config: Any) -> str:
 
 
 def auto_class(head: str) -> Any:
-    """``AutoModelForCausalLM`` and its like."""
+    """The class of transformers that builds a network with this head."""
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[head])

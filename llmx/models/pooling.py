@@ -25,7 +25,7 @@ MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
 """The mean over a sequence's tokens, its first token, its last one."""
 
 POOLING_FILE = "1_Pooling/config.json"
-"""Where a model of sentence-transformers says how it pools."""
+"""The file in which sentence-transformers records the pooling of a model."""
 _PUBLISHED = {
     "pooling_mode_mean_tokens": MEAN,
     "pooling_mode_cls_token": CLS,

@@ -28,7 +28,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are kept."""
+    """The format of weights in 4 bits."""
 
     kind: str
     """``nf4`` or ``fp4``."""
@@ -37,7 +37,7 @@ class Quantization:
 
     @classmethod
     def of(cls, adapter: AdapterConfig) -> Quantization | None:
-        """That of ``adapter.quantize``; None without."""
+        """The format that ``adapter.quantize`` names; None for ``none``."""
         if adapter.kind == "none" or adapter.quantize == "none":
             return None
         return cls(adapter.quantize, adapter.double_quant)
@@ -175,7 +175,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
-    """By name."""
+    """Name -> layer, of all layers whose weights are kept in 4 bits."""
     return {
         name: module
         for name, module in network.named_modules()

@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most likely token is taken, and nothing is drawn."""
         return self.temperature == 0
 
     @property

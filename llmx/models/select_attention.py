@@ -113,7 +113,7 @@ def common_layout(
 
 
 def suitable(head: str) -> str:
-    """What to choose instead of a model that cannot be trained with this head."""
+    """The kind of model to choose instead of one that cannot be trained with this head."""
     return "a causal language model" if head == CAUSAL_LM else "another architecture"
 
 

@@ -15,7 +15,7 @@ from llmx.config.model_rules import added_tokens
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "sequence_classification"
 MASKED_LM, BACKBONE = "masked_lm", "backbone"
 HEADS = (CAUSAL_LM, MASKED_LM, CLASSIFICATION, BACKBONE)
-"""What a network can end in; a backbone in its hidden states."""
+"""The last part of a network; a backbone ends in its hidden states."""
 LANGUAGE_MODELS = (CAUSAL_LM, MASKED_LM)
 """Heads that score the tokens of the vocabulary."""
 

@@ -51,7 +51,7 @@ WIDTHS = {
     "unpadded_vocab_size": 96, "shape_vocab_size": 96, "pronunciation_vocab_size": 96,
     "ngram_vocab_size_base": 96,
 }  # fmt: skip
-"""What a tiny config has instead, where it has the key and a larger value."""
+"""Key of a config -> its largest value in a tiny config."""
 
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
@@ -67,7 +67,7 @@ WINDOWS = (
     "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size",
     "window_size", "local_attention", "keep_window_size",
 )  # fmt: skip
-"""How far back some of its layers see, in tokens."""
+"""Keys of windows: how many tokens back some layers see."""
 LONG_WINDOW = 512
 """A window that no test's row reaches."""
 INDEX_LISTS = (

@@ -26,7 +26,7 @@ from torch.nn import functional
 VARLEN = "llmx_varlen"
 SEGMENTS = "llmx_segments"
 IMPLEMENTATIONS = {"varlen": VARLEN, "segments": SEGMENTS}
-"""What ``model.attention`` calls what transformers knows under another name."""
+"""Value of ``model.attention`` -> the name that transformers knows."""
 
 
 def name_of_attention(implementation: str) -> str:
@@ -104,7 +104,7 @@ def _by_kernel(
     max_length_q: int | None = None,
     **_options: Any,
 ) -> torch.Tensor:
-    """All rows at once."""
+    """Attention over all rows in one launch of the kernel."""
     if cu_seq_lens_q is None or max_length_q is None:
         raise Unsupported("the model does not hand cu_seq_lens_q to its attention")
     head, width = query.shape[-1], value.shape[-1]

@@ -57,7 +57,7 @@ def task_class(kind: str) -> type[Task]:
 
 
 def _shipped(kind: str) -> type[Task]:
-    """Of ``llmx/tasks/KIND.py`` the class that is called as the file is: ``Sft``, ``MaskedLm``."""
+    """The class in ``llmx/tasks/KIND.py`` that has the file's name: ``Sft``, ``MaskedLm``."""
     module = importlib.import_module(f"{__name__}.{kind}")
     name = kind.replace("_", "")
     classes: list[type[Task]] = [

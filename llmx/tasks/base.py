@@ -40,8 +40,8 @@ Logits = Literal["summed", "whole", "none"]
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one micro batch. A step's gradient is that of ``sum`` over the step divided by ``weight``
-    over the step, whatever the split over ranks, micro batches and packing."""
+    """The loss of one micro batch. A step's gradient is that of ``sum`` over the step divided by
+    ``weight`` over the step, whatever the split over ranks, micro batches and packing."""
 
     sum: torch.Tensor
     """fp32 scalar with a graph."""
@@ -56,7 +56,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class JointLoss:
-    """Of all examples of a step, each as it is among the others. Everything is [examples]."""
+    """The losses of all examples of a step, which depend on each other. Arrays are [examples]."""
 
     losses: torch.Tensor
     """fp32, with a graph."""
@@ -91,7 +91,7 @@ class Table:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
-    """By row."""
+    """The values of each row."""
 
 
 class Accumulator:
@@ -111,7 +111,7 @@ class Accumulator:
         raise NotImplementedError(f"{type(self).__name__}.values")
 
     def tables(self) -> list[Table]:
-        """What the report shows beside the metrics."""
+        """Tables that the report shows beside the metrics."""
         return []
 
 
@@ -236,7 +236,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """``task.kind``."""
+        """The value of ``task.kind``."""
         return self.exp.task.kind
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from llmx.tasks.base import Accumulator, Table
 
 MOST_CLASSES_SHOWN = 50
-"""Of more classes no confusion matrix is shown."""
+"""The most classes for which a confusion matrix is shown."""
 
 
 def f1(right: np.ndarray, predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ class Classes(Measured):
         return self._gathered(np.zeros((0, len(self.names)), np.float32), np.zeros(0, np.int64))
 
     def confusion(self) -> np.ndarray:
-        """How often each class was taken for each: int64 [actual, predicted]."""
+        """The number of examples by class: int64 [actual, predicted]."""
         scores, labels = self._arrays()
         count = len(self.names)
         counts = np.bincount(labels * count + scores.argmax(axis=1), minlength=count * count)
@@ -147,6 +147,6 @@ class Numbers(Measured):
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """The mean of the values that are not None; None without any."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None

@@ -40,12 +40,12 @@ PROBLEMS = {
 LABEL_BYTES = {SINGLE: 64, MULTI: 512}
 """Room for the label of an example: its name, or the JSON list of its names, in UTF-8."""
 CLASSES_NAMED = 20
-"""In a line of the log."""
+"""The most classes that a line of the log names."""
 
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=classify``."""
 
     problem: str = choice(SINGLE, MULTI, REGRESSION)
     """``single_label``: one of several classes; ``multi_label``: any number of labels, as a list or
@@ -74,7 +74,7 @@ class Options:
 
 @dataclass
 class _Seen:
-    """What follows from the training data."""
+    """The labels of the training data, and their weights."""
 
     names: tuple[str, ...] = ()
     index: dict[str, int] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Classify(Task):
     # Data
 
     def encoding_identity(self) -> dict[str, Any]:
-        """What decides the examples: not how they are weighed."""
+        """The options that decide the examples; weights of classes do not."""
         options = self.options
         also = {"separator": options.separator} if self.problem == MULTI else {}
         return {
@@ -256,7 +256,7 @@ class Classify(Task):
         return lines
 
     def _counts(self, store: SampleStore) -> Counter[str]:
-        """How many examples have each label."""
+        """The number of examples with each label."""
         raw = np.ascontiguousarray(store.values_of("label"))
         rows, repeated = np.unique(raw.view(f"S{raw.shape[1]}"), return_counts=True)
         counts: Counter[str] = Counter()
@@ -293,7 +293,7 @@ class Classify(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Of held-out rows; accuracy of training steps, too."""
+        """Metrics of held-out rows; the accuracy of training steps, too."""
         if self.problem == REGRESSION:
             return {
                 "mae": Metric("mean absolute error", "number", higher_is_better=False),

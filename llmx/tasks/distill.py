@@ -37,7 +37,7 @@ IDS, LOGPS = "teacher_ids", "teacher_logps"
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=distill``."""
 
     teacher: str = model_source()
     """The model to learn from: a directory or a Hub id, with the tokenizer of the run. Its
@@ -142,7 +142,7 @@ class Distill(Task):
         )
 
     def precompute_identity(self) -> dict[str, Any]:
-        """How many there are is said by the columns."""
+        """The temperature; the columns say how many tokens are stored."""
         return {"columns": "top", "version": 1, "temperature": self.options.temperature}
 
     def precompute(self, models: Models, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -45,7 +45,7 @@ SMOOTHED = ("sigmoid", "robust", "simpo")
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=dpo``."""
 
     loss: str = choice(
         *("sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "sppo_hard", "nca_pair", "kto")
@@ -237,13 +237,13 @@ class Dpo(Task):
         return torch.stack([logp - reference, per_token], dim=1)
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
-        """Of KTO, whose reference point is that of the whole step."""
+        """The losses of KTO, whose reference point is that of the whole step."""
         return kto_step(self.options, outputs, columns)
 
     def evaluate(
         self, models: Models, batches: Iterable[Batch]
     ) -> Mapping[str, Mean | Accumulator]:
-        """Of KTO beside the reference point of all held-out answers."""
+        """Evaluate KTO with one reference point for all held-out answers."""
         if not self.joint:
             return super().evaluate(models, batches)
         answers = HeldOutAnswers(self.options)
@@ -260,10 +260,10 @@ class HeldOutAnswers(Accumulator):
         self._outputs: list[np.ndarray] = []
         self._desirable: list[np.ndarray] = []
         self._sizes: list[np.ndarray] = []
-        """By micro batch: answers of each example."""
+        """By micro batch: the number of answers of each example."""
 
     def add(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Of a micro batch."""
+        """Add the answers of a micro batch."""
         if len(outputs):
             self._outputs.append(outputs.detach().cpu().numpy())
             self._desirable.append(batch[DESIRABLE].numpy().copy())

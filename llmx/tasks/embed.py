@@ -35,14 +35,14 @@ TEXT = "text_id"
 """The column that tells equal texts."""
 EXAMPLES = "example_ids"
 CUTOFF = 10
-"""Of the reciprocal rank."""
+"""The rank from which a reciprocal rank counts as 0."""
 ROOM = 2**24
 """Similarities that are computed at once."""
 
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=embed``."""
 
     temperature: float = number(0.05, above=0, maximum=100, example=0.05)
     """Similarities are divided by it: less sets the most similar wrong passages further apart."""
@@ -96,7 +96,7 @@ class Embed(Task):
     # Data
 
     def encoding_identity(self) -> dict[str, Any]:
-        """What decides the examples: the prompts, and no other option."""
+        """The options that decide the examples: the prompts alone."""
         prompts = [self.options.query_prompt, self.options.passage_prompt]
         return {"kind": "pairs of texts", "version": 1, "prompts": prompts}
 
@@ -111,7 +111,7 @@ class Embed(Task):
         return Example.of(*documents, cut="end", text_id=[number_of(text) for text in texts])
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
-        """How much a query is told apart from."""
+        """Log how many passages a query is compared with."""
         pairs = train.num_examples(np.arange(len(train)))
         negatives = train.num_sequences - 2 * pairs
         if pairs < 2 and not negatives:
@@ -173,7 +173,7 @@ class Embed(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Of held-out pairs: each query against all held-out passages; of a step, its own."""
+        """Metrics of each query against all held-out passages, or those of its step."""
         recall = f"recall@{self.options.recall_at}"
         return {
             "accuracy": Metric(
@@ -195,7 +195,7 @@ class Embed(Task):
     # What is exported
 
     def export_files(self, model: Model) -> Mapping[str, str]:
-        """What makes the exported directory one of sentence-transformers."""
+        """The files with which sentence-transformers loads the exported directory."""
         from llmx.models.pooling import POOLING_FILE, pooling_config
 
         width = int(model.config.get_text_config().hidden_size)
@@ -233,7 +233,7 @@ class Embed(Task):
 
 
 def _published(model: Model) -> str | None:
-    """How the pretrained model pools, where it says so."""
+    """The pooling of the pretrained model, if its files name one."""
     from llmx.models.pooling import POOLINGS, published_pooling
 
     path = getattr(model.config, "_name_or_path", None)
@@ -254,7 +254,7 @@ def number_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which vectors of a step are queries and which are passages."""
+    """The places of queries and passages among the vectors of a step."""
 
     queries: torch.Tensor
     """int64 [pairs]: places among the vectors."""
@@ -394,10 +394,10 @@ class Retrieval(Accumulator):
         self._vectors: list[np.ndarray] = []
         self._texts: list[np.ndarray] = []
         self._sizes: list[np.ndarray] = []
-        """By micro batch: sequences of each example."""
+        """By micro batch: the number of sequences of each example."""
 
     def add(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Of a micro batch."""
+        """Add the vectors of a micro batch."""
         if len(outputs):
             self._vectors.append(outputs.detach().float().cpu().numpy())
             self._texts.append(batch[TEXT].numpy().copy())

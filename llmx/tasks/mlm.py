@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=mlm``."""
 
     mask_probability: float = 0.15
     """Part of the tokens that are to be predicted; special tokens never are."""
@@ -70,7 +70,7 @@ class Mlm(Task):
         return {}
 
     def models(self) -> dict[str, ModelSpec]:
-        """One masked language model."""
+        """One masked language model, which is trained."""
         from llmx.models.spec import MASKED_LM, ModelSpec
 
         return {"policy": ModelSpec(head=MASKED_LM)}
@@ -82,7 +82,7 @@ class Mlm(Task):
         return masked(sample, key, self.options, self._vocabulary)
 
     def weight(self, batch: Batch) -> float:
-        """Its hidden tokens."""
+        """The number of hidden tokens in the batch."""
         return float((batch["labels"] != IGNORE).sum())
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -113,7 +113,7 @@ def check_options(options: Options) -> None:
 
 
 class Vocabulary:
-    """What masking knows of a tokenizer."""
+    """The ids of a tokenizer by their role in masking."""
 
     def __init__(self, tokenizer: Any, *, whole_words: bool) -> None:
         self.mask_id = int(tokenizer.mask_token_id)
@@ -126,7 +126,7 @@ class Vocabulary:
         self.ordinary = np.flatnonzero(used & ~self.is_special)
         """Ids that may take the place of another."""
         self.continues = np.zeros(size, np.bool_)
-        """Of each token: whether it goes on with the word before it."""
+        """bool [ids]: whether a token continues the word before it."""
         if whole_words:
             self.continues[_continuing(tokenizer, ids)] = True
             self.continues &= ~self.is_special

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    """Of ``task.options``."""
+    """``task.options`` of ``task=reward``."""
 
     margin: float = number(0.0, minimum=0, maximum=1000)
     """By how much the better answer is to score higher (Llama 2); the ``margin`` of a row, where
@@ -47,7 +47,7 @@ class Reward(Task):
     logits = "none"
 
     def encoding_identity(self) -> dict[str, Any]:
-        """What decides the examples: no option does."""
+        """A version: no option decides the examples."""
         return {"kind": "reward", "version": 2}
 
     def encode(self, row: Preference) -> Example:
@@ -70,7 +70,7 @@ class Reward(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Of training steps and of held-out pairs."""
+        """Metrics of training steps and of held-out pairs."""
         kinds = ("train", "eval")
         return {
             "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),

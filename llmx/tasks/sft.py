@@ -98,7 +98,7 @@ class Sft(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Of greedy completions: exact match, or ``task.eval_metrics``."""
+        """Metrics of greedy completions: exact match, or ``task.eval_metrics``."""
         return completion_metrics(self.exp.task)
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -113,7 +113,7 @@ class Sft(Task):
         return next_token_loss(model, batch, token_loss=terms, embedding_noise=noise)
 
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Of the first ``task.eval_generate`` held-out conversations; read once, then kept."""
+        """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
         limit = self.exp.task.eval_generate
         if self._eval_prompts is None:
             prompts = (
@@ -132,5 +132,5 @@ class Sft(Task):
         return self._eval_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
-        """How near the completions are to the expected ones."""
+        """The metrics of the completions, compared with the expected ones."""
         return completion_scores(self.exp.task, prompts, completions)

@@ -68,10 +68,10 @@ class Rule:
     groups: tuple[str, ...]
     """Formats, or ``Format.groups``, for which it holds; ``every`` of them."""
     harmless: Callable[[Any], bool]
-    """Of a value that is not empty."""
+    """Whether a value that is not empty changes nothing."""
     reason: str
     means: str
-    """What the value says."""
+    """The meaning of the value, for the message."""
     fix: str
     """``{name}`` is the column's name."""
     ignorable: bool = True
@@ -281,14 +281,14 @@ class ColumnCheck:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of all records that have the same columns."""
+    """How the columns of a record are used: the same for all records with these columns."""
 
     used: frozenset[str]
     """The columns that are read."""
     unread: list[tuple[str, list[Rule]]]
     """The others, with the rules for them."""
     turn_columns: list[str]
-    """Those that hold turns."""
+    """The columns that hold turns."""
 
 
 def _has_placeholder(record: Record, used: frozenset[str]) -> bool:

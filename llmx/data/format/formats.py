@@ -67,14 +67,14 @@ Reader = Callable[[Record, Reading], Row | None]
 
 @dataclass(frozen=True)
 class Format:
-    """A dataset format."""
+    """A dataset format: how it is recognised, and how its records are read."""
 
     name: str
-    """As in ``data.form``."""
+    """The value of ``data.form``."""
     reads: tuple[str, ...]
     """Our names of the columns that it reads."""
     readers: Mapping[type, Reader]
-    """What a record of it can be, the most particular first, and how it is read."""
+    """Type of row -> its reader, the most specific type first."""
     keys: tuple[str, ...] = ()
     """The columns by which it is recognised where no other format has all of its own."""
     recognises: Callable[[Record, Reading, tuple[type, ...]], bool] | None = None
@@ -88,7 +88,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
-"""By name, in the order in which they are tried."""
+"""Name -> format, in the order in which they are tried."""
 
 
 def register(dataset_format: Format) -> None:
@@ -254,7 +254,7 @@ def _prompt_and_answer(record: Record, reading: Reading) -> list[Message]:
 
 
 def _instruction_and_output(record: Record, reading: Reading) -> list[Message]:
-    """The turns of ``alpaca``."""
+    """The turns of a record in the format ``alpaca``."""
     prompt = text_of(record, reading.column("instruction"))
     answer = text_of(record, reading.column("output"))
     if record.value.get(reading.column("input")) not in (None, ""):
@@ -579,7 +579,7 @@ def _two_answers(record: Record, reading: Reading) -> list[tuple[str, str, Any]]
 
 
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
-"""As the helpful-harmless data of Anthropic marks the turns of a transcript."""
+"""Marks a turn in the transcripts of Anthropic's helpful-harmless data."""
 
 
 def transcript(text: str) -> list[dict[str, str]]:

@@ -27,7 +27,7 @@ class Message:
     calls: str = ""
     said: str = ""
     weight: float = 1.0
-    """Of each of its tokens in the loss (``Encoding.turn_weights``)."""
+    """The weight of each of its tokens in the loss (``Encoding.turn_weights``)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a tokenizer is trained on."""
+        """The texts that a tokenizer is trained on."""
         return (*(message.content for message in self.messages), self.tools)
 
 
@@ -72,7 +72,7 @@ class Labelled:
     title: ClassVar[str] = "labelled rows"
     text: str
     label: Any
-    """As it is in the data: a name, a number, a list of names."""
+    """The value in the data: a name, a number, or a list of names."""
     name: str
     """What ``data.label_names`` calls it; of a label that is no text or whole number, its text."""
     where: Where
@@ -100,7 +100,7 @@ class Preference:
     chosen: Conversation
     rejected: Conversation
     margin: Any = None
-    """By how much the one is better, as it is in the data (``margin``); None where it is not."""
+    """The value of the column ``margin``, if there is one: how much better ``chosen`` is."""
 
     @property
     def where(self) -> Where:

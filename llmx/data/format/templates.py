@@ -138,7 +138,7 @@ def opening_token(tokenizer: Any) -> int | None:
 
 
 def closing_token(tokenizer: Any) -> int | None:
-    """What a text ends with: the EOS token; [SEP] of a tokenizer that has none (BERT)."""
+    """The token that ends a text: EOS, or [SEP] of a tokenizer without one (BERT)."""
     eos = tokenizer.eos_token_id
     token_id = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
     return None if token_id is None else int(token_id)

@@ -34,7 +34,7 @@ RESULTS = ("observation", "tool_response")
 TURN_WEIGHTS = ("weight", "loss_weight")
 """Columns that hold the weight of a turn."""
 MAX_WEIGHT = 1000
-"""Of a turn."""
+"""The largest weight that a turn may have."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of a content's parts that are text."""
 
@@ -237,7 +237,7 @@ def _role_name(turn: Any) -> str:
 
 
 def _content(turn: dict[str, Any], role: str) -> Any:
-    """What a turn holds; the text of a list of parts."""
+    """The content of a turn; a list of text parts is joined."""
     content, value = turn.get("content"), turn.get("value")
     if content in (None, "", []) and value is not None:  # a table has both, for all its records
         content = value
@@ -348,7 +348,7 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class _WrongTurn(Exception):
-    """What is wrong with a turn; ``turns`` says which turn it is."""
+    """An error in a turn, without its place; ``turns`` adds the place."""
 
     def __init__(self, reason: str, problem: str, value: Any) -> None:
         super().__init__(problem)

@@ -40,10 +40,10 @@ from llmx.run.rundir import write_json
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
 """The bundled set: train.jsonl, eval.jsonl, tokenizer/ (made by scripts/make_demo_data.py)."""
 WORTH_BYTES = 1 << 20
-"""Files that are smaller are sooner read again than their digest is looked up."""
+"""Smaller files are hashed again: that is faster than looking their digest up."""
 READ_BYTES = 1 << 18
 DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
-"""What reading a damaged file raises; bz2 raises an OSError without a number."""
+"""Errors of reading a damaged file; bz2 raises an OSError without a number."""
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:

@@ -112,7 +112,7 @@ def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
 
 
 def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
-    """What stands between empty lines as a document, without the last line end."""
+    """Each run of lines between empty lines as a document, without its last line end."""
     paragraph: list[str] = []
     start: Where | None = None
     for line, where in lines:
@@ -219,7 +219,7 @@ def _not_json(line: str, where: Where, error: Exception) -> RecordError:
 
 
 def no_object(value: Any, where: Where) -> RecordError:
-    """For a record that is JSON, but not an object."""
+    """The error for a record that is JSON, but not an object."""
     return RecordError(
         f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
         '{"text": "..."}.',

@@ -35,7 +35,7 @@ class Row(Protocol):
     """What a record means, in a form that a task may take (``Encoding.takes``)."""
 
     title: ClassVar[str]
-    """Of several of its kind, for messages."""
+    """The plural of its kind, for messages."""
 
     @property
     def where(self) -> Where:
@@ -43,7 +43,7 @@ class Row(Protocol):
 
     @property
     def content(self) -> bytes:
-        """What it says: equal for rows of which ``data.deduplicate`` keeps one."""
+        """Bytes that are equal for rows of which ``data.deduplicate`` keeps one."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Document:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a tokenizer is trained on."""
+        """The texts that a tokenizer is trained on."""
         return (self.text,)
 
 
@@ -108,10 +108,10 @@ def utf8_bytes(texts: Iterable[str]) -> int:
 
 @dataclass
 class Meter:
-    """How far a reading is."""
+    """Counts the bytes that were read."""
 
     bytes: int = 0
-    """Of the files as they are on disk."""
+    """Bytes of the files as they are on disk."""
 
 
 class RecordError(DataError):
@@ -123,11 +123,11 @@ class RecordError(DataError):
         self.reason = reason
         """A few words, the same for every record with this fault: what is counted by."""
         self.content = content
-        """What was read, as far as it is known."""
+        """The record as it was read, as far as it is known."""
 
 
 OnBad = Callable[[RecordError], None]
-"""What is done with a bad record: raise it, or note it and go on."""
+"""Handles a bad record: raises it, or records it and goes on."""
 
 
 def refuse(error: RecordError) -> None:
@@ -153,7 +153,7 @@ class RecordDecoder(json.JSONDecoder):
 
 
 def key_twice(key: str, value: Any, where: Where) -> RecordError:
-    """For a record that has a key twice."""
+    """The error for a record that has a key twice."""
     return RecordError(
         f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
         "defined. Write it once.",
@@ -193,7 +193,7 @@ def wrong_record(record: Record, reason: str, problem: str, value: Any = None) -
 
 MEMORY_BYTES = 1 << 20
 CONTENT_CHARS = 100_000
-"""Of a rejected record so much is kept."""
+"""The length to which the content of a rejected record is cut."""
 
 
 class RejectedUnwritten(DataError):
@@ -207,7 +207,7 @@ class RejectedRecords:
     def __init__(self, file: Path | None = None, *, state: dict[str, Any] | None = None) -> None:
         """``state``: go on from there (see ``state``); what ``file`` has beyond it is cut off."""
         self.counts: Counter[str] = Counter((state or {}).get("counts", {}))
-        """How many records for each reason."""
+        """The number of records by reason."""
         self._lines: IO[bytes]
         if file is None:
             self._lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
@@ -224,7 +224,7 @@ class RejectedRecords:
         return {"counts": dict(self.counts), "size": self._lines.tell()}
 
     def add(self, error: RecordError) -> None:
-        """Note one record."""
+        """Count a record, and write it with its message."""
         self.counts[error.reason] += 1
         line = {
             "file": str(error.where.file),
@@ -240,21 +240,21 @@ class RejectedRecords:
         self._lines.write(text + b"\n")
 
     def clear(self) -> None:
-        """Forget all, for another reading of the same records."""
+        """Drop all records, for another reading of the same source."""
         self.counts.clear()
         self._lines.seek(0)
         self._lines.truncate()
 
     @property
     def first(self) -> str:
-        """What is wrong with the first one; empty where there is none."""
+        """The message of the first one; empty where there is none."""
         self._lines.seek(0)
         line = self._lines.readline()
         self._lines.seek(0, os.SEEK_END)
         return str(json.loads(line)["message"]) if line else ""
 
     def copy_to(self, stream: IO[bytes]) -> None:
-        """Write all lines."""
+        """Append all rejected records to a stream."""
         self._lines.seek(0)
         shutil.copyfileobj(self._lines, stream)
 

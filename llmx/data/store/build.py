@@ -268,7 +268,7 @@ def _finalize(
 def nothing_left(
     path: str, rows_read: int, dropped: dict[str, int], rejects: Sequence[RejectedRecords]
 ) -> DataError:
-    """For sources of which no row is left to train on: what became of the rows, and why."""
+    """The error for sources without a row to train on; says why rows were dropped."""
     rejected: Counter[str] = Counter()
     for group in rejects:
         rejected.update(group.counts)

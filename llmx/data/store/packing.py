@@ -127,7 +127,7 @@ def _smallest(largest: int) -> type[np.signedinteger[Any]]:
 
 
 def _borders(sizes: np.ndarray) -> np.ndarray:
-    """Where each of consecutive runs begins, and where the last ends."""
+    """The start of each of consecutive runs of these sizes, and the end of the last."""
     borders = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=borders[1:])
     return borders

@@ -36,7 +36,7 @@ from llmx.errors import ConfigError, DataError
 from llmx.run.rundir import write_json
 
 PRECOMPUTED_FORMAT = 1
-"""Of the files; another one is computed again."""
+"""The version of the files; other versions are computed again."""
 WINDOW_BYTES = 256 << 20
 """Values that are in memory at a time, where one sample has fewer."""
 
@@ -57,11 +57,11 @@ class Precomputed:
     store: SampleStore
     columns: tuple[Column, ...]
     identity: dict[str, Any]
-    """What decides the values, besides the store."""
+    """Everything besides the store that decides the values."""
 
     @property
     def path(self) -> Path:
-        """Where they lie, or will lie."""
+        """Their directory, whether it exists or not."""
         decides = {
             "format_version": PRECOMPUTED_FORMAT,
             "store": self.store.fingerprint,
@@ -76,7 +76,7 @@ class Precomputed:
         return self.store.span(place(column), first, last)
 
     def zeros(self, first: int, last: int) -> Values:
-        """For every value of the samples ``first`` to ``last - 1``."""
+        """Zeros in the shape of the values of the samples ``first`` to ``last - 1``."""
         values = {}
         for column in self.columns:
             rows = self.rows(column, first, last)
@@ -91,7 +91,7 @@ class Precomputed:
         return max(1, WINDOW_BYTES * len(self.store) // max(1, total_bytes))
 
     def _bytes(self, column: Column, samples: int) -> int:
-        """Of the first samples."""
+        """The size of a column's values for the first ``samples``."""
         return int(self.rows(column, 0, samples).stop) * column.value_bytes
 
     def open(self) -> SampleStore | None:
@@ -172,7 +172,7 @@ class Precomputed:
             raise cannot_write(directory.parent, error) from error
 
     def recorded(self) -> int:
-        """Of how many samples, from the first one, the values are kept."""
+        """The number of samples, from the first one, whose values are recorded."""
         try:
             text = (self._partial / "journal.json").read_text("utf-8")
             done = int(json.loads(text)["samples"])

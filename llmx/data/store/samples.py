@@ -69,7 +69,7 @@ class Sample:
     example_starts: np.ndarray | None = None
     """int64 [examples]: the first sequence of each; None where each sequence is an example."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Of the task: [n, ...], [k, ...] or [examples, ...]."""
+    """The task's columns: [n, ...], [k, ...] or [examples, ...]."""
     labels: np.ndarray | None = None
     """int64 [n]: the token to predict *at* each place, or -100, of a sample that a task has
     transformed; None: the token after it, where that is a target."""
@@ -80,11 +80,11 @@ class Sample:
             yield self.tokens[start:stop], self.targets[start:stop]
 
     def bounds(self) -> Iterator[tuple[int, int]]:
-        """Where each sequence begins and ends."""
+        """The first token of each sequence, and the token after its last."""
         return itertools.pairwise([*self.sequence_starts.tolist(), len(self.tokens)])
 
     def example_sizes(self) -> list[int]:
-        """How many sequences each example has."""
+        """The number of sequences of each example."""
         if self.example_starts is None:
             return [1] * len(self.sequence_starts)
         sizes: list[int] = np.diff(self.example_starts, append=len(self.sequence_starts)).tolist()
@@ -148,7 +148,7 @@ class SampleStore:
         self.path = path
         self.meta = meta
         self.columns = tuple(Column.from_dict(values) for values in meta["columns"])
-        """Of the task, beside tokens and targets."""
+        """The task's columns, beside tokens and targets."""
         self._schema = schema = Schema(self.columns)
         arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
         self._samples, self._examples, self._sequences, self._target_counts = arrays
@@ -216,7 +216,7 @@ class SampleStore:
 
     @property
     def num_sequences(self) -> int:
-        """Of all samples."""
+        """The number of sequences in all samples."""
         return len(self._sequences) - 1
 
     def with_columns(self, columns: Mapping[Column, np.ndarray]) -> SampleStore:
@@ -251,7 +251,7 @@ class SampleStore:
         return slice(low, high)
 
     def count(self, per: str) -> int:
-        """How many sequences, examples or target tokens (``per``) there are."""
+        """The number of sequences, examples or target tokens (``per``)."""
         return int(self.span(per, 0, len(self)).stop)
 
     def __len__(self) -> int:
@@ -399,7 +399,7 @@ def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def cannot_write(directory: Path, error: OSError) -> DataError:
-    """For a disk that is full or not ours; what was prepared before is untouched."""
+    """The error for a full disk, or one without permission to write."""
     return DataError(
         f"Cannot write prepared data to {directory}: {error}. "
         "Free some space, or set data.cache_dir to another disk."

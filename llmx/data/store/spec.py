@@ -40,15 +40,15 @@ class DatasetSpec:
     split: DatasetSplit
     renderer: Renderer
     encoding: Encoding
-    """What the task makes of a row."""
+    """The task, which makes examples of rows."""
     identity: dict[str, Any]
     """Everything that decides the store's samples."""
     path: Path
-    """Where the store lies, or will lie."""
+    """The directory of the store, whether it exists or not."""
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of ``identity``."""
+        """The hex digest of ``identity``, which names the store."""
         return fingerprint_of(self.identity)
 
 

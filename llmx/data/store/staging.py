@@ -38,10 +38,10 @@ CHUNK_TOKENS = 1 << 18
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything stands in the store."""
+    """The places of all sequences and samples in the store."""
 
     packing: Packing
-    """Of sequences."""
+    """The packing of the sequences."""
     pieces: np.ndarray
     """[sequences + 1]: the first token of each sequence in the store."""
     samples: np.ndarray
@@ -66,7 +66,7 @@ class Staging:
         self._files |= {column.name: column.value_bytes for column in columns}
         directory.mkdir(parents=True, exist_ok=True)
         self.state: dict[str, Any] = self._recorded()
-        """What the caller recorded last; empty at a new start."""
+        """The state that was recorded last; empty at a new start."""
         noted = self.state.get("files", dict.fromkeys(self._files, 0))
         for name in self._files:
             with self._path(name).open("ab") as stream:
@@ -89,7 +89,7 @@ class Staging:
 
     @property
     def example_lengths(self) -> np.ndarray:
-        """Tokens of each example."""
+        """The number of tokens of each example, int64."""
         lengths = np.frombuffer(self.lengths, np.int64)
         if not self.sizes:
             return lengths
@@ -97,7 +97,7 @@ class Staging:
         return np.add.reduceat(lengths, np.cumsum(sizes) - sizes)
 
     def append(self, block: TokenBlock) -> None:
-        """Add examples."""
+        """Append the examples of a block to the staged files."""
         if not len(block.lengths):
             return
         tokens = np.ascontiguousarray(block.tokens, dtype=np.uint32).data.cast("B")
@@ -192,7 +192,7 @@ class Staging:
             stream.close()
 
     def remove(self) -> None:
-        """Throw the examples away."""
+        """Close the files and delete them."""
         for stream in self._streams.values():
             # On a full disk the last bytes cannot be flushed, and nobody wants them.
             with contextlib.suppress(OSError):

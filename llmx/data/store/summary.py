@@ -167,7 +167,7 @@ def _form(meta: dict[str, Any]) -> str:
 
 
 def _truncated(meta: dict[str, Any]) -> str:
-    """What ``seq_len`` costs."""
+    """The rows that were truncated to ``seq_len``, and the tokens cut off."""
     if not meta["truncated"]:
         return "none"
     cut_off = meta["truncated_tokens"]
@@ -287,7 +287,7 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
 
 
 def _values(values: np.ndarray) -> str:
-    """As JSON; rows of bytes that are text, filled up with zeros, as texts."""
+    """Values as JSON; zero-padded rows of bytes that are text become texts."""
     if values.dtype == np.uint8 and values.ndim == 2:
         with contextlib.suppress(UnicodeDecodeError):
             texts = [row.tobytes().rstrip(b"\0").decode("utf-8") for row in values]

@@ -77,7 +77,7 @@ class PretokenCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all words."""
+        """Empty the table of words."""
         size = 1 << TABLE_BITS
         self._low = np.zeros(size, np.uint64)
         self._high = np.zeros(size, np.uint64)  # 0: an empty slot, as no word has no bytes
@@ -145,7 +145,7 @@ class PretokenCache:
         return starts, stops, firsts
 
     def _found(self, low: np.ndarray, high: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Which words are in the table; ``slots`` becomes where."""
+        """Whether each word is in the table; ``slots`` becomes its slot."""
         there = self._high[slots]
         hits = (there == high) & (self._low[slots] == low)
         open_ = np.flatnonzero(~hits & (there != 0))
@@ -294,7 +294,7 @@ class BytePairs:
     spaces: bool
     """The tokenizer puts a space before a text that begins without one."""
     unsafe: re.Pattern[str]
-    """What a text must not contain to be encoded here."""
+    """Matches in a text leave it to the tokenizer's own library."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> BytePairs:
@@ -450,7 +450,7 @@ class _NoByte(Exception):
 
 
 class _Bytes(dict[int, int]):
-    """For ``str.translate``, which leaves what is missing as it is unless it is told not to."""
+    """A table for ``str.translate`` that refuses missing characters instead of keeping them."""
 
     def __missing__(self, character: int) -> int:
         raise _NoByte(chr(character))

@@ -44,7 +44,7 @@ class TokenSequence:
     tokens: np.ndarray
     targets: np.ndarray
     columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
-    """By token, of a sequence that a task gave as tokens."""
+    """Columns by token, if a task gave the sequence as tokens."""
 
 
 class Renderer:
@@ -301,7 +301,7 @@ class ConversationEncoder:
         ]
 
     def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
-        """Rows, and None for those in which bytes and tokens do not add up."""
+        """Sequences, and None where the bytes of the tokens do not add up to the text."""
         assert self._documents is not None
         assert self._token_bytes is not None
         plans: list[list[int]] = []
@@ -365,7 +365,7 @@ class ConversationEncoder:
 
 
 def _byte_places(rendering: Rendering) -> list[int]:
-    """Where completions begin and end in the UTF-8 of the text, in order, and the text's end."""
+    """Byte offsets of the start and end of each completion, and of the text's end, in UTF-8."""
     text = rendering.text
     places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
     if text.isascii():

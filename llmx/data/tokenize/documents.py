@@ -48,7 +48,7 @@ class TokenBlock:
     sizes: np.ndarray | None = None
     """int64 [number of examples]: how many sequences each has; None: one each."""
     columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
-    """Of the task, by token, by sequence or by example."""
+    """The task's columns by token, by sequence or by example."""
 
 
 class DocumentEncoder:

@@ -55,7 +55,7 @@ WITHOUT_ANSWER = "without an answer"
 LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
 UNANSWERED = "turns after the last answer"
-"""Of rows that are used: so many turns were left out."""
+"""Counts the turns that were left out of used rows."""
 FAST_FROM_BYTES = 2 << 20
 """With less text, a faster encoder is not worth its proof."""
 
@@ -90,7 +90,7 @@ class ExampleEncoder:
 
     @property
     def description(self) -> str:
-        """By what the rows were encoded, and on what proof; for the summary."""
+        """The encoder of the rows and the proof of its ids, for the summary."""
         used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
         return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
@@ -138,7 +138,7 @@ class ExampleEncoder:
             yield batch
 
     def _example(self, row: Row | None, batch: Batch) -> Example | None:
-        """What the task makes of a row; None is counted in the batch, or rejected."""
+        """The task's example of a row; None if the row is left out or rejected."""
         if row is None:
             batch.counts[WITHOUT_ANSWER] += 1
             return None

@@ -197,7 +197,7 @@ def _add_tokens(tokenizer: Any, model: ModelConfig) -> None:
 
 
 def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
-    """By ``transformers``, from a directory or the Hub."""
+    """Load a tokenizer by ``transformers``, from a directory or the Hub."""
     from transformers import AutoTokenizer
 
     try:
@@ -222,7 +222,7 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
 
 
 def _note(text: str) -> None:
-    """A line on stderr, once in a process."""
+    """Print a line on stderr, once per process."""
     if text not in _NOTED:
         _NOTED.add(text)
         print(text, file=sys.stderr, flush=True)

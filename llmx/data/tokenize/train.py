@@ -62,7 +62,7 @@ class TextSample:
         """UTF-8 bytes of all texts that were added."""
 
     def add(self, text: str) -> None:
-        """Draw for one text."""
+        """Draw whether a text belongs to the sample, and keep it if so."""
         content = text.encode()
         self.bytes_read += len(content)
         draw = float(self._draws.random())
@@ -270,7 +270,7 @@ class Trained:
     sample_bytes: int
     bytes_read: int
     bytes_per_token: float
-    """Of text of the sample: more is better."""
+    """Bytes of text per token on the sample: more is better."""
     seconds: float
 
     def __str__(self) -> str:

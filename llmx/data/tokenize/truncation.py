@@ -31,7 +31,7 @@ from llmx.errors import ConfigError, DataError
 
 TRUNCATED = "truncated"
 CUT_OFF = "tokens cut off"
-"""Of examples that are in the store: how much of them ``data.seq_len`` has no room for."""
+"""Tokens that were cut off from examples in the store."""
 SPLIT = "further sequences of split documents"
 OVERFLOW = "tokens long: "
 """With a length, rounded up to ``LENGTH_STEP``: how many examples of more than ``data.seq_len``
@@ -49,7 +49,7 @@ LENGTH_REASONS = (
 
 
 def overflow_key(length: int) -> str:
-    """What an example of this length is counted under."""
+    """The key under which an example of this length is counted."""
     return f"{OVERFLOW}{-(-length // LENGTH_STEP) * LENGTH_STEP}"
 
 
@@ -246,7 +246,7 @@ def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) ->
 
 
 def _equal_cuts(rooms: list[int], over: int) -> list[int]:
-    """As many of each as there may be, the same of all that have them, to lose ``over``."""
+    """Equal cuts, as far as each has room, that sum to at least ``over``."""
     return [min(room, _least(rooms, over)) for room in rooms]
 
 

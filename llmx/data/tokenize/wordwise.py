@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 MARK = "\u2581"
-"""How SentencePiece writes a space."""
+"""The character that SentencePiece writes for a space."""
 _LOCAL = (
     "NFC",
     "NFD",
