@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import WEIGHT, Column, Schema
-from llmx.data.store.samples import Sample, SampleStore, publish, save_index
+from llmx.data.store.samples import STORE_FORMAT, Sample, SampleStore, publish, save_index
 
 
 def write_store(
@@ -23,13 +23,10 @@ def write_store(
     columns: tuple[Column, ...] = (),
 ) -> SampleStore:
     """Write a store of these samples, which are streamed: memory holds the indices only."""
-    return publish(
-        path,
-        lambda directory: _write_arrays(directory, samples, columns),
-        fingerprint=fingerprint,
-        seq_len=seq_len,
-        meta={"columns": [column.to_dict() for column in columns], **meta},
-    )
+    head = {"format_version": STORE_FORMAT, "fingerprint": fingerprint, "seq_len": seq_len}
+    head["columns"] = [column.to_dict() for column in columns]
+    publish(path, lambda directory: {**head, **_write_arrays(directory, samples, columns), **meta})
+    return SampleStore.open(path)
 
 
 def _write_arrays(

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from llmx.data.source.records import (
     excerpt,
     write_rejected,
 )
-from llmx.data.store.samples import SampleStore, cannot_write, locked, publish
+from llmx.data.store.samples import STORE_FORMAT, SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec
 from llmx.data.store.staging import Staging
 from llmx.data.tokenize.documents import parallel_tokenizers, worker_count
@@ -234,12 +235,15 @@ def _finalize(
     if not staging.lengths:
         raise nothing_left(printable(split.path), rows_read, dropped, rejects)
     lengths = staging.example_lengths
-    return publish(
-        path,
-        lambda directory: staging.gather(directory, packing=data.packing, seq_len=data.seq_len),
-        fingerprint=spec.fingerprint,
-        seq_len=data.seq_len,
-        meta={
+    percentiles = (0, 10, 50, 90, 99, 100)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        counts = staging.gather(directory, packing=data.packing, seq_len=data.seq_len)
+        return {
+            "format_version": STORE_FORMAT,
+            "fingerprint": spec.fingerprint,
+            "seq_len": data.seq_len,
+            **counts,
             "split": split.name,
             "columns": [column.to_dict() for column in spec.encoding.columns],
             "sources": [str(file.absolute()) for file in split.files],
@@ -258,11 +262,16 @@ def _finalize(
             "ignored_columns": split.ignored_columns,
             "rejected_file": rejected_file and str(rejected_file),
             "row_tokens": int(lengths.sum()),
-            "row_length_percentiles": _percentiles(lengths),
+            "row_length_percentiles": {
+                str(rank): int(np.percentile(lengths, rank, method="higher"))
+                for rank in percentiles
+            },
             "row_length_histogram": _histogram(lengths),
             **how,
-        },
-    )
+        }
+
+    publish(path, fill)
+    return SampleStore.open(path)
 
 
 def nothing_left(
@@ -287,9 +296,3 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
     width = max(1, -(-longest // 50))
     edges = np.arange(0, longest + width, width)
     return {"edges": edges.tolist(), "rows": np.histogram(lengths, edges)[0].tolist()}
-
-
-def _percentiles(lengths: np.ndarray) -> dict[str, int]:
-    ranks = (0, 10, 50, 90, 99, 100)
-    values = np.percentile(lengths, ranks, method="higher")
-    return {str(rank): int(value) for rank, value in zip(ranks, values, strict=True)}

@@ -29,7 +29,7 @@ from llmx.data.store.samples import (
     cannot_write,
     check_sizes,
     locked,
-    publish_files,
+    publish,
 )
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError, DataError
@@ -142,7 +142,7 @@ class Precomputed:
                         f"{self._partial} holds the columns of {done} of {len(self.store)} "
                         "samples: something else has changed it. Start again."
                     )
-                publish_files(self.path, fill)
+                publish(self.path, fill)
             shutil.rmtree(self._partial, ignore_errors=True)
 
     # What is done, as it grows, and after an interruption

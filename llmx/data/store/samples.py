@@ -335,28 +335,14 @@ class SampleStore:
                 )
 
 
-def publish(
-    path: Path,
-    fill: Callable[[Path], dict[str, Any]],
-    *,
-    fingerprint: str,
-    seq_len: int,
-    meta: dict[str, Any],
-) -> SampleStore:
-    """Let ``fill`` write the arrays of a store, so that ``path`` appears whole or not at all.
+def publish(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
+    """Let ``fill`` write files into a directory that appears as ``path``, whole or not at all.
 
-    ``fill`` gets an empty directory and returns the counts, with ``sha256`` of the files that it
-    summed as it wrote them. If another process made ``path`` in the meantime (same name, so same
-    content), ours is thrown away and theirs is used.
+    ``fill`` gets an empty directory and returns what ``meta.json`` holds beside sizes and
+    checksums, with ``sha256`` of the files that it summed as it wrote them. If another process
+    made ``path`` in the meantime (same name, so same content), ours is thrown away and theirs is
+    used.
     """
-    head = {"format_version": STORE_FORMAT, "fingerprint": fingerprint, "seq_len": seq_len}
-    publish_files(path, lambda directory: {**head, **fill(directory), **meta})
-    return SampleStore.open(path)
-
-
-def publish_files(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
-    """Let ``fill`` write files into a directory that appears as ``path``, whole or not at all, with
-    a ``meta.json`` of what it returns, and sizes and checksums; see ``publish``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
     try:
