@@ -262,41 +262,30 @@ def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
     )
 
 
-@dataclass(frozen=True)
-class Survey:
-    """``repeated``: bool [num_rows], True for a row that is identical to an earlier one; None
-    where it was not asked for."""
-
-    num_rows: int
-    repeated: np.ndarray | None
-
-    @property
-    def num_different(self) -> int:
-        return self.num_rows - (0 if self.repeated is None else int(self.repeated.sum()))
-
-    def is_repeated(self, index: int) -> bool:
-        return self.repeated is not None and bool(self.repeated[index])
+Numbered = tuple[int, Row | None, int]
+"""A record with its number before it, and which copy it is."""
 
 
-def survey_of(rows: Iterable[tuple[int, Row | None, int]], *, find_repeated: bool) -> Survey:
-    """Count numbered rows and compare them by a digest of their content. 16 bytes a row."""
+def find_repeated(rows: Iterable[Numbered], *, compare: bool) -> np.ndarray:
+    """bool [rows]: whether a row is identical to an earlier one, by a digest of its content, 16
+    bytes per row; False where they are only counted."""
     digests = array("Q")
     count = 0
     for index, row, _ in rows:
         count = index + 1
-        if find_repeated:
+        if compare:
             # A row with nothing to learn is counted as such, not as repeated.
             content = f"\0nothing to learn {index}".encode() if row is None else row.content
             digests.frombytes(hashlib.blake2b(content, digest_size=16).digest())
-    if not find_repeated:
-        return Survey(count, None)
+    repeated = np.zeros(count, np.bool_)
+    if not compare:
+        return repeated
     pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
     order = np.lexsort((np.arange(len(pairs)), pairs[:, 1], pairs[:, 0]))
     ordered = pairs[order]
-    repeated = np.zeros(count, np.bool_)
     equals_previous = (ordered[1:] == ordered[:-1]).all(axis=1)
     repeated[order[1:][equals_previous]] = True
-    return Survey(count, repeated)
+    return repeated
 
 
 def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
@@ -315,14 +304,12 @@ def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool]
     return chosen
 
 
-def held_out(survey: Survey, count: int, *, seed: int) -> set[int]:
+def held_out(repeated: np.ndarray, count: int, *, seed: int) -> set[int]:
     """The records of the evaluation: those with the smallest of one random draw a record, so that
-    they are a function of (seed, number of records) alone. A repeated record is never one."""
-    draws = np.random.Philox(key=_key("held out", seed)).random_raw(survey.num_rows)
+    they are a function of (seed, number of records) alone. A ``repeated`` record is never one."""
+    draws = np.random.Philox(key=_key("held out", seed)).random_raw(len(repeated))
     order = np.argsort(draws, kind="stable")
-    if survey.repeated is not None:
-        order = order[~survey.repeated[order]]
-    return set(order[:count].tolist())
+    return set(order[~repeated[order]][:count].tolist())
 
 
 def _key(*parts: object) -> np.ndarray:
@@ -331,8 +318,6 @@ def _key(*parts: object) -> np.ndarray:
 
 
 SPLITS = ("train", "eval")
-Numbered = tuple[int, Row | None, int]
-"""A record with its number before it, and which copy it is."""
 
 
 def has_eval(data: DataConfig) -> bool:
@@ -498,13 +483,13 @@ class DatasetSplit:
         """
         self.rejects.clear()
         self.left_out.clear()
-        survey, chosen = self._survey, self._held_out
+        repeated, chosen = self._repeated, self._held_out
         self.meter.bytes = 0
         bad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
         for index, record, copy in self._every(bad, weighted=self.name == "train"):
             empty = False
-            if survey is not None and survey.is_repeated(index):
+            if repeated is not None and repeated[index]:
                 self.left_out["identical to an earlier row"] += copy == 0
             elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue
@@ -535,8 +520,8 @@ class DatasetSplit:
             start = stop
 
     @cached_property
-    def _survey(self) -> Survey | None:
-        """A first reading, where the number of records, or which of them repeat, must be known."""
+    def _repeated(self) -> np.ndarray | None:
+        """A first reading, if the number of records, or which of them repeat, must be known."""
         if not self.held_out_rows and not self.data.deduplicate:
             return None
         skips = self.data.on_bad_row == "skip"
@@ -545,25 +530,26 @@ class DatasetSplit:
         meter.bytes = 0
         title = f"Counting the rows of {self.path}"
         with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
-            return survey_of(_shown(records, meter, progress), find_repeated=self.data.deduplicate)
+            return find_repeated(_shown(records, meter, progress), compare=self.data.deduplicate)
 
     def look_ahead(self) -> None:
         """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
-        _ = self._survey
+        _ = self._repeated
 
     @cached_property
     def _held_out(self) -> set[int] | None:
-        amount, survey = self.held_out_rows, self._survey
-        if not amount or survey is None:
+        amount, repeated = self.held_out_rows, self._repeated
+        if not amount or repeated is None:
             return None
-        rows = int(amount) if amount >= 1 else max(1, round(amount * survey.num_different))
-        if rows >= survey.num_different:
+        different = int((~repeated).sum())
+        rows = int(amount) if amount >= 1 else max(1, round(amount * different))
+        if rows >= different:
             key = "samples" if amount >= 1 else "fraction"
             raise ConfigError(
-                f"data.eval_{key}={amount:g} of {survey.num_different} rows in {self.path} leaves "
+                f"data.eval_{key}={amount:g} of {different} rows in {self.path} leaves "
                 "nothing to train on. Hold out fewer, or give data.eval_path."
             )
-        return held_out(survey, rows, seed=self.seed)
+        return held_out(repeated, rows, seed=self.seed)
 
 
 def _shown(

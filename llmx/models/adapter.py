@@ -31,7 +31,7 @@ from llmx.config.model_rules import (
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.initialise import module_seed
-from llmx.models.parameters import vocabulary_parameters
+from llmx.models.parameters import output_embedding, vocabulary_parameters
 from llmx.models.pooling import head_names
 from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
 
@@ -121,7 +121,8 @@ def lora_config(
         base_model_name_or_path=str(path.absolute()) if path.is_dir() else model.path,
         revision=None if path.is_dir() else model.revision,
         r=adapter.rank,
-        lora_alpha=_whole_number(adapter.alpha),
+        # peft's files have whole numbers there where they can.
+        lora_alpha=int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=_names_for_peft(network, targets),
         fan_in_fan_out=transposed,
@@ -142,11 +143,6 @@ def _peft() -> Any:
     return peft
 
 
-def _whole_number(value: float) -> float:
-    """peft's files have whole numbers there where they can."""
-    return int(value) if float(value).is_integer() else value
-
-
 def _own_head(network: Any, head: str) -> list[str]:
     """Modules of a classification head: new, and so trained whole."""
     if head != CLASSIFICATION:
@@ -160,14 +156,9 @@ def is_linear(module: nn.Module) -> bool:
     return kind in (nn.Linear, QuantizedLinear) or kind.__name__ == "Conv1D"
 
 
-def _output_head(network: Any) -> nn.Module | None:
-    head: nn.Module | None = network.get_output_embeddings()
-    return head
-
-
 def _linear_layers(network: Any, *, head: str) -> list[str]:
     """Names of what ``all-linear`` adapts."""
-    output, head_modules = _output_head(network), _own_head(network, head)
+    output, head_modules = output_embedding(network), _own_head(network, head)
     return [
         name
         for name, module in network.named_modules()
@@ -179,7 +170,7 @@ def _targets(network: Any, adapter: AdapterConfig, *, head: str) -> list[str]:
     linear = _linear_layers(network, head=head)
     if adapter.targets == [ALL_LINEAR]:
         return linear
-    modules, output = dict(network.named_modules()), _output_head(network)
+    modules, output = dict(network.named_modules()), output_embedding(network)
     for target in adapter.targets:
         matches = matching(modules, [target])
         if any(modules[name] is output for name in matches):

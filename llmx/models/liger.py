@@ -23,10 +23,8 @@ from llmx.errors import ConfigError
 from llmx.models.isolation import gradient_of, line_of, tiny_model, without_dropout
 from llmx.models.tiny import tiny_config
 
-LOSS_TOLERANCE = {torch.float32: 1e-4}
-GRADIENT_TOLERANCE = {torch.float32: 1e-3}
-LOW_PRECISION = (0.01, 0.05)
-"""Loss and gradient in 16 bits, where the kernels round at other places than the modules do."""
+FULL_PRECISION, LOW_PRECISION = (1e-4, 1e-3), (0.01, 0.05)
+"""Tolerances of loss and gradient: in 16 bits the kernels round at other places than modules."""
 
 
 def wants_liger(
@@ -69,7 +67,9 @@ def liger_problem(
     if importlib.util.find_spec("liger_kernel") is None:
         return NOT_INSTALLED
     try:
-        if config.model_type not in _supported():
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
             return f"it has no kernels for the architecture {config.model_type}"
     except ImportError as error:
         return f"this version of it does not fit: {line_of(error)}"
@@ -90,18 +90,12 @@ def liger_problem(
         return f"{type(model).__name__} leaves other parameters without a gradient"
     off = abs(fused_loss - loss) / abs(loss)
     far = float((fused_gradient - gradient).norm() / gradient.norm())
-    loss_tolerance = LOSS_TOLERANCE.get(dtype, LOW_PRECISION[0])
-    gradient_tolerance = GRADIENT_TOLERANCE.get(dtype, LOW_PRECISION[1])
+    tolerances = FULL_PRECISION if dtype == torch.float32 else LOW_PRECISION
+    loss_tolerance, gradient_tolerance = tolerances
     # Written so that NaN is a problem, too.
     if not (off <= loss_tolerance and far <= gradient_tolerance):
         return f"{type(model).__name__} has another loss ({off:.2%} off, gradient {far:.2%})"
     return None
-
-
-def _supported() -> Any:
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    return MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def apply_liger(model: nn.Module) -> None:

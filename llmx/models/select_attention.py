@@ -77,18 +77,10 @@ def select_attention(
             print(line, flush=True)
     if layout == "padded" and host_result.packed is not None:
         # Another host cannot pack them, and the trial of this one has stopped at packed rows.
-        host_result = common_padded(model, data, config, head=head)
+        host_result = try_layouts(model, data, config, packing=(), head=head)
+        common_layout(model, data, [host_result], head=head)
     method: AttentionMethod | None = getattr(host_result, layout)
     return method or _untried(config, head)
-
-
-def common_padded(
-    model: ModelConfig, data: DataConfig, config: Any, *, head: str = CAUSAL_LM
-) -> TrialResult:
-    """The trial of padded rows alone; ConfigError where no method is right for them."""
-    result = try_layouts(model, data, config, packing=(), head=head)
-    common_layout(model, data, [result], head=head)
-    return result
 
 
 def common_layout(
@@ -97,9 +89,10 @@ def common_layout(
     """``packed`` or ``padded``, for all hosts; ConfigError where neither is right."""
     for result in results:
         if result.why_not_trained:
+            other = "a causal language model" if head == CAUSAL_LM else "another architecture"
             raise ConfigError(
                 f"{model.path or model.name or model.kind} cannot be trained here: "
-                f"{result.why_not_trained}. Choose {suitable(head)}."
+                f"{result.why_not_trained}. Choose {other}."
             )
     if data.layout == "padded":
         return "padded"
@@ -110,11 +103,6 @@ def common_layout(
             "Set data.layout=auto (or padded)."
         )
     return "padded" if refused else "packed"
-
-
-def suitable(head: str) -> str:
-    """The kind of model to choose instead of one that cannot be trained with this head."""
-    return "a causal language model" if head == CAUSAL_LM else "another architecture"
 
 
 def log_lines(
@@ -212,7 +200,8 @@ def try_layouts(
         return TrialResult(None, None, why_not_packed=why)
     padded = find_methods(
         config,
-        implementations=padded_candidates(model.attention),
+        # In lines of their own, which need no mask.
+        implementations=[model.attention] if model.attention in PLAIN else PLAIN,
         layouts=["padded"],
         **options,
     )
@@ -225,21 +214,13 @@ def candidates(attention: str, plan: Plan, device: torch.device) -> list[str]:
         return [_possible(IMPLEMENTATIONS.get(attention, attention), attention, device)]
     if device.type != "cuda":
         return list(PLAIN)
-    first = IMPLEMENTATIONS.get(plan.attention_on(_device_name(plan)), SEGMENTS)
+    device_name = plan.ranks[int(os.environ.get("RANK", "0"))].device
+    first = IMPLEMENTATIONS.get(plan.attention_on(device_name), SEGMENTS)
     kernels = [first] if first == VARLEN and _has_varlen(device) else []
     if first == VARLEN:
         kernels += [name for name in ("flash_attention_3", "flash_attention_2") if _installed(name)]
         kernels.append("flex_attention")
     return [*kernels, SEGMENTS, *PLAIN]
-
-
-def padded_candidates(attention: str) -> list[str]:
-    """Implementations for rows in lines of their own, which need no mask."""
-    return [attention] if attention in PLAIN else list(PLAIN)
-
-
-def _device_name(plan: Plan) -> str:
-    return plan.ranks[int(os.environ.get("RANK", "0"))].device
 
 
 def _possible(name: str, chosen: str, device: torch.device) -> str:

@@ -71,6 +71,28 @@ class Options:
     cut: str = choice("end", "start")
     """What a text over ``data.seq_len`` loses."""
 
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        weighs = self.balance != "none" or self.class_weights
+        if self.problem == REGRESSION and (weighs or self.loss != "cross_entropy"):
+            raise ConfigError(
+                "task.options.problem=regression has no classes: remove balance, class_weights and "
+                "loss from task.options."
+            )
+        if self.balance != "none" and self.class_weights:
+            raise ConfigError(
+                f"task.options: balance={self.balance} and class_weights both weight the "
+                "classes. Set only one of them."
+            )
+        if negative := {
+            name: weight for name, weight in self.class_weights.items() if not weight >= 0
+        }:
+            raise ConfigError(f"task.options.class_weights={negative}: weights must be 0 or more.")
+        if self.label_smoothing and self.problem != SINGLE:
+            raise ConfigError(
+                f"task.options.label_smoothing applies to problem=single_label, not {self.problem}."
+            )
+
 
 @dataclass
 class _Seen:
@@ -99,29 +121,6 @@ class Classify(Task):
             else Column("label", per="example", dtype="uint8", shape=(LABEL_BYTES[self.problem],)),
         )
         self._seen = _Seen()
-        self._check_options()
-
-    def _check_options(self) -> None:
-        options, problem = self.options, self.problem
-        weighs = options.balance != "none" or options.class_weights
-        if problem == REGRESSION and (weighs or options.loss != "cross_entropy"):
-            raise ConfigError(
-                "task.options.problem=regression has no classes: remove balance, class_weights and "
-                "loss from task.options."
-            )
-        if options.balance != "none" and options.class_weights:
-            raise ConfigError(
-                f"task.options: balance={options.balance} and class_weights both weight the "
-                "classes. Set only one of them."
-            )
-        if negative := {
-            name: weight for name, weight in options.class_weights.items() if not weight >= 0
-        }:
-            raise ConfigError(f"task.options.class_weights={negative}: weights must be 0 or more.")
-        if options.label_smoothing and problem != SINGLE:
-            raise ConfigError(
-                f"task.options.label_smoothing applies to problem=single_label, not {problem}."
-            )
 
     # Data
 

@@ -153,15 +153,13 @@ class Embed(Task):
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
         """fp32 [sequences, width]: a vector of each text, not of length 1 yet."""
         vectors = models.main.embeddings(batch, pooling=self.pooling(models.main))
-        self._check_dims(vectors.shape[1])
-        return vectors
-
-    def _check_dims(self, width: int) -> None:
+        width = vectors.shape[1]
         if too_large := [dims for dims in self.options.matryoshka_dims if dims >= width]:
             raise ConfigError(
                 f"task.options.matryoshka_dims={too_large[0]}: the vectors of this model have "
                 f"{width} dimensions, which are always trained. Use dimensions below {width}."
             )
+        return vectors
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
         """InfoNCE of each query over all passages of the step (van den Oord et al. 2018)."""

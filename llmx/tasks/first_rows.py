@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,25 +31,22 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
     need none for it."""
     task = task_of(exp, tokenizer)
     for split in ["train", "eval"] if has_eval(exp.data) else ["train"]:
-        records = DatasetSplit.of(
+        dataset_split = DatasetSplit.of(
             exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights
         )
-        if not all(map(_is_here, records.sources)):
+        if not all(map(_is_here, dataset_split.sources)):
             continue  # on other hosts, or streamed from the Hub: the ranks read it
-        check_task(task, records)
-        for source in records.sources:
-            for record in _first(source, skips_bad=exp.data.on_bad_row == "skip"):
-                encoded(task, record)
+        check_task(task, dataset_split)
+        rejected: list[RecordError] = []
+        bad: OnBad = rejected.append if exp.data.on_bad_row == "skip" else refuse
+        for source in dataset_split.sources:
+            for row in islice(source.rows(bad), FIRST):
+                if row is not None:
+                    encoded(task, row)
 
 
 def _is_here(source: Source) -> bool:
-    return not source.hub and bool(list(Path(source.path).parent.glob(Path(source.path).name)))
-
-
-def _first(source: Source, *, skips_bad: bool) -> Iterator[Any]:
-    rejected: list[RecordError] = []
-    bad: OnBad = rejected.append if skips_bad else refuse
-    return (record for record in islice(source.rows(bad), FIRST) if record is not None)
+    return not source.hub and any(Path(source.path).parent.glob(Path(source.path).name))
 
 
 def main(words: list[str]) -> int:

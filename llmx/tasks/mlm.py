@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmx.config import Experiment
+from llmx.config.fields import number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE
 from llmx.data.source.records import Document
@@ -29,18 +30,27 @@ if TYPE_CHECKING:
 class Options:
     """``task.options`` of ``task=mlm``."""
 
-    mask_probability: float = 0.15
+    mask_probability: float = number(0.15, above=0, below=1)
     """Part of the tokens that are to be predicted; special tokens never are."""
-    mask_token_part: float = 0.8
+    mask_token_part: float = number(0.8, minimum=0, maximum=1)
     """Part of those that become ``[MASK]``."""
-    random_token_part: float = 0.1
+    random_token_part: float = number(0.1, minimum=0, maximum=1)
     """Part of those that become any token of the vocabulary. The rest stays as it is."""
     whole_words: bool = False
     """Words are chosen instead of tokens: all tokens of one, or none. Where a tokenizer makes a
     token of each Chinese character, each character is a word."""
-    max_ngram: int = 1
+    max_ngram: int = number(1, minimum=1, maximum=100, example=3)
     """Runs of up to so many tokens (or words) are hidden together: 1, 2, ... in the ratio of
     1 to 1/2 to ..."""
+
+    def check(self) -> None:
+        """Raise ConfigError for parts whose sum is over 1."""
+        if self.mask_token_part + self.random_token_part > 1:
+            raise ConfigError(
+                f"task.options.random_token_part={self.random_token_part}: the sum with "
+                f"mask_token_part={self.mask_token_part} is over 1. Set it to "
+                f"{1 - self.mask_token_part:.3g}, for example."
+            )
 
 
 class Mlm(Task):
@@ -56,7 +66,6 @@ class Mlm(Task):
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
-        check_options(self.options)
         self._vocabulary: Vocabulary | None = None
         if tokenizer is not None and tokenizer.mask_token_id is None:
             raise ConfigError(
@@ -88,28 +97,6 @@ class Mlm(Task):
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Cross entropy of the hidden tokens."""
         return next_token_loss(models.main, batch)
-
-
-def check_options(options: Options) -> None:
-    """Raises ConfigError for values that are no probabilities, or that hide nothing."""
-
-    def refuse(name: str, rule: str, example: str) -> None:
-        value = getattr(options, name)
-        raise ConfigError(f"task.options.{name}={value}: {rule}. Set it to {example}, for example.")
-
-    if not 0 < options.mask_probability < 1:
-        refuse("mask_probability", "must be between 0 and 1", "0.15")
-    for name, usual in (("mask_token_part", "0.8"), ("random_token_part", "0.1")):
-        if not 0 <= getattr(options, name) <= 1:
-            refuse(name, "must be from 0 to 1", usual)
-    if options.mask_token_part + options.random_token_part > 1:
-        refuse(
-            "random_token_part",
-            f"the sum with mask_token_part={options.mask_token_part} is over 1",
-            f"{1 - options.mask_token_part:.3g}",
-        )
-    if not 1 <= options.max_ngram <= 100:
-        refuse("max_ngram", "must be from 1 to 100", "3")
 
 
 class Vocabulary:

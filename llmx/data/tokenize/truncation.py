@@ -246,12 +246,7 @@ def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) ->
 
 
 def _equal_cuts(rooms: list[int], over: int) -> list[int]:
-    """Equal cuts, as far as each has room, that sum to at least ``over``."""
-    return [min(room, _least(rooms, over)) for room in rooms]
-
-
-def _least(rooms: list[int], over: int) -> int:
-    """The smallest k with ``sum(min(room, k)) >= over``; the largest room where there is none."""
+    """Equal cuts, as far as each has room: the smallest that sum to at least ``over``, or all."""
     low, high = 0, max(rooms)
     while low < high:
         middle = (low + high) // 2
@@ -259,7 +254,7 @@ def _least(rooms: list[int], over: int) -> int:
             high = middle
         else:
             low = middle + 1
-    return low
+    return [min(room, low) for room in rooms]
 
 
 def _level_cuts(lengths: list[int], over: int) -> list[int]:
