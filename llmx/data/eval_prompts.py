@@ -59,11 +59,7 @@ def held_out_prompts(
     renderer = Renderer(tokenizer, template=data.template)
     cutter = PromptCutter(renderer, limit=data.seq_len, side=data.truncate_prompt)
     prompts: list[EvalPrompt] = []
-    rows = source.rows()
-    while len(prompts) < limit:
-        row = next(rows, False)
-        if row is False:
-            break
+    for row in source.rows():
         if not isinstance(row, Conversation):
             continue
         if row.keeps_completion and data.over_long in ("split", "truncate"):
@@ -79,6 +75,8 @@ def held_out_prompts(
                     len(completion),
                 )
             )
+        if len(prompts) == limit:
+            break
     return prompts
 
 

@@ -155,40 +155,25 @@ class Example:
 
 
 class Encoding(Protocol):
-    """The interface of a task to data preparation, which ``llmx.tasks.Task`` has."""
+    """The interface of a task to data preparation; ``llmx.tasks.Task`` describes each part."""
 
     takes: ClassVar[tuple[type[Any], ...]]
-    """The types of ``Row`` that ``encode`` takes, e.g. ``Conversation`` or ``Record``. A preference
-    pair or a labelled row is a ``Conversation`` for a task that does not take it as what it is."""
     columns: tuple[Column, ...]
-    """Columns that examples have beside their tokens."""
     turn_weights: bool
-    """Whether the "weight" of an assistant's turn is that of its tokens: a number from 0. It
-    needs the column ``weight``. Without it, rows with such weights are rejected."""
-
     verbatim: ClassVar[bool]
-    """Documents are what ``tokenizer(text)`` gives, conversations what the chat template gives."""
-
     splits_documents: ClassVar[bool]
-    """Whether a document of more than ``data.seq_len`` tokens may become several sequences
-    (``data.over_long=split``)."""
 
     @property
-    def name(self) -> str:
-        """``task.kind``, for messages."""
+    def name(self) -> str: ...
 
     @property
-    def loss_on(self) -> str:
-        """Which tokens of a conversation are targets, as ``data.loss_on``."""
+    def loss_on(self) -> str: ...
 
-    def encoding_identity(self) -> dict[str, Any]:
-        """Everything else that decides the examples, as JSON; it names the store."""
+    def encoding_identity(self) -> dict[str, Any]: ...
 
-    def check_source(self, source: DatasetSplit) -> None:
-        """Raise ConfigError for data that the task cannot be trained on."""
+    def check_source(self, split: DatasetSplit) -> None: ...
 
-    def encode(self, row: Any) -> Example | None:
-        """The example of a row; None leaves the row out. Raises Rejected for a wrong row."""
+    def encode(self, row: Any) -> Example | None: ...
 
 
 class Rejected(Exception):
