@@ -210,20 +210,17 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
                 break
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _wants_loss(model: nn.Module) -> bool:
-    configs = (model.config, _text_config(model))
+    config: Any = model.config
+    configs = (config, config.get_text_config())
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
 def _coefficient(model: nn.Module) -> float | None:
     """The weight of the auxiliary loss; None if the model has none."""
+    config: Any = model.config
     for name in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoe's is the second
-        for place in (model, _text_config(model)):
+        for place in (model, config.get_text_config()):
             if (value := getattr(place, name, None)) is not None:
                 return float(value)
     return None

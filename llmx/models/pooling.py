@@ -120,16 +120,8 @@ def has_score(network: nn.Module) -> bool:
 
 def give_pooled_forward(network: Any) -> None:
     """Let the forward of a classification network take ``pool_at``: (rows, columns) of the tokens
-    that its head looks at, so that packed sequences are classified each by itself.
-
-    Raises:
-        TypeError: its head is not a ``score`` over the last hidden state.
-    """
-    if not has_score(network):
-        raise TypeError(
-            f"{type(network).__name__} has no `score` over hidden states: its head cannot be put "
-            "at the last token of a sequence"
-        )
+    that its head looks at, so that packed sequences are classified each by itself. Its head is a
+    ``score`` (``has_score``)."""
     score = network.score
 
     def forward(*, pool_at: tuple[torch.Tensor, torch.Tensor], **inputs: Any) -> torch.Tensor:

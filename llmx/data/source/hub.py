@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.data.source.records import Record, Where
+from llmx.data.source.records import Record, Where, first_line
 from llmx.errors import DataError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,7 +54,7 @@ def hub_rows(
         raise
     except ValueError as error:  # no such subset or split: the message lists them
         raise DataError(
-            f"{PREFIX}{name}: {_first_line(error)} Set data.subset and data.split."
+            f"{PREFIX}{name}: {first_line(error)} Set data.subset and data.split."
         ) from error
     except Exception as error:
         raise unreachable(name, error) from error
@@ -63,12 +63,7 @@ def hub_rows(
 def unreachable(name: str, error: Exception) -> DataError:
     return DataError(
         f"data.path={name}: neither a file, directory or glob here nor a dataset that the Hugging "
-        f"Face Hub gives: {_first_line(error)} Check the spelling, the network and, for a gated "
+        f"Face Hub gives: {first_line(error)} Check the spelling, the network and, for a gated "
         f"one, `hf auth login`; without network, download it elsewhere (`hf download {name} "
         "--repo-type dataset --local-dir DIR`) and set data.path=DIR."
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}." if lines else type(error).__name__

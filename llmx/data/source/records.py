@@ -171,6 +171,13 @@ def excerpt(value: Any, *, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def first_line(error: Exception) -> str:
+    """The type and the first line of an error of another library, as a sentence."""
+    lines = str(error).strip().splitlines()
+    text = f": {printable(lines[0]).rstrip('.: ')}" if lines else ""
+    return f"{type(error).__name__}{text}."
+
+
 def names(columns: Iterable[Any], *, limit: int = 12) -> str:
     """Names of columns for a message, not too many: ``id, source and 3 more``."""
     excerpts = [excerpt(str(name), limit=40) for name in columns]

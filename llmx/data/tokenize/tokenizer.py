@@ -18,7 +18,7 @@ from llmx.config import ModelConfig
 from llmx.config.model_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
 from llmx.data.format.templates import choose_template
 from llmx.data.source.files import DEMO_DIRECTORY
-from llmx.data.source.records import names
+from llmx.data.source.records import first_line, names
 from llmx.data.tokenize.byte_level import byte_of_character
 from llmx.errors import ConfigError
 from llmx.text import plural, printable
@@ -214,7 +214,7 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
                 f"{what_is_there(Path(source))}. {HOW}."
             ) from error
         raise ConfigError(
-            f"The tokenizer {shown_name!r} cannot be loaded: {_first_line(error)} It is neither a "
+            f"The tokenizer {shown_name!r} cannot be loaded: {first_line(error)} It is neither a "
             "directory here nor reachable on the Hugging Face Hub. Check the spelling and the "
             "network; without network, download it elsewhere (`hf download "
             f"{shown_name} --local-dir DIR`) and set model.tokenizer=DIR."
@@ -248,10 +248,3 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return f"{type(error).__name__}."
-    return f"{type(error).__name__}: {printable(lines[0]).rstrip('.: ')}."
