@@ -157,13 +157,13 @@ def test_empty_and_all_special_samples_hide_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask_probability": 0.0}, "mask_probability=0.0: must be between 0 and 1"),
-        ({"mask_token_part": 1.5}, "mask_token_part=1.5: must be from 0 to 1"),
+        ({"mask_probability": 0.0}, "mask_probability=0: must be a number above 0"),
+        ({"mask_token_part": 1.5}, "mask_token_part=1.5: must be a number from 0 to 1"),
         (
             {"random_token_part": 0.3},
             "random_token_part=0.3: the sum with mask_token_part=0.8 is over",
         ),
-        ({"max_ngram": 0}, "max_ngram=0: must be from 1"),
+        ({"max_ngram": 0}, "max_ngram=0: must be a whole number from 1"),
         ({"mask": 0.1}, "mask"),
     ],
 )
