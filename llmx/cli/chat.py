@@ -95,14 +95,11 @@ class Chat:
         seed: int | None = None,
     ) -> None:
         """``sampling``: with the stop tokens. ``seed``: of the draws; None for new ones."""
-        from llmx.models.generate import KeptCache
-
         self.layout = layout
         self.turns: list[tuple[str, str]] = []
         """Messages and their answers."""
         self.left_out = 0
         """Oldest turns that the model does not see: its positions do not suffice."""
-        self.kept = KeptCache()
         self._decoder = decoder
         self._sampling = sampling
         self._decode = decode
@@ -184,14 +181,7 @@ class Chat:
                 on_token(index, token)
 
         try:
-            (found,) = generate(
-                self._decoder,
-                [ids],
-                self._sampling,
-                seeds=[seed],
-                on_token=note,
-                kept_cache=self.kept,
-            )
+            (found,) = generate(self._decoder, [ids], self._sampling, seeds=[seed], on_token=note)
             ended = found.ended
         except KeyboardInterrupt:
             ended = "interrupted"

@@ -202,50 +202,6 @@ def _padding_is_unseen(model: BareDecoder) -> bool:
     )
 
 
-class KeptCache:
-    """The key-value cache of one conversation, kept from one completion to the next: of a prompt
-    that begins with what is in it, only the rest goes through the model.
-
-    A cache that a completion was interrupted in (at a token, or within a forward) is whole or gone.
-    """
-
-    def __init__(self) -> None:
-        self.forwarded = 0
-        """Tokens that went through the model."""
-        self._cache: Any = None
-        self._tokens: tuple[int, ...] = ()
-
-    def take(self, prompt: tuple[int, ...], fresh: Any) -> tuple[Any, int]:
-        """(cache, tokens of ``prompt`` that it holds); ``fresh`` where nothing can be used."""
-        # A forward needs a token at least.
-        longest = min(len(self._tokens), len(prompt) - 1)
-        shared = next((i for i in range(longest) if self._tokens[i] != prompt[i]), longest)
-        cache, surplus = self._cache, len(self._tokens) - shared
-        self._cache, self._tokens = None, ()
-        if not shared or cache is None:
-            return fresh, 0
-        if surplus:
-            if not _layers_are(cache, "DynamicLayer"):
-                return fresh, 0
-            cache.crop(-surplus)
-        return cache, shared
-
-    def hold(self, cache: Any, tokens: tuple[int, ...]) -> None:
-        """After a forward: ``cache`` has these tokens. States along the sequence are not kept:
-        models go on with them a token at a time only."""
-        if _layers_are(cache, "DynamicLayer", "DynamicSlidingWindowLayer"):
-            self._cache, self._tokens = cache, tokens
-
-    def let_go(self) -> None:
-        """Before a forward, which may be interrupted between two layers."""
-        self._cache, self._tokens = None, ()
-
-
-def _layers_are(cache: Any, *names: str) -> bool:
-    layers = getattr(cache, "layers", None) or ()
-    return bool(layers) and all(type(layer).__name__ in names for layer in layers)
-
-
 @dataclass(frozen=True)
 class Completion:
     """The tokens that a model has added to a prompt.
@@ -285,7 +241,6 @@ def generate(
     seeds: Sequence[int] | None = None,
     batch_size: int = BATCH,
     on_token: OnToken | None = None,
-    kept_cache: KeptCache | None = None,
 ) -> list[Completion]:
     """The completion of every prompt, in order; the same on every rank. Collective.
 
@@ -299,7 +254,6 @@ def generate(
             as a prompt with the same seed.
         batch_size: prompts completed together on one rank.
         on_token: on the rank that completes the prompt. What it raises ends all completions.
-        kept_cache: of the conversation that the one prompt goes on with, on one process.
 
     A completion ends with a token of ``sampling.stop_ids``, after ``max_new_tokens``, or where
     the model has no position left; it is empty for a prompt that is too long by itself.
@@ -313,8 +267,6 @@ def generate(
         raise ValueError(f"{len(rows)} prompts need a seed each, {num_seeds} given")
     keys = [0] * len(rows) if sampling.greedy or seeds is None else [int(seed) for seed in seeds]
     world, rank = _world()
-    if kept_cache is not None and (len(rows) != 1 or world > 1):
-        raise ValueError("a kept cache is that of one prompt, on one process")
     batches = group(
         rows,
         world=world,
@@ -334,7 +286,6 @@ def generate(
                 sampling,
                 seeds=[keys[index] for index in batch],
                 on_token=_of_batch(on_token, batch) if has_batch else None,
-                kept_cache=kept_cache,
             )
             if has_batch:
                 completed.update(zip(batch, completions, strict=True))
@@ -438,7 +389,6 @@ def _complete(
     *,
     seeds: list[int],
     on_token: OnToken | None,
-    kept_cache: KeptCache | None,
 ) -> list[Completion]:
     """The completions of one batch. Collective."""
     from transformers import DynamicCache
@@ -452,9 +402,6 @@ def _complete(
     distinct = list(dict.fromkeys(prompts)) if shared else prompts
     longest = max(map(len, distinct))
     tokens, padding = _left_padded(distinct, longest, device)
-    if kept_cache is not None and name == "past_key_values":
-        cache, num_cached = kept_cache.take(prompts[0], cache)
-        tokens = tokens[:, num_cached:]
     padded = bool(padding.any())
     with_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
         kind, "position_ids"
@@ -476,14 +423,9 @@ def _complete(
         if name:
             arguments.update({name: cache, "use_cache": True})
         every_row = torch.arange(len(tokens), device=device)
-        if kept_cache is not None:
-            kept_cache.let_go()
-            kept_cache.forwarded += tokens.numel()
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
             logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
             logits = logits.float()
-        if kept_cache is not None and name == "past_key_values":
-            kept_cache.hold(cache, (*prompts[0], *drawn[0]))
         if cache is not None and len(tokens) < len(prompts):
             row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
             cache.reorder_cache(cast(torch.LongTensor, row_of))
