@@ -254,8 +254,8 @@ class FileTransfer:
 
 
 def storage_topology(store: RankStore, directory: Path, *, host: int, hosts: int) -> list[int]:
-    """For each host, the first host that shares ``directory`` with it. Called by one rank of each
-    host: every one leaves a mark there and looks whose marks it sees."""
+    """The first host that shares ``directory`` with each host. Called by one rank of each host,
+    which touches a file there and looks for those of the others."""
     token = store.all_gather("token", uuid.uuid4().hex, host=host, hosts=hosts)[0]
     marks = [directory / f".host-{token}-{number}" for number in range(hosts)]
     try:

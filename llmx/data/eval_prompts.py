@@ -25,7 +25,7 @@ class EvalPrompt:
     """A held-out conversation; its last turn is the expected completion."""
 
     tokens: tuple[int, ...]
-    """What the model is given: all before the completion, generation prompt included."""
+    """The tokens before the completion, with the generation prompt."""
     prompt: str
     """The user's last message, for a table."""
     expected: str

@@ -1,4 +1,4 @@
-"""What a task makes of a record: sequences that belong together, and columns of its own.
+"""Examples: the sequences that a task makes of a record, which belong together, and its columns.
 
     Example.of(conversation)                               # one sequence, as most tasks
     Example.of(chosen, rejected, margin=0.5)               # a pair: never separated, cut together
@@ -120,11 +120,10 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Column name -> the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
-    """What may go of an example that is too long, for all sequences or for each of them: its
-    ``end``, its ``start``, of its ``prompt`` (all before the first target), or ``none``. Sequences
-    that lose of their prompts lose the same number of tokens, so that a shared prompt stays
-    shared. ``auto``: the end of a single sequence (of a labelled one, the prompt), the prompts of
-    several."""
+    """Where an example that is too long is cut, for all sequences or for each of them: at its
+    ``end``, its ``start``, in its ``prompt`` (all before the first target), or ``none``. Prompts
+    lose the same number of tokens, so that a shared prompt stays shared. ``auto``: the end of a
+    single sequence (of a labelled one, the prompt), the prompts of several."""
     where: Where | None = None
     """The place of its record, if the sequences are ``Tokens``; set by preparation."""
 
@@ -186,7 +185,7 @@ class Rejected(Exception):
 
 
 def encoded(encoding: Encoding, row: Row) -> Example | None:
-    """What the task makes of a row.
+    """The task's example of a row; None if it leaves the row out.
 
     Raises:
         RecordError: the task rejects it.

@@ -1,4 +1,4 @@
-"""What a model's forward gets, so that packed rows never see each other.
+"""Arguments of a model's forward with which packed rows never see each other.
 
 ``segment_ids`` say which tokens belong together; an ``AttentionMethod`` says how a model is told.
 Which one is right for a model is found by trying (``llmx.models.isolation``).
@@ -26,7 +26,7 @@ class AttentionMethod:
     implementation: str = "sdpa"
     """The value of transformers' ``attn_implementation``."""
     isolation: str = "mask"
-    """What tells it which tokens belong together:
+    """The argument that tells it which tokens belong together:
 
     - ``mask``: positions, and a mask made here where a line holds several rows
     - ``position_ids``: positions that restart, from which transformers makes its own masks, with
@@ -39,7 +39,7 @@ class AttentionMethod:
     layout: str = "packed"
     """``packed`` or ``padded`` (see ``llmx.data.collate``)."""
     windows: tuple[tuple[str, int | None], ...] = ()
-    """For ``layer_masks``: kinds of layers and their window or chunk, tokens (None: all)."""
+    """Kinds of layers with their window or chunk in tokens (None: all), for ``layer_masks``."""
     causal: bool = True
     """A token sees those before it; else all of its row (BERT and other encoders)."""
 
@@ -105,7 +105,7 @@ def additive(mask: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 def segment_bounds(segment_ids: torch.Tensor) -> tuple[int, ...]:
-    """Where each segment of the lines, one after the other, begins; and the end.
+    """The start of each segment in the concatenated lines, and the end.
 
     The padding of a line is a segment of its own. On the CPU: looking costs a device nothing.
     """

@@ -29,8 +29,8 @@ class Stack:
     name: str
     blocks: nn.ModuleList
     least: int = 1
-    """Those at the beginning that others are not like, and the first of the others: from there on
-    each computes what the next one does."""
+    """The number of blocks up to the first that computes as all later ones do: the first few may
+    differ."""
 
     def cut(self, count: int) -> None:
         """Leave the first ``count`` of all blocks in the network; ``restore`` puts the others
@@ -69,8 +69,8 @@ def stack_of(network: nn.Module) -> Stack | None:
 
 
 def _built(block: nn.Module) -> list[Any]:
-    """What decides how long a block computes: its modules, its parameters, and what its attention
-    looks at."""
+    """Everything that decides how long a block computes: its modules, its parameters, and the
+    windows of its attention."""
     modules = [
         (
             name,

@@ -190,7 +190,7 @@ def _conversions_of(model: nn.Module, **options: Any) -> list[Any]:
 def plan_export(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], conversions: list[Any]
 ) -> list[Group]:
-    """How weights of these names and ``shapes`` are written, in their order. Reads nothing.
+    """Plan how weights of these names and ``shapes`` are written, in their order. Reads nothing.
 
     ``convert_export`` carries a group out. Transformers' own ``revert_weight_conversion`` is
     asked, with tensors that have a shape only, so names are those of ``save_pretrained``.
@@ -262,7 +262,7 @@ def _group_key(conversions: list[Any], name: str) -> str:
 
 
 def effective_conversions(model: nn.Module) -> list[str]:
-    """What ``state.json`` says of ``conversions_to_revert``: the transforms in words.
+    """The transforms of ``conversions_to_revert`` in words, for ``state.json``.
 
     Empty where files have the weights as memory has them, so that a checkpoint can be exported
     without transformers. Worked out once for a model.

@@ -28,7 +28,7 @@ PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Routing:
-    """What the routers of a model did in the micro batches of a step, on this rank.
+    """Records the routing of tokens in the micro batches of a step, on this rank.
 
     Costs nothing for a model without experts.
     """
@@ -121,7 +121,7 @@ class Routing:
             self.auxiliary_sum = summed if before is None else before + summed
 
     def measure(self, *, tokens: int) -> dict[str, float]:
-        """What a ``train`` line of ``metrics.jsonl`` says of the step. Collective.
+        """The routing metrics of a step for its ``train`` line in ``metrics.jsonl``. Collective.
 
         ``aux_loss``: before it is weighted, over all of the step's ``tokens``.
         ``expert_load_max``: of the worst layer, the load of its busiest expert over the mean

@@ -31,13 +31,12 @@ class ModelFlops:
     head: int
     """Elements of the output embedding, which is computed at target positions only."""
     attention: tuple[tuple[float, int | None], ...]
-    """For each layer that attends: heads x head_dim (the mean of keys' and values'), and its
-    window in tokens; None where it sees everything."""
+    """Of each layer with attention: heads x head_dim (the mean of keys' and values'), and its
+    window in tokens; None without a window."""
     causal: bool = True
     """A token sees those before it; else all of its row."""
     frozen_matrices: float = 0.0
-    """Of ``matrices``, those that are not trained beside others that are: no gradient of their own
-    is computed."""
+    """The part of ``matrices`` that is frozen while others are trained: it gets no gradient."""
     frozen_head: int = 0
 
     def of_step(self, *, tokens: int, target_tokens: int, square_tokens: float) -> float:

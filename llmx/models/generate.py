@@ -109,8 +109,8 @@ STOP, LENGTH, POSITIONS = "stop", "length", "positions"
 
 
 class Decoder(Protocol):
-    """What generation needs to know of a causal language model. A ``Model`` is one; a bare
-    module becomes one by ``decoder_of``."""
+    """A causal language model for generation. A ``Model`` is one; a bare module becomes one by
+    ``decoder_of``."""
 
     @property
     def module(self) -> nn.Module:

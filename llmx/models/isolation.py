@@ -1,4 +1,4 @@
-"""Which method of attention is right for a model: found by trying it on a tiny one of its class.
+"""Finds the right method of attention for a model by trying it on a tiny one of its class.
 
 A few short rows go through the tiny model alone, as its authors wrote it, and then as this
 program would feed them: packed into one line, or padded. Loss and gradient must be the same. So
@@ -58,7 +58,7 @@ class TrialResult:
     packed: AttentionMethod | None
     padded: AttentionMethod | None
     why_not_packed: str = ""
-    """What happens to rows that are packed; empty where they are isolated or were not tried."""
+    """Why rows cannot be packed; empty if they are isolated or were not tried."""
     leaks: bool = False
     """``why_not_packed`` is another loss of a row, not an exception."""
     why_not_trained: str = ""

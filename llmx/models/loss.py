@@ -31,8 +31,8 @@ CHUNK_ELEMENTS = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What the loss of a target token is, beside ``-log p`` of it. Each term is a sum over target
-    tokens, so the one-loss rule holds for it."""
+    """Terms of the loss of a target token beside its ``-log p``. Each is a sum over target tokens,
+    so the one-loss rule holds for it."""
 
     dft: bool = False
     """``-p log p``, with p taken as a constant (Wu et al. 2025, "On the Generalization of SFT",
@@ -398,7 +398,7 @@ def values_of_logits(
     *beside: torch.Tensor,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What ``function`` makes of the logits at the target positions, [n, ...] each, with a graph.
+    """The values of ``function`` over the logits at targets, [n, ...] each, with a graph.
 
     Args:
         beside: [n, ...], in the order of the targets; without a gradient.
@@ -422,7 +422,7 @@ def values_of_logits(
 
 @dataclass(frozen=True)
 class TargetPositions:
-    """Where the targets of a micro batch are, on the device of its inputs.
+    """The positions of the targets of a micro batch, on the device of its inputs.
 
     Without any target it is one position, so that the head still runs: ZeRO needs its collectives
     to match on every rank.

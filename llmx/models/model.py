@@ -1,4 +1,4 @@
-"""What a task computes with: a network of the run under its name, and what is asked of it.
+"""``Model``: a network of the run under its name, with the values that a task asks of it.
 
 A loss never sees ranks, ZeRO, packing or kernels: it asks a ``Model`` for cross entropy, for
 log-probabilities or for the logits of a head, and gets fp32 tensors with a graph.
@@ -143,7 +143,7 @@ class Model:
     vocab_size: int
     """Rows of the vocabulary that count; the config's own may be padded."""
     attention: AttentionMethod
-    """How a micro batch is given to it."""
+    """The method by which it gets a micro batch."""
     dtype: torch.dtype
     device: torch.device
     routing: Routing
@@ -154,8 +154,8 @@ class Model:
     of_base: bool = False
     """No network of its own: that of another model, with its adapter off (``base_of``)."""
     gradient_scale: float = 1.0
-    """What a loss will be multiplied by, as far as it is known: gradients that are computed in the
-    forward pass are kept at that scale."""
+    """The known factor of the loss: gradients that are computed in the forward pass are kept at
+    that scale."""
 
     def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
         """Keyword arguments of the forward, on the device; and the labels (``model_inputs``)."""
@@ -219,9 +219,9 @@ class Model:
     def of_logits(
         self, batch: Batch, function: OfLogits, *beside: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What ``function`` makes of the logits of every target token, [n, ...] each, with a graph
-        unless gradients are off: a loss over whole distributions. It gets some rows at a time, so
-        that no fp32 copy of all logits is there, and again in the backward pass.
+        """The values of ``function`` over the logits of every target token, [n, ...] each, with a
+        graph unless gradients are off: a loss over whole distributions. It gets some rows at a
+        time, so that no fp32 copy of all logits is there, and again in the backward pass.
 
             def function(logits, targets, *beside):  # fp32 [rows, vocabulary], int64 [rows]
                 return (logits.logsumexp(-1),)
@@ -400,8 +400,8 @@ def base_of(model: Model, *, name: str, spec: ModelSpec) -> Model:
 
 
 def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Which sequence of the micro batch each token is of: int64 [B, T], -1 in the padding; and how
-    many there are. Numbered line by line, in the order in which they lie.
+    """The number of each token's sequence in the micro batch, int64 [B, T], -1 in the padding; and
+    the number of sequences. They are numbered line by line, in their order.
 
     Args:
         segment_ids: int [B, T]: 1, 2, ... for the sequences of a line, 0 in the padding.

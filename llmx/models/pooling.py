@@ -64,8 +64,8 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
 
 
 def published_pooling(path: str | None, *, revision: str | None = None) -> str | None:
-    """How the model at ``path``, a directory or a Hub id, was published to be pooled
-    (``1_Pooling/config.json`` of sentence-transformers); None where it does not say.
+    """The pooling that the model at ``path``, a directory or a Hub id, was published with
+    (``1_Pooling/config.json`` of sentence-transformers); None if it names none.
 
     Raises:
         ValueError: it pools in a way that is none of ``POOLINGS``; the text says which.
@@ -104,7 +104,7 @@ def _published_file(path: str | None, revision: str | None) -> Path | None:
 
 
 def pooling_config(pooling: str, *, width: int) -> dict[str, Any]:
-    """What ``POOLING_FILE`` holds, as every version of sentence-transformers reads it."""
+    """The content of ``POOLING_FILE``, for every version of sentence-transformers."""
     return {
         "word_embedding_dimension": width,
         **{key: name == pooling for key, name in _PUBLISHED.items()},

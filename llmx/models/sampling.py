@@ -1,4 +1,4 @@
-"""How the next token is chosen: greedy, or drawn with a temperature, top-k and top-p.
+"""Chooses the next token: greedy, or drawn with a temperature, top-k and top-p.
 
 A draw is a pure function of (seed of the sample, position, logits): a counter-based generator
 (Philox) gives one uniform number for each (seed, position), and the token is looked up in the
@@ -36,7 +36,7 @@ which a device adds, and ``torch.use_deterministic_algorithms`` has nothing agai
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are generated. Greedy by default.
+    """The options of generation. Greedy by default.
 
     Order, as in Transformers: logits are divided by ``temperature``, then ``top_k`` and then
     ``top_p`` remove tokens; the rest is drawn by its probabilities.

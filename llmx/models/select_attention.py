@@ -1,4 +1,4 @@
-"""How this run feeds its model: tried on every host at the start, the same layout for all.
+"""Selects attention and layout: tried on every host at the start, the same layout for all.
 
 ``data.layout=auto`` packs rows where it is shown that they are then isolated, and pads them
 everywhere else. Each type of device has the attention that suits it. Shown by
@@ -108,8 +108,8 @@ def common_layout(
 def log_lines(
     data: DataConfig, plan: Plan, by_host: dict[int, TrialResult], layout: str
 ) -> list[str]:
-    """What a reader of the log should know: why packing is off, what could not be tried, and the
-    attention of each type of GPU."""
+    """Lines for the log: why packing is off, what could not be tried, and the attention of each
+    type of GPU."""
     lines = []
     unknown = next((result.unknown for result in by_host.values() if result.unknown), "")
     refused = [(host, result) for host, result in by_host.items() if not result.packed]
@@ -256,8 +256,8 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _untried(config: Any, head: str) -> AttentionMethod:
-    """For padded rows, where nothing could be tried: what most models take, by the arguments of
-    the forward."""
+    """The method for padded rows if nothing could be tried: that of most models with these
+    arguments of the forward."""
     if head == MASKED_LM:
         return AttentionMethod("sdpa", "padding_mask", "padded", causal=False)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,4 +1,4 @@
-"""What a task says of the networks that it needs: plain values, without torch.
+"""Specifications of the networks that a task needs: plain values, without torch.
 
 The control process plans with them (``llmx.compose.task_rules``), the ranks build by them
 (``llmx.train.engine.build``). Shown by ``python -m pytest tests/unit/test_models_spec.py``.
@@ -42,11 +42,11 @@ class ModelSpec:
     labels: tuple[str, ...] = ()
     """Names of the outputs, which the exported config keeps."""
     problem: str = ""
-    """Of a classification head, as ``problem_type`` of transformers' configs:
+    """The ``problem_type`` of a classification head, as in transformers' configs:
     ``single_label_classification``, ``multi_label_classification`` or ``regression``."""
     precomputes: bool = False
-    """Of a frozen model: only ``Task.precompute`` needs it. It is freed before the others are
-    built, and not built at all where its values are stored already."""
+    """Whether only ``Task.precompute`` needs a frozen model. It is freed before the others are
+    built, and not built if its values are stored already."""
 
     dropout: bool = True
     """False: trained without the dropout of its config and of its adapter."""

@@ -44,7 +44,7 @@ def roc_auc(positive: np.ndarray, scores: np.ndarray) -> float | None:
 
 @dataclass
 class Measured(Accumulator):
-    """What a model says of held-out examples, and their labels: arrays [n, ...] in equal order."""
+    """The scores of held-out examples and their labels: arrays [n, ...] in equal order."""
 
     _scores: list[np.ndarray] = field(default_factory=list, init=False)
     _labels: list[np.ndarray] = field(default_factory=list, init=False)
@@ -65,8 +65,8 @@ class Measured(Accumulator):
 
 @dataclass
 class Classes(Measured):
-    """Of one label an example: accuracy, macro F1, AUC (one against the rest), confusion matrix.
-    Scores are probabilities float32 [n, classes], labels int64 [n]."""
+    """Metrics of one label per example: accuracy, macro F1, AUC (one against the rest), confusion
+    matrix. Scores are probabilities float32 [n, classes], labels int64 [n]."""
 
     names: tuple[str, ...]
 
@@ -105,8 +105,8 @@ class Classes(Measured):
 
 @dataclass
 class Labels(Measured):
-    """Of any number of labels an example: subset accuracy, micro and macro F1, macro AUC. Scores
-    are probabilities float32 [n, labels], labels bool [n, labels]."""
+    """Metrics of any number of labels per example: subset accuracy, micro and macro F1, macro AUC.
+    Scores are probabilities float32 [n, labels], labels bool [n, labels]."""
 
     names: tuple[str, ...]
     threshold: float
@@ -129,8 +129,8 @@ class Labels(Measured):
 
 @dataclass
 class Numbers(Measured):
-    """Of a number an example: mean absolute error, R² and Pearson's correlation. Scores and labels
-    are float [n]."""
+    """Metrics of a number per example: mean absolute error, R² and Pearson's correlation. Scores
+    and labels are float [n]."""
 
     def values(self) -> dict[str, float | None]:
         predicted, actual = self._gathered(np.zeros(0), np.zeros(0))

@@ -230,7 +230,7 @@ class Dpo(Task):
         return like.detach() * 0.0
 
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Of KTO, [sequences, 2]: the log-ratio and the mean log-probability of each answer."""
+        """The log-ratio and the mean log-probability of each answer, [sequences, 2], for KTO."""
         import torch
 
         logp, reference, per_token = self._log_probabilities(models, batch)

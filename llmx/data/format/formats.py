@@ -32,7 +32,7 @@ from llmx.errors import DataError
 
 @dataclass(frozen=True)
 class Reading:
-    """How the records of a source are read: the options of ``data`` that readers use."""
+    """The options of ``data`` that readers of records use."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our name of a column -> the one in the data."""
@@ -83,8 +83,8 @@ class Format:
     groups: tuple[str, ...] = ()
     """Groups of the rules of ``columns`` that hold for it: ``chat``, ``learned``, ``answered``."""
     used: Callable[[frozenset[str], frozenset[str], Reading], frozenset[str]] | None = None
-    """Of the columns that it reads (as they are called in the data), those that it reads of a
-    record with these columns; None: all of them."""
+    """(columns that it reads, columns of a record) -> those that it reads of this record, as they
+    are called in the data; None: all of them."""
 
 
 FORMATS: dict[str, Format] = {}

@@ -41,7 +41,7 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a template writes around the contents of conversations of one shape.
+    """The text that a template writes around the contents of conversations of one shape.
 
     ``order``: the messages in the order in which they are written; ``pieces``: the text before,
     between and after them. By message: ``lead``, characters before a completion that are targets

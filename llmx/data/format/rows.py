@@ -1,4 +1,4 @@
-"""What records mean: conversations, labelled texts, preference pairs, pairs of texts.
+"""Meanings of records: conversations, labelled texts, preference pairs, pairs of texts.
 
 Each is a ``Row`` (``llmx.data.source.records``), as are ``Document`` and ``Record`` themselves. A
 task says which of them it takes (``Encoding.takes``).
@@ -74,7 +74,7 @@ class Labelled:
     label: Any
     """The value in the data: a name, a number, or a list of names."""
     name: str
-    """What ``data.label_names`` calls it; of a label that is no text or whole number, its text."""
+    """Its name in ``data.label_names``, else the label as text."""
     where: Where
     history: tuple[Message, ...] = ()
     """Earlier turns, where the data has them."""

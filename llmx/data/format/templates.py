@@ -127,8 +127,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def opening_token(tokenizer: Any) -> int | None:
-    """What a text begins with: the BOS token of a tokenizer that adds one by itself; [CLS] of one
-    that has neither BOS nor EOS token (BERT)."""
+    """The token that begins a text: the BOS token of a tokenizer that adds one by itself; [CLS] of
+    one that has neither BOS nor EOS token (BERT)."""
     if adds_bos_token(tokenizer):
         return int(tokenizer.bos_token_id)
     if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:

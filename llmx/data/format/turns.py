@@ -209,7 +209,7 @@ def _turn(turn: Any) -> Message:
 
 
 def _weight(turn: dict[str, Any]) -> float:
-    """Of an assistant's turn: a number from 0, or true (1) and false (0); 1 where it has none."""
+    """The weight of an assistant's turn: a number from 0, true (1) or false (0); 1 by default."""
     values = [turn[name] for name in TURN_WEIGHTS if turn.get(name) is not None]
     value = values[0] if values else 1.0
     if values[1:] and values[1] != value:

@@ -32,7 +32,7 @@ class Where:
 
 
 class Row(Protocol):
-    """What a record means, in a form that a task may take (``Encoding.takes``)."""
+    """The meaning of a record, in a form that a task may take (``Encoding.takes``)."""
 
     title: ClassVar[str]
     """The plural of its kind, for messages."""

@@ -1,4 +1,4 @@
-"""How examples become samples: pure functions of the examples' lengths.
+"""Packs examples into samples: pure functions of the examples' lengths.
 
 A sample is made of pieces, a piece is tokens [start, stop) of an example; all but ``concat`` take
 whole examples (``items`` below). Everything is arrays, so that millions of them take seconds and

@@ -45,8 +45,8 @@ Values = dict[str, np.ndarray]
 
 
 def place(column: Column) -> str:
-    """What has a precomputed value each: ``sequence``, ``example`` or ``target``, a target token.
-    Nothing is asked of the other tokens, so nothing is kept of them."""
+    """The unit that has a precomputed value: ``sequence``, ``example``, or ``target`` for a column
+    by token, since only values of target tokens are used."""
     return "target" if column.per == "token" else column.per
 
 
@@ -118,8 +118,8 @@ class Precomputed:
         return np.memmap(self.path / f"{column.name}.bin", column.numpy_dtype, "r", shape=shape)
 
     def publish(self, *, how: Mapping[str, Any]) -> None:
-        """What is recorded of all samples appears as the directory, whole or not at all; nothing
-        happens where it is there already. ``how``: what else is worth to know, for meta.json."""
+        """Move the recorded values to the directory, all or nothing, unless it exists already.
+        ``how``: further entries of meta.json."""
 
         def fill(directory: Path) -> dict[str, Any]:
             for column in self.columns:
@@ -189,7 +189,7 @@ class Precomputed:
 def check_values(
     tensors: Mapping[str, Any], columns: Sequence[Column], counts: Mapping[str, int], *, task: str
 ) -> Values:
-    """What ``Task.precompute`` gave, as arrays. ``counts``: of the batch, by ``place``.
+    """The values of ``Task.precompute`` as arrays. ``counts``: of the batch, by ``place``.
 
     Raises:
         ConfigError: other columns, or other shapes, than are declared.

@@ -47,8 +47,8 @@ from llmx.data.source.files import sha256_of_file
 from llmx.errors import ConfigError, DataError
 
 STORE_FORMAT = 3
-"""Of the files. Another one is prepared again; the samples, and so the fingerprint, may be the
-same."""
+"""The version of the files. Data in another version is prepared again, under the same fingerprint
+if the samples are the same."""
 INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "target_counts.npy")
 WEIGHTS_FILE = "sample_weights.npy"
 
@@ -209,8 +209,8 @@ class SampleStore:
 
     @property
     def batch_columns(self) -> tuple[Column, ...] | None:
-        """What ``collate`` is told: None where examples are one sequence each without columns,
-        whose batches need no more than their tokens."""
+        """The ``columns`` for ``collate``; None if each example is one sequence without columns, so
+        that batches need only tokens."""
         grouped = len(self._examples) != len(self._sequences)
         return self.columns if self.columns or grouped else None
 
@@ -306,8 +306,9 @@ class SampleStore:
     def row_shapes(
         self, index: np.ndarray, *, packed: bool
     ) -> tuple[list[int], list[int], list[int]]:
-        """Of each sample: its lines in a micro batch, the tokens of the longest, and the sum of the
-        squared lengths of its sequences. ``packed``: one line a sample, else one a sequence."""
+        """Three lists over the samples: lines in a micro batch, tokens of the longest line, and the
+        sum of the squared lengths of the sequences. ``packed``: one line per sample, else one per
+        sequence."""
         lines, lengths, squares = [], [], []
         for sample in np.asarray(index).tolist():
             first, last = (

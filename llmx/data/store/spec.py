@@ -1,4 +1,4 @@
-"""What is to be prepared: from an experiment to records, their encoding and the store's name.
+"""Specifies a store before it is built: its records, their encoding, and its name.
 
 The store is named by a fingerprint of everything that decides its samples: the bytes of the
 sources, the tokenizer, the template, the task's encoding and the options that matter. Another

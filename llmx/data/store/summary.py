@@ -1,5 +1,5 @@
-"""What became of the records: a paragraph for a log, lines for a table, a histogram of lengths;
-and samples token by token."""
+"""Shows a store: a paragraph for a log, lines for a table, a histogram of lengths, and samples
+token by token."""
 
 from __future__ import annotations
 

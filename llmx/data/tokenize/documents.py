@@ -69,7 +69,7 @@ class DocumentEncoder:
                 "between documents. Set eos_token in its tokenizer_config.json."
             )
         self.description = self.method = "tokenizers"
-        """How texts are encoded; ``description`` also says why, and on what proof."""
+        """The library that encodes texts; ``description`` adds the reason and the proof."""
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
         self._eos = np.array([end] if eos is None else eos, np.uint32)

@@ -205,7 +205,7 @@ def _sentences(sample: TextSample) -> Iterator[str]:
 
 
 def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
-    """The same pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
+    """The pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]

@@ -258,8 +258,8 @@ def _equal_cuts(rooms: list[int], over: int) -> list[int]:
 
 
 def _level_cuts(lengths: list[int], over: int) -> list[int]:
-    """What each loses so that the longest are as long as the next, until ``over`` is lost; one
-    token of each stays."""
+    """Cuts that shorten the longest to the length of the next, until ``over`` is lost; one token of
+    each stays."""
     if over <= 0 or not any(lengths):
         return [0] * len(lengths)
     low, high = 1, max(lengths)  # the length that none is longer than
