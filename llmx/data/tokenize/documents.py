@@ -80,6 +80,7 @@ class DocumentEncoder:
         self._slow.no_padding()
         self._fast: BytePairs | Wordwise | None = None
         self._thread = threading.local()
+        self._slow_lock = threading.Lock()
 
     def choose(self, texts: Iterable[str]) -> None:
         """Encode by words if the tokenizer allows it and the ids of these texts are equal."""
@@ -150,8 +151,10 @@ class DocumentEncoder:
         return cache
 
     def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        # tokenizers has threads of its own: several calls at once take memory, not less time.
+        with self._slow_lock:
+            encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
 def _beginning(texts: Iterable[str], size: int) -> Iterator[str]:
