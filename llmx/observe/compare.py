@@ -8,7 +8,6 @@ Reads the two run directories; works for runs that still train, and for those th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     a, b = load_run(run_a), load_run(run_b)
     if a.run.root.resolve() == b.run.root.resolve():
         raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
-    names = short_names(a.run.root, b.run.root)
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
     config = config_rows(a.config, b.config)
@@ -81,7 +79,7 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     for name, data in (("A", a), ("B", b)):
         for warning in data.warnings:
             console.print(f"{name}: {warning}", style="dim")
-    picture = _picture(a, b, names, out)
+    picture = _picture(a, b, out)
     console.print(
         f"both curves: {picture}" if picture else "no picture: neither run has logged a loss yet.",
         soft_wrap=True,
@@ -109,14 +107,6 @@ def curves(outcome: Outcome) -> str:
     return " ".join(parts)
 
 
-def short_names(a: Path, b: Path) -> tuple[str, str]:
-    """Shorten two paths to their last parts, from where they differ."""
-    if a.name != b.name:
-        return a.name, b.name
-    common = Path(os.path.commonpath([a, b]))
-    return str(a.relative_to(common)), str(b.relative_to(common))
-
-
 def _print_table(
     console: Console, title: str, rows: Sequence[Sequence[str]], *, heads: Sequence[str]
 ) -> None:
@@ -134,13 +124,13 @@ def _print_table(
     console.print(table)
 
 
-def _picture(a: RunData, b: RunData, names: tuple[str, str], out: Path | None) -> Path | None:
+def _picture(a: RunData, b: RunData, out: Path | None) -> Path | None:
     """Draw to ``out``, else into B's directory, else here where that cannot be written."""
     name = f"compare_{a.run.root.name}.png"
     places = [out] if out else [b.run.root / name, Path.cwd() / name]
     for place in places:
         try:
-            return place if draw_losses([(names[0], a), (names[1], b)], place) else None
+            return place if draw_losses([a, b], place) else None
         except OSError as error:
             if place is places[-1]:
                 raise ConfigError(

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from llmx.errors import LlmxError
 from llmx.observe.report.screen import open_console
 from llmx.observe.report.sweep_data import SweepReader
-from llmx.observe.report.sweep_progress import progress_line
-from llmx.observe.status.sweep import look
+from llmx.observe.status.sweep import look, progress_line
 from llmx.text import printable
 
 if TYPE_CHECKING:

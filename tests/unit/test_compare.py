@@ -9,7 +9,7 @@ import pytest
 
 from llmx.cli.main import run_here
 from llmx.launch.supervision.outcome import Result
-from llmx.observe.compare import config_rows, short_names
+from llmx.observe.compare import config_rows
 from llmx.run import snapshot
 from llmx.run.metrics.equality import Gap
 from llmx.run.rundir import RunDir, write_json
@@ -105,11 +105,6 @@ def test_what_cannot_be_compared_is_told(words, runs, tmp_path, capsys, monkeypa
     assert run_here("compare", words) == 2
     said = capsys.readouterr().err
     assert "compared with itself" in said or "no such directory" in said
-
-
-def test_names_tell_the_directories_apart(tmp_path) -> None:
-    assert short_names(tmp_path / "a", tmp_path / "b") == ("a", "b")
-    assert short_names(tmp_path / "x" / "run", tmp_path / "y" / "run") == ("x/run", "y/run")
 
 
 def test_rows_are_values_that_differ_once() -> None:

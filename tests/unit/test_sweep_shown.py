@@ -23,8 +23,8 @@ from llmx.observe.report import sweep_charts
 from llmx.observe.report.command import with_objective
 from llmx.observe.report.sweep_data import axes, load_sweep, union, value_of
 from llmx.observe.report.sweep_page import sweep_page
-from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
 from llmx.observe.report.sweep_table import failures, to_csv, to_markdown
+from llmx.observe.status.sweep import progress_line, progress_of, sweep_progress
 from llmx.run.rundir import RunDir, write_text
 from llmx.run.sweepdir import Sweep, Trial, is_sweep
 from tests import sweepdirs

@@ -119,5 +119,5 @@ def _report(run_dir: Path, *, width: int | None) -> int:
 
 def write_files(data: RunData) -> None:
     """Write ``loss.png``, where there is a loss, and ``report.html``."""
-    draw_losses([(data.name, data)], data.run.loss_curve)
+    draw_losses([data], data.run.loss_curve)
     write_text(data.run.report, page(data))

@@ -20,42 +20,28 @@ STYLES = (("tab:blue", "tab:orange", "-"), ("tab:green", "tab:red", "--"))
 """Of each run: the colours of training and of evaluation, and how a line is drawn. The second run
 is dashed: where both are equal, both are seen."""
 
-CJK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "Noto Sans SC",
-    "Source Han Sans SC",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Droid Sans Fallback",
-    "PingFang SC",
-    "Microsoft YaHei",
-    "SimHei",
-    "Unifont",
-)
-"""Fonts with Chinese, Japanese and Korean that a machine may have; matplotlib brings none."""
 
-
-def draw_losses(runs: Sequence[tuple[str, RunData]], path: Path) -> bool:
-    """Write the picture of one run or two to ``path``; False where none has a loss yet."""
-    curves = [(name, points(data.train, "loss"), points(data.evals, "loss")) for name, data in runs]
+def draw_losses(runs: Sequence[RunData], path: Path) -> bool:
+    """Write the picture of one run, or of two (A and B), to ``path``; False where none has a loss
+    yet."""
+    names = ("",) if len(runs) == 1 else ("A, ", "B, ")
+    curves = [
+        (name, points(data.train, "loss"), points(data.evals, "loss"))
+        for name, data in zip(names, runs, strict=True)
+    ]
     losses = [value for _, train, evals in curves for _, value in train + evals]
     if not losses:
         return False
     with loss_axes(path) as axes:
         from matplotlib.ticker import MaxNLocator
 
-        fonts = installed_fonts()
         for (name, train, evals), style in zip(curves, STYLES, strict=False):
-            _draw_run(axes, drawable(name, fonts), train, evals, style)
+            _draw_run(axes, name, train, evals, style)
         finite = [value for value in losses if math.isfinite(value)]
         if finite and 0 <= min(finite) < 0.5 * max(finite):
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend = axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
-        for text in legend.get_texts():
-            text.set_fontfamily(fonts)
-            text.set_parse_math(False)
+        axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
     return True
 
 
@@ -91,7 +77,7 @@ def _draw_run(
     if train:
         steps, losses = zip(*train, strict=True)
         last = next((loss for loss in reversed(losses) if math.isfinite(loss)), math.nan)
-        label = f"{name}: {human.number(last)} at step {steps[-1]:,}"
+        label = f"{name}train: {human.number(last)} at step {steps[-1]:,}"
         if len(losses) >= SMOOTHED_FROM:
             axes.plot(steps, losses, dashes, color=colour, alpha=0.35)
             losses = tuple(smoothed(list(losses)))
@@ -104,7 +90,7 @@ def _draw_run(
         steps, losses = zip(*evals, strict=True)
         # A line through two points (before and after) would look like a measured curve.
         marker = f"o{dashes}" if len(evals) > 2 else "o"
-        label = f"{name}, evaluation: {human.number(losses[-1])}"
+        label = f"{name}evaluation: {human.number(losses[-1])}"
         axes.plot(steps, losses, marker, color=eval_colour, label=label)
 
 
@@ -129,27 +115,3 @@ def points(records: list[Record], key: str) -> list[tuple[int, float]]:
         elif key == "loss" and record.get("nonfinite"):
             pairs.append((step_of(record), math.nan))
     return pairs
-
-
-def installed_fonts() -> list[str]:
-    """matplotlib's own font, then those with CJK that are installed here."""
-    from matplotlib import font_manager
-
-    installed = {entry.name for entry in font_manager.fontManager.ttflist}
-    return ["DejaVu Sans", *(name for name in CJK_FONTS if name in installed)]
-
-
-def drawable(text: str, fonts: list[str]) -> str:
-    """``text`` with ``…`` for what no font here can draw, instead of boxes and warnings."""
-    from matplotlib import font_manager
-    from matplotlib.ft2font import FT2Font
-
-    covered: set[int] = set()
-    for name in fonts:
-        covered |= set(FT2Font(font_manager.findfont(name)).get_charmap())
-    letters: list[str] = []
-    for letter in human.one_line(text, limit=60):
-        drawn = letter if ord(letter) in covered else "…"
-        if drawn != "…" or letters[-1:] != ["…"]:
-            letters.append(drawn)
-    return "".join(letters)

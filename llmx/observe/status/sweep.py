@@ -1,29 +1,240 @@
-"""``status`` and ``watch`` of a sweep's directory on this machine."""
+"""``status`` and ``watch`` of a sweep's directory on this machine: how many trials are done, what
+runs, what is left, the best so far.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
 import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from llmx import text as human
 from llmx.observe.report.screen import open_console
-from llmx.observe.report.sweep_data import SweepReader
-from llmx.observe.report.sweep_progress import progress_line, progress_of, sweep_progress
-from llmx.observe.report.sweep_table import near
+from llmx.observe.report.sweep_data import SweepReader, axes
+from llmx.observe.report.sweep_table import known_of, near, settings_of
 from llmx.observe.status import observer
 from llmx.observe.status.remote import RunLocation
 from llmx.observe.status.view import LIVE, duration_text, interpret
-from llmx.run.sweepdir import FILE, RUNNING, Sweep, Trial, is_sweep
-from llmx.text import printable
+from llmx.run.sweepdir import (
+    FILE,
+    NOT_RUN,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    WELL,
+    Sweep,
+    Trial,
+    is_sweep,
+)
+from llmx.text import plural, printable
 
+if TYPE_CHECKING:
+    from rich.console import Group
+
+SHOWN_RUNNING = 12
+SHOWN_FAILED = 6
+"""The newest failures; ``report`` has them all."""
+BAR = 24
+FULL, EMPTY = "━", "─"
+PLAIN_FULL, PLAIN_EMPTY = "#", "."
 SILENT_S = 90.0
 """A sweep that changes none of its files for so long, with no trial alive, runs no more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The counts of the trials of a sweep, the time left and the best so far."""
+
+    total: int
+    ok: int
+    failed: list[Trial]
+    """The last that ended, last."""
+    pruned: int
+    same: int
+    stopped: int
+    """At a rung of ``sweep.halving``."""
+    running: list[Trial]
+    waiting: int
+    at_once: int
+    """Trials that run, or ran, at the same time."""
+    left_s: float | None
+    """Until the last trial ends; None where no trial has ended that could tell."""
+    best: Trial | None
+
+    @property
+    def over(self) -> int:
+        """Trials that nothing is left to do for."""
+        return self.total - len(self.running) - self.waiting
+
+
+def progress_of(sweep: Sweep, *, now: float) -> Progress:
+    """Count the trials and estimate the time that is left; pure."""
+    trials = sweep.trials
+    running = [trial for trial in trials if trial.state == RUNNING]
+    failed = [trial for trial in trials if trial.failed]
+    waiting = sum(trial.state == WAITING for trial in trials)
+    at_once = _at_once(trials, now=now)
+    return Progress(
+        total=len(trials),
+        ok=sum(trial.outcome in WELL for trial in trials),
+        failed=sorted(failed, key=lambda trial: trial.ended or 0.0),
+        pruned=sum(trial.outcome == "pruned" for trial in trials),
+        same=sum(trial.outcome == "same" for trial in trials),
+        stopped=sum(trial.outcome == STOPPED for trial in trials),
+        running=running,
+        waiting=waiting,
+        at_once=at_once,
+        left_s=_left_s(trials, running, waiting, at_once=at_once, now=now),
+        best=sweep.best,
+    )
+
+
+def _took(trial: Trial) -> float | None:
+    """Seconds from the start to the end of a trial that was run."""
+    if not trial.outcome or trial.outcome in NOT_RUN:
+        return None
+    if trial.started and trial.ended and trial.ended > trial.started:
+        return trial.ended - trial.started
+    return trial.seconds
+
+
+def _at_once(trials: Sequence[Trial], *, now: float) -> int:
+    """The number that runs; between two trials, the most that ran at the same time."""
+    running = sum(trial.state == RUNNING for trial in trials)
+    if running:
+        return running
+    changes = []
+    for trial in trials:
+        if trial.started and _took(trial) and trial.ended:
+            changes += [(trial.started, 1), (trial.ended, -1)]
+    count = peak = 0
+    for _, change in sorted(changes):
+        count += change
+        peak = max(peak, count)
+    return max(1, peak)
+
+
+def _left_s(
+    trials: Sequence[Trial], running: Sequence[Trial], waiting: int, *, at_once: int, now: float
+) -> float | None:
+    """The waiting trials go, one after another, where a running one ends first."""
+    if not running and not waiting:
+        return 0.0
+    times = [took for trial in trials if (took := _took(trial)) is not None]
+    if not times:
+        return None
+    mean = sum(times) / len(times)
+    ends = [max(0.0, mean - (now - trial.started)) if trial.started else mean for trial in running]
+    ends = (ends + [0.0] * at_once)[: max(at_once, len(running))]
+    heapq.heapify(ends)
+    for _ in range(waiting):
+        heapq.heapreplace(ends, ends[0] + mean)
+    return max(ends)
+
+
+def sweep_progress(
+    sweep: Sweep, *, now: float, title: str = "", note: str = "", plain: bool = False
+) -> Group:
+    """The sweep at the moment ``now`` (seconds since the epoch) for a terminal.
+
+    ``note`` is a line below the head, e.g. that nothing runs any more; ``plain``: ASCII only.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    progress = progress_of(sweep, now=now)
+    head = Text.assemble((title, "bold"), "  " if title else "", _bar(progress, plain=plain))
+    counts = Text("  ")
+    for at, (text, style) in enumerate(_counts(progress, now=now)):
+        counts.append(", " if at else "").append(text, style=style)
+    parts: list[Text | Table] = [Text(""), head, counts]
+    if note:
+        parts.append(Text(f"  {note}", style="bold yellow"))
+    names = axes(sweep.trials)
+    if progress.running:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for _ in range(3):
+            grid.add_column(no_wrap=True, justify="right")
+        for trial in progress.running[:SHOWN_RUNNING]:
+            label, *cells = _running(trial, names, now=now)
+            grid.add_row(Text(label, style="cyan"), *map(Text, cells))
+        parts += [Text(""), grid]
+        if len(progress.running) > SHOWN_RUNNING:
+            parts.append(Text(f"  and {len(progress.running) - SHOWN_RUNNING} more", style="dim"))
+    below = [Text(line, style="red") for line in _failed(progress, names)]
+    best = _best(progress, sweep, names)
+    below += [Text(best, style="bold")] if best else []
+    return Group(*parts, *([Text("")] if below else []), *below)
+
+
+def progress_line(sweep: Sweep, *, now: float) -> str:
+    """One line for a log file: the counts, what is left, the best so far."""
+    progress = progress_of(sweep, now=now)
+    parts = [
+        f"{progress.over}/{plural(progress.total, 'trial')}",
+        ", ".join(t for t, _ in _counts(progress, now=now)),
+    ]
+    best = _best(progress, sweep, axes(sweep.trials)).strip()
+    return "  ".join([*parts, best] if best else parts)
+
+
+def _bar(progress: Progress, *, plain: bool) -> str:
+    full, empty = (PLAIN_FULL, PLAIN_EMPTY) if plain else (FULL, EMPTY)
+    part = progress.over / progress.total if progress.total else 0.0
+    size = math.floor(BAR * part)
+    return (
+        f"{progress.over} of {plural(progress.total, 'trial')}  {full * size}{empty * (BAR - size)}"
+    )
+
+
+def _counts(progress: Progress, *, now: float) -> list[tuple[str, str]]:
+    """Text and style of each count that is not 0."""
+    kinds = [
+        (progress.ok, "done", "green"), (len(progress.running), "running", "cyan"),
+        (len(progress.failed), "failed", "bold red"), (progress.pruned, "pruned", "yellow"),
+        (progress.same, "the same as another", "dim"), (progress.stopped, "stopped", "dim"),
+        (progress.waiting, "left", ""),
+    ]  # fmt: skip
+    counts = [(f"{count} {word}", style) for count, word, style in kinds if count]
+    if progress.left_s is not None and (progress.running or progress.waiting):
+        done = time.strftime("%a %H:%M", time.localtime(now + progress.left_s))
+        counts.append((f"{human.duration(progress.left_s)} to go (done {done})", "bold"))
+    return counts or [("no trial yet", "dim")]
+
+
+def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
+    step = "" if trial.steps is None else f"step {trial.steps:,}"
+    step += f"/{trial.total_steps:,}" if step and trial.total_steps else ""
+    speed = "" if trial.tokens_per_s is None else f"{human.count(trial.tokens_per_s)} tokens/s"
+    took = "" if not trial.started else human.duration(max(0.0, now - trial.started))
+    return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
+
+
+def _failed(progress: Progress, names: Sequence[str]) -> list[str]:
+    lines = []
+    for trial in progress.failed[-SHOWN_FAILED:]:
+        cause = human.one_line(trial.cause, limit=100)
+        line = f"  {trial.label} {settings_of(trial, names)}: {trial.outcome}"
+        lines.append(f"{line}: {cause}" if cause else line)
+    before = len(progress.failed) - len(lines)
+    return [f"  and {before} earlier failures", *lines] if before else lines
+
+
+def _best(progress: Progress, sweep: Sweep, names: Sequence[str]) -> str:
+    if progress.best is None:
+        return ""
+    numbers = known_of(progress.best, sweep.objective)
+    return f"  best: {progress.best.label} {settings_of(progress.best, names)}  ({numbers})"
 
 
 @dataclasses.dataclass(frozen=True)
