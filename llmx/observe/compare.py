@@ -19,7 +19,7 @@ from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console
-from llmx.run.metrics.equality import Outcome, compare_runs
+from llmx.run.metrics.equality import DIFFER, Outcome, compare_runs
 from llmx.run.provenance.differences import (
     MEANING,
     Difference,
@@ -98,7 +98,7 @@ def curves(outcome: Outcome) -> str:
     if first is not None:
         where = "from the start" if first.step <= 1 else f"first at step {first.step}"
         parts.append(f"They differ {where} ({first.shown('in A', 'in B')}).")
-    elif outcome.weights == "differ":
+    elif outcome.weights == DIFFER:
         parts.append("All logged values are identical, but the weights are not.")
     largest = outcome.largest
     if largest is not None and largest != first:

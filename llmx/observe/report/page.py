@@ -27,7 +27,7 @@ from llmx.observe.report.markup import (
 from llmx.observe.report.run_data import RunData
 from llmx.redact import redact
 from llmx.run.metrics import metric_of
-from llmx.run.metrics.lines import scalars
+from llmx.run.metrics.lines import scalars, step_of
 from llmx.run.provenance.differences import flattened, short_value
 from llmx.text import plural
 
@@ -88,7 +88,7 @@ def _loss(data: RunData) -> str:
         # A line through two points (before and after) would look like a measured curve.
         lines += [Line(evals, "", ORANGE)] * (len(evals) > 2)
         lines.append(Line(evals, "evaluation", ORANGE, "dots"))
-    resumed = {record["step"] for record in data.records if record.get("event") == "resumed"}
+    resumed = {step_of(record) for record in data.records if record.get("event") == "resumed"}
     for name, steps, colour in (
         ("resumed", sorted(resumed), GRAY),
         ("loss is NaN", [step for step, value in train if value != value], RED),
@@ -223,7 +223,7 @@ def _config(data: RunData) -> str:
 
 def _evaluations(data: RunData) -> str:
     """Every number of every evaluation."""
-    rows = [(record["step"], scalars(record)) for record in data.evals]
+    rows = [(step_of(record), scalars(record)) for record in data.evals]
     names = list(dict.fromkeys(name for _, values in rows for name in values))
     cells = [
         [f"{step:,}", *(f"{values[name]:.5g}" if name in values else "" for name in names)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmx import text as human
@@ -72,12 +72,7 @@ class Metric:
 
     def to_dict(self) -> dict[str, Any]:
         """The metric as it is written in a ``start`` line."""
-        return {
-            "title": self.title,
-            "format": self.format,
-            "higher_is_better": self.higher_is_better,
-            "kinds": list(self.kinds),
-        }
+        return {**asdict(self), "kinds": list(self.kinds)}
 
 
 def declared_in(record: Record) -> dict[str, Metric]:

@@ -108,18 +108,19 @@ class Outcome:
         if not self.lines:
             return "nothing to compare: the two runs have no logged step in common."
         of = f" of {self.lines_then:,}" if self.lines_then > self.lines else ""
+        lines = f"{self.lines:,}{of} logged line{'s' * (self.lines != 1)}"
         to = f"up to step {self.last_step:,}"
         if self.last_step_then > self.last_step:
             to += f" of {self.last_step_then:,}"
         if self.is_proven:
-            words = f"bitwise identical: {self.lines:,}{of} {_lines(self.lines)} {to}, and the "
+            words = f"bitwise identical: {lines} {to}, and the "
             words += f"hash of the weights at step {self.weights_at:,}."
             if self.weights_at is not None and self.weights_at < self.last_step:
                 words += " Later weights were not compared."
             return words
         if self.identical:
             return (
-                f"equal over the {self.lines:,}{of} {_lines(self.lines)} {to}. The weights were "
+                f"equal over the {lines} {to}. The weights were "
                 "not compared: the runs have no hash of them at the same step, so this is no "
                 "proof that they are equal."
             )
@@ -219,10 +220,6 @@ def compare(
         lines_then=len(old),
         last_step_then=max((step for step, _ in old), default=0),
     )
-
-
-def _lines(count: int) -> str:
-    return "logged line" if count == 1 else "logged lines"
 
 
 def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:
