@@ -8,7 +8,9 @@ import pytest
 
 from llmx.cli.main import run_here
 from llmx.errors import ConfigError
+from llmx.run.metrics.declared import RESERVED
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.tail import SHAPES
 from tests import tracked_run
 from tests.rundirs import experiment, write_run
 from tests.unit.test_serve_command import write_model
@@ -32,6 +34,10 @@ def test_a_value_of_another_kind(
         printed = " ".join(capsys.readouterr().out.split())
         assert "plan.json has a value that llmx does not write" in printed
         assert "batch.accumulation is 'x'" in printed
+
+
+def test_no_metric_of_a_task_is_taken_for_damage() -> None:
+    assert set(SHAPES["metrics.jsonl"]) <= RESERVED
 
 
 def test_a_place_that_cannot_be_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
