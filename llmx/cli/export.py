@@ -241,7 +241,8 @@ def export(
         DISK.sync_directory(directory.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
-        raise _disk_error(error, directory, total) from error
+        # Of what is merged only the adapter's size is known here.
+        raise _disk_error(error, directory, 0 if to == MERGED else total) from error
     finally:
         progress.end()
         index.close()
@@ -479,10 +480,10 @@ def _refuse_existing(directory: Path) -> None:
 def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
     if disk_is_full(error):
         free = commit.free_bytes(directory.parent)
+        needs = f"the export needs {human.size(num_bytes)} in all, " if num_bytes else ""
         return DiskFullError(
-            f"The disk of {directory} is full: the export needs {human.size(num_bytes)} in all, "
-            f"{human.size(free)} are free now. Nothing was left there. Free some space, or set "
-            "--out to another disk."
+            f"The disk of {directory} is full: {needs}{human.size(free)} are free now. Nothing was "
+            "left there. Free some space, or set --out to another disk."
         )
     return ConfigError(
         f"{directory}: cannot be written ({error.strerror or error}). Nothing was left there. Set "
