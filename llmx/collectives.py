@@ -18,5 +18,5 @@ def all_gather(value: T, *, group: Any = None) -> list[T]:
 
 def first_problem(problem: str | None) -> tuple[int, str] | None:
     """The first rank with a problem, and the problem; the same on every rank."""
-    found = enumerate(all_gather(problem))
-    return next(((rank, text) for rank, text in found if text), None)
+    problems = enumerate(all_gather(problem))
+    return next(((rank, text) for rank, text in problems if text), None)

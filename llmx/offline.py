@@ -22,7 +22,7 @@ def stay_offline_if_unreachable(
     model: ModelConfig,
     environment: MutableMapping[str, str],
     *,
-    others: Iterable[str] = (),
+    more_models: Iterable[str] = (),
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> str:
     """Set HF_HUB_OFFLINE when a Hub id is wanted and the Hub gives no answer; returns why.
@@ -30,11 +30,11 @@ def stay_offline_if_unreachable(
     Offline, the client takes what its cache has, and else fails at once. Must come before
     ``huggingface_hub`` is imported, which reads the variable once.
 
-    ``others``: models beside that of the ``model`` group (``Plan.frozen``).
+    ``more_models``: those beside that of the ``model`` group (``Plan.frozen``).
     """
-    names = {model.path, model.tokenizer, *others} - {None, "", "demo"}
-    asked = [name for name in names if name and not Path(name).expanduser().is_dir()]
-    if not asked or environment.get("HF_HUB_OFFLINE"):
+    names = {model.path, model.tokenizer, *more_models} - {None, "", "demo"}
+    hub_ids = [name for name in names if name and not Path(name).expanduser().is_dir()]
+    if not hub_ids or environment.get("HF_HUB_OFFLINE"):
         return ""
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     if why := why_no_answer(endpoint, timeout_s=timeout_s):
@@ -44,7 +44,7 @@ def stay_offline_if_unreachable(
 
 
 def why_no_answer(url: str, *, timeout_s: float) -> str:
-    """Why a server gives no answer; empty where it does, and any HTTP answer will do."""
+    """The reason why a server gives no answer; empty where it does, and any HTTP answer will do."""
     answer: list[str] = []
     silent = f"no answer within {timeout_s:g} s"
 

@@ -1,7 +1,7 @@
 """Words of messages: numbers as a person reads them, numbers with their nouns, and text that a
 terminal may safely be given: ``6.74 B``, ``1 min 12 s``, ``96.9 %``, ``1,200 rows``.
 
-Standard library only; every room may import it (``from llmx import text as human``).
+Standard library only; every package may import it (``from llmx import text as human``).
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ def duration(seconds: float) -> str:
     """``0.8 s``, ``42 s``, ``1 min 12 s``, ``3 h 5 min``, ``2 d 4 h``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
+    total = round(seconds)
     for size, unit, smaller, smaller_unit in (
         (86_400, "d", 3_600, "h"),
         (3_600, "h", 60, "min"),
         (60, "min", 1, "s"),
     ):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if rest else "")
-    return f"{whole} s"
+        if total >= size:
+            remainder = total % size // smaller
+            return f"{total // size} {unit}" + (f" {remainder} {smaller_unit}" if remainder else "")
+    return f"{total} s"
 
 
 def clock(seconds: float) -> str:
     """``0:07``, ``2:32``, ``4:05:59``: a time that counts up or down; 0 where it is negative."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
+    minutes, remainder = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 def number(value: float) -> str:
-    """Four significant digits, as of a loss; ``nan`` where there is none."""
+    """A number with four significant digits, as of a loss; ``nan`` where there is none."""
     return "nan" if math.isnan(value) else f"{value:#.4g}".rstrip(".")
 
 
@@ -92,7 +92,7 @@ def percent(part: float, *, decimals: int | None = None) -> str:
 
 
 def gib(value: float) -> str:
-    """GiB with two decimals below 10."""
+    """A size in GiB, with two decimals below 10."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
@@ -143,5 +143,5 @@ def file_name(text: str, *, limit_bytes: int = 200) -> str:
     raw = text.encode("utf-8", "surrogateescape")
     if len(raw) <= limit_bytes:
         return text
-    kept = raw[: limit_bytes - 9].decode("utf-8", "ignore")
-    return f"{kept}-{blake2b(raw, digest_size=4).hexdigest()}"
+    beginning = raw[: limit_bytes - 9].decode("utf-8", "ignore")
+    return f"{beginning}-{blake2b(raw, digest_size=4).hexdigest()}"

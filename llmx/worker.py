@@ -72,8 +72,8 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    others = [network.source for network in plan.frozen if network.source]
-    if offline := stay_offline_if_unreachable(exp.model, os.environ, others=others):
+    frozen = [network.source for network in plan.frozen if network.source]
+    if offline := stay_offline_if_unreachable(exp.model, os.environ, more_models=frozen):
         print(offline, flush=True)
 
     import torch
@@ -99,8 +99,8 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
                 if source in environment:
                     environment[name] = environment[source]
                     break
-    wanted = (*SOURCES, "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in wanted if name not in environment]
+    required = (*SOURCES, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in required if name not in environment]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not set: this process is no rank of a run. Start runs with "

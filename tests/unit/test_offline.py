@@ -61,6 +61,7 @@ def test_local_names_need_no_hub(tmp_path: Path) -> None:
 def test_models_of_the_task_are_asked_for_too(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
     model = ModelConfig(path=str(tmp_path))
-    assert stay_offline_if_unreachable(model, environment, others=[str(tmp_path)]) == ""
-    assert "refused" in stay_offline_if_unreachable(model, environment, others=["owner/teacher"])
+    assert stay_offline_if_unreachable(model, environment, more_models=[str(tmp_path)]) == ""
+    why = stay_offline_if_unreachable(model, environment, more_models=["owner/teacher"])
+    assert "refused" in why
     assert environment["HF_HUB_OFFLINE"] == "1"
