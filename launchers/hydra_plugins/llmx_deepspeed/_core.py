@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 from hydra.core.utils import (
     JobReturn,
@@ -33,6 +34,7 @@ from llmx.run.sweepdir import OWN_WORDS, WELL
 from llmx.sweep.sweep import Runner
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from hydra.types import HydraContext
     from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher, SearchSweeper
 
@@ -80,8 +82,8 @@ def launch(
     for trial in trials:
         if trial.index in runner.ends:
             error = runner.ends[trial.index]
-            made = Refused if isinstance(error, LlmxError) else JobReturn
-            returned = made(overrides=[*trial.overrides])
+            kind = Refused if isinstance(error, LlmxError) else JobReturn
+            returned = kind(overrides=[*trial.overrides])
             returned.status = JobStatus.FAILED if error else JobStatus.COMPLETED
             returned.return_value = error or trial.value(runner.sweep.objective)
             returns.append(returned)
@@ -89,7 +91,7 @@ def launch(
 
 
 def make_runner(context: HydraContext, config: DictConfig) -> Runner:
-    """The sweep of ``hydra.sweep.dir``."""
+    """The runner of the sweep in ``hydra.sweep.dir``."""
     directory = Path(str(config.hydra.sweep.dir)).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     os.environ.update(config.hydra.job.env_set)
@@ -121,6 +123,17 @@ def searching(sweeper: SearchSweeper) -> Iterator[Runner]:
             runner.finish()
     if runner.stopped_by:
         raise KeyboardInterrupt
+
+
+def fixed_and_swept(
+    sweeper: SearchSweeper, arguments: Sequence[str]
+) -> tuple[dict[str, str], dict[str, Override]]:
+    """By key, the words that all trials have, and those with several values; the last counts."""
+    parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
+    words = {word.get_key_element(): word for word in parser.parse_overrides(list(arguments))}
+    swept = {key: word for key, word in words.items() if word.is_sweep_override()}
+    values = {k: w.get_value_element_as_str() for k, w in words.items() if k not in swept}
+    return {key: f"{key}={value}" for key, value in values.items()}, swept
 
 
 def check_any_ended_well(runner: Runner) -> None:
@@ -187,7 +200,7 @@ def _check_effects(
 
 
 def _plain(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobReturn:
-    """A job of another application, here."""
+    """Run a job of another application in this process."""
     config, context = launcher.config, launcher.hydra_context
     assert config is not None
     assert context is not None

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra_plugins.llmx_deepspeed._core import check_any_ended_well, searching
+from hydra_plugins.llmx_deepspeed._core import check_any_ended_well, fixed_and_swept, searching
 
 from llmx.errors import ConfigError
 
@@ -101,17 +100,8 @@ def _space(
 ) -> tuple[list[str], dict[str, Any]]:
     """The words that all trials have, and the distribution of each key that is searched."""
     params = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
-    parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
-    fixed: dict[str, str] = {}
-    space: dict[str, Any] = {}
-    for override in parser.parse_overrides([*params, *arguments]):
-        key = override.get_key_element()
-        fixed.pop(key, None)
-        space.pop(key, None)
-        if override.is_sweep_override():
-            space[key] = _distribution(override, optuna.distributions)
-        else:
-            fixed[key] = f"{key}={override.get_value_element_as_str()}"
+    fixed, swept = fixed_and_swept(sweeper, [*params, *arguments])
+    space = {key: _distribution(word, optuna.distributions) for key, word in swept.items()}
     if not space:
         raise ConfigError(
             "hydra/sweeper=optuna: nothing is searched. Give a key several values, or an interval: "

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import psutil
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra_plugins.llmx_deepspeed._core import check_any_ended_well, searching, trial_values
+from hydra_plugins.llmx_deepspeed._core import (
+    check_any_ended_well,
+    fixed_and_swept,
+    searching,
+    trial_values,
+)
 
 from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.config import Experiment, experiment_from_dict
@@ -37,13 +41,13 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
     fixed, typed = _sorted(sweeper, arguments)
     compose = _Compose(sweeper, fixed)
     planned = _given(compose, typed)
-    given = planned.experiment
-    if given.sweep.objective != SPEED:
+    exp = planned.experiment
+    if exp.sweep.objective != SPEED:
         raise ConfigError(
-            f"sweep.objective={given.sweep.objective}: hydra/sweeper=tune searches for speed "
-            f"(tokens_per_s). For a loss: python -m llmx tune objective={given.sweep.objective}."
+            f"sweep.objective={exp.sweep.objective}: hydra/sweeper=tune searches for speed "
+            f"(tokens_per_s). For a loss: python -m llmx tune objective={exp.sweep.objective}."
         )
-    size, varied = given.batch.global_batch, [axis.key for axis in typed]
+    size, varied = exp.batch.global_batch, [axis.key for axis in typed]
     if size is not None and not {*varied} & {"batch", "experiment", *SIZES}:
         # The default of the task follows the micro batch, which differs between candidates.
         fixed = [*fixed, f"batch.global_batch={size}"]
@@ -56,13 +60,13 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
     )
     for line in beginning(axes, candidates, planned):
         print(line, flush=True)
-    if given.dry_run:
+    if exp.dry_run:
         print(candidate_table(axes, candidates))
         print("Nothing was started (dry_run=true).", flush=True)
         return
     search = Search(axes, candidates, config_place=None if typed else given_place(axes, planned))
     with searching(sweeper) as runner:
-        _run(runner, search, fixed, given)
+        _run(runner, search, fixed, exp)
     directory = runner.sweep.directory
     write_text(directory / MARKDOWN, to_markdown(axes, candidates, search))
     for line in conclusion(search, load_sweep(directory)):
@@ -71,9 +75,9 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
     check_any_ended_well(runner)
 
 
-def _run(runner: Runner, search: Search, fixed: Sequence[str], given: Experiment) -> None:
+def _run(runner: Runner, search: Search, fixed: Sequence[str], exp: Experiment) -> None:
     """The trials, one at a time, until the search or its allowance is over."""
-    limit, minutes = given.sweep.max_trials, given.sweep.max_minutes
+    limit, minutes = exp.sweep.max_trials, exp.sweep.max_minutes
     runner.may_fail = NO_MEMORY
     started, index = time.monotonic(), 0
     while not runner.ending and (step := search.next()) is not None:
@@ -89,22 +93,15 @@ def _run(runner: Runner, search: Search, fixed: Sequence[str], given: Experiment
         if trial.outcome:
             search.tell(step.candidate, trial)
         error = runner.ends.get(index)
-        if given.sweep.fail_fast and error is not None and trial.outcome not in NO_MEMORY:
+        if exp.sweep.fail_fast and error is not None and trial.outcome not in NO_MEMORY:
             raise error
         index += 1
 
 
 def _sorted(sweeper: TuneSweeper, arguments: Sequence[str]) -> tuple[list[str], list[Axis]]:
     """The words that all trials have, and the axes that were typed."""
-    parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
-    fixed: dict[str, str] = {}
-    axes = []
-    for override in parser.parse_overrides(list(arguments)):
-        key = override.get_key_element()
-        if override.is_sweep_override():
-            axes.append(Axis(key.lstrip("+"), tuple(override.sweep_string_iterator())))
-        else:
-            fixed[key] = f"{key}={override.get_value_element_as_str()}"
+    fixed, swept = fixed_and_swept(sweeper, arguments)
+    axes = [Axis(k.lstrip("+"), tuple(word.sweep_string_iterator())) for k, word in swept.items()]
     for key in AUTO_KEYS:  # tune measures what auto predicts: the key is an axis
         if fixed.get(key) == f"{key}=auto":
             del fixed[key]
