@@ -78,16 +78,22 @@ class RunFailed(LlmxError, RuntimeError):
     exit_code = 1
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def closest(word: str, options: Iterable[str]) -> str:
+    """The option that ``word`` begins or nearly is; empty where there is none."""
+    names = list(options)
+    matches = [name for name in names if len(word) > 2 and name.startswith(word)]
+    matches = matches or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return matches[0] if matches else ""
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
     """``' Did you mean "stage3"?'`` for a near miss, else an empty string."""
-    names = list(known)
-    match = [name for name in names if len(word) > 2 and name.startswith(word)]
-    match = match or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f' Did you mean "{match[0]}"?' if match else ""
+    name = closest(word, options)
+    return f' Did you mean "{name}"?' if name else ""
 
 
 def _written(error: OSError) -> str:
-    """The file that a failed write was for, of the streams on the stack: the system names none."""
+    """The file of a failed write, found among the streams on the stack: the system names none."""
     names = [
         str(getattr(value, "name", ""))
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -13,14 +13,14 @@ from llmx.cli.arguments import as_meant
 from llmx.compose.complete import Composed, compose
 from llmx.compose.hydra_config import register_defaults
 from llmx.compose.overrides import resolve_alias
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 
 
 def values(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> dict[str, Any]:
     """The composed, resolved values; Hydra's own run directory is replaced by ``run_dir``."""
     register_defaults()
     words = as_meant([resolve_alias(word) for word in overrides])
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra_compose("config", overrides=[*words, f"run_dir={run_dir}"])
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)

@@ -31,7 +31,7 @@ import yaml
 
 from benchmarks.gpu.part import Context, Measure, NotHere, Outcome, PartFailed
 from llmx import __version__
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.config.schema import DeviceConfig
 from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.hardware import detect
@@ -139,7 +139,7 @@ def find_context(root: Path, *, tiny: bool) -> Context:
             )
         device = DeviceConfig(accelerator="cpu", precisions=["fp32"])
         return Context(root, tiny, device, "cpu", 0)
-    catalogue = (conf_dir() / "hardware" / "devices" / "catalogue.yaml").read_text(encoding="utf-8")
+    catalogue = (CONF / "hardware" / "devices" / "catalogue.yaml").read_text(encoding="utf-8")
     devices = {name: DeviceConfig(**values) for name, values in yaml.safe_load(catalogue).items()}
     name, device = detect.match_device(gpus[0], devices)
     return Context(root, tiny, device, name, len(gpus))

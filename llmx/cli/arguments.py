@@ -5,20 +5,30 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmx.cli.commands import HYDRA_WORDS
-from llmx.compose.effects import with_implied
+from llmx.cli.commands import COMMANDS, HYDRA_WORDS
+from llmx.compose.overrides import Checked, check_overrides
 from llmx.config.build import shown
 from llmx.config.groups import GROUPS, elsewhere
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
+IMPLIED = {
+    "model.path": "model=hf",
+    "data.path": "data=file",
+    "data.sources": "data=mixture",
+    "hardware.hosts": "hardware=static",
+    "hardware.path": "hardware=hostfile",
+}
+"""Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
+_NOTHING = ("", "null", "demo", "[]")
+_YAML = (".yaml", ".yml")
 
 
 def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
@@ -30,7 +40,7 @@ def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, li
         return "train", list(argv)
     if argv[0] in commands:
         return argv[0], list(argv[1:])
-    if _is_yaml(argv[0]):
+    if argv[0].endswith(_YAML):
         return "train", list(argv)
     raise ConfigError(
         f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
@@ -48,8 +58,15 @@ class Line:
     show: tuple[str, ...] = ()
     """What to print instead of starting anything, in Hydra's words: ``--cfg job``."""
 
+    def checked(self) -> Checked:
+        """The overrides and those that they imply, as Hydra takes them."""
+        words, directories = as_meant(self.overrides), [self.config_dir] if self.config_dir else []
+        return check_overrides(
+            words, multirun=self.multirun, config_dirs=directories, commands=tuple(COMMANDS)
+        )
 
-_SHOWN = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
+
+_PRINTS = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
 _SHORT = {
     "-m": "--multirun", "-r": "--run", "-c": "--cfg", "-i": "--info", "-p": "--package",
     "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name",
@@ -79,10 +96,10 @@ Options of every command that takes a config:
 def read_line(words: Sequence[str]) -> Line:
     """Sort overrides and options, which stand in any order; ConfigError for what cannot be."""
     overrides: list[str] = []
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    options: dict[str, str] = {}
+    unread = list(words)
+    while unread:
+        word = unread.pop(0)
         if not word.startswith("-") or word == "-":
             overrides.append(word)
             continue
@@ -95,75 +112,84 @@ def read_line(words: Sequence[str]) -> Line:
             raise ConfigError(
                 f"{shown(typed)}: no such option.{hint} Options: {', '.join(OPTIONS)}."
             )
-        takes_value = name in ("--package", "--config-dir") or name in _SHOWN
+        takes_value = name in ("--package", "--config-dir") or name in _PRINTS
         if equal and not takes_value:
             raise ConfigError(f"{shown(word)}: {name} takes no value.")
         # --cfg and --info may stand before an override, without their value.
-        bare = name in _SHOWN and rest[:1] != [] and "=" in rest[0]
-        if takes_value and not equal and rest and not rest[0].startswith("-") and not bare:
-            value = rest.pop(0)
-        if name in found and name not in ("--multirun", "--run"):
+        bare = name in _PRINTS and unread[:1] != [] and "=" in unread[0]
+        if takes_value and not equal and unread and not unread[0].startswith("-") and not bare:
+            value = unread.pop(0)
+        if name in options and name not in ("--multirun", "--run"):
             raise ConfigError(f"{typed}: is given twice. Give it once.")
-        found[name] = value
-    return _line(overrides, found)
-
-
-def _line(overrides: list[str], found: dict[str, str]) -> Line:
-    modes = [name for name in ("--run", "--multirun", "--cfg", "--info") if name in found]
+        options[name] = value
+    modes = [name for name in ("--run", "--multirun", "--cfg", "--info") if name in options]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)}: do not go together. Give one of them.")
-    show: list[str] = []
-    for name, allowed in _SHOWN.items():
-        if name in found:
-            value = found[name] or allowed[0]
-            if value not in allowed:
-                raise ConfigError(
-                    f"{name} {shown(value)}: must be one of {', '.join(allowed)}."
-                    f"{did_you_mean(value[:100], allowed)}"
-                )
-            show = [name, value]
-    for name in ("--resolve", "--package"):
-        if name in found:
-            if "--cfg" not in found:
-                raise ConfigError(f"{name}: only together with --cfg job.")
-            if name == "--package" and not re.fullmatch(r"[\w.]+", found[name]):
-                raise ConfigError("--package: names a part of the config, e.g. --package optim.")
-            show += [name, found[name]] if found[name] else [name]
-    directory = found.get("--config-dir")
+    show = tuple(_to_print(options))
+    directory = options.get("--config-dir")
     if directory == "":
         raise ConfigError("--config-dir: needs a directory: --config-dir DIR.")
     # Not Path.expanduser: it raises where the name after ~ is no user's.
     if directory is not None and not Path(os.path.expanduser(directory)).is_dir():  # noqa: PTH111
         where = f"in {Path.cwd()}" if not Path(directory).is_absolute() else "on this machine"
         raise ConfigError(f"--config-dir {shown(directory)}: no such directory {where}.")
-    return Line(
-        tuple(overrides), multirun="--multirun" in found, config_dir=directory, show=tuple(show)
-    )
+    return Line(tuple(overrides), multirun="--multirun" in options, config_dir=directory, show=show)
+
+
+def _to_print(options: Mapping[str, str]) -> Iterator[str]:
+    """Hydra's words for printing a config instead of starting anything."""
+    for name, allowed in _PRINTS.items():
+        if name in options:
+            value = options[name] or allowed[0]
+            if value not in allowed:
+                raise ConfigError(
+                    f"{name} {shown(value)}: must be one of {', '.join(allowed)}."
+                    f"{did_you_mean(value[:100], allowed)}"
+                )
+            yield from (name, value)
+    for name in ("--resolve", "--package"):
+        if name in options:
+            if "--cfg" not in options:
+                raise ConfigError(f"{name}: only together with --cfg job.")
+            if name == "--package" and not re.fullmatch(r"[\w.]+", options[name]):
+                raise ConfigError("--package: names a part of the config, e.g. --package optim.")
+            yield from filter(None, (name, options[name]))
 
 
 def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """``(own, overrides)``: words like ``preview=3`` that are a command's own, and the rest."""
-    own = [word for word in words if word.split("=", 1)[0] in keys]
+    own_words = [word for word in words if word.split("=", 1)[0] in keys]
     for word in words:
         name, equal, _ = word.partition("=")
         near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
         if equal and near and name not in (*keys, *GROUPS) and "." not in name:
             raise ConfigError(f'{name}: no such key. Did you mean "{near[0]}"?')
-    return own, [word for word in words if word not in own]
+    return own_words, [word for word in words if word not in own_words]
 
 
 def as_meant(overrides: Sequence[str]) -> list[str]:
-    """The words with what they imply: groups, the demo, a search path."""
-    words = [
-        each
-        for word in overrides
-        for each in (experiment_words(Path(word).expanduser()) if _is_yaml(word) else [word])
+    """The words with what they imply.
+
+    A YAML file stands for the words in it. ``model.path=X`` alone is ``model=hf model.path=X``,
+    unless an experiment has chosen the groups. Without experiment, model and data the demo is run.
+    """
+    words: list[str] = []
+    for word in overrides:
+        is_file = "=" not in word and word.endswith(_YAML)
+        words += experiment_words(Path(word).expanduser()) if is_file else [word]
+    typed = dict(word.lstrip("+~").partition("=")[::2] for word in words)
+    implied = [
+        option
+        for key, option in IMPLIED.items()
+        if typed.get(key, "") not in _NOTHING and option.partition("=")[0] not in typed
     ]
-    return with_searched(with_demo(with_implied(words)))
-
-
-def _is_yaml(word: str) -> bool:
-    return "=" not in word and word.endswith((".yaml", ".yml"))
+    if implied and typed.get("experiment", "null") == "null":
+        words = [*implied, *words]
+        typed |= dict(option.split("=") for option in implied)
+    if not any(group in typed for group in _WHOLE_RUN):
+        words.insert(0, "experiment=demo")
+    is_searched = any(word.startswith("experiment=") and "/" in word for word in words)
+    return with_searched(words) if is_searched else words
 
 
 def experiment_words(path: Path) -> list[str]:
@@ -227,18 +253,10 @@ def _quoted(value: object) -> str:
     return f"'{text}'"
 
 
-def with_demo(overrides: Sequence[str]) -> list[str]:
-    """Add ``experiment=demo`` when nothing says what to train: no experiment, model or data."""
-    chosen = {override.lstrip("+~").split("=", 1)[0] for override in overrides}
-    if any(group in chosen for group in _WHOLE_RUN):
-        return list(overrides)
-    return ["experiment=demo", *overrides]
-
-
 def with_searched(overrides: Sequence[str]) -> list[str]:
     """``experiment=DIR/best``, where DIR is a config directory with ``experiment/best.yaml``, as
     Hydra takes it: the option and a search path."""
-    found: list[str] = []
+    words: list[str] = []
     for override in overrides:
         key, _, value = override.partition("=")
         path = Path(os.path.abspath(os.path.expanduser(value.strip("'\""))))  # noqa: PTH111
@@ -253,19 +271,17 @@ def with_searched(overrides: Sequence[str]) -> list[str]:
                     f"{override}: together with hydra.searchpath. Add file://{path.parent} to that "
                     f"list, and write experiment={name}."
                 )
-            found += [f"experiment={name}", f"hydra.searchpath=['file://{path.parent}']"]
+            words += [f"experiment={name}", f"hydra.searchpath=['file://{path.parent}']"]
         else:
-            found.append(override)
-    return found
+            words.append(override)
+    return words
 
 
 def sweep_overrides(path: Path) -> list[str]:
     """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
-    from llmx.config.yaml_files import read_yaml
+    from llmx.config.yaml_files import read_values
 
-    # For its messages, with file and line.
-    read_yaml(path)
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_values(path)
     if not isinstance(values, dict) or not isinstance(values.get("grid"), dict):
         raise ConfigError(f"{path}: a sweep has a grid, e.g. grid: {{zero: [stage1, stage2]}}.")
     unknown = set(values) - {"grid", "overrides"}

@@ -40,7 +40,7 @@ LEAST_ROOM = 4
 def layout_of(
     target: Target, tokenizer: Any, *, template: str | None, plain: bool, system: str | None
 ) -> PromptLayout:
-    """How the conversation is written.
+    """The layout of the conversation, by the options or as the run was trained.
 
     Raises:
         ConfigError: the model has not learned to chat, or options contradict each other.
@@ -75,7 +75,7 @@ def layout_of(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model said."""
+    """A completion in a chat, and the reason why it ended."""
 
     text: str
     ended: str
@@ -121,10 +121,10 @@ class Chat:
 
     def messages(self) -> list[dict[str, str]]:
         """All of it, as a row of chats to train on."""
-        said = [("system", self.layout.system)] if self.layout.system else []
+        turns = [("system", self.layout.system)] if self.layout.system else []
         for question, answer in self.turns:
-            said += [("user", question), ("assistant", answer)]
-        return [{"role": role, "content": text or ""} for role, text in said]
+            turns += [("user", question), ("assistant", answer)]
+        return [{"role": role, "content": text or ""} for role, text in turns]
 
     def prompt(self, message: str) -> list[int]:
         """The tokens that the model is given, with as many turns as it has positions for.
@@ -152,12 +152,12 @@ class Chat:
     def _ids(self, turns: Sequence[tuple[str, str]], message: str) -> list[int]:
         if self.layout.plain:
             return self.layout.text("".join(part for turn in turns for part in turn) + message)
-        said = [
-            each
+        history = [
+            turn
             for question, answer in turns
-            for each in (Message("user", question), Message("assistant", answer))
+            for turn in (Message("user", question), Message("assistant", answer))
         ]
-        return self.layout.turns([*said, Message("user", message)])
+        return self.layout.turns([*history, Message("user", message)])
 
     def answer(self, message: str, on_token: OnToken | None = None) -> Answer:
         """The answer to a message; both are part of the conversation then, also an answer that
@@ -181,8 +181,10 @@ class Chat:
                 on_token(index, token)
 
         try:
-            (found,) = generate(self._decoder, [ids], self._sampling, seeds=[seed], on_token=note)
-            ended = found.ended
+            (completion,) = generate(
+                self._decoder, [ids], self._sampling, seeds=[seed], on_token=note
+            )
+            ended = completion.ended
         except KeyboardInterrupt:
             ended = "interrupted"
         text = self._text(ids, drawn)
@@ -194,9 +196,9 @@ class Chat:
 
     def _text(self, ids: Sequence[int], drawn: Sequence[int]) -> str:
         if self.layout.plain:  # some tokenizers write a first blank only behind other text
-            before, whole = self._decode(ids), self._decode([*ids, *drawn])
-            if whole.startswith(before):
-                return whole[len(before) :]
+            before, text = self._decode(ids), self._decode([*ids, *drawn])
+            if text.startswith(before):
+                return text[len(before) :]
         return self._decode(drawn)
 
 
@@ -287,13 +289,13 @@ def say(
 
 
 def command(chat: Chat, line: str) -> bool:
-    """Do what a line that begins with / says; whether the chat goes on."""
-    name, _, rest = line.strip().partition(" ")
-    rest = rest.strip()
+    """Carry out a line that begins with /; whether the chat goes on."""
+    name, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
     if name in ("/exit", "/quit", "/bye"):
         return False
     if name == "/help":
-        _note("\n".join(f"{each:<14} {line}" for each, line in CHAT_COMMANDS.items()))
+        _note("\n".join(f"{usage:<14} {line}" for usage, line in CHAT_COMMANDS.items()))
         _note('""" begins and ends a message of several lines')
     elif name == "/reset":
         chat.reset()
@@ -301,15 +303,15 @@ def command(chat: Chat, line: str) -> bool:
     elif name == "/undo":
         _note("(the last message and its answer are forgotten)" if chat.undo() else "(it is empty)")
     elif name == "/system":
-        if rest and chat.layout.plain:
+        if argument and chat.layout.plain:
             raise ConfigError("/system: plain text has no system prompt.")
-        if rest:
-            chat.layout.system = rest
+        if argument:
+            chat.layout.system = argument
         _note(f"(system: {printable(chat.layout.system or 'none')})")
     elif name == "/save":
-        _save(chat, rest)
+        _save(chat, argument)
     else:
-        names = [each.partition(" ")[0] for each in CHAT_COMMANDS]
+        names = [usage.partition(" ")[0] for usage in CHAT_COMMANDS]
         raise ConfigError(
             f"{printable(name)}: no such command.{did_you_mean(name, names)} There are "
             f"{', '.join(names)}. To send it as a message, put a blank in front."
@@ -317,38 +319,38 @@ def command(chat: Chat, line: str) -> bool:
     return True
 
 
-def _save(chat: Chat, rest: str) -> None:
-    if not rest:
+def _save(chat: Chat, path: str) -> None:
+    if not path:
         raise ConfigError("/save needs a file: /save chat.jsonl.")
     if not chat.turns:
         raise ConfigError("/save: the conversation is empty.")
     line = json.dumps({"messages": chat.messages()}, ensure_ascii=False) + "\n"
     try:
-        with Path(rest).expanduser().open("x", encoding="utf-8") as stream:
+        with Path(path).expanduser().open("x", encoding="utf-8") as stream:
             stream.write(line)
     except FileExistsError:
-        raise ConfigError(f"/save {printable(rest)}: exists already. Give another name.") from None
+        raise ConfigError(f"/save {printable(path)}: exists already. Give another name.") from None
     except OSError as error:
         raise ConfigError(
-            f"/save {printable(rest)}: cannot be written ({error.strerror or error})."
+            f"/save {printable(path)}: cannot be written ({error.strerror or error})."
         ) from error
-    _note(f"(written to {rest}: {human.plural(len(chat.turns), 'turn')})")
+    _note(f"(written to {path}: {human.plural(len(chat.turns), 'turn')})")
 
 
 def _note(text: str) -> None:
-    """A line that is not the model's."""
+    """Print a line that the model did not write."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _piped_messages() -> Iterator[str]:
-    """One a line; empty lines are none."""
+    """Each line of the input is a message; empty lines are skipped."""
     for line in sys.stdin:
         if line.strip():
             yield line.rstrip("\n")
 
 
 def _typed_messages() -> Iterator[str]:
-    """What is typed, until Ctrl-D. Ctrl-C drops the line."""
+    """Read messages from the terminal until Ctrl-D. Ctrl-C drops the line."""
     with contextlib.suppress(ImportError):
         import readline  # input() edits lines with it
 

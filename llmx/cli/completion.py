@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
-from llmx.config.groups import ALIASES, GROUPS, conf_dir, first_comment, sweeps_dir
+from llmx.config.groups import ALIASES, CONF, GROUPS, SWEEPS, first_comment
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
@@ -47,59 +47,54 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(_answer(words[1], list(words[2:])))
         return 0
     if len(words) != 1 or words[0] not in SHELLS:
-        said = " ".join(words)
-        hint = did_you_mean(said, SHELLS) if said else ""
+        typed = " ".join(words)
+        hint = did_you_mean(typed, SHELLS) if typed else ""
         raise ConfigError(
-            f"completion {said}".rstrip() + f": name one shell of {', '.join(SHELLS)}.{hint} "
+            f"completion {typed}".rstrip() + f": name one shell of {', '.join(SHELLS)}.{hint} "
             'E.g. eval "$(llmx completion bash)"'
         )
-    sys.stdout.write(script(words[0]))
+    sys.stdout.write({"bash": BASH, "zsh": ZSH, "fish": FISH}[words[0]])
     return 0
 
 
-def script(shell: str) -> str:
-    """The text that the shell evaluates."""
-    return {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
-
-
 def candidates(before: Sequence[str], current: str) -> list[Candidate]:
-    """What may stand at the cursor.
+    """The words that may stand at the cursor.
 
     ``before``: the words behind ``llmx``, up to the one being typed; ``current``: that word's part
     before the cursor, without quotes.
     """
-    found = {c.value: c for c in _candidates(list(before), current) if c.value.startswith(current)}
-    return list(found.values())
+    matches = (c for c in _candidates(list(before), current) if c.value.startswith(current))
+    return list({candidate.value: candidate for candidate in matches}.values())
 
 
 def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
     name = before[0] if before and before[0] in COMMANDS else ""
-    rest = before[1:] if name else before
+    arguments = before[1:] if name else before
     command = COMMANDS[name or "train"]
     flags = (*command.words, *(HYDRA_WORDS if command.overrides else (HELP,)))
 
     flag = _flag_before(flags, before)
     if flag is not None:
-        yield from _values_of(flag, current, rest)
+        yield from _values_of(flag, current, arguments)
         return
     if current.startswith("-"):
         option, equal, value = current.partition("=")
         if equal:
             for word in flags:
                 if word.name == option:
-                    for each in _values_of(word, value, rest):
-                        yield Candidate(f"{option}={each.value}", each.line)
+                    for candidate in _values_of(word, value, arguments):
+                        yield Candidate(f"{option}={candidate.value}", candidate.line)
             return
         yield from (Candidate(w.name, w.line) for w in flags if w.name.startswith("-"))
         return
     if not before:
         yield from (Candidate(name, command.line) for name, command in COMMANDS.items())
-    bare = [word for word in _bare(rest, flags) if "=" not in word or Path(word).is_dir()]
+    bare = [word for word in _bare(arguments, flags) if "=" not in word or Path(word).is_dir()]
     yield from _arguments(command, len(bare), current)
     for word in command.words:
         if word.name.endswith("=") and current.startswith(word.name):
-            for each in _values_of(word, current[len(word.name) :], rest):
-                yield Candidate(f"{word.name}{each.value}", each.line)
+            for candidate in _values_of(word, current[len(word.name) :], arguments):
+                yield Candidate(f"{word.name}{candidate.value}", candidate.line)
             return
         if word.name.endswith("="):
             yield Candidate(word.name, word.line)
@@ -107,18 +102,18 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
         yield from _overrides(current, _config_dirs(before))
 
 
-def _arguments(command: Command, given: int, current: str) -> Iterator[Candidate]:
+def _arguments(command: Command, num_typed: int, current: str) -> Iterator[Candidate]:
     """Bare words: a run, the name of a sweep, a topic of help, a shell."""
     arguments = command.arguments
-    if not arguments or (given >= len(arguments) and arguments[-1].count not in ("+", "*")):
+    if not arguments or (num_typed >= len(arguments) and arguments[-1].count not in ("+", "*")):
         return
-    kind = arguments[min(given, len(arguments) - 1)].kind
+    kind = arguments[min(num_typed, len(arguments) - 1)].kind
     if kind in ("run", "shown"):
-        found = _runs(sweeps=kind == "shown")
-        runs = [Candidate(run) for run in found if run.startswith(current)]
+        names = _runs(sweeps=kind == "shown")
+        runs = [Candidate(run) for run in names if run.startswith(current)]
         yield from runs or _paths(current, directories=True)
     elif kind == "sweep":
-        for path in sorted(sweeps_dir().glob("*.yaml")):
+        for path in sorted(SWEEPS.glob("*.yaml")):
             yield Candidate(path.stem, first_comment(path))
         yield from _paths(current, suffixes=(".yaml",))
     elif kind == "shell":
@@ -149,13 +144,12 @@ def _topics(current: str) -> Iterator[Candidate]:
 
 
 def _overrides(current: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
-    sign = re.match(r"\+{0,2}", current)
-    start = sign.group() if sign else ""
-    word = current[len(start) :]
+    word = current.lstrip("+")
+    start = current.removesuffix(word)
     name, equal, value = word.partition("=")
-    found = _override_values(name, value, config_dirs) if equal else _names(word)
-    for each in found:
-        yield Candidate(start + each.value, each.line)
+    suggestions = _override_values(name, value, config_dirs) if equal else _names(word)
+    for candidate in suggestions:
+        yield Candidate(start + candidate.value, candidate.line)
 
 
 def _names(word: str) -> Iterator[Candidate]:
@@ -184,7 +178,7 @@ def _names(word: str) -> Iterator[Candidate]:
 
 
 def _override_values(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
-    """What may follow ``name=``; behind a comma the next one of a sweep."""
+    """The values that may follow ``name=``; behind a comma the next one of a sweep."""
     from llmx.config.reference import keys
 
     group = ALIASES.get(name, name)
@@ -196,21 +190,23 @@ def _override_values(name: str, value: str, config_dirs: Sequence[Path]) -> Iter
         return
     if key.is_path:
         head = f"{name}=" + value[: value.rfind("[") + 1 or value.rfind(",") + 1]
-        for each in _paths(f"{name}={value}"[len(head) :], directories=name == "run_dir"):
-            yield Candidate(head + each.value, each.line)
+        for entry in _paths(f"{name}={value}"[len(head) :], directories=name == "run_dir"):
+            yield Candidate(head + entry.value, entry.line)
         if name == "data.path" or name == "model.tokenizer":
             yield Candidate(f"{name}=demo", "the bundled one")
         return
-    known = key.values
+    values = key.values
     if name == "hardware.device":
-        known = tuple(_devices())
+        files = sorted((CONF / "hardware" / "devices").glob("*.yaml"))
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        values = tuple(re.findall(r"^([A-Za-z]\w*):", text, re.MULTILINE))
     if key.type.startswith("list"):
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or "["
-        yield from (Candidate(f"{name}={head}{each}]") for each in known)
+        yield from (Candidate(f"{name}={head}{entry}]") for entry in values)
         return
     head = value[: value.rfind(",") + 1]
-    taken = set(head.split(","))
-    yield from (Candidate(f"{name}={head}{each}") for each in known if each not in taken)
+    listed = set(head.split(","))
+    yield from (Candidate(f"{name}={head}{entry}") for entry in values if entry not in listed)
 
 
 def _options(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
@@ -219,20 +215,15 @@ def _options(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Can
     group, head = ALIASES.get(name, name), value[: value.rfind(",") + 1]
     if group not in GROUPS:
         return
-    taken = set(head.split(","))
+    listed = set(head.split(","))
     for option, line in all_options(group, config_dirs).items():
-        if option not in taken:
+        if option not in listed:
             yield Candidate(f"{name}={head}{option}", line)
 
 
-def _devices() -> Iterator[str]:
-    for path in sorted((conf_dir() / "hardware" / "devices").glob("*.yaml")):
-        yield from re.findall(r"^([A-Za-z]\w*):", path.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def _values_of(word: Word, value: str, rest: Sequence[str]) -> Iterator[Candidate]:
+def _values_of(word: Word, value: str, arguments: Sequence[str]) -> Iterator[Candidate]:
     if word.takes == "step":
-        for step in _steps(rest):
+        for step in _steps(arguments):
             yield Candidate(str(step), "a checkpoint")
     elif word.takes:
         yield from _paths(value, directories=word.takes == "directory")
@@ -244,54 +235,55 @@ def _flag_before(flags: Iterable[Word], before: Sequence[str]) -> Word | None:
     """The flag whose value is being typed; None where it is no such place."""
     last = before[-1] if before else ""
     last = {"-cd": "--config-dir", "-c": "--cfg", "-i": "--info"}.get(last, last)
-    found = next((word for word in flags if word.name == last and last.startswith("-")), None)
-    return found if found is not None and found.value else None
+    flag = next((word for word in flags if word.name == last and last.startswith("-")), None)
+    return flag if flag is not None and flag.value else None
 
 
 def _bare(words: Sequence[str], flags: Iterable[Word]) -> list[str]:
     """Words that are neither a flag nor the value of one."""
     takes = {word.name for word in flags if word.value and word.name.startswith("-")} | {"-cd"}
-    found, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
+    bare, unread = [], list(words)
+    while unread:
+        word = unread.pop(0)
         if word in takes:
-            rest[:1] = []
+            unread[:1] = []
         elif not word.startswith("-"):
-            found.append(word)
-    return found
+            bare.append(word)
+    return bare
 
 
 def _config_dirs(words: Sequence[str]) -> list[Path]:
-    found = []
+    directories = []
     for at, word in enumerate(words):
         option, equal, value = word.partition("=")
         if option in ("--config-dir", "-cd"):
-            found.append(value if equal else "".join(words[at + 1 : at + 2]))
-    return [Path(each).expanduser() for each in found if each]
+            directories.append(value if equal else "".join(words[at + 1 : at + 2]))
+    return [Path(directory).expanduser() for directory in directories if directory]
 
 
 def _runs(*, sweeps: bool = False) -> list[str]:
-    """Run directories under ``outputs/``, with those of ``sweeps``, the newest first."""
+    """Run directories under ``outputs/``, the newest first; ``sweeps``: also directories of
+    sweeps."""
     base = Path(os.environ.get("LLMX_OUTPUTS", "outputs"))
-    found = []
+    runs = []
     patterns = ["*/config.yaml", "sweeps/*/*/config.yaml"]
     patterns += ["sweeps/*/multirun.yaml"] * sweeps
     for pattern in patterns:
         for path in base.glob(pattern):
             try:
-                found.append((path.stat().st_mtime, str(path.parent)))
+                runs.append((path.stat().st_mtime, str(path.parent)))
             except OSError:
                 continue
-    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]
+    return [path for _, path in sorted(runs, reverse=True)[:MOST_RUNS]]
 
 
 def _steps(words: Sequence[str]) -> list[int]:
     """Steps of the checkpoints of the run among ``words``, the newest first."""
     for word in words:
         names = (path.name for path in Path(word).expanduser().glob("checkpoints/step-*"))
-        found = [int(name[5:]) for name in names if name[5:].isdigit()]
-        if found:
-            return sorted(found, reverse=True)
+        steps = [int(name[5:]) for name in names if name[5:].isdigit()]
+        if steps:
+            return sorted(steps, reverse=True)
     return []
 
 
@@ -320,17 +312,17 @@ def _paths(
 # --- What the shells send, and what they get -------------------------------------------------
 
 
-def _answer(shell: str, said: list[str]) -> str:
+def _answer(shell: str, arguments: list[str]) -> str:
     """``bash WORDBREAKS LINE``, or ``zsh|fish WORD ... CURRENT`` (with the command in front)."""
     if shell == "bash":
-        breaks, line = said
+        breaks, line = arguments
         words, typed = split_line(line)
-        found = candidates(_without_program(words), typed.text)
-        lines = [typed.completed(candidate, breaks) for candidate in found]
+        suggestions = candidates(_without_program(words), typed.text)
+        lines = [typed.completed(candidate, breaks) for candidate in suggestions]
     else:
-        words, current = said[:-1], said[-1]
-        found = candidates(_without_program(words), current)
-        lines = [f"{candidate.value}\t{candidate.line}" for candidate in found]
+        words, current = arguments[:-1], arguments[-1]
+        suggestions = candidates(_without_program(words), current)
+        lines = [f"{candidate.value}\t{candidate.line}" for candidate in suggestions]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -351,21 +343,21 @@ class Typed:
     """The quote that is still open; empty where none is."""
 
     def completed(self, candidate: Candidate, breaks: str) -> str:
-        """What bash puts in place of the part that it completes.
+        """The text that bash puts in place of the part that it completes.
 
         That part begins behind the last character of ``COMP_WORDBREAKS`` (``=``, ``:``), or
         behind an open quote, not at the beginning of the word.
         """
-        kept = self._kept(breaks)
-        rest = candidate.value[kept:]
+        length = self._kept(breaks)
+        ending = candidate.value[length:]
         if self.quote:
-            return rest if candidate.is_open else f"{rest}{self.quote} "
-        escaped = re.sub(r"([^A-Za-z0-9_./=:,+@%~-])", r"\\\1", rest)
+            return ending if candidate.is_open else f"{ending}{self.quote} "
+        escaped = re.sub(r"([^A-Za-z0-9_./=:,+@%~-])", r"\\\1", ending)
         return escaped if candidate.is_open else f"{escaped} "
 
     def _kept(self, breaks: str) -> int:
-        """How many characters of ``text`` stay on the line as they are."""
-        kept, length, at, quote = 0, 0, 0, ""
+        """The number of characters of ``text`` that stay on the line as they are."""
+        unchanged, length, at, quote = 0, 0, 0, ""
         while at < len(self.raw):
             char = self.raw[at]
             if quote:
@@ -375,15 +367,15 @@ class Typed:
                     length += 1
             elif char in "'\"":
                 quote = char
-                kept = length if self.raw.find(char, at + 1) < 0 else kept
+                unchanged = length if self.raw.find(char, at + 1) < 0 else unchanged
             elif char == "\\":
                 at += 1
                 length += at < len(self.raw)
             else:
                 length += 1
-                kept = length if char in breaks else kept
+                unchanged = length if char in breaks else unchanged
             at += 1
-        return kept
+        return unchanged
 
 
 def split_line(line: str) -> tuple[list[str], Typed]:

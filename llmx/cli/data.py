@@ -32,33 +32,35 @@ from llmx.text import printable
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or that of the error, which is printed."""
     return exit_code(
-        lambda: _run(Path(argv[0]), dict(_pair(word) for word in argv[1:])),
+        lambda: _run(Path(argv[0]), dict(word.partition("=")[::2] for word in argv[1:])),
         interrupted="the next preparation resumes from here.",
     )
 
 
-def _run(config: Path, own: dict[str, str]) -> int:
+def _run(config: Path, own_words: dict[str, str]) -> int:
     exp = experiment_from_dict(load_yaml(config))
     splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
-    wanted = own.get("split")
-    if wanted is not None and wanted not in splits:
-        if wanted == "eval":
+    chosen = own_words.get("split")
+    if chosen is not None and chosen not in splits:
+        if chosen == "eval":
             raise ConfigError(
                 "split=eval: there is no evaluation data. Set data.eval_path, or e.g. "
                 "data.eval_fraction=0.05 to hold out rows of data.path."
             )
-        known = " or ".join(f"split={split}" for split in splits)
-        raise ConfigError(f"split={printable(wanted)}: no such split. Use {known}.")
-    preview = _count(own.get("preview", "0"))
+        options = " or ".join(f"split={split}" for split in splits)
+        raise ConfigError(f"split={printable(chosen)}: no such split. Use {options}.")
+    preview = own_words.get("preview", "0")
+    if not re.fullmatch(r"[0-9]{1,9}", preview):
+        raise ConfigError(f"preview={shown(preview)}: not a number of samples. Use e.g. preview=3.")
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
     tokenizer = tokenizer_of(exp)
     stores = {}
-    for split in [wanted] if wanted else splits:
+    for split in [chosen] if chosen else splits:
         stores[split] = store = _prepared(exp, tokenizer, split)
-        if preview and (wanted or split == "train"):
+        if int(preview) and (chosen or split == "train"):
             print()
-            print_samples(store, tokenizer, count=preview)
+            print_samples(store, tokenizer, count=int(preview))
     if "train" in stores:
         for line in task_of(exp, tokenizer).see_data(stores["train"], stores.get("eval")):
             print(printable(line))
@@ -72,13 +74,13 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
 
     before = time.time()
     store = prepare(exp, tokenizer, split=split)
-    found = (store.path / "meta.json").stat().st_mtime < before
+    was_cached = (store.path / "meta.json").stat().st_mtime < before
     picture = store.path.with_name(f"{store.path.name}.png")
     draw_histogram(store.meta, picture)
     table = Table(title=f"{split}: {store.path.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, value in report(store.meta, was_prepared=found):
+    for name, value in report(store.meta, was_prepared=was_cached):
         table.add_row(name, Text(printable(value)))
     table.add_row("store", Text(printable(str(store.path))))
     table.add_row("lengths", Text(printable(str(picture))))
@@ -87,17 +89,6 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     for warning in lost_rows(store.meta):
         console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store
-
-
-def _pair(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
-    return name, value
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ConfigError(f"preview={shown(text)}: not a number of samples. Use e.g. preview=3.")
-    return int(text)
 
 
 if __name__ == "__main__":

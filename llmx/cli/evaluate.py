@@ -44,7 +44,7 @@ from llmx.text import plural, printable
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is measured: a model, and how the data is read for it."""
+    """A model to measure, and the data that it is measured on."""
 
     target: Target
     exp: Experiment
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def trained(self) -> Experiment | None:
-        """As the run was trained; None of a model directory."""
+        """The experiment as the run was trained; None for a model directory."""
         return self.target.exp
 
 
@@ -66,7 +66,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
         if key not in ("data", "task"):
             raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
     keys = {word.lstrip("+").split("=", 1)[0] for word in words}
-    asked = keys & PLACES or any(group_of(word) == "data" for word in words)
+    names_data = keys & PLACES or any(group_of(word) == "data" for word in words)
     target = find_target(
         options.target,
         command="eval",
@@ -74,7 +74,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
         trusted=options.trust,
         runs=(trust.MODEL, trust.TASK),
     )
-    if target.exp is None and not asked:
+    if target.exp is None and not names_data:
         raise ConfigError(
             f"{target.directory} is a model directory, so name the data. Add, for example, "
             "data=messages data.path=FILE."
@@ -86,7 +86,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
         data = dataclasses.replace(exp.data, eval_samples=0, eval_fraction=0)
         exp = dataclasses.replace(exp, data=data)
     exp = apply(exp, words)
-    data = typed_data(exp.data, keys) if asked else exp.data
+    data = typed_data(exp.data, keys) if names_data else exp.data
     task = exp.task
     if options.generate:
         task = dataclasses.replace(task, eval_generate=options.generate)
@@ -135,9 +135,9 @@ def run(options: argparse.Namespace) -> int:
     target, exp = measured.target, measured.exp
     if exp.task.code_path is not None:  # as the ranks of the run find it
         sys.path.insert(0, exp.task.code_path)
-    wanted = options.metrics.split(",") if options.metrics else exp.task.eval_metrics
-    wanted = list(wanted or METRICS)
-    for name in wanted:
+    metrics = options.metrics.split(",") if options.metrics else exp.task.eval_metrics
+    metrics = list(metrics or METRICS)
+    for name in metrics:
         if options.generate and name not in METRICS:
             load_metric(name)  # before minutes of work
 
@@ -164,24 +164,24 @@ def run(options: argparse.Namespace) -> int:
     trained = measured.trained
     if type(task).see_data is not Task.see_data and (trained or not of_model):
         # What follows from the training data (the labels), it learns from that of the run.
-        seen = store
+        training = store
         if trained:
-            seen = prepare(trained.data, trained.seed, tokenizer, task, split="train")
-        task.see_data(seen, store)
+            training = prepare(trained.data, trained.seed, tokenizer, task, split="train")
+        task.see_data(training, store)
     if of_model and not trained:  # a published model says it itself
         for line in task.see_model(AutoConfig.from_pretrained(target.directory), store):
             print(printable(line))
     models = load(target, exp, task, tokenizer)
     check_length(exp.data, models)
-    found = measure(task, models, store, tokenizer, batch=options.batch)
+    values = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:
         rows = complete(task, models, stop_ids(models.main.module, tokenizer))
         pairs = ([row["completion"] for row in rows], [row["expected"] for row in rows])
-        found |= score(wanted, *pairs)
+        values |= score(metrics, *pairs)
     declared = {**DECLARED, **dict(task.metrics)}
     where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"
-    print(table(found, declared, title=f"{target.directory} on {printable(where)}"))
+    print(table(values, declared, title=f"{target.directory} on {printable(where)}"))
     measured.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(
         measured.out,
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
             "task": exp.task.kind,
             "samples": len(store),
             "metrics": {
-                name: value if math.isfinite(value) else None for name, value in found.items()
+                name: value if math.isfinite(value) else None for name, value in values.items()
             },
             "seconds": round(time.monotonic() - began, 1),
             "completions": rows,
@@ -278,14 +278,14 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
     specs = task.models()
     bases = are_bases(specs, exp.adapter, exp.model) if target.base is not None else set()
     main = next(name for name, spec in specs.items() if spec.trained)
-    found = {main: _as_model(main, specs[main], _trained_network(target, specs[main]))}
+    models = {main: _as_model(main, specs[main], _trained_network(target, specs[main]))}
     for name, spec in specs.items():
         if name in bases:
-            found[name] = base_of(found[main], name=name, spec=spec)
+            models[name] = base_of(models[main], name=name, spec=spec)
         elif name != main:
             network = _frozen_network(name, spec, target, exp, tokenizer)
-            found[name] = _as_model(name, spec, network)
-    return Models(found)
+            models[name] = _as_model(name, spec, network)
+    return Models(models)
 
 
 def _trained_network(target: Target, spec: Any) -> Any:
@@ -324,7 +324,7 @@ def _trained_network(target: Target, spec: Any) -> Any:
 
 
 def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, tokenizer: Any) -> Any:
-    """Of a source of its own, or what the run began with."""
+    """A frozen network, loaded from its own source or from the weights that the run began with."""
     import torch
 
     from llmx.models.model import auto_class
@@ -332,25 +332,25 @@ def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, token
 
     of_run = target.exp is not None and exp.model.init == "pretrained"
     if spec.source is None and not of_run:
-        what = "random weights" if target.exp is not None else "not said by a model alone"
+        start = "random weights" if target.exp is not None else "not said by a model alone"
         raise ConfigError(
             f"task={exp.task.kind} compares with the model {name!r}, the one that training begins "
-            f"with: it is {what}, and kept nowhere. Evaluate while training "
+            f"with: it is {start}, and kept nowhere. Evaluate while training "
             "(task.eval_every_steps), or measure the model as a language model: task=sft."
         )
-    own = with_source(exp, spec)
-    check_source(own.model)
-    check_tokenizer(own.model, tokenizer)
+    of_source = with_source(exp, spec)
+    check_source(of_source.model)
+    check_tokenizer(of_source.model, tokenizer)
     return auto_class(spec.head).from_pretrained(
-        own.model.path,
-        revision=own.model.revision,
+        of_source.model.path,
+        revision=of_source.model.revision,
         dtype="auto" if torch.cuda.is_available() else "float32",
-        trust_remote_code=own.model.trust_remote_code,
+        trust_remote_code=of_source.model.trust_remote_code,
     )
 
 
 def _as_model(name: str, spec: Any, network: Any) -> Any:
-    """What the task computes with, one sequence a line."""
+    """The model that the task computes with, given one sequence per line."""
     import torch
 
     from llmx.models.attention import AttentionMethod
@@ -410,7 +410,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
         for start in range(0, len(store), batch):
             if sys.stderr.isatty():
                 print(f"\r{start} of {plural(len(store), 'sample')}", end="", file=sys.stderr)
-            found = collate(
+            rows = collate(
                 [
                     task.held_out(store[index], index)
                     for index in range(start, min(start + batch, len(store)))
@@ -421,26 +421,26 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
                 # Frozen models answer batch by batch here: nothing is stored.
                 columns=(store.batch_columns or ()) if task.precomputed else store.batch_columns,
             )
-            yield task.with_precomputed(models, found) if task.precomputed else found
+            yield task.with_precomputed(models, rows) if task.precomputed else rows
         if sys.stderr.isatty():
             print(f"\r\033[K{time.monotonic() - began:.0f} s", file=sys.stderr)
 
     with torch.no_grad():
         means = task.evaluate(models, batches())
-    found: dict[str, float] = {}
-    for name, one in means.items():
-        values = {name: one.value} if isinstance(one, Mean) else dict(one.values())
+    numbers: dict[str, float] = {}
+    for name, mean in means.items():
+        values = {name: mean.value} if isinstance(mean, Mean) else dict(mean.values())
         values.pop("weight", None)  # what the loss is a mean over
-        found |= {key: float(value) for key, value in values.items() if value is not None}
-    if "loss" in found and task.normaliser == "tokens" and models.main.spec.head == CAUSAL_LM:
-        loss = {"loss": found.pop("loss")}
+        numbers |= {key: float(value) for key, value in values.items() if value is not None}
+    if "loss" in numbers and task.normaliser == "tokens" and models.main.spec.head == CAUSAL_LM:
+        loss = {"loss": numbers.pop("loss")}
         perplexity = math.exp(loss["loss"]) if loss["loss"] < 700 else math.inf
-        found = {**loss, "perplexity": perplexity, **found}
-    return found
+        numbers = {**loss, "perplexity": perplexity, **numbers}
+    return numbers
 
 
 def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str]]:
-    """Prompts of the data with the expected and the greedy completion."""
+    """The prompts of the data with the expected and the greedy completion of each."""
     from llmx.data import unreachable_completions
     from llmx.models.generate import decoder_of, generate
     from llmx.models.sampling import Sampling
@@ -456,24 +456,24 @@ def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str
         print(warning)
     greedy = Sampling(max_new_tokens=limit, stop_ids=frozenset(stops))
     decoder = decoder_of(models.main.module)
-    found = generate(decoder, [prompt.tokens for prompt in prompts], greedy)
+    completions = generate(decoder, [prompt.tokens for prompt in prompts], greedy)
     return [
         {
             "prompt": prompt.prompt,
             "expected": prompt.expected,
-            "completion": task.decode(list(one.text_tokens)),
+            "completion": task.decode(list(completion.text_tokens)),
         }
-        for prompt, one in zip(prompts, found, strict=True)
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 
 def table(values: dict[str, float], declared: dict[str, Metric], *, title: str) -> str:
-    """Names and values below a title."""
-    shown = {
+    """A title, and below it each metric with its value."""
+    texts = {
         (declared[name].title if name in declared else name.replace("_", " ")): (
             declared[name].shown(value) if name in declared else f"{value:.6g}"
         )
         for name, value in values.items()
     }
-    width = max(map(len, shown), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())])
+    width = max(map(len, texts), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in texts.items())])

@@ -90,15 +90,15 @@ def _is_model(path: Path) -> bool:
 
 
 def _best(run: RunDir, step: int | None) -> int:
-    found = read_pointer(run.checkpoints, BEST)
+    best_step = read_pointer(run.checkpoints, BEST)
     if step is not None:
         raise ConfigError("--best and --step both say which checkpoint. Leave one out.")
-    if found is None:
+    if best_step is None:
         raise ConfigError(
             f"{run.root} has no best checkpoint: none was saved at an evaluation that measured "
             "checkpoint.metric. Use --step N, or leave --best out for the newest."
         )
-    return found
+    return best_step
 
 
 def check(run: RunDir) -> int:
@@ -128,7 +128,7 @@ def check_models(models: Sequence[Path], *, start: Path) -> int:
 
 
 def _which(path: Path, step: int | None) -> tuple[RunDir, int | None]:
-    """The run, also where one of its checkpoints was named instead."""
+    """The run and the step, also where one of its checkpoints was named instead."""
     inside = step_of(Path(os.path.abspath(path)).name)
     if inside is None:
         return RunDir(path), step
@@ -235,10 +235,7 @@ def export(
             )
             total = sum(path.stat().st_size for path in ready.iterdir())
         write_card(run, ready, step=state["step"])
-        seal(ready)
-        DISK.sync_directory(ready)
-        DISK.rename(ready, directory)
-        DISK.sync_directory(directory.parent)
+        _publish(ready, directory)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
         # Of what is merged only the adapter's size is known here.
@@ -254,6 +251,14 @@ def export(
         flush=True,
     )
     return directory
+
+
+def _publish(partial: Path, directory: Path) -> None:
+    """Give a complete model its name."""
+    seal(partial)
+    DISK.sync_directory(partial)
+    DISK.rename(partial, directory)
+    DISK.sync_directory(directory.parent)
 
 
 def convert_model(
@@ -276,9 +281,7 @@ def convert_model(
         _convert(
             source, partial, to=final, name=source.name, precision=dtype or "fp32", trust=False
         )
-        seal(partial)
-        DISK.sync_directory(partial)
-        DISK.rename(partial, directory)
+        _publish(partial, directory)
     except OSError as error:
         raise _disk_error(error, directory, 0) from error
     finally:
@@ -307,7 +310,7 @@ def _beside(partial: Path) -> Path:
 
 
 def _converted(partial: Path, *, to: str, name: str, precision: str, trust: bool) -> Path:
-    """What ``partial``, a Hugging Face directory, is in another format; it is removed."""
+    """Convert ``partial``, a Hugging Face directory, to another format, and remove it."""
     target = _beside(partial)
     shutil.rmtree(target, ignore_errors=True)
     make_directories(DISK, target)
@@ -319,20 +322,20 @@ def _converted(partial: Path, *, to: str, name: str, precision: str, trust: bool
 def _convert(
     source: Path, target: Path, *, to: str, name: str, precision: str, trust: bool
 ) -> None:
-    """Write and check; says what the check has found."""
+    """Write the other format, compare it with transformers, and print the result."""
     from llmx.checkpoint.export.gguf_file import write_gguf
     from llmx.checkpoint.export.onnx_file import write_onnx
 
     if to == ONNX:
-        said = [write_onnx(source, target, precision=precision, trust_remote_code=trust)]
+        lines = [write_onnx(source, target, precision=precision, trust_remote_code=trust)]
     else:
-        said = write_gguf(source, target, name=name, precision=precision)
-    for line in said:
+        lines = write_gguf(source, target, name=name, precision=precision)
+    for line in lines:
         print(f"llmx: {to}: {line}", file=sys.stderr)
 
 
 def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
-    """The checkpoint's directory, verified."""
+    """The directory of the checkpoint, after every byte of it was verified."""
     steps = selection.list_steps(run.checkpoints)
     if not steps:
         raise CheckpointError(_without_checkpoints(run))
@@ -348,8 +351,8 @@ def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
                 print(f"llmx: {line}", file=stream)
             return directory
         refused.append(f"{directory.name} cannot be used: {explain(directory, problems)}")
-    others = [each for each in steps if each != step]
-    hint = f" Other steps: {', '.join(map(str, others))}." if step is not None and others else ""
+    alternatives = ", ".join(str(listed) for listed in steps if listed != step)
+    hint = f" Other steps: {alternatives}." if step is not None and alternatives else ""
     raise CheckpointError("\n      ".join(refused) + hint)
 
 
@@ -365,7 +368,7 @@ def _without_checkpoints(run: RunDir) -> str:
 
 
 def _form(to: str | None, *, adapted: bool, run: RunDir) -> str:
-    """What is written."""
+    """The form to write: ``to`` if it fits the run, else the run's own."""
     if to is None:
         return ADAPTER if adapted else HF
     if adapted == (to == HF):
@@ -390,7 +393,7 @@ def _write_whole(
     shard_bytes: int,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """All weights of the checkpoint."""
+    """Write all weights of the checkpoint."""
     if not conversions:
         write_weights(directory, weights, index, shard_bytes=shard_bytes, on_bytes=on_bytes)
         return
@@ -438,7 +441,7 @@ def _copy_description(source: Path, target: Path, *, dtype: str = "", without: s
 
     ``without``: a file that is left out.
     """
-    for path in sorted(each for each in source.rglob("*") if each.is_file()):
+    for path in sorted(entry for entry in source.rglob("*") if entry.is_file()):
         if path.relative_to(source).as_posix() == without:
             continue
         data = path.read_bytes()

@@ -47,13 +47,6 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError: what is wrong, and where the flags are listed."""
         message = re.sub(r"^argument ([^:]+): ", r"\1: ", message)
         message = message.replace("the following arguments are required: ", "missing: ")
-        kind, _, word = message.partition("unrecognized arguments: ")
-        if word and not kind:
-            flag = word.split()[0].partition("=")[0]
-            problem = "no such option" if word.startswith("-") else "too many words"
-            message = f"{problem}: {word}"
-            if hint := did_you_mean(flag, self.flags):
-                message += f".{hint}"
         end = "" if message.endswith("?") else "."
         raise ConfigError(f"{self.name}: {message}{end} See {self.prog} --help.")
 
@@ -83,18 +76,23 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
             argument.metavar for argument in command.arguments if not argument.count
         )
         raise ConfigError(f"{name} needs {needs}: python -m llmx {name} {command.usage}")
-    options = Parser(name).parse_intermixed_args(words)
+    parser = Parser(name)
+    options, unread = parser.parse_known_intermixed_args(words)
+    if unread:
+        problem = "no such option" if unread[0].startswith("-") else "too many words"
+        hint = did_you_mean(unread[0].split()[0].partition("=")[0], parser.flags)
+        parser.error(f"{problem}: {' '.join(unread)}{hint and f'.{hint}'}")
     options.keys, options.behind = keys, behind
     return options
 
 
 def _split_keys(name: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Flags and bare words, and the own keys of a command; ConfigError for another ``x=1``."""
-    rest, keys, names = [], {}, COMMANDS[name].own_keys
+    arguments, keys, names = [], {}, COMMANDS[name].own_keys
     for word in words:
         key, _, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_][\w.]*=\S*", word) or Path(word).exists():
-            rest.append(word)
+            arguments.append(word)
         elif key in names:
             keys[key] = value
         else:
@@ -103,7 +101,7 @@ def _split_keys(name: str, words: Sequence[str]) -> tuple[list[str], dict[str, s
                 f"{word}: {name} has no key {key}.{did_you_mean(key, names)} It has "
                 f"{', '.join(names)}.{as_prompt if name == 'generate' else ''}"
             )
-    return rest, keys
+    return arguments, keys
 
 
 def _reader(number: Number) -> Callable[[str], float]:

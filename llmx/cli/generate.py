@@ -43,7 +43,7 @@ REDRAW_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """How to complete: ``sampling`` (stop tokens not yet known), ``n`` times, from ``seed``."""
+    """The sampling settings (stop tokens not yet known), ``n`` completions, and their seed."""
 
     sampling: Sampling
     n: int
@@ -59,21 +59,23 @@ def run(options: argparse.Namespace) -> int:
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
-        return _complete(options, how)
-    if options.prompt:
+    elif options.prompt:
         raise ConfigError("--prompts FILE and prompts of the command line do not go together.")
-    if options.out is None:
+    elif options.out is None:
         raise ConfigError("--prompts needs a place for the completions: --out completions.jsonl.")
-    from llmx.cli.generate_file import complete_file
-
     target = find_target(
         options.target, command="generate", model=options.model, trusted=options.trust
     )
+    check_generates(target)
+    if options.prompts is None:
+        return _complete(target, options, how)
+    from llmx.cli.generate_file import complete_file
+
     return complete_file(target, options, how)
 
 
 def wanted(keys: dict[str, str]) -> Wanted:
-    """The own keys, read and checked."""
+    """Read and check the command's own keys."""
     values: dict[str, Any] = {}
     for name, text in keys.items():
         kind, example = KEYS[name]
@@ -103,12 +105,7 @@ def wanted(keys: dict[str, str]) -> Wanted:
     return Wanted(sampling, n, seed)
 
 
-def _complete(options: argparse.Namespace, how: Wanted) -> int:
-    target = find_target(
-        options.target, command="generate", model=options.model, trusted=options.trust
-    )
-    check_generates(target)
-
+def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
     from llmx.models.generate import LENGTH, decoder_of, generate
 
     prompts = iter(options.prompt or _lines())
@@ -148,24 +145,32 @@ def _complete(options: argparse.Namespace, how: Wanted) -> int:
         stream = None
         if terminal and how.n == 1 and not options.json:
             stream = Stream(decode, stops)
-        found = generate(
+        completions = generate(
             decoder,
             [ids] * how.n,
             sampling,
             seeds=seeds,
             on_token=stream.on_token if stream else None,
         )
-        for number, one in enumerate(found):
-            text = decode(one.text_tokens)
+        for number, completion in enumerate(completions):
+            text = decode(completion.text_tokens)
             if options.json:
-                seed = None if sampling.greedy else seeds[number]
-                print(json.dumps(_record(prompt, text, one, seed)), flush=True)
+                row = {
+                    "prompt": prompt,
+                    "completion": text,
+                    "ended": completion.ended,
+                    "tokens": list(completion.tokens),
+                    "logps": list(completion.logps),
+                    "sampled_logps": list(completion.sampled_logps),
+                    "seed": None if sampling.greedy else seeds[number],
+                }
+                print(json.dumps(row), flush=True)
             elif stream:
                 stream.end(text)
             else:
                 label = f"[{number + 1}/{how.n}] " if how.n > 1 else ""
                 print(label + (printable(text) if terminal else text), flush=True)
-            if one.ended == LENGTH and terminal and not options.json:
+            if completion.ended == LENGTH and terminal and not options.json:
                 print(f"(cut: max_new_tokens={sampling.max_new_tokens})", file=sys.stderr)
     return code
 
@@ -182,31 +187,19 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
 
 
 def _seeds(how: Wanted) -> list[int]:
-    """One for each completion. With ``n=1`` the key itself, so that the ``seed`` of a line of JSON
-    gives that completion again."""
+    """One seed for each completion. With ``n=1`` it is the key itself, so that the ``seed`` of a
+    line of JSON gives that completion again."""
     if how.seed is None:
         return [secrets.randbits(32) for _ in range(how.n)]
-    more = [sample_seed(how.seed, step=0, prompt=0, sample=k) for k in range(1, how.n)]
-    return [how.seed, *more]
-
-
-def _record(prompt: str, text: str, one: Any, seed: int | None) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "completion": text,
-        "ended": one.ended,
-        "tokens": list(one.tokens),
-        "logps": list(one.logps),
-        "sampled_logps": list(one.sampled_logps),
-        "seed": seed,
-    }
+    further = [sample_seed(how.seed, step=0, prompt=0, sample=k) for k in range(1, how.n)]
+    return [how.seed, *further]
 
 
 _HERE = Where(Path("prompt"), 1, "line")
 
 
 class PromptLayout:
-    """How prompts of one model are laid out."""
+    """Lays out the prompts of one model as tokens."""
 
     def __init__(self, tokenizer: Any, *, template: str | None, system: str | None) -> None:
         """``template``: a name of ``data.template``; None for plain text. ``system``: of prompts
@@ -248,8 +241,8 @@ class PromptLayout:
 
 
 def layout_of(target: Target, tokenizer: Any, *, plain: bool = False) -> PromptLayout:
-    """As the run laid its own out; of a model, by the chat template of its tokenizer, and as plain
-    text where that has none."""
+    """The layout in which the run was trained; for a model directory the chat template of its
+    tokenizer, or plain text."""
     exp = target.exp
     if exp is not None:
         plain = plain or not learns_chats(exp.task.kind)
@@ -299,7 +292,7 @@ class Stream:
         self._looked = time.monotonic()
 
     def end(self, text: str) -> None:
-        """The rest, and the end of the line."""
+        """Print the rest of the completion, and end the line."""
         text = printable(text)
         if not text.startswith(self._shown):  # later tokens have changed how earlier ones read
             print()

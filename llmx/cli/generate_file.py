@@ -24,7 +24,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.cli.generate import Wanted, layout_of, load
-from llmx.cli.target import Target, check_generates
+from llmx.cli.target import Target
 from llmx.data.format.rows import Message
 from llmx.data.format.turns import turns
 from llmx.data.source.records import Where
@@ -72,7 +72,6 @@ def complete_file(target: Target, options: argparse.Namespace, how: Wanted) -> i
         LlmxError: the prompts cannot be used, ``out`` is there, ``OUT.partial`` is of another
             command, the GPU is full.
     """
-    check_generates(target)
     out = Path(os.path.abspath(options.out.expanduser()))
     if out.exists() and not is_stream(out):
         raise ConfigError(f"{out} exists already. Remove it, or set --out to another name.")
@@ -226,7 +225,7 @@ def _completions(
                     names = ("tokens", "logps", "sampled_logps")
                     record |= {name: list(getattr(completion, name)) for name in names}
                 records[job] = record
-            progress.add(len(batch), sum(len(one.tokens) for one in completions))
+            progress.add(len(batch), sum(len(completion.tokens) for completion in completions))
         if not sampling.greedy:
             for job, record in records.items():
                 record["sample"] = job.sample
@@ -243,7 +242,7 @@ class _Progress:
         self._began = self._shown = time.monotonic()
 
     def add(self, completions: int, tokens: int) -> None:
-        """So many more are done."""
+        """Count more completions as done, and show progress."""
         self._done += completions
         self._tokens += tokens
         now, live = time.monotonic(), sys.stderr.isatty()
@@ -293,25 +292,25 @@ def read_prompts(path: Path) -> list[Prompt]:
             f"--prompts {path}: is not UTF-8 text (byte {error.start:,}). Convert it: "
             "iconv -f ENCODING -t UTF-8."
         ) from error
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     problems: list[str] = []
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         if path.suffix.lower() not in JSON_SUFFIXES:
             text = line.strip()
-            found.append(Prompt({"prompt": text}, text))
+            prompts.append(Prompt({"prompt": text}, text))
             continue
         try:
-            found.append(_prompt_of(line, Where(path, number, "line")))
+            prompts.append(_prompt_of(line, Where(path, number, "line")))
         except DataError as error:
             problems.append(str(error))
     if problems:
-        more = f" (and {len(problems) - 1:,} more such lines)" if len(problems) > 1 else ""
-        raise DataError(f"{problems[0]}{more} Nothing was generated.")
-    if not found:
+        further = f" (and {len(problems) - 1:,} more such lines)" if len(problems) > 1 else ""
+        raise DataError(f"{problems[0]}{further} Nothing was generated.")
+    if not prompts:
         raise DataError(f"--prompts {path}: there is no prompt in it.")
-    return found
+    return prompts
 
 
 def _prompt_of(line: str, where: Where) -> Prompt:
@@ -319,24 +318,24 @@ def _prompt_of(line: str, where: Where) -> Prompt:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        said = str(error).partition(":")[0]
-        raise DataError(f"{where}: is not a JSON object ({said}).") from error
+        reason = str(error).partition(":")[0]
+        raise DataError(f"{where}: is not a JSON object ({reason}).") from error
     rule = 'A line is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.'
     if not isinstance(row, dict):
         raise DataError(f"{where}: is JSON, but not an object. {rule}")
     key = "messages" if "messages" in row else "prompt"
     value = row.get(key)
-    kept = {name: each for name, each in row.items() if name != "completion"}
+    columns = {name: column for name, column in row.items() if name != "completion"}
     if "completion" in row:  # of a file to train with
-        kept.setdefault("expected", row["completion"])
+        columns.setdefault("expected", row["completion"])
     if isinstance(value, str) and value.strip() and key == "prompt":
-        return Prompt(kept, value)
+        return Prompt(columns, value)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: has no prompt. {rule}")
     messages = turns(value, key, where)
     if messages and messages[-1].role == "assistant":
-        kept.setdefault("expected", messages[-1].content)
+        columns.setdefault("expected", messages[-1].content)
         messages = messages[:-1]
     if not messages or messages[-1].role == "system":
         raise DataError(f"{where}: has no message to answer. {rule}")
-    return Prompt(kept, "", tuple(messages))
+    return Prompt(columns, "", tuple(messages))

@@ -21,18 +21,18 @@ from llmx import __version__
 from llmx.cli.commands import COMMANDS, Word
 from llmx.config.groups import (
     ALIASES,
+    CONF,
     GROUPS,
     OPTIONAL_GROUPS,
-    conf_dir,
+    SWEEPS,
     find_option,
     first_comment,
     no_such_option,
     options,
-    sweeps_dir,
 )
 from llmx.config.reference import Key, keys, sections, typed
 from llmx.config.yaml_files import read_text
-from llmx.errors import EXIT_CODES, ConfigError, did_you_mean
+from llmx.errors import EXIT_CODES, ConfigError, closest
 
 WIDTH = 92
 
@@ -169,9 +169,9 @@ def help_text(*, conf: Path | None = None) -> str:
     lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
     for group in GROUPS:
         lines += ["", f"{group}: {GROUP_LINES[group]}"]
-        for name, line in options(group, directory=conf or conf_dir()).items():
+        for name, line in options(group, directory=conf or CONF).items():
             lines.append(_entry(name, line))
-    sweeps = sorted(sweeps_dir().glob("*.yaml"))
+    sweeps = sorted(SWEEPS.glob("*.yaml"))
     lines += ["", "sweeps: python -m llmx sweep NAME"]
     lines += [_entry(path.stem, first_comment(path)) for path in sweeps]
     lines += ["", "Examples"]
@@ -206,30 +206,34 @@ def topic(word: str, *, config_dirs: Sequence[Path] = ()) -> str:
     name = ALIASES.get(name, name).rstrip(".").lstrip("-")
     if equal and option and name in GROUPS:
         return _option(name, option, config_dirs)
-    found = []
+    texts = []
     if name in COMMANDS and not equal:
-        found.append(command_help(name, brief=name in sections()))
-    own = next((key for key in keys() if key.name == name), None)
-    if own is not None and name in sections():
-        found.append(key_help(own))
+        texts.append(command_help(name, brief=name in sections()))
+    key = next((key for key in keys() if key.name == name), None)
+    if key is not None and name in sections():
+        texts.append(key_help(key))
     if name in GROUPS or name in sections():
-        found.append(section_help(name, config_dirs))
+        texts.append(section_help(name, config_dirs))
     if name in ("environment", "env"):
-        found.append(environment_help())
+        texts.append(environment_help())
     if name == "exit-codes":
-        found.append(exit_codes_help())
-    if found:
-        return "\n\n".join(found)
-    exact = _named(name) or _around(name)
+        texts.append(exit_codes_help())
+    if texts:
+        return "\n\n".join(texts)
+    exact = _named(name)
+    if not exact:  # launch.env.NCCL_DEBUG lies in a mapping
+        mappings = (key for key in keys() if key.type.startswith("mapping"))
+        exact = [key for key in mappings if name.startswith(f"{key.name}.")][:1]
     if len(exact) == 1:
         return key_help(exact[0])
     if exact:
-        return _several(name, exact)
+        rows = [(key.name, key.doc) for key in exact]
+        return "\n".join([f'"{name}" may be one of', "", *_rows(rows, indent=34)])
     return _search(name)
 
 
 def command_help(name: str, *, brief: bool = False) -> str:
-    """What ``python -m llmx NAME --help`` and ``help NAME`` print.
+    """The text of ``python -m llmx NAME --help`` and ``help NAME``.
 
     ``brief``: without the keys of its section, which follow.
     """
@@ -285,7 +289,7 @@ def key_help(key: Key) -> str:
 
 
 def environment_help() -> str:
-    """The table of environment variables."""
+    """A table of the environment variables."""
     lines = ["Environment variables"]
     for title, variables in ENVIRONMENT.items():
         lines += ["", title, *_rows(list(variables.items()), indent=24)]
@@ -293,22 +297,22 @@ def environment_help() -> str:
 
 
 def exit_codes_help() -> str:
-    """The table of exit codes."""
+    """A table of the exit codes."""
     rows = [(str(code), when) for code, when in EXIT_CODES.items()]
     return "\n".join(["Exit codes, of every command", "", *_rows(rows, indent=8)])
 
 
 def all_options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, str]:
     """Option -> its line: the shipped ones, and those of the user's directories."""
-    found = options(group)
+    lines = options(group)
     for directory in config_dirs:
-        own = options(group, directory=directory)
-        found |= {name: f"{line} ({directory})".lstrip() for name, line in own.items()}
-    return found
+        of_directory = options(group, directory=directory)
+        lines |= {name: f"{line} ({directory})".lstrip() for name, line in of_directory.items()}
+    return lines
 
 
 def markdown() -> str:
-    """``docs/config.md``: every key on one page."""
+    """The page ``docs/config.md`` with every key."""
     lines = [
         "# Every key of the config",
         "",
@@ -328,16 +332,16 @@ def markdown() -> str:
     ]
     for name in dict.fromkeys([*GROUPS, *sections()]):
         prefix = _prefix(name)
-        mine = [key for key in keys() if _home(key) == prefix]
-        about = _sentence(GROUP_LINES.get(name) or sections()[name]).rstrip(".")
-        lines += ["", f"## {name}", "", f"{about}.", ""]
+        of_section = [key for key in keys() if key.name.rpartition(".")[0] == prefix]
+        about = (GROUP_LINES.get(name) or sections()[name]).rstrip(".")
+        lines += ["", f"## {name}", "", f"{about[:1].upper()}{about[1:]}.", ""]
         if name in GROUPS:
             lines += ["| option | what it is, when to use it |", "|---|---|"]
             lines += [
-                f"| `{name}={each}` | {_cell(line)} |" for each, line in options(name).items()
+                f"| `{name}={option}` | {_cell(line)} |" for option, line in options(name).items()
             ]
             lines.append("")
-        lines += _markdown_table(mine) if mine else []
+        lines += _markdown_table(of_section) if of_section else []
     lines += ["", "## Environment variables", ""]
     for title, variables in ENVIRONMENT.items():
         lines += [f"{title}:", "", "| variable | meaning |", "|---|---|"]
@@ -349,9 +353,9 @@ def markdown() -> str:
     return text
 
 
-def _markdown_table(found: Iterator[Key] | Sequence[Key]) -> list[str]:
+def _markdown_table(rows: Iterator[Key] | Sequence[Key]) -> list[str]:
     lines = ["| key | takes | default | meaning | example |", "|---|---|---|---|---|"]
-    for key in found:
+    for key in rows:
         cells = (
             f"`{key.name}`",
             _cell(key.takes()),
@@ -368,7 +372,7 @@ def _cell(text: str) -> str:
 
 
 def _prefix(section: str) -> str:
-    """The part of a key's name that says it is of this section."""
+    """The part of a key's name that names its section."""
     return {
         "data.sources": "data.sources[]",
         "hardware.hosts": "hardware.hosts[]",
@@ -376,15 +380,11 @@ def _prefix(section: str) -> str:
     }.get(section, section)
 
 
-def _home(key: Key) -> str:
-    return key.name.rpartition(".")[0]
-
-
 def _option(group: str, name: str, config_dirs: Sequence[Path]) -> str:
     if path := find_option(group, name, config_dirs):
         return f"{group}={name}  {path}\n\n{read_text(path)}"
-    known = all_options(group, config_dirs)
-    if group == "zero" and f"stage{name}" in known:
+    names = all_options(group, config_dirs)
+    if group == "zero" and f"stage{name}" in names:
         return _option(group, f"stage{name}", config_dirs)
     if group in OPTIONAL_GROUPS and name == "null":
         return (
@@ -398,14 +398,8 @@ def _named(name: str) -> list[Key]:
     """The key of that name, or those whose last part it is; list marks may be left out."""
     flat = [(key, key.name.replace("[]", "").replace(".NAME.", ".")) for key in keys()]
     plain = name.replace("[]", "").replace(".NAME.", ".")
-    exact = [key for key, known in flat if plain in (known, key.name)]
-    return exact or [key for key, known in flat if known.endswith(f".{plain}")]
-
-
-def _around(name: str) -> list[Key]:
-    """The mapping that a key of the user's choice lies in: ``launch.env.NCCL_DEBUG``."""
-    mappings = [key for key in keys() if key.type.startswith("mapping")]
-    return [key for key in mappings if name.startswith(f"{key.name}.")][:1]
+    exact = [key for key, flat_name in flat if plain in (flat_name, key.name)]
+    return exact or [key for key, flat_name in flat if flat_name.endswith(f".{plain}")]
 
 
 def _search(name: str) -> str:
@@ -414,31 +408,23 @@ def _search(name: str) -> str:
     if len(chosen) == 1:
         return _option(chosen[0], name, ())
     if len(name) > 1:
-        found = [key for key in keys() if name.lower() in key.name]
+        matches = [key for key in keys() if name.lower() in key.name]
         rows = [(f"{group}={name}", options(group)[name]) for group in chosen]
-        rows += [(key.name, key.doc) for key in found]
-        if path := sweeps_dir() / f"{name}.yaml":
+        rows += [(key.name, key.doc) for key in matches]
+        if path := SWEEPS / f"{name}.yaml":
             rows += [(f"sweep {name}", first_comment(path))] if path.is_file() else []
         if not rows and len(name) > 3:
             rows = [(key.name, key.doc) for key in keys() if name.lower() in key.doc.lower()]
         if rows:
             return "\n".join([f'"{name}" is in', "", *_rows(rows, indent=34)])
-    known = [*(key.name for key in keys()), *GROUPS, *sections(), *COMMANDS, *COMMAND_TOPICS]
-    near = did_you_mean(name, known)
-    if not near:
-        last = {key.name.rpartition(".")[2]: key.name for key in keys()}
-        near = did_you_mean(name, last)
-        for short, full in last.items():
-            near = near.replace(f'"{short}"', f'"{full}"')
+    names = [*(key.name for key in keys()), *GROUPS, *sections(), *COMMANDS, *COMMAND_TOPICS]
+    by_last_part = {key.name.rpartition(".")[2]: key.name for key in keys()}
+    near = closest(name, names) or by_last_part.get(closest(name, by_last_part))
+    hint = f' Did you mean "{near}"?' if near else ""
     raise ConfigError(
-        f"help {name}: no key, group, option or command has this name.{near} "
+        f"help {name}: no key, group, option or command has this name.{hint} "
         "python -m llmx help lists commands and groups; python -m llmx help GROUP its keys."
     )
-
-
-def _several(name: str, found: Sequence[Key]) -> str:
-    rows = [(key.name, key.doc) for key in found]
-    return "\n".join([f'"{name}" may be one of', "", *_rows(rows, indent=34)])
 
 
 def _key_lines(name: str) -> list[str]:
@@ -464,7 +450,7 @@ def _set_by(key: Key) -> Iterator[tuple[str, Any]]:
         parts, folders = key.name.split("."), [key.group, "experiment"]
     for folder in folders:
         inside = parts[1:] if folder != "experiment" else parts
-        for path in sorted((conf_dir() / folder).glob("*.yaml")):
+        for path in sorted((CONF / folder).glob("*.yaml")):
             value = yaml.safe_load(path.read_text(encoding="utf-8"))
             for part in inside:
                 value = value.get(part) if isinstance(value, dict) else None
@@ -485,14 +471,14 @@ def shell_word(word: str) -> str:
 
 
 def _config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    directories, topics, rest = [], [], list(words)
-    while rest:
-        word = rest.pop(0)
+    directories, topics, unread = [], [], list(words)
+    while unread:
+        word = unread.pop(0)
         option, equal, value = word.partition("=")
         if option in ("--config-dir", "-cd"):
-            if not equal and not rest:
+            if not equal and not unread:
                 raise ConfigError("--config-dir needs a directory: --config-dir DIR")
-            directories.append(Path(value if equal else rest.pop(0)).expanduser())
+            directories.append(Path(value if equal else unread.pop(0)).expanduser())
         elif word in ("-h", "--help"):
             topics.append("help")
         else:
@@ -501,10 +487,6 @@ def _config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
         if not directory.is_dir():
             raise ConfigError(f"--config-dir {directory}: no such directory.")
     return directories, topics
-
-
-def _sentence(line: str) -> str:
-    return line[:1].upper() + line[1:]
 
 
 def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,19 @@ _READERS = ("hydra", "omegaconf", "antlr4")
 
 
 def run_hydra(
-    words: list[str], *, command: str | None = None, own: Sequence[str] = (), keep: bool = True
+    words: list[str], *, command: str | None = None, own_keys: Sequence[str] = (), keep: bool = True
 ) -> int:
     """Compose the config and start what it describes; a sweep goes through the launcher plugin.
 
-    ``command``: hand the composed config to this command, with its ``own`` words, instead of
+    ``command``: hand the composed config to this command, with its ``own_keys``, instead of
     starting a run. ``keep``: the run directory of a plan, where the user has not named one.
     """
-    from llmx.cli.arguments import as_meant, read_line
-    from llmx.compose.overrides import check_overrides
+    from llmx.cli.arguments import read_line
 
     line = read_line(words)
     if command and line.multirun:
         raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
-    checked = check_overrides(
-        as_meant(line.overrides),
-        multirun=line.multirun,
-        config_dirs=[line.config_dir] if line.config_dir else [],
-        commands=tuple(COMMANDS),
-    )
+    checked = line.checked()
     argv = list(checked.words)
     directory = str(Path(line.config_dir).expanduser().absolute()) if line.config_dir else None
     if line.multirun:
@@ -53,11 +47,13 @@ def run_hydra(
             argv = [*_continued(argv, directory), *argv]
     if directory:
         argv += ["--config-dir", directory]
-    return _compose([*argv, *line.show], checked.words, command=command, own=own, keep=keep)
+    return _compose(
+        [*argv, *line.show], checked.words, command=command, own_keys=own_keys, keep=keep
+    )
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
-    """Where the same sweep has ended early: the override that continues it; else nothing."""
+    """The override that continues the same sweep where it ended early; else nothing."""
     from llmx.run.sweepdir import OWN_WORDS, unfinished
 
     words = [word for word in argv if not word.startswith((*OWN_WORDS, "--"))]
@@ -82,7 +78,7 @@ def _compose(
     overrides: list[str],
     *,
     command: str | None,
-    own: Sequence[str],
+    own_keys: Sequence[str],
     keep: bool,
 ) -> int:
     import hydra
@@ -92,24 +88,26 @@ def _compose(
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from llmx.compose.complete import compose
-    from llmx.compose.effects import check_effects
     from llmx.compose.hydra_config import explain_hydra, register_defaults
-    from llmx.config import experiment_from_dict, known_keys
+    from llmx.config import known_keys
     from llmx.config.build import shown
-    from llmx.config.groups import conf_dir
-    from llmx.lifecycle.start import require_success, run_composed
-    from llmx.run.rundir import claim
+    from llmx.config.groups import CONF
 
     register_defaults()
     ended: list[int | LlmxError] = []
     inside = False
 
     def job(cfg: DictConfig) -> int:
+        from llmx.compose.complete import compose
+        from llmx.compose.effects import check_effects
+        from llmx.config import experiment_from_dict
+        from llmx.lifecycle.start import require_success, run_composed
+        from llmx.run.rundir import claim
+
         nonlocal inside
         inside = True
         hydra_config = HydraConfig.get()
-        made = Path(hydra_config.runtime.output_dir)
+        directory = Path(hydra_config.runtime.output_dir)
         try:
             composed = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(composed, dict)
@@ -117,22 +115,22 @@ def _compose(
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
                 check_effects(experiment_from_dict(values), words, command=command)
-            named = values.get("run_dir") != str(made)
-            if command or named:
-                _remove_if_empty(made)
+            has_own_dir = values.get("run_dir") != str(directory)
+            if command or has_own_dir:
+                _remove_if_empty(directory)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
-                made = claim(made)
-                values["run_dir"] = str(made)
+                directory = claim(directory)
+                values["run_dir"] = str(directory)
             if command:
-                code = _run_command(command, values, own=own)
+                code = _run_command(command, values, own_keys=own_keys)
             else:
-                code = run_composed(compose(values), overrides=words, keep=keep or named)
+                code = run_composed(compose(values), overrides=words, keep=keep or has_own_dir)
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
             # Hydra made the directory; one that nothing was written to is not a run.
-            _remove_if_empty(made)
+            _remove_if_empty(directory)
             if isinstance(error, LlmxError):
                 problem = error
             else:
@@ -149,7 +147,7 @@ def _compose(
 
     # Without it Hydra prints its own traceback and exits before our message can be made.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    decorated = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    decorated = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     saved, sys.argv = sys.argv, ["llmx", *argv]
     part = argv[argv.index("--package") + 1] if "--package" in argv else None
     unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
@@ -161,7 +159,7 @@ def _compose(
             raise
         raise ConfigError(
             f"--package {shown(part)}: the config has no such part."
-            f"{did_you_mean(part[:100], known_parts(known_keys()))} See all of it with --cfg job."
+            f"{did_you_mean(part[:100], known_keys())} See all of it with --cfg job."
         ) from None
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra(error, overrides)) from error
@@ -196,40 +194,34 @@ def _mode_as_typed(argv: Sequence[str]) -> Iterator[None]:
     from hydra._internal.hydra import Hydra
 
     set_by = ("hydra.mode", "hydra.searchpath", "hydra=", "hydra@", "--config-dir")
-    asked: Any = getattr(Hydra, "get_mode", None)
-    if asked is None or any(word.lstrip("+~").startswith(set_by) for word in argv):
+    get_mode: Any = getattr(Hydra, "get_mode", None)
+    if get_mode is None or any(word.lstrip("+~").startswith(set_by) for word in argv):
         yield
         return
     Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Hydra.get_mode = asked  # type: ignore[method-assign]
+        Hydra.get_mode = get_mode  # type: ignore[method-assign]
 
 
-def known_parts(keys: Iterable[str]) -> list[str]:
-    """Keys and what holds them: ``optim.lr`` and ``optim``."""
-    names = (key.split(".") for key in keys)
-    return sorted({".".join(words[:end]) for words in names for end in range(1, len(words) + 1)})
-
-
-def _run_command(command: str, values: dict[str, Any], *, own: Sequence[str]) -> int:
+def _run_command(command: str, values: dict[str, Any], *, own_keys: Sequence[str]) -> int:
     """Hand the completed config to a command's process; returns its exit code."""
     from llmx.compose.complete import check, complete
     from llmx.config import experiment_from_dict
     from llmx.run.scratch import scratch_directory
     from llmx.run.snapshot import dump_config
 
-    chosen = COMMANDS[command]
+    entry = COMMANDS[command]
     exp, problems = complete(experiment_from_dict(values))
-    if chosen.trains:
+    if entry.trains:
         check(exp, problems)
     elif problems:
         raise ConfigError("\n".join(problems))
     with scratch_directory() as directory:
         config = directory / "config.yaml"
         config.write_text(dump_config(exp), encoding="utf-8")
-        return run_module(chosen.module, [str(config), *own])
+        return run_module(entry.module, [str(config), *own_keys])
 
 
 def run_module(module: str, words: Sequence[str], *, takes_ctrl_c: bool = False) -> int:
@@ -257,8 +249,8 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _of_hydra(error: BaseException) -> bool:
-    """Whether Hydra, or what it reads configs with, has raised it, or what they called: of a word,
-    not a defect here."""
+    """Whether Hydra, or a library that it reads configs with, raised the error: then a word is
+    wrong, and there is no defect here."""
     last, trace = "", error.__traceback__
     while trace is not None:
         package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
@@ -269,7 +261,7 @@ def _of_hydra(error: BaseException) -> bool:
 
 
 def _outputs() -> Path:
-    """Where runs lie by default."""
+    """The directory of runs, unless ``run_dir`` names another."""
     return Path.cwd() / (os.environ.get("LLMX_OUTPUTS") or "outputs")
 
 

@@ -43,21 +43,21 @@ def _dispatch(words: list[str]) -> int:
         return 0
     from llmx.cli.arguments import split_command, split_own
 
-    name, rest = split_command(words, tuple(COMMANDS))
+    name, arguments = split_command(words, tuple(COMMANDS))
     command = COMMANDS[name]
     if command.runs == Runs.CONFIG:
         if not command.module:
-            return run_hydra(rest)
-        own, overrides = split_own(rest, command.own_keys)
-        return run_hydra(overrides, command=name, own=own)
+            return run_hydra(arguments)
+        own_keys, overrides = split_own(arguments, command.own_keys)
+        return run_hydra(overrides, command=name, own_keys=own_keys)
     if command.runs == Runs.WORDS:
         module, _, function = command.module.partition(":")
-        return int(getattr(importlib.import_module(module), function or "main")(rest))
+        return int(getattr(importlib.import_module(module), function or "main")(arguments))
     from llmx.cli.flags import parse
 
-    options = parse(name, rest)
+    options = parse(name, arguments)
     if command.runs == Runs.PROCESS:
-        return run_module(__name__, [name, *rest], takes_ctrl_c=command.takes_ctrl_c)
+        return run_module(__name__, [name, *arguments], takes_ctrl_c=command.takes_ctrl_c)
     return int(importlib.import_module(command.module).run(options))
 
 

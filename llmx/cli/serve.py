@@ -95,7 +95,8 @@ def vllm_command(
     if length or positions:
         words += ["--max-model-len", str(length or positions)]
     heads = _first(config, "num_attention_heads", "n_head", "num_heads")
-    num = shared_by or _fewest(gpus, _weight_bytes(served), heads=heads)
+    weight_bytes = sum(path.stat().st_size for path in served.glob("*.safetensors"))
+    num = shared_by or _fewest(gpus, weight_bytes, heads=heads)
     if heads is not None and heads % num:
         even = [str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0]
         raise ConfigError(
@@ -111,7 +112,7 @@ def vllm_command(
             "--lora-modules",
             f"{name}={directory}",
             "--max-lora-rank",
-            str(next(each for each in LORA_RANKS if each >= rank)),
+            str(next(size for size in LORA_RANKS if size >= rank)),
         ]
         template = directory / "chat_template.jinja"
         if template.is_file():  # the base may have another one
@@ -122,7 +123,8 @@ def vllm_command(
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """What a config calls by one of these names (GPT-2 and its time had others)."""
+    """The value of a config under the first of these names that it has (GPT-2 and its time had
+    others)."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
@@ -145,10 +147,6 @@ def check_adapter(directory: Path) -> None:
         )
 
 
-def _weight_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
 def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: int | None) -> int:
     """The fewest GPUs that hold the weights, of those that share the heads evenly; all that can
     where none do."""
@@ -164,7 +162,7 @@ def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: int | None) -> int
 
 
 def printed(command: Sequence[str]) -> str:
-    """For a shell; an option a line."""
+    """The command for a shell, with one option per line."""
     lines = [" ".join(map(shlex.quote, command[:3]))]
     for word in command[3:]:
         if word.startswith("--"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmx.cli.arguments import sweep_overrides
 from llmx.cli.hydra_app import run_hydra
 from llmx.config.build import shown
-from llmx.config.groups import sweeps_dir
+from llmx.config.groups import SWEEPS
 from llmx.config.schema import FAILURES
 from llmx.errors import ConfigError, did_you_mean
 from llmx.run.sweepdir import FILE, NOT_OF_A_SWEEP, is_sweep, load
@@ -28,14 +28,14 @@ SWEEPER = "hydra/sweeper=tune"
 
 def sweep(words: Sequence[str]) -> int:
     """Run or continue a sweep; returns the exit code."""
-    names = sorted(path.stem for path in sweeps_dir().glob("*.yaml"))
+    names = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
     if not words:
         raise ConfigError(
             f"sweep needs a name or a YAML file, or resume DIR. Committed: {', '.join(names)}."
         )
     if words[0] == RESUME:
         return resume(words[1:])
-    path = Path(words[0]) if words[0].endswith(".yaml") else sweeps_dir() / f"{words[0]}.yaml"
+    path = Path(words[0]) if words[0].endswith(".yaml") else SWEEPS / f"{words[0]}.yaml"
     if not path.is_file():
         hint = did_you_mean(words[0], [*names, RESUME])
         raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
@@ -43,16 +43,16 @@ def sweep(words: Sequence[str]) -> int:
 
 
 def resume(words: Sequence[str]) -> int:
-    """Run what is missing or has failed of the sweep of a directory."""
+    """Run the missing and the failed trials of the sweep in a directory."""
     if not words or "=" in words[0]:
         raise ConfigError("sweep resume needs a sweep's directory: python -m llmx sweep resume DIR")
-    directory, more = Path(words[0]).absolute(), list(words[1:])
+    directory, overrides = Path(words[0]).absolute(), list(words[1:])
     if not is_sweep(directory):
         raise ConfigError(
             f"{directory}: not a sweep directory: it has no {FILE}. Sweeps are in outputs/sweeps."
         )
     sweep = load(directory)
-    other = [word for word in more if not word.startswith(NOT_OF_A_SWEEP)]
+    other = [word for word in overrides if not word.startswith(NOT_OF_A_SWEEP)]
     if other:
         raise ConfigError(
             f"{shown(other[0])}: would make it a different sweep. To continue a sweep, change only "
@@ -64,11 +64,11 @@ def resume(words: Sequence[str]) -> int:
             "relative paths start there. Create it again, or start a new sweep."
         )
     os.chdir(sweep.cwd)
-    changed = {word.partition("=")[0] for word in more}
+    changed = {word.partition("=")[0] for word in overrides}
     unchanged = [word for word in sweep.words if word.partition("=")[0] not in changed]
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     return run_hydra(
-        ["--multirun", *config_dir, *unchanged, *more, f"hydra.sweep.dir='{directory}'"]
+        ["--multirun", *config_dir, *unchanged, *overrides, f"hydra.sweep.dir='{directory}'"]
     )
 
 
@@ -111,5 +111,5 @@ def tune_words(words: Sequence[str]) -> list[str]:
         # Out of memory is an answer, which a search that goes on need not ask for again.
         "sweep.retry": f"[{again}]",
     }
-    more = [f"{key}={value}" for key, value in defaults.items() if key not in typed]
-    return [SWEEPER, *more, *overrides]
+    filled_in = [f"{key}={value}" for key, value in defaults.items() if key not in typed]
+    return [SWEEPER, *filled_in, *overrides]

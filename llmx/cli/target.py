@@ -25,7 +25,7 @@ from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, holds_adapter
 from llmx.run import snapshot, trust
 from llmx.run.exported import generates_no_text
-from llmx.run.rundir import RunDir, no_run, read_mapping
+from llmx.run.rundir import RunDir, no_run, read_mapping, runs_inside
 from llmx.text import printable
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -57,17 +57,17 @@ class Target:
 
 
 def find_target(
-    named: Path,
+    place: Path,
     *,
     command: str,
     model: Path | None = None,
     trusted: bool = False,
     runs: Sequence[str] = (trust.MODEL,),
 ) -> Target:
-    """What ``RUN|MODEL`` means.
+    """Resolve ``RUN|MODEL`` to a directory with a model.
 
     Args:
-        named: as it was typed.
+        place: as it was typed.
         command: for messages.
         model: ``--model``, another model of the run.
         trusted: ``--trust``, code that the run directory names may run.
@@ -77,7 +77,7 @@ def find_target(
         ConfigError: it is none, or the run has no model yet.
         CheckpointError: a file of the model is not as it was written.
     """
-    typed, root = str(named), named.expanduser()
+    typed, root = str(place), place.expanduser()
     if "=" in typed and not root.exists():
         raise ConfigError(
             f"{printable(typed)}: the first word is a run directory or a model: "
@@ -91,8 +91,10 @@ def find_target(
         trust.check_trusted(run, trust.code_of(exp), *runs, trusted=trusted, say="--trust")
         directory = (model or run.final_model).expanduser()
         if not _holds_model(directory):
-            raise ConfigError(_no_model(run, directory, command=command, asked=model is not None))
-        check_sealed(directory, fix=_write_again(run, asked=model is not None))
+            raise ConfigError(
+                _no_model(run, directory, command=command, exported=model is not None)
+            )
+        check_sealed(directory, fix=_write_again(run, exported=model is not None))
         return _checked(Target(directory, run, exp, _base(directory, exp)))
     if _holds_model(root):
         if model:
@@ -106,14 +108,14 @@ def find_target(
         raise ConfigError(no_run(root) + hub)
     raise ConfigError(
         f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
-        f"config.json).{_runs_inside(root)}"
+        f"config.json).{runs_inside(root)}"
     )
 
 
-def _write_again(run: RunDir, *, asked: bool) -> str:
-    """How to get a model of a run again."""
+def _write_again(run: RunDir, *, exported: bool) -> str:
+    """The fix for a damaged model of a run."""
     steps = list_steps(run.checkpoints)
-    if asked or not steps:
+    if exported or not steps:
         return COPY_AGAIN
     here = shlex.quote(str(run.root))
     return (
@@ -134,22 +136,17 @@ def _holds_model(directory: Path) -> bool:
     return (directory / "config.json").is_file() or holds_adapter(directory)
 
 
-def _runs_inside(root: Path) -> str:
-    said = no_run(root)
-    return " " + said.partition("no config.yaml. ")[2] if "Runs in it" in said else ""
-
-
 def _base(directory: Path, exp: Experiment | None) -> ModelConfig | None:
     """The model under an adapter: that of its run, else what the adapter names."""
     if not holds_adapter(directory):
         return None
-    found = exp.model if exp is not None else _named_base(directory)
-    path = Path(found.path or "").expanduser()
+    base = exp.model if exp is not None else _named_base(directory)
+    path = Path(base.path or "").expanduser()
     if path.is_absolute() and not path.is_dir():
-        raise ConfigError(_no_base(directory, found, "no such directory"))
+        raise ConfigError(_no_base(directory, base, "no such directory"))
     if path.is_dir():
         check_sealed(path, fix=COPY_AGAIN)
-    return found
+    return base
 
 
 def _named_base(directory: Path) -> ModelConfig:
@@ -183,9 +180,9 @@ def _checkpoint(root: Path, command: str) -> str:
     )
 
 
-def _no_model(run: RunDir, directory: Path, *, command: str, asked: bool) -> str:
+def _no_model(run: RunDir, directory: Path, *, command: str, exported: bool) -> str:
     here = shlex.quote(str(run.root))
-    if asked:
+    if exported:
         near = did_you_mean(
             directory.name, [path.name for path in (run.root / "export").glob("step-*")]
         )
@@ -215,10 +212,10 @@ def check_generates(target: Target) -> None:
                 f"{directory} is an adapter for {kind}, which generates no text. Load it with peft."
             )
         return
-    if named := generates_no_text(directory):
+    if class_name := generates_no_text(directory):
         raise ConfigError(
-            f"{directory} is a {named}, which generates no text. Load it with transformers, e.g. "
-            f"`{named}.from_pretrained({str(directory)!r})`."
+            f"{directory} is a {class_name}, which generates no text. Load it with transformers, "
+            f"e.g. `{class_name}.from_pretrained({str(directory)!r})`."
         )
 
 
@@ -232,11 +229,11 @@ def dtype_of(directory: Path) -> str | None:
         try:
             with path.open("rb") as stream:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            found = {each["dtype"] for name, each in header.items() if name != "__metadata__"}
+            dtypes = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        if len(found & DTYPES.keys()) == 1:
-            return DTYPES[(found & DTYPES.keys()).pop()]
+        if len(dtypes & DTYPES.keys()) == 1:
+            return DTYPES[(dtypes & DTYPES.keys()).pop()]
     return None
 
 
@@ -298,10 +295,10 @@ def load_causal(target: Target) -> Any:
 
 def not_loaded(target: Target, error: Exception) -> str:
     """The message for a model whose files cannot be loaded."""
-    said = _first_line(error)
+    reason = _first_line(error)
     if target.base is not None:
-        return _no_base(target.directory, target.base, said)
-    return f"{target.directory} cannot be loaded: {said}."
+        return _no_base(target.directory, target.base, reason)
+    return f"{target.directory} cannot be loaded: {reason}."
 
 
 def _first_line(error: Exception) -> str:

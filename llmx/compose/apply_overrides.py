@@ -49,39 +49,39 @@ class RunCommand:
         return int(text)
 
 
-def parse_run_command(command: str, words: Sequence[str], *, own: Sequence[str]) -> RunCommand:
+def parse_run_command(command: str, words: Sequence[str], *, own_keys: Sequence[str]) -> RunCommand:
     """Sort the words of a command that takes one run directory and overrides."""
     runs: list[str] = []
-    mine: dict[str, str] = {}
+    own_values: dict[str, str] = {}
     overrides: list[str] = []
     config_dirs: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    unread = list(words)
+    while unread:
+        word = unread.pop(0)
         option, _, value = word.partition("=")
         if option in ("--config-dir", "-cd"):
-            if not value and not rest:
+            if not value and not unread:
                 raise ConfigError("--config-dir needs a directory: --config-dir DIR")
-            config_dirs.append(value or rest.pop(0))
+            config_dirs.append(value or unread.pop(0))
         elif word.startswith("--step"):
             raise ConfigError(f"{word}: options of {command} are words: step=N.")
         elif word.startswith("-"):
             raise ConfigError(f"{word}: {command} has no such option. It knows --config-dir.")
         elif Path(word).is_dir() or "=" not in word:
             runs.append(word)
-        elif option in own:
-            mine[option] = value
+        elif option in own_keys:
+            own_values[option] = value
         else:
             overrides.append(resolve_alias(word))
     if len(runs) != 1:
-        said = f" Given: {', '.join(runs)}." if runs else ""
+        typed = f" Given: {', '.join(runs)}." if runs else ""
         raise ConfigError(
-            f"{command} takes one run directory: python -m llmx {command} RUN_DIR.{said}"
+            f"{command} takes one run directory: python -m llmx {command} RUN_DIR.{typed}"
         )
     for directory in config_dirs:
         if not Path(directory).expanduser().is_dir():
             raise ConfigError(f"--config-dir {directory}: no such directory.")
-    return RunCommand(Path(runs[0]).expanduser(), mine, tuple(overrides), tuple(config_dirs))
+    return RunCommand(Path(runs[0]).expanduser(), own_values, tuple(overrides), tuple(config_dirs))
 
 
 def group_of(override: str) -> str | None:
@@ -100,13 +100,6 @@ def apply(
     """
     if not overrides:
         return exp
-    values = _compose(to_dict(exp), list(overrides), config_dirs)
-    return experiment_from_dict(values)
-
-
-def _compose(
-    values: dict[str, Any], overrides: list[str], config_dirs: Sequence[str]
-) -> dict[str, Any]:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -118,7 +111,7 @@ def _compose(
             )
     chosen = {group for word in overrides if (group := group_of(word))}
     fresh = to_dict(Experiment())
-    base = {key: fresh[key] if key in chosen else value for key, value in values.items()}
+    base = {k: fresh[k] if k in chosen else value for k, value in to_dict(exp).items()}
     node = OmegaConf.create(_escaped(base))
     for key in free_mappings(Experiment):
         OmegaConf.set_struct(OmegaConf.select(node, key), False)
@@ -130,7 +123,8 @@ def _compose(
     words = check_overrides(overrides, config_dirs=config_dirs).words
     if "hardware" in chosen:
         words.insert(0, "hardware/devices=catalogue")
-    return composed_values(_SNAPSHOT, words, typed=overrides, config_dirs=config_dirs)
+    values = composed_values(_SNAPSHOT, words, typed=overrides, config_dirs=config_dirs)
+    return experiment_from_dict(values)
 
 
 def _escaped(value: Any) -> Any:

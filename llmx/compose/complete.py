@@ -78,12 +78,7 @@ class Composed:
 
 def compose(values: dict[str, Any]) -> Composed:
     """Type, complete, validate and plan; raises ConfigError with all that is wrong."""
-    return compose_experiment(experiment_from_dict(values))
-
-
-def compose_experiment(exp: Experiment) -> Composed:
-    """Complete, validate and plan; raises ConfigError with all that is wrong."""
-    return plan_experiment(*complete(exp))
+    return plan_experiment(*complete(experiment_from_dict(values)))
 
 
 def plan_experiment(
@@ -91,12 +86,12 @@ def plan_experiment(
     problems: Sequence[str] = (),
     *,
     is_checked: bool = False,
-    known: KnownSpeeds | None = None,
+    speeds: KnownSpeeds | None = None,
 ) -> Composed:
     """Validate and plan an experiment that is complete already (a snapshot).
 
     ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
-    alone. ``known``: what ranks have measured there before.
+    alone. ``speeds``: measured there before by ranks.
     """
     if auto_keys(exp):
         return chosen_experiment(exp, problems)
@@ -107,7 +102,7 @@ def plan_experiment(
         local_names=local_names(),
         frozen=_frozen(exp),
         logits=loss_logits(exp),
-        known=known,
+        known=speeds,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *task_warnings(exp)))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
@@ -119,30 +114,30 @@ def chosen_experiment(
     *,
     traces: Traces | None = None,
     without: Sequence[Experiment] = (),
-    known: KnownFor = no_runs,
+    speeds_of: KnownFor = no_runs,
 ) -> Composed:
-    """With the fastest values that fit in the place of ``auto``, and planned.
+    """Replace each ``auto`` by the fastest value that fits, and plan.
 
     ``traces``: of the real micro step; without them by the formula. ``without``: variants that do
-    not fit after all. ``known``: what finished runs have shown; without them by assumptions.
+    not fit after all. ``speeds_of``: measured by finished runs; without them by assumptions.
     """
 
-    def allows(one: Experiment) -> str:
-        return refusal(one, problems, is_typed=True)
+    def allows(variant: Experiment) -> str:
+        return refusal(variant, problems, is_typed=True)
 
     experiment_from_dict(to_dict(exp))  # once for all variants
     size_of_a_step(exp)
     first = plan_experiment(first_allowed(exp, allows), is_checked=True)
-    taken, why = choose(
-        exp, first.plan, traces or Traces({}), allows=allows, without=without, known=known
+    choice, why = choose(
+        exp, first.plan, traces or Traces({}), allows=allows, without=without, known=speeds_of
     )
-    found = plan_experiment(taken, is_checked=True)
-    plan = dataclasses.replace(found.plan, chosen=why)
-    return dataclasses.replace(found, plan=plan, asked=exp)
+    composed = plan_experiment(choice, is_checked=True)
+    plan = dataclasses.replace(composed.plan, chosen=why)
+    return dataclasses.replace(composed, plan=plan, asked=exp)
 
 
 def refusal(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = False) -> str:
-    """What ``check`` says; empty where nothing is wrong."""
+    """The message of ``check``; empty where nothing is wrong."""
     try:
         check(exp, problems, is_typed=is_typed)
     except ConfigError as error:
@@ -158,10 +153,10 @@ def check(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = Fal
         first_allowed(exp, lambda one: refusal(one, problems, is_typed=is_typed))
         return
     of_task = task_problems(exp)
-    found = [*problems, *of_task]
+    all_problems = [*problems, *of_task]
     if not of_task:  # else it does not say which networks it has
-        found += _network_problems(exp)
-    validate(exp, found, position_limit=position_limit(exp.model.config), is_typed=is_typed)
+        all_problems += _network_problems(exp)
+    validate(exp, all_problems, position_limit=position_limit(exp.model.config), is_typed=is_typed)
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
@@ -187,10 +182,15 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     if optim.warmup_steps is not None:
         optim = dataclasses.replace(optim, warmup_fraction=None)
     # What a local model says of itself wins over nothing, and loses to what the user set.
-    found, about = _local_model_config(model, all_here=all_here)
+    of_files, about = _model_directory(
+        model.path,
+        "model.path",
+        weights=model.init == "pretrained" and all_here,
+        config=model.kind == "hf",
+    )
     problems += about
-    if model.kind == "hf" and found:
-        model = dataclasses.replace(model, config={**found, **model.config})
+    if model.kind == "hf" and of_files:
+        model = dataclasses.replace(model, config={**of_files, **model.config})
     model = dataclasses.replace(model, config=as_typed(model.config))
     run_dir = absolute(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
@@ -209,21 +209,32 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     return shortened(with_task_defaults(exp)), problems
 
 
-def check_paths(data: DataConfig, model: ModelConfig, task: TaskConfig, plan: Plan) -> None:
-    """Raise ConfigError for an absolute path that is not here, when all ranks are.
+def check_paths(exp: Experiment, plan: Plan) -> None:
+    """Raise ConfigError for each absolute path that is not here, when all ranks are.
 
     A path of other hosts may be missing on this machine; their agents see to it.
     """
-    if not all(host.is_local for host in plan.hosts):
-        return
-    missing = list(missing_here(data, model, task))
-    if missing:
+    data, model = exp.data, exp.model
+    places = {
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "data.path": None if data.sources else data.path,
+        "data.eval_path": data.eval_path,
+        **{f"data.sources[{i}].path": source.path for i, source in enumerate(data.sources)},
+        **{f"task.options.{name}": path for name, path in model_sources(exp.task).items()},
+    }
+    missing = [
+        _missing(where, path)
+        for where, path in places.items()
+        if path and os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path)
+    ]
+    if missing and all(host.is_local for host in plan.hosts):
         raise ConfigError("\n".join(missing))
 
 
 def _network_problems(exp: Experiment) -> Iterator[str]:
-    """Of the networks of the task: weights that end in another head than it needs, and names of
-    the adapter that the trained one does not have."""
+    """Yield a message for weights that end in another head than the task needs, and for names in
+    the adapter that the trained network does not have."""
     trained_head = ""
     options = {path: f"task.options.{name}" for name, path in model_sources(exp.task).items()}
     for name, spec in specs(exp).items():
@@ -242,13 +253,13 @@ def _network_problems(exp: Experiment) -> Iterator[str]:
 
 def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
     """The networks that the task has beside the one that it trains, as far as they are known."""
-    found = []
+    networks = []
     for name, spec in frozen_specs(exp).items():
         shape = model_geometry(exp.model)
         if spec.source is not None:
             config, _ = _model_directory(spec.source, name, weights=False, config=False)
             shape = geometry(str(config.get("model_type", "")), config)
-        found.append(
+        networks.append(
             frozen_network(
                 name,
                 shape,
@@ -258,7 +269,7 @@ def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
                 revision=spec.revision,
             )
         )
-    return tuple(found)
+    return tuple(networks)
 
 
 def _with_model_sources(
@@ -269,26 +280,17 @@ def _with_model_sources(
     options = dict(task.options)
     for name, path in model_sources(task).items():
         where = f"task.options.{name}"
-        options[name], about = model_place(path, where, all_here=all_here)
-        config, more = _model_directory(options[name], where, weights=all_here, config=True)
+        paths = _Paths(all_here)
+        options[name] = paths.model(path, where)
+        config, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
         limit = position_limit(config)
         if limit is not None and seq_len > limit:
-            more.append(
+            of_directory.append(
                 f"data.seq_len={seq_len}, but {where}={path} takes at most {limit} positions. Set "
                 f"data.seq_len={limit}."
             )
-        problems += [*about, *more]
+        problems += [*paths.problems, *of_directory]
     return dataclasses.replace(task, options=options), problems
-
-
-def _local_model_config(model: ModelConfig, *, all_here: bool) -> tuple[dict[str, Any], list[str]]:
-    """``config.json`` of a model directory on this machine, else empty; and what is wrong."""
-    return _model_directory(
-        model.path,
-        "model.path",
-        weights=model.init == "pretrained" and all_here,
-        config=model.kind == "hf",
-    )
 
 
 def _model_directory(
@@ -296,7 +298,7 @@ def _model_directory(
 ) -> tuple[dict[str, Any], list[str]]:
     """``config.json`` of a directory on this machine, else empty; and what is wrong. ``weights``,
     ``config``: what must be in it."""
-    if not path or not is_directory(path):
+    if not path or not (os.path.isabs(path) and os.path.isdir(path)):
         return {}, []
     problems = []
     directory = Path(path)
@@ -325,12 +327,12 @@ def _model_directory(
             )
         return {}, problems
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         return {}, [*problems, f"{file}: is not valid JSON ({error}). Is the download complete?"]
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         return {}, [*problems, f"{file}: must be a JSON object. Is it a model's config?"]
-    return found, problems
+    return values, problems
 
 
 # ruff: noqa: PTH110, PTH111, PTH112, PTH117, PTH119, PTH120, PTH207 - os.path takes any text;
@@ -352,34 +354,27 @@ def local_paths(
     ``all_here``: every path must exist on this machine, since all ranks run here or the files
     are brought from here. Otherwise an absolute path may exist on the other hosts only.
     """
-    found = _Paths(all_here)
+    paths = _Paths(all_here)
     data = dataclasses.replace(
         data,
-        path=data.path if data.sources else found.source(data.path, "data.path"),
-        eval_path=data.eval_path and found.source(data.eval_path, "data.eval_path"),
+        path=data.path if data.sources else paths.source(data.path, "data.path"),
+        eval_path=data.eval_path and paths.source(data.eval_path, "data.eval_path"),
         sources=[
-            dataclasses.replace(part, path=found.source(part.path, f"data.sources[{index}].path"))
+            dataclasses.replace(part, path=paths.source(part.path, f"data.sources[{index}].path"))
             for index, part in enumerate(data.sources)
         ],
         cache_dir=data.cache_dir and absolute(data.cache_dir),
     )
     model = dataclasses.replace(
         model,
-        path=model.path and found.model(model.path, "model.path"),
-        tokenizer=model.tokenizer and found.model(model.tokenizer, "model.tokenizer"),
+        path=model.path and paths.model(model.path, "model.path"),
+        tokenizer=model.tokenizer and paths.model(model.tokenizer, "model.tokenizer"),
     )
-    return data, model, found.problems
-
-
-def model_place(path: str, where: str, *, all_here: bool) -> tuple[str, list[str]]:
-    """A model that the key ``where`` names: its directory made absolute, or its id; and what is
-    wrong with it."""
-    found = _Paths(all_here)
-    return found.model(path, where), found.problems
+    return data, model, paths.problems
 
 
 def absolute(path: str) -> str:
-    """``~`` expanded, and absolute."""
+    """The absolute path, with ``~`` expanded."""
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -392,26 +387,6 @@ def absolute_store(uri: str | None) -> str | None:
     return uri if ":" in uri else absolute(uri)
 
 
-def is_directory(path: str) -> bool:
-    """Whether an absolute path is a directory here; False also for one that cannot be."""
-    return os.path.isabs(path) and os.path.isdir(path)
-
-
-def missing_here(data: DataConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
-    """One message for each path of a finished config that is not on this machine."""
-    named = {
-        "model.path": model.path,
-        "model.tokenizer": model.tokenizer,
-        "data.path": None if data.sources else data.path,
-        "data.eval_path": data.eval_path,
-        **{f"data.sources[{i}].path": part.path for i, part in enumerate(data.sources)},
-        **{f"task.options.{name}": path for name, path in model_sources(task).items()},
-    }
-    for where, path in named.items():
-        if path and os.path.isabs(path) and not glob.has_magic(path) and not _exists(path):
-            yield _missing(where, path)
-
-
 class _Paths:
     """Collects what is wrong while it makes paths absolute."""
 
@@ -420,30 +395,32 @@ class _Paths:
         self._all_here = all_here
 
     def source(self, path: str, where: str) -> str:
-        """Of data: a file, a directory, a glob, ``demo``, or a data set of the Hub."""
+        """Resolve a source of data: a file, a directory, a glob, ``demo``, or a data set of the
+        Hub."""
         if path == "demo":
             return path
         if not path:
             self.problems.append(f"{where} is empty. Name a file, a directory or a Hub id.")
             return path
         if path.startswith(HUB):
-            if not _DATASET_ID.fullmatch(path[len(HUB) :]) and not _exists(path[len(HUB) :]):
+            if not _DATASET_ID.fullmatch(path[len(HUB) :]) and not os.path.exists(path[len(HUB) :]):
                 self.problems.append(
                     f"{where}={shown(path)}: a data set of the Hub is {HUB}owner/name."
                 )
             return path
         full = absolute(path)
-        if _exists(full):
+        if os.path.exists(full):
             if self._all_here and (problem := _unreadable(Path(full))):
                 self.problems.append(f"{where}={shown(path)}: {problem}.")
             return full
         if glob.has_magic(path):
             matches = list(itertools.islice(glob.iglob(full, recursive=True), _MOST_FILES))
             files = [file for file in map(Path, matches) if file.is_file()]
-            wrong = next((file for file in files if name_problem(file)), None)
-            if wrong is not None and self._all_here:
+            unread = next((file for file in files if name_problem(file)), None)
+            if unread is not None and self._all_here:
                 self.problems.append(
-                    f"{where}={shown(path)}: {shown(wrong.name)} matches it: {name_problem(wrong)}."
+                    f"{where}={shown(path)}: {shown(unread.name)} matches it: "
+                    f"{name_problem(unread)}."
                 )
             elif not files and self._must_exist(path) and len(matches) < _MOST_FILES:
                 at = _seen_from(path)
@@ -459,7 +436,7 @@ class _Paths:
         return full
 
     def model(self, path: str, where: str) -> str:
-        """Of a model or a tokenizer: a directory, ``demo``, or an id of the Hub."""
+        """Resolve a model or a tokenizer: a directory, ``demo``, or an id of the Hub."""
         if path == "demo" and where == "model.tokenizer":
             return path
         if path.startswith(HUB):
@@ -472,7 +449,7 @@ class _Paths:
         full = absolute(path)
         if os.path.isdir(full):
             return full
-        if _exists(full):
+        if os.path.exists(full):
             self.problems.append(
                 f"{where}={shown(path)}: is a file. Give the directory that it is in."
             )
@@ -490,7 +467,7 @@ class _Paths:
 
 
 def _unreadable(place: Path) -> str:
-    """Why nothing can be read from a file or a directory that exists, by the names in it."""
+    """The reason why nothing can be read from an existing file or directory, by the names in it."""
     if not place.is_dir():
         return name_problem(place)
     if is_saved(place):
@@ -508,7 +485,7 @@ def _missing(where: str, path: str) -> str:
     if os.path.isdir(parent) and len(name) < 100:
         # What may not be listed suggests nothing.
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
-            near = did_you_mean(name, [each.name for each in itertools.islice(entries, 10_000)])
+            near = did_you_mean(name, [entry.name for entry in itertools.islice(entries, 10_000)])
     at = _seen_from(path)
     return f"{where}={shown(path)}: no such file or directory{at}.{near} Give an existing path."
 
@@ -519,17 +496,12 @@ def _seen_from(path: str) -> str:
     return f" in {Path.cwd()}, where relative paths start"
 
 
-def _exists(path: str) -> bool:
-    # os.path, since pathlib raises for names that are too long.
-    return os.path.exists(path)
-
-
 LINES = 4
 """Lines of ``metrics.jsonl`` after the first: the median of their speeds is the trial's."""
 
 
 def objective_of(sweep: SweepConfig, metric: str) -> str:
-    """What the best trial is best at. ``metric``: ``checkpoint.metric``."""
+    """The metric that ranks the trials of a sweep. ``metric``: ``checkpoint.metric``."""
     if sweep.objective is not None:
         return sweep.objective
     return "tokens_per_s" if sweep.trial_steps is not None else metric

@@ -1,9 +1,8 @@
-"""What is typed takes effect, or is refused.
+"""What is typed takes effect, or is refused; so does an adapter that a file describes.
 
 Some keys are read only beside another choice: ``optim.cycles`` with one schedule,
 ``launch.slurm.*`` with one transport. ``RULES`` says which; a word on the command line that is not
-read ends the command with the choice that would read it. A key that names a choice by itself
-(``model.path``) makes it, where none was typed.
+read ends the command with the choice that would read it.
 
     python -m llmx plan model=tiny model.path=Qwen/Qwen3-8B
 """
@@ -18,34 +17,12 @@ from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
 from llmx.config.plugins import TRACKERS
-from llmx.config.schema import Experiment
+from llmx.config.schema import AdapterConfig, Experiment
 from llmx.errors import ConfigError
 
-IMPLIED = {
-    "model.path": "model=hf",
-    "data.path": "data=file",
-    "data.sources": "data=mixture",
-    "hardware.hosts": "hardware=static",
-    "hardware.path": "hardware=hostfile",
-}
-"""Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
-_NOTHING = ("", "null", "demo", "[]")
+_NO_ADAPTER = AdapterConfig()
 _RESET = ("", "''", "null", "0", "[]", "{}")
 """Values that turn something off: they ask for nothing that could be left undone."""
-
-
-def with_implied(overrides: Sequence[str]) -> list[str]:
-    """The words, after the groups that they imply: ``model.path=X`` alone is ``model=hf
-    model.path=X``. An experiment has chosen its groups itself."""
-    typed = dict(word.lstrip("+~").partition("=")[::2] for word in overrides)
-    if typed.get("experiment", "null") != "null":
-        return list(overrides)
-    implied = [
-        option
-        for key, option in IMPLIED.items()
-        if typed.get(key, "") not in _NOTHING and option.partition("=")[0] not in typed
-    ]
-    return [*implied, *overrides]
 
 
 def check_effects(exp: Experiment, overrides: Sequence[str], *, command: str | None = None) -> None:
@@ -90,11 +67,11 @@ def _offloads(exp: Experiment) -> set[str]:
 
 
 def _optim_lr_is_read(exp: Experiment) -> bool:
-    """Beside an adapter with a rate of its own, by what is trained whole: named modules, rows of
-    new tokens, a new head."""
+    """Whether a parameter learns at ``optim.lr`` beside an adapter with a rate of its own: named
+    modules, rows of new tokens and a new head do."""
     model, adapter = exp.model, exp.adapter
-    whole = adapter.modules_to_save or model.add_tokens or model.add_special_tokens
-    if adapter.kind == "none" or adapter.lr is None or whole:
+    trained_whole = adapter.modules_to_save or model.add_tokens or model.add_special_tokens
+    if adapter.kind == "none" or adapter.lr is None or trained_whole:
         return True
     networks = specs(exp)  # none is known of a task of the user's own
     return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
@@ -254,7 +231,13 @@ def without_effect(
     """Key -> the message, of each override that nothing of this experiment reads."""
     problems = {}
     rules = RULES if command else (*RULES, *_BY_COMMAND)
-    for word in overrides:
+    adapter = vars(exp.adapter).items() if exp.adapter.kind == "none" else ()
+    described = [
+        f"adapter.{name}={shown(value)}"
+        for name, value in adapter
+        if value != vars(_NO_ADAPTER)[name]
+    ]
+    for word in (*described, *overrides):
         key, _, value = word.lstrip("+~").partition("=")
         if value in _RESET:
             continue

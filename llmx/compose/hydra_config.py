@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import hints_of
-from llmx.config.groups import GROUPS, conf_dir, key_problem, no_such_option, shown
+from llmx.config.groups import CONF, GROUPS, key_problem, no_such_option, shown
 from llmx.errors import ConfigError, did_you_mean
 
 
@@ -25,18 +25,18 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     """One line on an exception of Hydra or OmegaConf. ``overrides``: what was typed."""
     text = str(error)
     chain = [error, *filter(None, (error.__cause__, error.__context__))]
-    key = next((str(k) for each in chain if (k := getattr(each, "full_key", None))), "")
-    name = " ".join(type(each).__name__ for each in chain)
+    key = next((str(k) for cause in chain if (k := getattr(cause, "full_key", None))), "")
+    name = " ".join(type(cause).__name__ for cause in chain)
     if "MissingMandatory" in name or "Missing mandatory value" in text:
-        found = re.search(r"full_key: ([\w.\[\]]+)", text)
-        key = key or (found[1] if found else "")
+        full_key = re.search(r"full_key: ([\w.\[\]]+)", text)
+        key = key or (full_key[1] if full_key else "")
         return f"{key} has no value yet, and this choice needs one: set {key}=..."
     missing = re.search(r"Could not (?:override|delete|append|add) [^']*'([^']+)'", text)
     if missing:
-        wanted = missing[1].lstrip("+~").split("=", 1)[0]
-        if problem := key_problem(wanted):
+        typed_key = missing[1].lstrip("+~").split("=", 1)[0]
+        if problem := key_problem(typed_key):
             return problem
-        return f"{_typed(wanted, overrides)}: cannot be set here. Leave out + and ~."
+        return f"{_typed(typed_key, overrides)}: cannot be set here. Leave out + and ~."
     option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
     if option and option[1].startswith("hydra/"):
         return _no_such_plugin(option[1], option[2])
@@ -49,8 +49,8 @@ def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     if key:
         problem = key_problem(key)
         return problem or _unfit(key, overrides)
-    named = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
-    words = ", ".join(shown(word) for word in named or overrides[:5])
+    mentioned = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
+    words = ", ".join(shown(word) for word in mentioned or overrides[:5])
     return f"{words}: cannot be composed together. Leave out one after the other to find which."
 
 
@@ -62,9 +62,9 @@ def _no_such_plugin(group: str, name: str) -> str:
         files = ConfigStore.instance().list(group)
     except OSError:  # its options are files of Hydra's
         files = []
-    known = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
-    options = f" Options of {group}: {', '.join(known)}." if known else " Leave it out."
-    return f"{group}={shown(name)}: no such option.{did_you_mean(name[:100], known)}{options}"
+    names = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+    options = f" Options of {group}: {', '.join(names)}." if names else " Leave it out."
+    return f"{group}={shown(name)}: no such option.{did_you_mean(name[:100], names)}{options}"
 
 
 def _interpolation(key: str, text: str, name: str, overrides: Sequence[str]) -> str:
@@ -124,7 +124,7 @@ def _typed(key: str, overrides: Sequence[str]) -> str:
 
 
 def register_defaults() -> None:
-    """Idempotent; called before Hydra composes."""
+    """Give Hydra every key of the schema with its default, before it composes. Idempotent."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="llmx_defaults", node=_node())
@@ -132,7 +132,7 @@ def register_defaults() -> None:
 
 @functools.cache
 def _node() -> typing.Any:
-    """The same each time: Hydra copies what it is given."""
+    """The defaults as a config; made once, since Hydra copies it."""
     from omegaconf import OmegaConf
 
     values = to_dict(Experiment())
@@ -148,15 +148,15 @@ def _node() -> typing.Any:
 
 def free_mappings(cls: type, prefix: str = "") -> list[str]:
     """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
-    found: list[str] = []
+    keys: list[str] = []
     hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found += free_mappings(hint, f"{prefix}{field.name}.")
+            keys += free_mappings(hint, f"{prefix}{field.name}.")
         elif typing.get_origin(hint) is dict:
-            found.append(prefix + field.name)
-    return found
+            keys.append(prefix + field.name)
+    return keys
 
 
 def composed_values(
@@ -179,7 +179,7 @@ def composed_values(
     GlobalHydra.instance().clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose(config, overrides=words)
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:

@@ -11,12 +11,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from llmx.compose.user_files import check_user_files
 from llmx.config.groups import (
@@ -30,13 +28,13 @@ from llmx.config.groups import (
     shown,
 )
 from llmx.config.schema import SourceConfig
-from llmx.config.yaml_files import read_text, read_yaml
+from llmx.config.yaml_files import read_values
 from llmx.errors import ConfigError, did_you_mean
 
 STAGES = ("0", "1", "2", "3")
 """``zero=3`` is ``zero=stage3``."""
 
-_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<rest>[=.@].*)?$")
+_ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<value>[=.@].*)?$")
 
 MAX_WORD = 65536
 """Characters of one override: reading takes some 20 microseconds for each."""
@@ -48,33 +46,27 @@ _NESTED = ("hardware/devices",)
 
 
 def resolve_alias(override: str) -> str:
-    """As Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
-    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else unchanged."""
-    override = _quoted(override)
+    """Rewrite a word as Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
+    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else is unchanged.
+
+    Hydra's grammar takes letters beyond ASCII, and ``~`` at the beginning, only in quotes. Where
+    there are quotes or brackets, the user has said what belongs together.
+    """
+    key, equal, value = override.partition("=")
+    if equal and not any(mark in value for mark in "'\"[]{}()\\"):
+        parts = [
+            f"'{part}'" if part.startswith("~") or not part.isascii() else part
+            for part in value.split(",")
+        ]
+        override = f"{key}={','.join(parts)}"
     match = _ALIAS.match(override)
     if match is None:
         return override
-    name, rest = ALIASES.get(match["name"], match["name"]), match["rest"] or ""
-    if name == "zero" and rest.startswith("="):
-        stages = [f"stage{word}" if word in STAGES else word for word in rest[1:].split(",")]
-        rest = f"={','.join(stages)}"
-    return f"{match['sign'] or ''}{name}{rest}"
-
-
-def _quoted(override: str) -> str:
-    """Values with letters beyond ASCII, or that begin with ``~``, in quotes, without which Hydra's
-    grammar takes none.
-
-    Where there are quotes or brackets, the user has said what belongs together.
-    """
-    key, equal, value = override.partition("=")
-    if not equal or any(mark in value for mark in "'\"[]{}()\\"):
-        return override
-    words = [
-        f"'{word}'" if word.startswith("~") or not word.isascii() else word
-        for word in value.split(",")
-    ]
-    return f"{key}={','.join(words)}"
+    name, value = ALIASES.get(match["name"], match["name"]), match["value"] or ""
+    if name == "zero" and value.startswith("="):
+        stages = [f"stage{word}" if word in STAGES else word for word in value[1:].split(",")]
+        value = f"={','.join(stages)}"
+    return f"{match['sign'] or ''}{name}{value}"
 
 
 @dataclass(frozen=True)
@@ -95,48 +87,42 @@ def check_overrides(
 ) -> Checked:
     """The words as Hydra takes them; ConfigError for the first that it would refuse.
 
-    ``commands``: what a word without ``=`` may have been meant as.
+    ``commands``: the meanings that a word without ``=`` may have.
     """
     parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
-    multirun = multirun or any(_is_multirun(override) for _, override in parsed)
-    directories = [Path(each).expanduser().absolute() for each in config_dirs]
+    directories = [Path(directory).expanduser().absolute() for directory in config_dirs]
     for word, override in parsed:
-        directories += _search_path(word, override)
-    parsed = list(_with_mixtures(parsed, directories))
-    kept: dict[tuple[str, str], tuple[str, Any]] = {}
-    choices: list[tuple[str, str]] = []
+        if override.key_or_group == "hydra.searchpath":
+            directories += _search_path(word, override)
+        elif override.key_or_group == "hydra.mode":
+            multirun = multirun or shown(override.value()).endswith("MULTIRUN")
+    typed = {override.key_or_group for _, override in parsed}
+    for index, (_, override) in reversed([*enumerate(parsed)]):
+        if override.key_or_group == "data" and isinstance(names := override.value(), list):
+            mixture = mixture_of(names, typed, directories)
+            parsed[index : index + 1] = [(word, _parsed(word, ())) for word in mixture]
+    accepted: dict[tuple[str, str], tuple[str, Any]] = {}
+    choices: list[tuple[str, Any]] = []
     for word, override in parsed:
         key = override.key_or_group
-        word = _without_plus(word, key)
-        chosen = _check(word, override, multirun=multirun, directories=directories)
-        if chosen == [None]:
+        if not key.startswith("hydra"):
+            word = word.lstrip("+")  # nothing can be added that is not there
+        options = _check(word, override, multirun=multirun, directories=directories)
+        if options == [None]:
             continue
-        choices += [(key, shown(name)) for name in chosen]
+        choices += [(key, name) for name in options]
         # Of a key that is given twice the last counts, as in Hydra; here also of a group.
         place = (key, "-" if override.is_delete() else "")
-        kept.pop(place, None)
-        kept[place] = (word, override)
-    check_user_files(choices, directories)
+        accepted.pop(place, None)
+        accepted[place] = (word, override)
+    if directories:
+        check_user_files([(group, shown(name)) for group, name in choices], directories)
     if multirun:
-        _check_sweep([override for _, override in kept.values()])
+        _check_sweep([override for _, override in accepted.values()])
     return Checked(
-        [word for word, _ in kept.values()],
-        tuple(o.key_or_group for _, o in kept.values() if not o.is_sweep_override()),
+        [word for word, _ in accepted.values()],
+        tuple(o.key_or_group for _, o in accepted.values() if not o.is_sweep_override()),
     )
-
-
-def _with_mixtures(
-    parsed: Sequence[tuple[str, Any]], directories: Sequence[Path]
-) -> Iterator[tuple[str, Any]]:
-    """The words with ``data=[a,b]`` written out."""
-    typed = {override.key_or_group for _, override in parsed}
-    for word, override in parsed:
-        names = override.value() if override.key_or_group == "data" else None
-        if isinstance(names, list):
-            for mixing in mixture_of(names, typed, directories):
-                yield mixing, _parsed(mixing, ())
-        else:
-            yield word, override
 
 
 def _parsed(word: str, commands: Sequence[str]) -> Any:
@@ -179,7 +165,7 @@ def _meant(word: str, commands: Sequence[str]) -> str:
 
 
 def _unreadable(word: str) -> str:
-    """What most likely is wrong with a word that Hydra's grammar does not take."""
+    """The most likely mistake in a word that Hydra's grammar does not take."""
     key, _, value = word.partition("=")
     if not re.fullmatch(r"(\+\+|\+|~)?[A-Za-z_][\w./@:-]*", key):
         dotted = re.sub(r"\[(\d+)\]", r".\1", key)
@@ -191,9 +177,9 @@ def _unreadable(word: str) -> str:
         return f"A quote ({quotes[0]}) is not closed."
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
-            more = opening if value.count(opening) > value.count(closing) else closing
-            other = closing if more == opening else opening
-            return f"A {more} has no {other}; text with brackets is quoted: '{key}=\"...\"'."
+            unmatched = opening if value.count(opening) > value.count(closing) else closing
+            other = closing if unmatched == opening else opening
+            return f"A {unmatched} has no {other}; text with brackets is quoted: '{key}=\"...\"'."
     if re.search(r"\d{4000}", value):
         return "A number has more than 4000 digits."
     if not value.isascii():
@@ -206,22 +192,10 @@ def _unreadable(word: str) -> str:
     )
 
 
-def _without_plus(word: str, key: str) -> str:
-    """``+optim.lr=1`` means ``optim.lr=1``: nothing can be added that is not there."""
-    return word.lstrip("+") if not key.startswith("hydra") else word
-
-
-def _is_multirun(override: Any) -> bool:
-    return override.key_or_group == "hydra.mode" and shown(override.value()).endswith("MULTIRUN")
-
-
 def _search_path(word: str, override: Any) -> list[Path]:
-    if override.key_or_group != "hydra.searchpath":
-        return []
     value = override.value()
-    found = []
-    for entry in value if isinstance(value, list) else [value]:
-        entry = str(entry)
+    directories = []
+    for entry in map(str, value if isinstance(value, list) else [value]):
         if entry.startswith("pkg://"):
             continue
         path = Path(entry.removeprefix("file://"))
@@ -230,8 +204,8 @@ def _search_path(word: str, override: Any) -> list[Path]:
                 f"{shown(word)}: must be a list of directories that exist: "
                 "'hydra.searchpath=[file:///path/to/dir]', or --config-dir DIR."
             )
-        found.append(path.absolute())
-    return found
+        directories.append(path.absolute())
+    return directories
 
 
 def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Path]) -> list[Any]:
@@ -252,8 +226,7 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     if key in GROUPS or key in _NESTED:
         return _check_group(word, override, directories)
     if "/" in key or any((directory / key).is_dir() for directory in directories):
-        known = option_names(key, directories)
-        if not known:
+        if not option_names(key, directories):
             groups = [*GROUPS, *_NESTED]
             raise ConfigError(
                 f"{shown(key)}: no such group.{did_you_mean(key[:100], groups)} Groups: "
@@ -267,7 +240,6 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
 
 def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[Any]:
     group = override.key_or_group
-    known = option_names(group, directories)
     if override.is_delete():
         if group in OPTIONAL_GROUPS:
             return [None]
@@ -286,9 +258,10 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
                 )
             return [None]
         if isinstance(value, list | dict):
+            names = option_names(group, directories)
             raise ConfigError(
-                f"{shown(word)}: {group} takes one option: {group}={known[0]}. Options of "
-                f"{group}: {', '.join(known)}."
+                f"{shown(word)}: {group} takes one option: {group}={names[0]}. Options of "
+                f"{group}: {', '.join(names)}."
             )
         name = value if isinstance(value, str) else shown(value)
         if find_option(group, name, directories) is None:
@@ -318,8 +291,8 @@ def _check_hydra(word: str, override: Any) -> None:
         raise ConfigError(f"{shown(word)}: must be RUN or MULTIRUN. Use -m for a sweep.")
     if key == "hydra.verbose":
         value = _plain(override.value())
-        named = value if isinstance(value, list) else [value]
-        if not isinstance(value, bool) and not all(isinstance(_plain(one), str) for one in named):
+        loggers = value if isinstance(value, list) else [value]
+        if not isinstance(value, bool) and not all(isinstance(_plain(v), str) for v in loggers):
             raise ConfigError(
                 f"{shown(word)}: takes true, or names of loggers: '[urllib3,datasets]'."
             )
@@ -330,7 +303,7 @@ def _sweep_values(override: Any) -> list[Any]:
 
     if override.value_type is ValueType.RANGE_SWEEP:
         sweep = override.value()
-        start, stop, step = (float(each) for each in (sweep.start or 0, sweep.stop, sweep.step))
+        start, stop, step = map(float, (sweep.start or 0, sweep.stop, sweep.step))
         count = (stop - start) / step if step else math.inf
         if not 0 < count <= MAX_JOBS:
             raise ConfigError(
@@ -401,8 +374,7 @@ def mixture_of(entries: Sequence[Any], typed: set[str], directories: Sequence[Pa
 
 def _source(path: Path, typed: set[str]) -> dict[str, Any]:
     """The values of one data set as an entry of ``data.sources``."""
-    read_yaml(path)  # says what is wrong with the file
-    values = yaml.safe_load(read_text(path)) or {}
+    values = read_values(path) or {}
     if values.get("path") in (None, "", "???"):
         raise ConfigError(
             f"{path}: has no path, so data=[{path.stem}] names no data. Write data/NAME.yaml with "

@@ -24,20 +24,27 @@ from llmx.run.metrics.completions import declare
 from llmx.run.metrics.declared import check_checkpoint_metric
 
 
+def task_class(kind: str) -> Any:
+    """The class of a task of llmx; None for a task of the user's own, and on a launching machine
+    without what the ranks have."""
+    if kind not in shipped_tasks():
+        return None
+    try:
+        # By name: this process does not depend on what the ranks import.
+        return importlib.import_module("llmx.tasks").task_class(kind)
+    except ImportError:
+        return None
+
+
 def task_problems(exp: Experiment) -> list[str]:
     """One message for each value that the task does not take, and for each metric that it does not
     measure."""
-    if exp.task.kind not in shipped_tasks():
-        return []
-    try:
-        # By name: this process does not depend on what the ranks import.
-        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
-        typed_options = importlib.import_module("llmx.tasks.base").typed_options
-    except ImportError:  # a launching machine without what the ranks have
+    kind = task_class(exp.task.kind)
+    if kind is None:
         return []
     problems: list[str] = kind.config_problems(exp)
     try:
-        typed_options(kind.Options, exp.task.options)
+        importlib.import_module("llmx.tasks.base").typed_options(kind.Options, exp.task.options)
         task = kind(exp, None)
     except ConfigError as error:
         return problems + str(error).splitlines()
@@ -45,19 +52,19 @@ def task_problems(exp: Experiment) -> list[str]:
 
 
 def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:
-    """Of the metrics that are asked for, and of those that the best checkpoint and the end of
-    training go by."""
-    asked = exp.task.eval_metrics
-    if asked and exp.task.eval_generate and not declare(asked).keys() <= task.metrics.keys():
+    """Yield a message for each metric of ``task.eval_metrics``, the best checkpoint and early
+    stopping that the task does not measure."""
+    names = exp.task.eval_metrics
+    if names and exp.task.eval_generate and not declare(names).keys() <= task.metrics.keys():
         yield (
-            f"task.eval_metrics={shown(asked)}: task {exp.task.kind} completes no prompts. Leave "
+            f"task.eval_metrics={shown(names)}: task {exp.task.kind} completes no prompts. Leave "
             "it out."
         )
     checkpoint, early = exp.checkpoint, exp.task.early_stopping
-    wanted = {"checkpoint.metric": (checkpoint.metric, checkpoint.mode)}
+    chosen = {"checkpoint.metric": (checkpoint.metric, checkpoint.mode)}
     if early.patience is not None and early.metric not in (None, checkpoint.metric):
-        wanted["task.early_stopping.metric"] = (str(early.metric), "auto")
-    for key, (metric, mode) in wanted.items():
+        chosen["task.early_stopping.metric"] = (str(early.metric), "auto")
+    for key, (metric, mode) in chosen.items():
         try:
             check_checkpoint_metric(metric, mode, task.metrics, task=exp.task.kind, key=key)
         except ConfigError as error:
@@ -69,83 +76,62 @@ DEMO = "demo"
 
 
 def task_warnings(exp: Experiment) -> tuple[str, ...]:
-    """Of values that the task has no use for. The demo has completions for its own task; whoever
-    trains another one on it has not asked for them."""
-    asked = exp.task.eval_generate
-    if not asked or exp.name == DEMO or exp.task.kind not in shipped_tasks():
+    """Warnings for values that the task does not use. The demo sets completions for its own task,
+    so another task on it gets no warning."""
+    num_prompts = exp.task.eval_generate
+    kind = task_class(exp.task.kind)
+    if not num_prompts or exp.name == DEMO or kind is None:
         return ()
-    try:
-        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
-        base = importlib.import_module("llmx.tasks.base").Task
-    except ImportError:
-        return ()
+    base = importlib.import_module("llmx.tasks.base").Task
     if kind.eval_prompts is not base.eval_prompts:
         return ()
     return (
-        f"task.eval_generate={asked} has no effect: task {exp.task.kind} completes no prompts. Set "
-        "task.eval_generate=0.",
+        f"task.eval_generate={num_prompts} has no effect: task {exp.task.kind} completes no "
+        "prompts. Set task.eval_generate=0.",
     )
 
 
 def specs(exp: Experiment) -> dict[str, Any]:
     """The networks of a task of llmx by name (``llmx.models.spec``); of a task of the user's own
     none is known here."""
-    if exp.task.kind not in shipped_tasks():
-        return {}
-    try:
-        kind = importlib.import_module("llmx.tasks").task_class(exp.task.kind)
-        found: dict[str, Any] = kind(exp, None).models()
-    except ImportError:
-        return {}
-    return found
+    kind = task_class(exp.task.kind)
+    return {} if kind is None else dict(kind(exp, None).models())
 
 
 def defaults_of(kind: str) -> TaskDefaults:
     """The learning rates and the batch that a task declares; of a task of the user's own, those of
     any task."""
-    if kind not in shipped_tasks():
-        return TaskDefaults()
-    try:
-        declared: TaskDefaults = importlib.import_module("llmx.tasks").task_class(kind).defaults
-    except ImportError:
-        return TaskDefaults()
+    declared: TaskDefaults = getattr(task_class(kind), "defaults", TaskDefaults())
     return declared
 
 
 def frozen_specs(exp: Experiment) -> dict[str, Any]:
-    """Those that are not trained; without those that are the trained one with its adapter off,
-    which take no memory."""
-    if not (found := specs(exp)):
+    """The networks that are not trained, without those that are the trained one with its adapter
+    off: these take no memory."""
+    if not (networks := specs(exp)):
         return {}
-    bases = importlib.import_module("llmx.models.spec").are_bases(found, exp.adapter, exp.model)
-    return {name: spec for name, spec in found.items() if not spec.trained and name not in bases}
+    bases = importlib.import_module("llmx.models.spec").are_bases(networks, exp.adapter, exp.model)
+    return {name: spec for name, spec in networks.items() if not (spec.trained or name in bases)}
 
 
 def loss_logits(exp: Experiment) -> str:
-    """What the loss of the task asks of the output head (``Task.logits``); of a task of the user's
+    """The demand of the task's loss on the output head (``Task.logits``); of a task of the user's
     own, cross entropy is assumed."""
-    if exp.task.kind not in shipped_tasks():
-        return SUMMED
-    try:
-        found: str = importlib.import_module("llmx.tasks").task_class(exp.task.kind).logits
-    except ImportError:
-        return SUMMED
-    return found
+    logits: str = getattr(task_class(exp.task.kind), "logits", SUMMED)
+    return logits
 
 
 def model_sources(task: TaskConfig) -> dict[str, str]:
     """Options that name a model (``llmx.config.fields.model_source``), and which: a directory or a
     Hub id. Of a task of the user's own none is known here."""
-    if not task.options or task.kind not in shipped_tasks():
-        return {}
-    try:
-        options = importlib.import_module("llmx.tasks").task_class(task.kind).Options
-    except ImportError:
-        return {}
+    options = getattr(task_class(task.kind), "Options", None) if task.options else None
     fields = () if options is None else dataclasses.fields(options)
-    names = [field.name for field in fields if MODEL_SOURCE in field.metadata]
-    given = {name: task.options.get(name) for name in names}
-    return {name: value for name, value in given.items() if value and isinstance(value, str)}
+    sources = {
+        field.name: task.options.get(field.name)
+        for field in fields
+        if MODEL_SOURCE in field.metadata
+    }
+    return {name: value for name, value in sources.items() if value and isinstance(value, str)}
 
 
 def default_lr(exp: Experiment, *, adapter: bool) -> float:
@@ -156,8 +142,9 @@ def default_lr(exp: Experiment, *, adapter: bool) -> float:
 
 
 def default_batch(exp: Experiment) -> int | None:
-    """Samples of a step: of what the ranks take at once, the multiple nearest to the table. None
-    from scratch, where the task has no usual number: one micro step of all ranks."""
+    """The task's usual samples of a step, rounded to a multiple of those that the ranks take at
+    once. None from scratch, where the task has no usual number: then a step is one micro step of
+    all ranks."""
     row = defaults_of(exp.task.kind)
     samples = row.scratch_batch if exp.model.init == "scratch" else row.batch
     if samples is None:
@@ -169,7 +156,7 @@ def default_batch(exp: Experiment) -> int | None:
 
 
 def with_task_defaults(exp: Experiment) -> Experiment:
-    """With numbers where ``optim.lr`` is auto and where nothing says the size of a step."""
+    """Fill in ``optim.lr`` where it is auto, and the size of a step where nothing sets it."""
     batch = exp.batch
     is_open = batch.global_batch is None and batch.tokens_per_step is None
     if is_open and batch.accumulation is None:
@@ -178,8 +165,8 @@ def with_task_defaults(exp: Experiment) -> Experiment:
 
 
 def with_default_lr(exp: Experiment) -> Experiment:
-    """With a number where ``optim.lr`` is auto. An adapter gets a rate of its own only there: a
-    number that was set holds for all that is trained."""
+    """Fill in ``optim.lr`` where it is auto. Only then an adapter gets a rate of its own: a number
+    that was set holds for all trained parameters."""
     if exp.optim.lr != AUTO:
         return exp
     adapter = exp.adapter
@@ -190,8 +177,8 @@ def with_default_lr(exp: Experiment) -> Experiment:
 
 
 def origin_of_lr(exp: Experiment, overrides: Sequence[str]) -> str:
-    """What has set the peak learning rate of a completed experiment: the word that was typed, the
-    default of its task, or the option that was chosen."""
+    """The setting that determined the peak learning rate of a completed experiment: the word that
+    was typed, the default of its task, or the option that was chosen."""
     has_own = exp.adapter.kind != "none" and exp.adapter.lr is not None
     typed = _typed(("adapter.lr", "optim.lr") if has_own else ("optim.lr",), overrides)
     if typed and not typed.endswith("=auto"):
@@ -203,7 +190,8 @@ def origin_of_lr(exp: Experiment, overrides: Sequence[str]) -> str:
 
 
 def origin_of_batch(exp: Experiment, overrides: Sequence[str]) -> str:
-    """What has set the samples of a step, and the micro batch, of a completed experiment."""
+    """The settings that determined the samples of a step and the micro batch of a completed
+    experiment."""
     batch, option = exp.batch, _option("batch", overrides)
     micro_batch = _typed(("batch.micro_batch",), overrides)
     if micro_batch.endswith("=auto"):

@@ -6,7 +6,9 @@ twice, another encoding, a key or an option that does not exist.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,10 +17,9 @@ import yaml
 from llmx.config.groups import (
     GROUPS,
     find_option,
-    key_problem,
+    lookup,
     no_such_option,
     option_names,
-    shape,
     shown,
 )
 from llmx.config.yaml_files import read_text, read_yaml
@@ -34,13 +35,13 @@ def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[P
     ``choices``: (group, option) as chosen on the command line; what their defaults lists choose
     is followed.
     """
-    open_choices, seen = list(choices), set[Path]()
-    while open_choices and len(seen) < _MAX_FILES:
+    open_choices, checked = list(choices), set[Path]()
+    while open_choices and len(checked) < _MAX_FILES:
         group, name = open_choices.pop()
         path = find_option(group, name, directories)
-        if path is None or path in seen:
+        if path is None or path in checked:
             continue
-        seen.add(path)
+        checked.add(path)
         if any(path.is_relative_to(directory) for directory in directories):
             open_choices += _checked(path, group, directories)
 
@@ -63,7 +64,8 @@ def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[
 
 
 def _package(path: Path, group: str) -> str | None:
-    """Where the keys of a file belong: the group, or everything; None where it says otherwise."""
+    """The config node that the keys of a file set: the group, or everything; None where a header
+    names another."""
     header = re.search(r"^#\s*@package\s+(\S+)", read_text(path), re.MULTILINE)
     if header is None or header[1] in ("_group_", group):
         return group.replace("/", ".")
@@ -71,14 +73,15 @@ def _package(path: Path, group: str) -> str | None:
 
 
 def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
-    problem = key_problem(where)
-    wanted, form = shape(where) if not problem else "", ""
-    if wanted == "mapping" and not isinstance(value, yaml.MappingNode) and not _is_open(value):
-        form = "a mapping: lines of name: value below it"
-    elif wanted == "list" and not isinstance(value, yaml.SequenceNode) and not _is_open(value):
-        form = "a list: lines that begin with - below it"
-    if form:
-        problem = f"{where} must be {form}."
+    hint, problem = lookup(where)
+    kind = typing.get_origin(hint)
+    if not _is_open(value):
+        if (dataclasses.is_dataclass(hint) or kind is dict) and not isinstance(
+            value, yaml.MappingNode
+        ):
+            problem = f"{where} must be a mapping: lines of name: value below it."
+        elif kind is list and not isinstance(value, yaml.SequenceNode):
+            problem = f"{where} must be a list: lines that begin with - below it."
     if problem:
         raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
     if isinstance(value, yaml.MappingNode):
@@ -88,7 +91,7 @@ def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> Non
 
 
 def _is_open(node: yaml.Node) -> bool:
-    """Whether a value is said elsewhere: null, ``???`` or an interpolation."""
+    """Whether a value is set elsewhere: null, ``???`` or an interpolation."""
     return isinstance(node, yaml.ScalarNode) and (
         node.tag.endswith(":null") or node.value == "???" or "${" in node.value
     )
@@ -141,13 +144,9 @@ def _existing(
     path: Path, line: int, group: str, name: str, directories: Sequence[Path], written: str
 ) -> tuple[str, str]:
     if find_option(group, name, directories) is None:
-        known = option_names(group, directories)
-        own = group.split("/")[-1]
-        if not known and own in GROUPS:
-            hint = f" Write - override /{own}: {shown(written)}."
-        elif known:
+        if option_names(group, directories):
             raise ConfigError(f"{path}, line {line}: {no_such_option(group, name, directories)}")
-        else:
-            hint = ""
+        last = group.split("/")[-1]
+        hint = f" Write - override /{last}: {shown(written)}." if last in GROUPS else ""
         raise ConfigError(f"{path}, line {line}: {group}={shown(name)}: no such option.{hint}")
     return group, name

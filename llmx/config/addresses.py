@@ -27,10 +27,10 @@ def ipv6(text: str) -> str | None:
     for one with a zone (``fe80::1%eth0``), which means another interface on every host."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
-        found = ipaddress.IPv6Address(inner)
+        address = ipaddress.IPv6Address(inner)
     except ValueError:
         return None
-    return None if found.scope_id else str(found)
+    return None if address.scope_id else str(address)
 
 
 def ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -48,20 +48,20 @@ def bare(address: str) -> str:
 
 def alias(address: str) -> str:
     """A name for a host that has only an address: ``fd00::1`` becomes ``ipv6-fd00--1``."""
-    found = ipv6(address)
-    return f"ipv6-{found.replace(':', '-')}" if found else address
+    bare_ipv6 = ipv6(address)
+    return f"ipv6-{bare_ipv6.replace(':', '-')}" if bare_ipv6 else address
 
 
 def canonical(address: str) -> str:
     """Equal for two spellings of one address."""
-    found = ip(bare(address))
-    return str(found) if found else address.lower().rstrip(".")
+    parsed = ip(bare(address))
+    return str(parsed) if parsed else address.lower().rstrip(".")
 
 
 def is_loopback(address: str) -> bool:
     """Whether only the host itself reaches it there."""
-    found = ip(bare(address))
-    return found.is_loopback if found else canonical(address) in ("localhost", "ip6-localhost")
+    parsed = ip(bare(address))
+    return parsed.is_loopback if parsed else canonical(address) in ("localhost", "ip6-localhost")
 
 
 def name_problem(name: str, *, keys: str = "hardware.") -> str | None:
@@ -72,8 +72,8 @@ def name_problem(name: str, *, keys: str = "hardware.") -> str | None:
     if not name:
         return "the name is missing; write e.g. node-a"
     if "@" in name:
-        user, _, rest = name.partition("@")
-        return f'a user does not belong here; write "{rest[:60]}" and set {keys}user={user[:60]}'
+        user, _, host = name.partition("@")
+        return f'a user does not belong here; write "{host[:60]}" and set {keys}user={user[:60]}'
     if "%" in name and ":" in name:
         return "a zone (%) differs from host to host; write an address without one"
     if ":" in name and not name.startswith("["):
@@ -97,13 +97,13 @@ def address_problem(address: str, *, port_key: str = "ssh_port") -> str | None:
     if "://" in address or "/" in address:
         return "an address is no URL and no network; write the DNS name or the IP address alone"
     if "@" in address:
-        user, _, rest = address.rpartition("@")
-        return f"a user does not belong to the address; write {rest[:60]} and user: {user[:60]}"
-    found = ip(bare(address))
-    if found is not None:
-        if getattr(found, "scope_id", None):
+        user, _, host = address.rpartition("@")
+        return f"a user does not belong to the address; write {host[:60]} and user: {user[:60]}"
+    parsed = ip(bare(address))
+    if parsed is not None:
+        if getattr(parsed, "scope_id", None):
             return "a zone (%) differs from host to host; write an address without one"
-        if found.is_unspecified or found.is_multicast:
+        if parsed.is_unspecified or parsed.is_multicast:
             return "it is not the address of one host; write the one where the others reach it"
         return None
     match = re.fullmatch(r"\[(.*)\]:([0-9]{1,5})|([^:\[\]]+):([0-9]{1,5})", address)

@@ -41,10 +41,10 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
     """Any dataclass of plain fields, checked as the config is; ``path`` is what a message says
     before the key. Raises ConfigError that lists every problem found."""
     problems: list[str] = []
-    made = _dataclass(cls, values, path, problems)
+    instance = _dataclass(cls, values, path, problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    return made
+    return instance
 
 
 def experiment_of_snapshot(values: Any, *, source: str = "config.yaml") -> Experiment:
@@ -136,22 +136,22 @@ def _unknown(where: str, key: str, names: list[str]) -> str:
     hint = did_you_mean(key, names) if len(key) < 100 else ""
     if not hint:
         # The key may be right but in the wrong group: say where it lives.
-        homes = [known for known in known_keys() if known.split(".")[-1] == key]
+        homes = [dotted for dotted in known_keys() if dotted.split(".")[-1] == key]
         hint = f" It exists as {', '.join(homes)}." if homes else ""
     return f"{where}: unknown key.{hint} Known here: {', '.join(names)}."
 
 
 def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
-    """What the field itself rules out: its closed set, its range, its length."""
+    """Problems of a value with its own field: closed set, range, length."""
     if value is None or ("auto" in rules and value == AUTO):
         return
     length = rules.get("length")
     if length is not None and not length.holds(len(value)):
-        many = (
+        limit = (
             f"{length.minimum}" if length.minimum == length.maximum else f"at most {length.maximum}"
         )
         noun = "entry" if length.maximum == 1 else "entries"
-        yield f"{where}: must have {many} {noun} (it has {len(value)}).{_example(where, rules)}"
+        yield f"{where}: must have {limit} {noun} (it has {len(value)}).{_example(where, rules)}"
         return
     entries = [(where, value)]
     if isinstance(value, list):
@@ -175,12 +175,12 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
         other = rules.get("or")
         if other is not None and not other.problem(item):
             return
-        named = [str(known) for known in allowed if known is not None]
+        options = [str(option) for option in allowed if option is not None]
         null = " or null" if None in allowed else ""
         also = "" if other is None else f", or {other.rule.removeprefix('be ')}"
         yield (
-            f"{_said(place, item)}: must be one of {', '.join(named)}{null}{also}."
-            f"{did_you_mean(str(item)[:100], named)}"
+            f"{_said(place, item)}: must be one of {', '.join(options)}{null}{also}."
+            f"{did_you_mean(str(item)[:100], options)}"
         )
     elif isinstance(item, str):
         problem = rules.get("text", Text()).problem(item)
@@ -189,10 +189,10 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
     elif isinstance(item, int | float) and not isinstance(item, bool):
         limits = rules.get("range")
         if limits is not None and not limits.holds(item):
-            whole = "a whole number " if isinstance(item, int) else "a number "
+            noun = "a whole number " if isinstance(item, int) else "a number "
             or_auto = ", or auto" if "auto" in rules else ""
             yield (
-                f"{_said(place, item)}: must be {whole}{limits}{or_auto}.{_example(where, rules)}"
+                f"{_said(place, item)}: must be {noun}{limits}{or_auto}.{_example(where, rules)}"
             )
 
 
@@ -204,7 +204,7 @@ def _example(where: str, rules: Mapping[str, Any]) -> str:
     if isinstance(example, float | int):
         example = plain(example)
     elif isinstance(example, list):
-        example = f"[{','.join(plain(each) for each in example)}]"
+        example = f"[{','.join(plain(element) for element in example)}]"
     if "[" in where:
         # A key inside a list is written in a YAML file; no override reaches it.
         return f" Write e.g. {where.rpartition('.')[2]}: {example}."
@@ -322,16 +322,16 @@ def _limits(rules: Mapping[str, Any]) -> str:
     return f"{limits}, or auto" if "auto" in rules else limits
 
 
-def _wrong(where: str, value: Any, what: str, rules: Mapping[str, Any]) -> str:
+def _wrong(where: str, value: Any, rule: str, rules: Mapping[str, Any]) -> str:
     null = ", or null" if rules.get("null") else ""
     choices = rules.get("choices")
     if choices:
-        what = f"one of {', '.join(str(known) for known in choices if known is not None)}"
-    return f"{_said(where, value)}: must be {what}{null}.{_example(where, rules)}"
+        rule = f"one of {', '.join(str(option) for option in choices if option is not None)}"
+    return f"{_said(where, value)}: must be {rule}{null}.{_example(where, rules)}"
 
 
 def _plain_problems(value: Any, where: str, depth: int = 0) -> Iterator[str]:
-    """What cannot be kept in YAML and JSON, in values of the user's own keys."""
+    """Problems of values of the user's own keys that YAML or JSON cannot store."""
     if depth > MAX_DEPTH:
         yield f"{where}: is nested more than {MAX_DEPTH} levels deep. Nothing reads that."
     elif isinstance(value, dict):

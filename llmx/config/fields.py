@@ -242,4 +242,4 @@ def mapping(
 
 
 def _first(*candidates: Any) -> Any:
-    return next((each for each in candidates if each is not None), None)
+    return next((candidate for candidate in candidates if candidate is not None), None)

@@ -66,9 +66,9 @@ def name_problem(file: Path) -> str:
     kind, last = kind_of(file), file.suffix.lower()
     file_type = type_of(file)
     if file_type is None:
-        what = f"{kind} files are not read" if kind else "its name has no suffix"
+        reason = f"{kind} files are not read" if kind else "its name has no suffix"
         return (
-            f"{what}; those that end in {', '.join(known_suffixes())} are, also compressed "
+            f"{reason}; those that end in {', '.join(known_suffixes())} are, also compressed "
             f"({', '.join(COMPRESSED)}). Rename it, or convert it to JSON Lines"
         )
     if last in COMPRESSED and not file_type.compressible:

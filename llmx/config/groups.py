@@ -16,7 +16,7 @@ from typing import Any
 
 from llmx.config.build import hints_of, known_keys, shown
 from llmx.config.schema import Experiment
-from llmx.errors import did_you_mean
+from llmx.errors import closest, did_you_mean
 
 GROUPS = (
     "experiment", "model", "adapter", "data", "task", "zero", "hardware", "optim", "batch",
@@ -30,27 +30,17 @@ OPTIONAL_GROUPS = ("experiment",)
 """Groups that may be left out: ``experiment=null``."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def _shipped(name: str) -> Path:
-    """``conf`` and ``sweeps`` lie inside the installed package, or beside it in a checkout."""
-    inside = _PACKAGE / name
-    return inside if inside.is_dir() else _PACKAGE.parent / name
-
-
-def conf_dir() -> Path:
-    """Directory of the config groups."""
-    return _shipped("conf")
-
-
-def sweeps_dir() -> Path:
-    """Directory of the committed sweeps."""
-    return _shipped("sweeps")
+# Inside the installed package, or beside it in a checkout.
+_SHIPPED = _PACKAGE if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent
+CONF = _SHIPPED / "conf"
+"""Directory of the config groups."""
+SWEEPS = _SHIPPED / "sweeps"
+"""Directory of the committed sweeps."""
 
 
 def options(group: str, *, directory: Path | None = None) -> dict[str, str]:
     """Option name -> its one line, sorted by name."""
-    folder = (directory or conf_dir()) / group
+    folder = (directory or CONF) / group
     return {path.stem: first_comment(path) for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -59,7 +49,7 @@ def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path
     if not re.fullmatch(r"[\w./+ -]+", name) or ".." in name or name.startswith("/"):
         return None
     file = name if name.endswith(".yaml") else f"{name}.yaml"
-    for directory in (*directories, conf_dir()):
+    for directory in (*directories, CONF):
         path = directory / group / file
         if path.is_file():
             return path
@@ -68,22 +58,24 @@ def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path
 
 def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
     """The options of a group, the user's own with them."""
-    found = {
-        path.stem for each in (*directories, conf_dir()) for path in (each / group).glob("*.yaml")
+    names = {
+        path.stem
+        for directory in (*directories, CONF)
+        for path in (directory / group).glob("*.yaml")
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def no_such_option(group: str, name: str, directories: Sequence[Path] = ()) -> str:
     """The message for an option that a group does not have."""
-    known = option_names(group, directories)
+    names = option_names(group, directories)
     # zero=4 is read as zero=stage4.
     typed = f"stage{name}" if group == "zero" and name.isdecimal() else name
-    near = did_you_mean(typed[:100], known)
+    near = did_you_mean(typed[:100], names)
     null = ", or null for none" if group in OPTIONAL_GROUPS else ""
     return (
         f"{group}={shown(name)}: no such option.{near} Options of {group}: "
-        f"{', '.join(known)}{null}; your own: --config-dir DIR."
+        f"{', '.join(names)}{null}; your own: --config-dir DIR."
     )
 
 
@@ -165,72 +157,63 @@ def elsewhere(name: str) -> str:
     last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     key = _KEYS.get(last, "")
     if not key:
-        homes = [known for known in known_keys() if known.rpartition(".")[2] == last]
+        homes = [dotted for dotted in known_keys() if dotted.rpartition(".")[2] == last]
         key = ", ".join(homes)
     return f" Here it is {key}." if key else ""
 
 
-def key_problem(key: str) -> str:
-    """What is wrong with a dotted key, in one line; empty for one that the schema knows."""
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """A type without ``| None``, and whether None was in it."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return inner, True
+    return hint, False
+
+
+def lookup(key: str) -> tuple[Any, str]:
+    """The type of a dotted key of the schema (``Any`` where anything goes), and the problem with
+    the key in one line: empty for one that the schema knows."""
     hint: Any = Experiment
     parts = key.split(".")
     for index, part in enumerate(parts):
         before = ".".join(parts[:index])
-        hint = _without_none(hint)
         if hint is Any:
-            return ""
+            return Any, ""
         if dataclasses.is_dataclass(hint):
             inner = hints_of(typing.cast(type, hint))
             if part not in inner:
-                return _no_such(key, ".".join(parts[: index + 1]), before, list(inner))
+                return Any, _no_such(key, ".".join(parts[: index + 1]), before, list(inner))
             hint = inner[part]
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
         elif typing.get_origin(hint) is list:
             if not part.isdecimal():
-                return f"{shown(key)}: {before} is a list. Set it whole: {before}=[...]."
+                problem = f"{shown(key)}: {before} is a list. Set it whole: {before}=[...]."
+                return Any, problem
             hint = typing.get_args(hint)[0]
         else:
-            return f"{shown(key)}: {before} is one value, without keys of its own. Set {before}=..."
-    return ""
+            rule = f"{before} is one value, without keys of its own"
+            return Any, f"{shown(key)}: {rule}. Set {before}=..."
+        hint, _ = without_none(hint)
+    return hint, ""
 
 
-def shape(key: str) -> str:
-    """``mapping``, ``list`` or ``value``: what a known key holds; empty where anything goes."""
-    hint: Any = Experiment
-    for part in key.split("."):
-        hint = _without_none(hint)
-        if hint is Any:
-            return ""
-        if dataclasses.is_dataclass(hint):
-            hint = hints_of(typing.cast(type, hint))[part]
-        else:
-            hint = typing.get_args(hint)[-1]
-    hint = _without_none(hint)
-    if hint is Any:
-        return ""
-    if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict:
-        return "mapping"
-    return "list" if typing.get_origin(hint) is list else "value"
+def key_problem(key: str) -> str:
+    """The problem with a dotted key in one line; empty for one that the schema knows."""
+    return lookup(key)[1]
 
 
 def _no_such(key: str, where: str, before: str, names: list[str]) -> str:
-
     last = key.rpartition(".")[2]
-    homes = [known for known in known_keys() if known.rpartition(".")[2] == last]
+    homes = [dotted for dotted in known_keys() if dotted.rpartition(".")[2] == last]
     words = f" It exists as {', '.join(homes)}." if homes else elsewhere(last)
     if not words and len(key) < 200:
-        words = did_you_mean(where.rpartition(".")[2], names)
-        if words and before:
-            words = words.replace('"', f'"{before}.', 1)
-        words = words or did_you_mean(key, [*known_keys(), *GROUPS])
-        if before and words.endswith(f'"{before}"?'):
+        near = closest(where.rpartition(".")[2], names)
+        near = f"{before}.{near}" if near and before else near
+        near = near or closest(key, [*known_keys(), *GROUPS])
+        if near:
+            words = f' Did you mean "{near}"?'
+        if before and near == before:
             words = f" Known here: {', '.join(names)}."
     see = f"help {before.split('.')[0]}" if before else "--help"
     return f"{shown(key)}: no such key.{words} See python -m llmx {see}."
-
-
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return hint

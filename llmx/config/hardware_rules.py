@@ -26,7 +26,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def native_precisions(compute_capability: float) -> list[str]:
-    """What an NVIDIA GPU of this compute capability computes without emulation."""
+    """The precisions that an NVIDIA GPU of this compute capability computes without emulation."""
     bf16 = compute_capability >= LEAST_BF16
     return ["fp32", "bf16", "fp16"] if bf16 else ["fp32", "fp16"]
 
@@ -64,7 +64,7 @@ def _hosts(hardware: HardwareConfig) -> Iterator[str]:
     addresses: dict[tuple[str, int], str] = {}
     for index, host in enumerate(hardware.hosts):
         where = f"hardware.hosts[{index}]" + (f" ({shown(host.name)})" if host.name else "")
-        yield from _names(host, where, several=len(hardware.hosts) > 1)
+        yield from _names(host, where, has_peers=len(hardware.hosts) > 1)
         first = names.setdefault(host.name.lower(), where)
         if host.name and first is not where:
             yield f"{where}: {first} has this name, too. Name a host once, with all its slots."
@@ -78,7 +78,7 @@ def _hosts(hardware: HardwareConfig) -> Iterator[str]:
         yield from _slots_and_device(host, where, hardware)
 
 
-def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
+def _names(host: HostConfig, where: str, *, has_peers: bool) -> Iterator[str]:
     if not host.name:
         yield f"{where}: no name and no address. Write e.g. {{name: node-a, address: 10.0.0.1}}."
         return
@@ -87,10 +87,10 @@ def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
         yield f"{where}: name={shown(host.name)}: {printable(problem, keep='')}."
     # Without an address of its own a host is reached by its name.
     key, address = ("name", host.name) if host.address is None else ("address", host.address)
-    wrong = None if problem and key == "name" else address_problem(address)
-    if wrong:
-        yield f"{where}: {key}={shown(address)}: {printable(wrong, keep='')}."
-    if several and (is_loopback(host.name) or is_loopback(host.address or "")):
+    address_error = None if problem and key == "name" else address_problem(address)
+    if address_error:
+        yield f"{where}: {key}={shown(address)}: {printable(address_error, keep='')}."
+    if has_peers and (is_loopback(host.name) or is_loopback(host.address or "")):
         yield (
             f"{where}: other hosts cannot reach this one as {shown(host.address or host.name)}. "
             "Write the name and address by which they do, e.g. {name: gpu-1, address: 10.0.0.1}, "
@@ -99,14 +99,14 @@ def _names(host: HostConfig, where: str, *, several: bool) -> Iterator[str]:
 
 
 def _slots_and_device(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator[str]:
-    known = ", ".join(hardware.devices)
+    types = ", ".join(hardware.devices)
     if not host.device:
-        yield f"{where}: no device type. Set device, or hardware.device=NAME; known: {known}."
+        yield f"{where}: no device type. Set device, or hardware.device=NAME; known: {types}."
     elif host.device not in hardware.devices:
         yield (
             f"{where}: device={shown(host.device)} is not known."
-            f"{did_you_mean(host.device[:100], hardware.devices)} Known: {known}; or describe it "
-            "under hardware.devices."
+            f"{did_you_mean(host.device[:100], hardware.devices)} Known: {types}; or "
+            "describe it under hardware.devices."
         )
     if hardware.slots is not None and hardware.slots > host.slots:
         yield (
@@ -181,19 +181,19 @@ def _strays(hardware: HardwareConfig) -> Iterator[str]:
         and device.accelerator == "cuda"
         and not (device.memory_gib and device.precisions)
     ]
-    known = [*used, *(name for name in hardware.devices if name not in (*used, *strays))]
+    device_names = [*used, *(name for name in hardware.devices if name not in (*used, *strays))]
     for name in strays if hardware.hosts else ():
-        own = ", ".join(used) or "none that is known"
+        used_names = ", ".join(used) or "none that is known"
         yield (
-            f"hardware.devices.{shown(name)}: no host has this device type (theirs: {own}), and "
-            f"no data sheet says what it is.{did_you_mean(name[:100], known)} Correct the name; "
-            "or, for a type of your own, set its memory_gib and compute_capability, and "
+            f"hardware.devices.{shown(name)}: no host has this device type (theirs: {used_names}), "
+            f"and no data sheet says what it is.{did_you_mean(name[:100], device_names)} Correct "
+            "the name; or, for a type of your own, set its memory_gib and compute_capability, and "
             "hardware.device or device of a host to its name."
         )
 
 
 def _zeropp(zero: ZeroConfig, hosts: Sequence[HostConfig]) -> Iterator[str]:
-    """What ZeRO++ cannot do on these hosts, or together with other settings."""
+    """Limits of ZeRO++ on these hosts, and beside other settings."""
     offloaded = [
         f"zero.{key}={getattr(zero, key)}"
         for key in ("offload_optimizer", "offload_param")

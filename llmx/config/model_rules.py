@@ -6,7 +6,6 @@ import transformers, so the tables stand here; a test compares them with the lib
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -174,25 +173,26 @@ def head_problem(config: dict[str, Any], head: str, where: str, *, trained: bool
     if head not in LANGUAGE_MODELS or config.get("auto_map"):  # code of its own may be anything
         return ""
     listed = config.get("architectures")
-    named = str(listed[0]) if isinstance(listed, list) and listed else ""
-    what = LANGUAGE_MODELS[head]
-    if named.endswith(WITHOUT_OUTPUT_HEAD):
+    class_name = str(listed[0]) if isinstance(listed, list) and listed else ""
+    needed = LANGUAGE_MODELS[head]
+    if class_name.endswith(WITHOUT_OUTPUT_HEAD):
         fix = "Give the model that it was trained from."
         if trained:
             fix += " As it is, task=classify and task=reward go on with it."
         return (
-            f"{where} holds a {named}: a classifier or a reward model, without an output head over "
-            f"the vocabulary, where {what} is needed. {fix}"
+            f"{where} holds a {class_name}: a classifier or a reward model, without an output head "
+            f"over the vocabulary, where {needed} is needed. {fix}"
         )
-    if named.endswith("ForConditionalGeneration") and config.get("is_encoder_decoder"):
+    if class_name.endswith("ForConditionalGeneration") and config.get("is_encoder_decoder"):
         return (
-            f"{where} holds a {named}: an encoder with a decoder, where {what} is needed. Give one."
+            f"{where} holds a {class_name}: an encoder with a decoder, where {needed} is needed. "
+            "Give one."
         )
     other = "ForMaskedLM" if head == "causal_lm" else "ForCausalLM"
-    if named.endswith(other) and not config.get("is_decoder"):
+    if class_name.endswith(other) and not config.get("is_decoder"):
         fits = "task=mlm, task=classify or task=embed" if head == "causal_lm" else "task=pretrain"
         fix = f"Give one, or use {fits}." if trained else "Give one."
-        return f"{where} holds a {named}, where {what} is needed. {fix}"
+        return f"{where} holds a {class_name}, where {needed} is needed. {fix}"
     return ""
 
 
@@ -229,10 +229,10 @@ def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: boo
         return
     limits = SIZES.get(key) or FLOATS.get(key)
     if limits is not None:
-        whole = key in SIZES
-        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        integral = key in SIZES
+        right = isinstance(value, int if integral else int | float) and not isinstance(value, bool)
         if not right or not limits.holds(value):
-            yield f"{where}: must be {'a whole number' if whole else 'a number'} {limits}."
+            yield f"{where}: must be {'a whole number' if integral else 'a number'} {limits}."
     elif key in FLAGS and not isinstance(value, bool):
         yield f"{where}: must be true or false."
     elif known_kind and key in MAPPINGS and value is not None and not isinstance(value, dict):
@@ -297,12 +297,12 @@ def short_names(modules: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
 
 
-def no_such_module(key: str, target: str, modules: Iterable[str], what: str) -> str:
-    """The message for a name that no module has. ``what``: those of ``modules``, in words."""
+def no_such_module(key: str, target: str, modules: Iterable[str], noun: str) -> str:
+    """The message for a name that no module has. ``noun``: of ``modules``, in words."""
     names = short_names(modules)
     near = did_you_mean(target.rpartition(".")[2][:100], names)
     return (
-        f"{key}: {shown(target)} names no {what} of the model.{near} It has "
+        f"{key}: {shown(target)} names no {noun} of the model.{near} It has "
         f"{', '.join(names[:40])}{', ...' if len(names) > 40 else ''}."
     )
 
@@ -319,7 +319,6 @@ def output_head_target(target: str) -> str:
 def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str]:
     """One message for each broken rule between the fields."""
     if adapter.kind == "none":
-        yield from _without_effect(adapter)
         return
     if model.init == "scratch":
         yield (
@@ -337,11 +336,11 @@ def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str
             f"adapter.targets: {ALL_LINEAR} stands beside other names. Leave it alone in the list, "
             "or leave it out."
         )
-    both = [name for name in adapter.modules_to_save if name in adapter.targets]
-    if both:
+    shared = [name for name in adapter.modules_to_save if name in adapter.targets]
+    if shared:
         yield (
-            f"adapter.modules_to_save: {both[0]} is one of adapter.targets, too: it is adapted or "
-            "trained whole. Take it out of one of them."
+            f"adapter.modules_to_save: {shared[0]} is one of adapter.targets, too: it is "
+            "adapted or trained whole. Take it out of one of them."
         )
     if model.freeze:
         yield (
@@ -377,18 +376,6 @@ def quantize_problems(
             f"{key}: the layers of a GPT-2 are stored transposed, and are not quantized. Use "
             "adapter=lora."
         )
-
-
-def _without_effect(adapter: AdapterConfig) -> Iterator[str]:
-    """An adapter that was described and not switched on."""
-    plain = AdapterConfig()
-    for field in dataclasses.fields(AdapterConfig):
-        value = getattr(adapter, field.name)
-        if field.name != "kind" and value != getattr(plain, field.name):
-            yield (
-                f"adapter.{field.name}={shown(value)} has no effect with adapter.kind=none. Add "
-                "adapter=lora, or leave it out."
-            )
 
 
 ADD_TOKENS, ADD_SPECIAL = "model.add_tokens", "model.add_special_tokens"

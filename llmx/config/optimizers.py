@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmx.config.hardware_rules import used_devices
 from llmx.config.plugins import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -56,17 +57,14 @@ def optimizer_of(kind: str) -> Optimizer:
 
 
 def state_bytes(kind: str) -> int:
-    """Of the states of most trained elements, beside their master weight."""
+    """Bytes of optimizer states for each trained element, beside its master weight, for most
+    parameters."""
     optimizer = optimizer_of(kind)
     return 4 if optimizer.matrices_apart else optimizer.state_bytes
 
 
 def _on_cpu(exp: Experiment) -> bool:
-    hardware = exp.hardware
-    types = {host.device for host in hardware.hosts}
-    return any(
-        device.accelerator == "cpu" for name, device in hardware.devices.items() if name in types
-    )
+    return any(device.accelerator == "cpu" for device in used_devices(exp.hardware).values())
 
 
 def _fused_adam_needs(exp: Experiment) -> Iterator[str]:

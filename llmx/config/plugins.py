@@ -21,7 +21,8 @@ from llmx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plugins:
-    """Those of one kind. As a rule of a field (``fields.choice_or``), it takes installed ones."""
+    """The plugins of one kind. As a rule of a field (``fields.choice_or``), it takes installed
+    ones."""
 
     noun: str
     group: str
@@ -31,7 +32,7 @@ class Plugins:
 
     @property
     def rule(self) -> str:
-        """What a name must be that is not shipped."""
+        """The rule for a name that is not shipped."""
         return f"be {self.noun} of an installed package (entry point of {self.group})"
 
     def problem(self, name: str) -> str:

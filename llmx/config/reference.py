@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from llmx.config import schema
 from llmx.config.build import hints_of
 from llmx.config.fields import AUTO, plain
+from llmx.config.groups import without_none
 
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
@@ -53,7 +53,6 @@ EXAMPLES = {
     "data.eval_path": "heldout.jsonl",
     "data.eval_samples": "200",
     "data.eval_fraction": "0.05",
-    "data.max_rows": "1000",
     "data.cache_dir": "/scratch/llmx",
     "data.num_workers": "8",
     "data.sources": "[{path: a.jsonl, weight: 2}, {path: b.jsonl}]",
@@ -61,42 +60,29 @@ EXAMPLES = {
     "data.sources[].text_key": "content",
     "data.sources[].columns": "{instruction: question, output: answer}",
     "data.sources[].weight": "2",
-    "data.sources[].max_rows": "1000",
     "data.sources[].subset": "en",
     "data.sources[].split": "train",
     "data.subset": "en",
     "data.split": "validation",
     "data.data_map": "{prompt: text, label: label_id}",
-    "data.label_names": "{0: negative, 1: positive}",
     "adapter.rank": "64",
     "adapter.alpha": "16",
     "adapter.dropout": "0.05",
-    "adapter.targets": "[q_proj, v_proj]",
     "adapter.lr": "1e-4",
-    "adapter.modules_to_save": "[embed_tokens, lm_head]",
-    "task.steps": "1000",
-    "task.epochs": "3",
     "task.log_every_steps": "50",
     "task.eval_every_steps": "500",
     "task.eval_generate": "32",
     "task.eval_max_new_tokens": "256",
-    "task.eval_metrics": "[exact_match, rougeL]",
     "task.stop_at_step": "20",
-    "task.early_stopping.patience": "3",
     "task.early_stopping.min_delta": "0.001",
     "task.early_stopping.metric": "eval/exact_match",
-    "task.spike_factor": "3",
     "zero.stage": "3",
     "zero.nvme_path": "/local/nvme",
     "zero.hpz_partition_size": "8",
-    "zero.reduce_bucket_size": "5e8",
-    "zero.allgather_bucket_size": "5e8",
-    "zero.prefetch_bucket_size": "5e7",
     "zero.param_persistence_threshold": "1e5",
     "zero.max_live_parameters": "5e8",
     "zero.max_reuse_distance": "5e8",
     "zero.sub_group_size": "1e8",
-    "zero.extra": "{zero_optimization: {round_robin_gradients: true}}",
     "hardware.name": "mine",
     "hardware.path": "/etc/hostfile",
     "hardware.device": "a100_80g",
@@ -113,15 +99,11 @@ EXAMPLES = {
     "hardware.hosts[].slots": "8",
     "hardware.hosts[].device": "a100_80g",
     "hardware.hosts[].interface": "eno1",
-    "hardware.hosts[].memory_gib": "512",
     "hardware.devices": "{mine: {memory_gib: 40, precisions: [fp32, bf16, fp16]}}",
     "hardware.devices.NAME.memory_gib": "40",
     "hardware.devices.NAME.precisions": "[fp32, bf16, fp16]",
     "hardware.devices.NAME.peak_tflops": "{bf16: 312, fp32: 19.5}",
     "hardware.devices.NAME.memory_gb_per_s": "1555",
-    "hardware.devices.NAME.link_gb_per_s": "300",
-    "hardware.devices.NAME.host_link_gb_per_s": "32",
-    "hardware.network_gbit_per_s": "100",
     "hardware.price_per_hour": "{a100_80g: 1.9, v100_32g: 0.6}",
     "hardware.master_addr": "10.1.0.11",
     "hardware.env": "{NCCL_IB_DISABLE: '1'}",
@@ -130,8 +112,6 @@ EXAMPLES = {
     "optim.eps": "1e-6",
     "optim.weight_decay": "0.1",
     "optim.clip_norm": "0.5",
-    "optim.warmup_steps": "100",
-    "optim.warmup_fraction": "0.03",
     "optim.decay_end_fraction": "0.9",
     "optim.min_lr_ratio": "0.1",
     "optim.decay_fraction": "0.2",
@@ -139,11 +119,7 @@ EXAMPLES = {
     "optim.cycles": "4",
     "optim.start_lr_ratio": "0.1",
     "batch.global_batch": "256",
-    "batch.tokens_per_step": "2e6",
     "batch.micro_batch": "4",
-    "batch.accumulation": "8",
-    "checkpoint.every_steps": "500",
-    "checkpoint.every_minutes": "30",
     "checkpoint.metric": "eval/exact_match",
     "checkpoint.keep.last": "3",
     "checkpoint.keep.best": "1",
@@ -152,18 +128,15 @@ EXAMPLES = {
     "launch.sync_exclude": "[notebooks]",
     "launch.python": "/opt/venv/bin/python",
     "launch.master_port": "29500",
-    "launch.env": "{NCCL_DEBUG: INFO}",
     "launch.start_timeout_s": "1800",
     "launch.heartbeat_timeout_s": "120",
     "launch.stop_grace_s": "60",
     "launch.max_restarts": "10",
     "launch.restart_backoff_s": "30",
     "launch.restart_backoff_max_s": "300",
-    "launch.hang_timeout_s": "1800",
     "launch.host_wait_s": "600",
     "launch.slurm.partition": "gpu",
     "launch.slurm.account": "lab",
-    "launch.slurm.time_limit": "1-12:00:00",
     "launch.slurm.extra_args": "[--exclusive]",
     "launch.openmpi_args": "[--report-bindings]",
     "tracking.kinds": "[wandb, csv]",
@@ -219,8 +192,8 @@ class Key:
     @property
     def values(self) -> tuple[str, ...]:
         """All of its values, where there are few: choices, true and false, null."""
-        found = self.choices or (("true", "false") if self.type == "true or false" else ())
-        return (*found, "null") if self.nullable and found else found
+        values = self.choices or (("true", "false") if self.type == "true or false" else ())
+        return (*values, "null") if self.nullable and values else values
 
     @property
     def is_list_item(self) -> bool:
@@ -230,9 +203,9 @@ class Key:
     def takes(self) -> str:
         """Type and range in words: ``number, above 0 and at most 1000, or null``."""
         if self.choices:
-            several = "list of " if self.type.startswith("list") else ""
-            words = f"{several}{', '.join(self.choices)}"
-            if self.limits and not several:
+            prefix = "list of " if self.type.startswith("list") else ""
+            words = f"{prefix}{', '.join(self.choices)}"
+            if self.limits and not prefix:
                 words += f", or {self.limits.removeprefix('be ')}"
         else:
             words = ", ".join(part for part in (self.type, self.limits) if part)
@@ -270,7 +243,7 @@ def typed(value: Any) -> str:
 def _keys(cls: type, prefix: str) -> Iterator[Key]:
     hints, docs = hints_of(cls), _docs()[cls.__name__]
     for field in dataclasses.fields(cls):
-        name, (hint, nullable) = prefix + field.name, _plain(hints[field.name])
+        name, (hint, nullable) = prefix + field.name, without_none(hints[field.name])
         if dataclasses.is_dataclass(hint):
             yield from _keys(typing.cast(type, hint), f"{name}.")
             continue
@@ -285,12 +258,12 @@ def _keys(cls: type, prefix: str) -> Iterator[Key]:
 
 def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], doc: str) -> Key:
     meta = field.metadata
-    found = meta.get("choices") or meta.get("item_choices") or ()
+    choices = meta.get("choices") or meta.get("item_choices") or ()
     key = Key(
         name=name,
         type="path" if name in PATHS and hint is str else _words(hint),
         default=_default(field),
-        choices=tuple(str(value) for value in found if value is not None),
+        choices=tuple(str(value) for value in choices if value is not None),
         limits=meta["or"].rule if "or" in meta else _limits(hint, meta),
         nullable=nullable,
         doc=doc,
@@ -300,25 +273,25 @@ def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], do
     return dataclasses.replace(key, example=_example(key, meta.get("example")))
 
 
-def _example(key: Key, given: Any) -> str:
+def _example(key: Key, from_field: Any) -> str:
     if key.name in EXAMPLES:
         return EXAMPLES[key.name]
-    others = [value for value in key.values if value not in (typed(key.default), "null")]
-    if others:
-        return f"[{others[0]}]" if key.type.startswith("list") else others[0]
-    return given if isinstance(given, str) else typed(given)
+    candidates = [value for value in key.values if value not in (typed(key.default), "null")]
+    if candidates:
+        return f"[{candidates[0]}]" if key.type.startswith("list") else candidates[0]
+    return from_field if isinstance(from_field, str) else typed(from_field)
 
 
 def _limits(hint: Any, meta: typing.Mapping[str, Any]) -> str:
     parts = [str(meta["range"])] if meta.get("range") is not None else []
     length = meta.get("length")
     if length is not None and not meta.get("item_choices"):
-        least, most = (int(value or 0) for value in (length.minimum, length.maximum))
+        minimum, maximum = (int(value or 0) for value in (length.minimum, length.maximum))
         inside = f"each {parts.pop()}" if parts and parts[0] else ""
-        if least == most:
-            parts.append(f"exactly {most} entries")
-        elif most:
-            parts.append(f"at most {typed(most)} entries")
+        if minimum == maximum:
+            parts.append(f"exactly {maximum} entries")
+        elif maximum:
+            parts.append(f"at most {typed(maximum)} entries")
         if inside:
             parts.append(inside)
     rule = getattr(meta.get("text"), "rule", "")
@@ -351,15 +324,6 @@ def _plural(words: str) -> str:
     return {"text": "texts", "number": "numbers", "whole number": "whole numbers"}[words]
 
 
-def _plain(hint: Any) -> tuple[Any, bool]:
-    """The type without ``| None``, and whether None was in it."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        args = typing.get_args(hint)
-        (inner,) = [arg for arg in args if arg is not type(None)]
-        return inner, True
-    return hint, False
-
-
 def _sections(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
     hints = hints_of(cls)
     for field in dataclasses.fields(cls):
@@ -376,17 +340,17 @@ def _sections(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
 @functools.cache
 def _docs() -> dict[str, dict[str, str]]:
     """Class -> field -> the text under it."""
-    found: dict[str, dict[str, str]] = {}
+    docs: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
-        texts = found.setdefault(node.name, {})
+        texts = docs.setdefault(node.name, {})
         for above, below in zip(node.body, node.body[1:], strict=False):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
                 value = getattr(below.value, "value", None)
                 if isinstance(above.target, ast.Name) and isinstance(value, str):
                     texts[above.target.id] = _one_paragraph(value)
-    return found
+    return docs
 
 
 def _one_paragraph(text: str) -> str:

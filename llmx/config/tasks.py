@@ -17,7 +17,7 @@ DEFAULT = "sft"
 
 @functools.cache
 def shipped_tasks() -> tuple[str, ...]:
-    """What ``task.kind`` may be beside a class of the user's own; the default first."""
+    """The values of ``task.kind`` beside a class of the user's own; the default first."""
     names = [path.stem for path in DIRECTORY.glob("*.py") if _is_task(path)]
     return (DEFAULT, *sorted(set(names) - {DEFAULT}))
 
@@ -29,7 +29,7 @@ def _is_task(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskDefaults:
-    """Of a task: learning rates for AdamW, and samples of a step."""
+    """The defaults of a task: learning rates for AdamW, and samples of a step."""
 
     full: float = 2e-5
     """Pretrained weights, all of them trained."""

@@ -22,7 +22,7 @@ from llmx.errors import ConfigError
 
 @dataclass(frozen=True)
 class UserCode:
-    """Where code that the config names lies on this machine."""
+    """A package of the user's own that the config names, and its place on this machine."""
 
     module: str
     name: str
@@ -39,14 +39,14 @@ class UserCode:
         return self.root in places
 
     def files(self) -> list[Path]:
-        """Its Python files."""
+        """The Python files of the package."""
         if self.package.is_file():
             return [self.package]
         return sorted(self.package.rglob("*.py"))
 
 
 def user_task(task: TaskConfig) -> UserCode | None:
-    """Of ``task.kind``; None for a task of llmx.
+    """The code of ``task.kind``; None for a task of llmx.
 
     Raises:
         ConfigError: there is no such package on this machine.
@@ -55,16 +55,16 @@ def user_task(task: TaskConfig) -> UserCode | None:
 
 
 def user_code(task: TaskConfig) -> list[UserCode]:
-    """Of ``task.kind`` and of ``task.eval_metrics``, each package once.
+    """The code of ``task.kind`` and of ``task.eval_metrics``, each package once.
 
     Raises:
         ConfigError: one of them is not on this machine.
     """
-    named = {f"task.eval_metrics: {name}": name for name in task.eval_metrics}
+    paths = {f"task.eval_metrics: {name}": name for name in task.eval_metrics}
     packages: dict[Path, UserCode] = {}
-    for found in (user_task(task), *(_find(where, name, task) for where, name in named.items())):
-        if found is not None:
-            packages.setdefault(found.package, found)
+    for code in (user_task(task), *(_find(where, name, task) for where, name in paths.items())):
+        if code is not None:
+            packages.setdefault(code.package, code)
     return list(packages.values())
 
 
@@ -78,10 +78,10 @@ def _find(where: str, path: str, task: TaskConfig) -> UserCode | None:
         paths = [str(Path(task.code_path).expanduser().absolute())]
     else:  # The directory where the command was typed counts, as for `python -m`.
         paths = [str(Path.cwd()), *(path for path in sys.path if path)]
-    found = importlib.machinery.PathFinder.find_spec(top, paths)
-    places = [] if found is None else list(found.submodule_search_locations or ())
-    if found is not None and not places and found.origin:
-        places = [found.origin]
+    spec = importlib.machinery.PathFinder.find_spec(top, paths)
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    if spec is not None and not places and spec.origin:
+        places = [spec.origin]
     if not places:
         looked_in = " or ".join([paths[0], *(["on PYTHONPATH"] if len(paths) > 1 else [])])
         raise ConfigError(
@@ -93,13 +93,13 @@ def _find(where: str, path: str, task: TaskConfig) -> UserCode | None:
 
 
 def with_code_path(task: TaskConfig) -> TaskConfig:
-    """With ``code_path`` as it was found from here, so that a resume finds the same from anywhere;
-    unchanged where all code is llmx's own or installed.
+    """Set ``code_path`` to the directory found from here, so that a resume finds the same from
+    anywhere; unchanged where all code is llmx's own or installed.
 
     Raises:
         ConfigError: a task and its metrics lie in different directories.
     """
-    roots = list(dict.fromkeys(one.root for one in user_code(task) if not one.is_installed))
+    roots = list(dict.fromkeys(code.root for code in user_code(task) if not code.is_installed))
     if not roots:
         return task
     if len(roots) > 1:
@@ -113,7 +113,7 @@ def with_code_path(task: TaskConfig) -> TaskConfig:
 def code_hashes(*code: UserCode) -> dict[str, str]:
     """SHA-256 of each Python file of these packages, by its path below ``root``."""
     return {
-        str(path.relative_to(one.root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for one in code
-        for path in one.files()
+        str(path.relative_to(package.root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for package in code
+        for path in package.files()
     }

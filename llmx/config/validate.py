@@ -63,8 +63,7 @@ def validate(
         *adapter_problems(exp.adapter, exp.model),
         *quantize_problems(exp.adapter, exp.model, exp.zero, _accelerators(exp.hardware)),
         *data_problems(exp.data),
-        *_length(exp.task),
-        *_early_stopping(exp.task, exp.data, exp.checkpoint),
+        *_length(exp.task, exp.data, exp.checkpoint),
         *_eval_metrics(exp.task),
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
@@ -76,10 +75,10 @@ def validate(
         raise ConfigError("\n".join(problems))
 
 
-def _version(given: int) -> Iterator[str]:
-    if given != SCHEMA_VERSION:
+def _version(version: int) -> Iterator[str]:
+    if version != SCHEMA_VERSION:
         yield (
-            f"schema_version={given}: is set by llmx ({SCHEMA_VERSION} now), not by "
+            f"schema_version={version}: is set by llmx ({SCHEMA_VERSION} now), not by "
             "you. Leave it out."
         )
 
@@ -125,13 +124,9 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
             "model.attention=auto."
         )
     old = sorted(
-        {
-            host.device
-            for host in exp.hardware.hosts
-            if host.device in exp.hardware.devices
-            and exp.hardware.devices[host.device].accelerator == "cuda"
-            and "bf16" not in exp.hardware.devices[host.device].precisions
-        }
+        name
+        for name, device in used_devices(exp.hardware).items()
+        if device.accelerator == "cuda" and "bf16" not in device.precisions
     )
     if flash and old:
         yield (
@@ -146,14 +141,9 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         )
 
 
-def _length(task: TaskConfig) -> Iterator[str]:
+def _length(task: TaskConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     if task.steps is None and task.epochs is None:
         yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
-
-
-def _early_stopping(
-    task: TaskConfig, data: DataConfig, checkpoint: CheckpointConfig
-) -> Iterator[str]:
     if task.early_stopping.patience is None:
         return
     key = f"task.early_stopping.patience={task.early_stopping.patience}"
@@ -214,12 +204,12 @@ def _batch_and_optim(exp: Experiment) -> Iterator[str]:
             "remove balance.json, resume."
         )
     hosts = exp.hardware.hosts
-    known = sorted(filter(None, {host.name for host in hosts} | {host.device for host in hosts}))
+    names = sorted(filter(None, {host.name for host in hosts} | {host.device for host in hosts}))
     for name in batch.weights:
-        if hosts and name not in known:
+        if hosts and name not in names:
             yield (
                 f"batch.weights.{shown(name)}: there is no such host or device type. Those of this "
-                f"run: {', '.join(known)}.{did_you_mean(name[:100], known)}"
+                f"run: {', '.join(names)}.{did_you_mean(name[:100], names)}"
             )
     if optim.warmup_steps is not None and optim.warmup_steps > (exp.task.steps or float("inf")):
         yield (
@@ -282,15 +272,15 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
 def _checkpointing(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Iterator[str]:
     """Activation checkpointing that differs by type of device."""
     run = model.activation_checkpointing
-    own = {
+    chosen = {
         name: device.activation_checkpointing
         for name, device in used_devices(hardware).items()
         if device.activation_checkpointing is not None
     }
-    several = len(used_devices(hardware)) > len(own)
-    if len({*own.values(), *([run] if several else [])}) <= 1:
+    uses_default = len(used_devices(hardware)) > len(chosen)
+    if len({*chosen.values(), *([run] if uses_default else [])}) <= 1:
         return
-    name, how = next((one for one in own.items() if one[1] != run), next(iter(own.items())))
+    name, how = max(chosen.items(), key=lambda setting: setting[1] != run)
     where = f"hardware.devices.{shown(name)}.activation_checkpointing={how}"
     if zero.stage == 3:
         yield (
@@ -358,22 +348,22 @@ MAPPED = ("prompt", "label", "history")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """One message for each name of a column that is none of ours, and for each second way to say
-    which rows are evaluated: both would be passed over in silence."""
+    """One message for each name of a column that llmx does not know, and for each second setting of
+    the evaluation rows: both would be ignored silently."""
     ways = {key: getattr(data, key) for key in ("eval_path", "eval_fraction", "eval_samples")}
-    if len(given := [f"data.{key}={value}" for key, value in ways.items() if value]) > 1:
-        yield f"{' and '.join(given)}: each says which rows are evaluated. Keep one of them."
+    if len(set_keys := [f"data.{key}={value}" for key, value in ways.items() if value]) > 1:
+        yield f"{' and '.join(set_keys)}: each says which rows are evaluated. Keep one of them."
     groups = [("data.columns", data.columns, COLUMNS), ("data.data_map", data.data_map, MAPPED)]
     groups += [
         (f"data.sources[{i}].columns", source.columns, COLUMNS)
         for i, source in enumerate(data.sources)
     ]
-    for where, mapping, known in groups:
+    for where, mapping, columns in groups:
         for name in mapping:
-            if name not in known:
+            if name not in columns:
                 yield (
-                    f"{where}.{name}: no such column.{did_you_mean(name, known)} The keys are "
-                    f"{', '.join(known)}; the values are the names in your data."
+                    f"{where}.{name}: no such column.{did_you_mean(name, columns)} The keys are "
+                    f"{', '.join(columns)}; the values are the names in your data."
                 )
 
 

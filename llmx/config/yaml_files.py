@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,6 +35,12 @@ def read_yaml(path: Path) -> yaml.Node | None:
     return node
 
 
+def read_values(path: Path) -> Any:
+    """The values of a YAML file; ConfigError as ``read_yaml``."""
+    read_yaml(path)
+    return yaml.safe_load(read_text(path))
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8; ConfigError with file and line for another encoding."""
     try:
@@ -58,20 +65,20 @@ def read_text(path: Path) -> str:
 def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
-    said = f"{error.context or ''} {error.problem or ''}"
+    description = f"{error.context or ''} {error.problem or ''}"
     lines = text.split("\n")
     at = lines[line - 1] if line <= len(lines) else ""
-    if "'\\t'" in said or at.lstrip(" ").startswith("\t"):
+    if "'\\t'" in description or at.lstrip(" ").startswith("\t"):
         return f"{path}, line {line}: a tab. YAML is indented with spaces."
-    if "flow" in said and error.context_mark is not None:
+    if "flow" in description and error.context_mark is not None:
         opened = error.context_mark
-        sign = "[" if "sequence" in said else "{"
+        sign = "[" if "sequence" in description else "{"
         return f"{path}, line {opened.line + 1}: the {sign} is not closed. Close it."
-    if "quoted scalar" in said and error.context_mark is not None:
+    if "quoted scalar" in description and error.context_mark is not None:
         return f"{path}, line {error.context_mark.line + 1}: the quote is not closed. Close it."
-    if "mapping values" in said:
+    if "mapping values" in description:
         return f"{path}, line {line}: a colon where none may be. Quote text that has ': ' in it."
-    if "undefined alias" in said or "anchor" in said or "alias" in said:
+    if "undefined alias" in description or "anchor" in description or "alias" in description:
         return f"{path}, line {line}: * and & have a meaning in YAML. Quote text that begins so."
     return (
         f"{path}, line {line}: is not valid YAML. Check the indentation, colons and quotes of "
@@ -79,11 +86,12 @@ def _yaml_problem(path: Path, error: yaml.MarkedYAMLError, text: str) -> str:
     )
 
 
-def _check_nodes(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 0) -> None:
-    """Raise ConfigError for what YAML takes and nothing can be made of: depth, keys, tags."""
+def _check_nodes(path: Path, node: yaml.Node, counter: Iterator[int], depth: int = 0) -> None:
+    """Raise ConfigError for valid YAML that no config can be: too deep, a list as a key, an unknown
+    tag."""
     if depth > 100:
         raise ConfigError(f"{path}: is nested more than 100 levels deep.")
-    if next(seen) >= _MAX_VALUES:  # aliases of aliases: few lines, and no end
+    if next(counter) >= _MAX_VALUES:  # aliases of aliases: few lines, and no end
         raise ConfigError(f"{path}: has more than {_MAX_VALUES} values. Use fewer aliases (*).")
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
@@ -97,10 +105,10 @@ def _check_nodes(path: Path, node: yaml.Node, seen: Iterator[int], depth: int = 
                     f"{first[key.value]}). Leave one."
                 )
             first[key.value] = line
-            _check_nodes(path, value, seen, depth + 1)
+            _check_nodes(path, value, counter, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check_nodes(path, item, seen, depth + 1)
+            _check_nodes(path, item, counter, depth + 1)
     elif not node.tag.endswith(":timestamp"):  # which a config reads as text
         try:
             yaml.SafeLoader("").construct_object(node)

@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 def hosts_then_and_now(
     run: RunDir, launch: LaunchConfig, run_dir: str, plan: Plan
 ) -> list[Difference]:
-    """Of a run over several hosts, asked now: what differs on those that took part then."""
+    """Ask the hosts of a run over several now, and list the differences from then."""
     then = read_mapping(run.hosts)
     if len(plan.hosts) < 2 or not then:
         return []
@@ -57,32 +57,30 @@ def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[
 def host_differences(
     then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
 ) -> list[Difference]:
-    """What differs on each host that took part then and does now. Pure."""
-    found = []
+    """The differences of each host that took part then and does now. Pure."""
+    rows = []
     for name, facts in now.items():
         if "error" in facts:
-            found.append(Difference(MAY, f"{name}: cannot be asked", "-", str(facts["error"])))
+            rows.append(Difference(MAY, f"{name}: cannot be asked", "-", str(facts["error"])))
         elif name in then and "error" not in then[name]:
-            found += [
+            rows += [
                 replace(row, what=f"{name}: {row.what}")
                 for row in differences(_record(then[name]), _record(facts))
             ]
-    return found
+    return rows
 
 
-def of_this_machine(found: list[Difference], plan: Plan) -> list[Difference]:
-    """Where no rank runs on this machine, its packages and devices compute nothing."""
+def of_this_machine(rows: list[Difference], plan: Plan) -> list[Difference]:
+    """Mark differences of this machine's packages and devices as harmless if no rank runs on it."""
     if any(host.is_local for host in plan.hosts):
-        return found
+        return rows
     machine = {*PACKAGES, "GPUs", "CPU", "NVIDIA driver", "CUDA of torch", "NCCL", "Python"}
-
-    def judged(row: Difference) -> Difference:
-        if row.what not in machine:
-            return row
-        what = f"{row.what} (here, where no rank runs)"
-        return replace(row, severity=HARMLESS, what=what, advice="")
-
-    return [judged(row) for row in found]
+    return [
+        replace(row, severity=HARMLESS, what=f"{row.what} (here, where no rank runs)", advice="")
+        if row.what in machine
+        else row
+        for row in rows
+    ]
 
 
 def _record(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,27 +41,27 @@ OTHERWISE = ("resumed", "rebalanced")
 
 
 def learned_file() -> Path:
-    """Where it is, whether it exists or not."""
+    """The path of ``learned.json``, whether it exists or not."""
     root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
     return root / "learned.json"
 
 
 def with_learned_time(composed: Composed) -> Composed:
-    """With the time that finished runs let expect in its plan, where there are any."""
+    """Predict the time in the plan from finished runs, where there are any."""
     exp, plan = composed.experiment, composed.plan
-    known = known_runs()(exp, plan)
-    if not known.tflops:
+    speeds = known_runs()(exp, plan)
+    if not speeds.tflops:
         return composed
-    taught = with_time(plan, exp, known=known)
+    taught = with_time(plan, exp, known=speeds)
     # Of a model whose size only a trace knows, the time stays that by the trace.
     return replace(composed, plan=taught) if taught.time and taught.time.step_s else composed
 
 
 def known_runs() -> KnownFor:
-    """What finished runs have shown of any plan, as the file is now."""
+    """The measurements of finished runs for any plan, from the file as it is now."""
     path = learned_file()
-    found = [] if _is_off() else read_observations(path)
-    return partial(known_of, found, path=str(path)) if found else no_runs
+    observations = [] if _is_off() else read_observations(path)
+    return partial(known_of, observations, path=str(path)) if observations else no_runs
 
 
 def known_contexts() -> dict[str, float]:
@@ -83,21 +83,21 @@ def learn(run: RunDir, exp: Experiment) -> list[Observation]:
         plan = Plan.from_dict(read_json(run.plan))
         if plan.balance is not None and plan.balance.pending:
             return []  # the split was measured where this file is not
-        found = observe(exp, plan, measured)
-        if found:
-            new = [{**one.to_dict(), "time": round(time.time())} for one in found]
+        observations = observe(exp, plan, measured)
+        if observations:
+            new = [{**row.to_dict(), "time": round(time.time())} for row in observations]
             path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(path.parent):
-                kept = [*_stored(path), *new][-MOST_KEPT:]
-                write_json(path, {"format": FORMAT, "observations": kept})
-        return found
+                entries = [*_stored(path), *new][-MOST_KEPT:]
+                write_json(path, {"format": FORMAT, "observations": entries})
+        return observations
     return []
 
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Runs that end together add their lines one after the other. A disk that knows no locks, or
-    a holder that stands still, is not waited for: at worst a line is lost."""
+    """Hold a lock, so that runs that end together add their lines one after the other. A disk
+    without locks, or a holder that hangs, is not waited for: at worst a line is lost."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         deadline = time.monotonic() + LOCK_S
@@ -115,23 +115,25 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def read_observations(path: Path) -> list[Observation]:
-    """Of the file, the oldest first; without those that cannot be read."""
-    found = []
-    for each in _stored(path):
+    """The observations in the file, the oldest first; unreadable ones are skipped."""
+    observations = []
+    for row in _stored(path):
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            found.append(Observation.from_dict({k: v for k, v in each.items() if k != "time"}))
-    return found
+            observations.append(
+                Observation.from_dict({k: v for k, v in row.items() if k != "time"})
+            )
+    return observations
 
 
 def _stored(path: Path) -> list[Any]:
     values = read_mapping(path)
-    kept = values.get("observations") if values.get("format") == FORMAT else None
-    return kept if isinstance(kept, list) else []
+    entries = values.get("observations") if values.get("format") == FORMAT else None
+    return entries if isinstance(entries, list) else []
 
 
 def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
-    """Medians over the ``train`` lines of a run since it last began to run as it did at its end;
-    None where there are too few."""
+    """Medians over the ``train`` lines of a run since its hosts or its split last changed; None
+    where there are too few."""
     begun, before = 0, 0
     for number, line in enumerate(records):
         if line.get("kind") == "start" or line.get("event") in OTHERWISE:
@@ -149,13 +151,13 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
         contexts.append(line.get("context_gib") or [])
     if sum(counts[1:]) < LEAST_STEPS:
         return None
-    timed = [each for each in forward[1:] if each]
-    same = len({len(each) for each in timed}) == 1
+    timed = [times for times in forward[1:] if times]
+    is_uniform = len({len(times) for times in timed}) == 1
     return Measured(
         step_s=statistics.median(steps[1:]),
         tokens=statistics.median(tokens[1:]),
         forward_s=tuple(statistics.median(rank) for rank in zip(*timed, strict=True))
-        if same
+        if is_uniform
         else (),
         context_gib=tuple(map(min, zip(*contexts[1:], strict=True))),
     )
@@ -178,9 +180,9 @@ def with_known_speeds(composed: Composed) -> Composed:
     exp, plan = composed.experiment, composed.plan
     if plan.balance is None or not plan.balance.pending:
         return composed
-    known = known_speeds(exp, plan)
-    if known is None:
+    speeds = known_speeds(exp, plan)
+    if speeds is None:
         return composed
-    found = plan_experiment(exp, is_checked=True, known=known)
-    plan = replace(plan, **{name: getattr(found.plan, name) for name in BY_SPEED})
-    return replace(composed, plan=plan, ds_config=found.ds_config)
+    measured = plan_experiment(exp, is_checked=True, speeds=speeds)
+    plan = replace(plan, **{name: getattr(measured.plan, name) for name in BY_SPEED})
+    return replace(composed, plan=plan, ds_config=measured.ds_config)

@@ -7,10 +7,14 @@ be run on fake tensors) the plan keeps its formula, and says so.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +23,8 @@ from llmx.compose.complete import Composed, chosen_experiment, refusal
 from llmx.config import Experiment
 from llmx.config.build import to_dict
 from llmx.errors import ConfigError
-from llmx.lifecycle.aside import (
-    PACKAGES,
-    ask,
-    cache_file,
-    config_file,
-    hash_of,
-    keep,
-    package_version,
-)
 from llmx.lifecycle.learned import known_contexts, known_runs
-from llmx.lifecycle.preflight import with_true_vocabulary
+from llmx.lifecycle.preflight import PACKAGES, ask, with_true_vocabulary
 from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import no_runs, traced_memory, with_traces
 from llmx.plan.step_time import with_traced_time
@@ -37,6 +32,7 @@ from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
+from llmx.run.rundir import read_mapping, write_json
 
 PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
@@ -54,8 +50,8 @@ ROUNDS = 4
 
 
 def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Traces]:
-    """With the memory of the traced micro step in its plan, where a device's memory is known, and
-    what to change where it does not fit.
+    """Take the memory of the traced micro step into the plan, where a device's memory is known,
+    with advice where it does not fit.
 
     ``make``: have missing traces made, also of other ways to run it, for a plan that someone reads.
     A launch takes what the cache knows, and does not wait.
@@ -68,20 +64,22 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
 
 
 def with_traced_choice(composed: Composed) -> Composed:
-    """What the config left to the plan, chosen again by traces of the real micro step, which are
-    made, and by what finished runs have shown. ConfigError where nothing fits."""
-    asked = composed.asked
-    if asked is None:
+    """Choose again each value that the config left to the plan, by traces of the real micro step,
+    which are made here, and by finished runs. ConfigError where nothing fits."""
+    open_config = composed.asked
+    if open_config is None:
         return composed
-    known = known_runs()
+    speeds_of = known_runs()
     without: list[Experiment] = []
     for _ in range(ROUNDS):
         traces = _traces_of(composed, make=True)
-        if not traces.found and known is no_runs:
+        if not traces.found and speeds_of is no_runs:
             break
-        composed = chosen_experiment(asked, traces=traces, without=without, known=known)
+        composed = chosen_experiment(
+            open_config, traces=traces, without=without, speeds_of=speeds_of
+        )
         # The choice is by bytes between two micro batches; this is the one that will run.
-        exact = _traces_of(composed, make=True, others=False)
+        exact = _traces_of(composed, make=True, variants=False)
         memory = traced_memory(composed.experiment, composed.plan, exact)
         if memory is None or all(part.fits for part in memory):
             break
@@ -92,19 +90,19 @@ def with_traced_choice(composed: Composed) -> Composed:
     return composed
 
 
-def _traces_of(composed: Composed, *, make: bool, others: bool | None = None) -> Traces:
+def _traces_of(composed: Composed, *, make: bool, variants: bool | None = None) -> Traces:
     exp, plan = composed.experiment, composed.plan
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
         return Traces({})
-    known = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
-    if not known:
+    has_memory = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
+    if not has_memory:
         return Traces({}, "no device of the run has a known memory")
-    return find_traces(exp, plan, others=make if others is None else others, make=make)
+    return find_traces(exp, plan, variants=make if variants is None else variants, make=make)
 
 
 def _with_time(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
-    """With the time by a trace where the size of the model is known by it alone, and what hosts
-    need by the size that it has."""
+    """Predict the time by a trace where only the trace knows the size of the model, and the hosts'
+    storage by that size."""
     rank = max(plan.ranks, key=lambda one: one.micro_batch)
     how = checkpointing_on(exp, rank.device)
     trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
@@ -117,10 +115,10 @@ def _with_time(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
     return with_storage(plan, exp, size=ModelSize(trace.num_parameters, trace.num_trained))
 
 
-def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Traces:
-    """From the cache; what it lacks is made where ``make``."""
-    keys = wanted_traces(exp, plan, others=others)
-    found: dict[TraceKey, StepTrace] = {}
+def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> Traces:
+    """Read the traces from the cache; ``make``: make the missing ones."""
+    keys = wanted_traces(exp, plan, others=variants)
+    traces: dict[TraceKey, StepTrace] = {}
     problem = ""
     answers: dict[TraceKey, dict[str, Any]] = {}
     places = {key: _cached(exp, plan, key) for key in keys}
@@ -131,18 +129,20 @@ def find_traces(exp: Experiment, plan: Plan, *, others: bool, make: bool) -> Tra
         except (OSError, ValueError):
             missing.append(key)
     if missing and make:
-        made = _trace(exp, plan, missing)
-        if made is None:
+        new_answers = _trace(exp, plan, missing)
+        if new_answers is None:
             problem = f"the process that traces it gave no answer within {TIME_LIMIT_S:.0f} s"
-        for key, answer in zip(missing, made or (), strict=False):
+        for key, answer in zip(missing, new_answers or (), strict=False):
             answers[key] = answer
-            keep(places[key], answer)
+            with contextlib.suppress(OSError):  # else it is traced again
+                places[key].parent.mkdir(parents=True, exist_ok=True)
+                write_json(places[key], answer)
     for key, answer in answers.items():
         try:
-            found[key] = StepTrace.from_dict(answer["trace"])
+            traces[key] = StepTrace.from_dict(answer["trace"])
         except (KeyError, TypeError, ValueError):
             problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
-    return Traces(found, problem, known_contexts())
+    return Traces(traces, problem, known_contexts())
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
@@ -167,13 +167,14 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
 
 def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
     """Named after all that the trace depends on."""
-    package = Path(llmx.__file__).parent
-    # That of a task of the user's own is not here.
-    code = hash_of(package / name for name in (*CODE, f"tasks/{exp.task.kind}.py"))
+    package, code = Path(llmx.__file__).parent, hashlib.sha256()
+    for name in (*CODE, f"tasks/{exp.task.kind}.py"):
+        with contextlib.suppress(OSError):  # a task of the user's own is not there
+            code.update((package / name).read_bytes())
     model = replace(exp.model, activation_checkpointing="none", license=None, name="")
     parts = {
         "model": asdict(model),
-        "files": config_file(exp.model.path),
+        "files": read_mapping(Path(exp.model.path or "").expanduser() / "config.json"),
         "commit": exp.model.path
         and hub_commit(exp.model.path, kind="models", revision=exp.model.revision),
         "tokenizer": exp.model.tokenizer,
@@ -184,7 +185,11 @@ def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
         "task": [exp.task.kind, exp.task.options],
         "run": [plan.precision, plan.accelerator],
         "key": asdict(key),
-        "packages": {name: package_version(name) for name in (*PACKAGES, "peft")},
-        "code": code,
+        "packages": {name: metadata.version(name) for name in (*PACKAGES, "peft")
+                     if importlib.util.find_spec(name)},
+        "code": code.hexdigest(),
     }  # fmt: skip
-    return cache_file("traces", parts)
+    text = json.dumps(parts, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+    return root / "traces" / f"{name}.json"

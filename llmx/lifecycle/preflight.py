@@ -2,17 +2,21 @@
 files of the models, a Hub that is not reached, options of the task, first rows of each source.
 
 This process does not load torch. Tasks of llmx need none to look at rows; one of the user's own is
-asked in a process of its own (``llmx.tasks.first_rows``).
+asked in a process of its own (``ask``).
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import llmx
 from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
@@ -21,8 +25,8 @@ from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.config.tasks import shipped_tasks
+from llmx.config.user_code import user_task
 from llmx.errors import ConfigError, DataError
-from llmx.lifecycle.aside import ask
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
 from llmx.plan.adapter import trained_parameters
 from llmx.plan.geometry import model_geometry
@@ -30,6 +34,7 @@ from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
+from llmx.run.scratch import scratch_directory
 
 PROGRAM = "llmx.tasks.first_rows"
 TIME_LIMIT_S = 60.0
@@ -41,8 +46,43 @@ TOKENIZER_FILES = (
 """A directory without one of them has no tokenizer."""
 
 
+PACKAGES = ("torch", "transformers")
+
+
+def ask(exp: Experiment, program: str, request: str, *, timeout_s: float) -> Any:
+    """The JSON that ``python -m program FILE ANSWER`` writes to ANSWER, with ``request`` in
+    FILE; what it had written by then, if it failed or took longer. None where there is nothing: no
+    torch here, or code of the Hub, which only the ranks run."""
+    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
+        return None
+    with scratch_directory() as directory:
+        file, answer = directory / "request", directory / "answer.json"
+        file.write_text(request, encoding="utf-8")
+        # No GPU is touched before the launch, and nothing is downloaded.
+        environment = {
+            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        if (task := user_task(exp.task)) is not None:
+            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [sys.executable, "-m", program, str(file), str(answer)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=timeout_s,
+                check=True,
+            )
+        try:
+            return json.loads(answer.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+
 def with_checked_inputs(composed: Composed) -> Composed:
-    """The same; a plan gets a warning where only the network is missing.
+    """Check models and data; the plan gets a warning if only the network is missing.
 
     Raises:
         CheckpointError: a file of a model that llmx wrote is not as it was written.
@@ -64,12 +104,12 @@ def with_checked_inputs(composed: Composed) -> Composed:
 def _models(exp: Experiment) -> dict[str, str]:
     """Key -> the model or tokenizer that it names, a directory or an id of the Hub."""
     options = {f"task.options.{name}": path for name, path in model_sources(exp.task).items()}
-    named = {"model.path": exp.model.path, "model.tokenizer": exp.model.tokenizer, **options}
-    return {key: path for key, path in named.items() if path and path != "demo"}
+    places = {"model.path": exp.model.path, "model.tokenizer": exp.model.tokenizer, **options}
+    return {key: path for key, path in places.items() if path and path != "demo"}
 
 
 def _model_problems(exp: Experiment) -> Iterator[str]:
-    """Of the directories that are here."""
+    """Yield a message for each problem of a model directory on this machine."""
     for key, path in _models(exp).items():
         directory = Path(path)
         if not directory.is_dir():
@@ -127,7 +167,7 @@ DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
 
 
 def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
-    """With the disk and the RAM that a model of the tokenizer's vocabulary takes of the hosts."""
+    """Correct the hosts' disk and RAM in the plan by the tokenizer's vocabulary."""
     if plan.storage is None or plan.storage.certain == 1.0:
         return plan
     rows = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
@@ -138,9 +178,9 @@ def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
     shape = model_geometry(model)
     if shape is None:
         return plan
-    whole = plan.num_parameters - before.num_parameters + shape.num_parameters
-    trained = trained_parameters(model, exp.adapter) or whole
-    return with_storage(plan, exp, size=ModelSize(whole, trained))
+    num_parameters = plan.num_parameters - before.num_parameters + shape.num_parameters
+    trained = trained_parameters(model, exp.adapter) or num_parameters
+    return with_storage(plan, exp, size=ModelSize(num_parameters, trained))
 
 
 def tokenizer_rows(name: str) -> int | None:

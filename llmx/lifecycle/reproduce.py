@@ -33,12 +33,12 @@ from llmx.lifecycle.resume.changes import (
     plan_of,
     with_same_batch,
 )
-from llmx.lifecycle.resume.run_state import history
+from llmx.lifecycle.resume.run_state import history, trusted_run
 from llmx.lifecycle.start import launched
 from llmx.observe.report.screen import open_console
 from llmx.plan.balance import is_of
 from llmx.plan.types import Plan
-from llmx.run import snapshot, trust
+from llmx.run import snapshot
 from llmx.run.metrics.equality import Outcome, compare_runs
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance import record
@@ -62,24 +62,19 @@ FILE = "reproduction.json"
 
 
 class NotReproduced(LlmxError, RuntimeError):
-    """``strict=true``, and something differs."""
+    """Raised with ``strict=true`` if something differs."""
 
     exit_code = 1
 
 
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code."""
-    return reproduce(parse_run_command("reproduce", words, own=OWN))
+    return reproduce(parse_run_command("reproduce", words, own_keys=OWN))
 
 
 def reproduce(words: RunCommand) -> int:
-    """List, refuse or run, compare."""
-    run = RunDir(words.run)
-    exp = snapshot.load(run)
-    trust.check_trusted(
-        run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
-        trusted=words.flag("trust"), say="trust=true",
-    )  # fmt: skip
+    """List the differences, refuse or run, and compare the numbers."""
+    run, exp = trusted_run(words)
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
@@ -97,12 +92,12 @@ def reproduce(words: RunCommand) -> int:
     from llmx.launch import rank_environment
 
     now = record(new, composed.plan, [], environment=rank_environment(new, composed.plan))
-    found = all_differences(run, new, composed, then=then, now=now)
+    rows = all_differences(run, new, composed, then=then, now=now)
     sys.stdout.flush()
-    print_differences(found, not_recorded(then), stream=sys.stdout)
+    print_differences(rows, not_recorded(then), stream=sys.stdout)
     for line in composed.plan.memory_warnings:
         print(f"! {line}", flush=True)
-    grave = [difference for difference in found if difference.severity != HARMLESS]
+    grave = [difference for difference in rows if difference.severity != HARMLESS]
     if strict and grave:
         raise NotReproduced(
             f"strict=true: {plural(len(grave), 'difference')} above may change the "
@@ -111,7 +106,7 @@ def reproduce(words: RunCommand) -> int:
     if words.flag("dry_run"):
         print("nothing was started (dry_run=true)")
         return 0
-    check_paths(new.data, new.model, new.task, composed.plan)
+    check_paths(new, composed.plan)
     exit_code = _start(run, target, words, composed)
     outcome = compare_runs(run, target)
     other = other_inputs(run, target)
@@ -125,17 +120,17 @@ def reproduce(words: RunCommand) -> int:
             "other_inputs": other,
             "exit_code": exit_code,
             "changed": {change.key: [change.old, change.new] for change in changed},
-            "differences": [difference.to_dict() for difference in found],
+            "differences": [difference.to_dict() for difference in rows],
         },
     )
-    print_outcome(outcome, other, found, stream=sys.stdout, where=str(target.root / FILE))
+    print_outcome(outcome, other, rows, stream=sys.stdout, where=str(target.root / FILE))
     if strict and not outcome.identical:
         return exit_code or NotReproduced.exit_code
     return exit_code
 
 
 def other_inputs(run: RunDir, target: RunDir) -> list[str]:
-    """What the ranks of the two runs did not read alike, by fingerprints over every byte."""
+    """The inputs that differ between the ranks of the two runs, by fingerprints over every byte."""
     then, now = read_mapping(run.inputs), read_mapping(target.inputs)
     names = {"data": "data", "eval_data": "evaluation data", "tokenizer": "tokenizer",
              "model": "model"}  # fmt: skip
@@ -147,7 +142,7 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
     from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
 
-    said = [f"reproduce={run.root}", *words.overrides]
+    words_of_run = [f"reproduce={run.root}", *words.overrides]
     check_launch(composed.experiment, composed.plan)
     check_packages(composed.experiment.tracking)
     skipped = set(read_resume(run)[1])
@@ -157,7 +152,7 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
     new, plan = composed.experiment, composed.plan
     environment = rank_environment(new, plan)
     snapshot.write(
-        new, plan, composed.ds_config, overrides=said, environment=environment, parent=run
+        new, plan, composed.ds_config, overrides=words_of_run, environment=environment, parent=run
     )
     if skipped:
         # What the run passed over when it diverged, it passes over again.
@@ -192,12 +187,12 @@ def next_experiment(
 ) -> tuple[Experiment, list[Change]]:
     """The experiment of the reproduction, and every change; ConfigError for what may not be."""
     exp = dataclasses.replace(exp, dry_run=False)
-    asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
-    check_effects(asked, words.overrides, command="reproduce")
-    found = changes(to_dict(exp), to_dict(asked))
+    edited = apply(exp, words.overrides, config_dirs=words.config_dirs)
+    check_effects(edited, words.overrides, command="reproduce")
+    edits = changes(to_dict(exp), to_dict(edited))
     refused = [
         f"{change.key}: {change.values}"
-        for change in found
+        for change in edits
         if not any(fnmatchcase(change.key, pattern) for pattern in ALLOWED)
     ]
     if refused:
@@ -205,8 +200,8 @@ def next_experiment(
             "reproduce repeats a run, so these cannot change:\n  " + "\n  ".join(refused) + "\nMay "
             f"change: {', '.join(ALLOWED)}. For another run, start a new one."
         )
-    keys = {change.key for change in found}
-    new = dataclasses.replace(asked, run_dir=str(target), dry_run=False, name=asked.name)
+    keys = {change.key for change in edits}
+    new = dataclasses.replace(edited, run_dir=str(target), dry_run=False, name=edited.name)
     if any(key.startswith("hardware.") for key in keys):
         new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
     new = with_same_batch(new, keys, plan)
@@ -234,8 +229,9 @@ def all_differences(
     then: Mapping[str, Any],
     now: Mapping[str, Any],
 ) -> list[Difference]:
-    """Of provenance (``then``, ``now``), hosts, plan and the run's own past; the gravest first."""
-    found = [
+    """Differences in provenance (``then``, ``now``), hosts, plan and the run's own past; the
+    gravest first."""
+    rows = [
         *edited_config(run, then),
         *of_this_machine(differences(then, now), composed.plan),
         *hosts_then_and_now(run, new.launch, new.run_dir, composed.plan),
@@ -247,7 +243,7 @@ def all_differences(
         ),
         *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
     ]
-    return sorted(found, key=lambda difference: SEVERITIES.index(difference.severity))
+    return sorted(rows, key=lambda difference: SEVERITIES.index(difference.severity))
 
 
 def as_trained(run: RunDir, plan: Plan) -> dict[str, Any]:
@@ -263,10 +259,10 @@ def as_trained(run: RunDir, plan: Plan) -> dict[str, Any]:
 def _of_the_run_itself(
     run: RunDir, deterministic: bool | None, accelerator: str
 ) -> list[Difference]:
-    """What keeps this very run from being repeated bit for bit, whatever the machine."""
-    found = []
+    """Reasons why this very run cannot be repeated bit for bit on any machine."""
+    rows = []
     if accelerator == "cuda" and not deterministic:
-        found.append(
+        rows.append(
             Difference(
                 MAY, "deterministic=false: kernels may differ from run to run", "so", "so",
                 "train with deterministic=true to repeat a run bit for bit",
@@ -279,33 +275,34 @@ def _of_the_run_itself(
         other = [key for key, effect in change["effects"].items() if effect != "same numbers"]
         other += [row["what"] for row in change.get("differs", ())]
         if other and change["step"]:
-            found.append(
+            rows.append(
                 Difference(
                     BREAKS, f"resumed at step {change['step']}",
                     f"other {', '.join(other)}", "from the start as it is",
                     f"{os.path.relpath(directory, run.root)}/ has the previous config",
                 )
             )  # fmt: skip
-    return found
+    return rows
 
 
 STYLES = {BREAKS: "bold red", MAY: "yellow", HARMLESS: "dim"}
 
 
 def print_differences(
-    found: Sequence[Difference], missing: Sequence[str], *, stream: TextIO
+    all_rows: Sequence[Difference], missing: Sequence[str], *, stream: TextIO
 ) -> None:
-    """By severity: what, then, now, what to do. One line where nothing differs."""
+    """Print a table for each severity: what, then, now, what to do. One line where nothing
+    differs."""
     from rich.table import Table
     from rich.text import Text
 
     console = open_console(stream)
-    if not found:
+    if not all_rows:
         console.print(
             "  nothing differs from the recorded code, packages, devices, inputs and config"
         )
     for severity in SEVERITIES:
-        rows = [difference for difference in found if difference.severity == severity]
+        rows = [difference for difference in all_rows if difference.severity == severity]
         if not rows:
             continue
         console.print(Text(f"\n {MEANING[severity]}", style=STYLES[severity]))
@@ -324,19 +321,19 @@ def print_differences(
 def print_outcome(
     outcome: Outcome,
     other_inputs: Sequence[str],
-    found: Sequence[Difference] = (),
+    rows: Sequence[Difference] = (),
     *,
     stream: TextIO,
     where: str,
 ) -> None:
     """The result, beside it what speaks against it, and where it is written.
 
-    ``found``: what differed before the start; the table of it is far up by now.
+    ``rows``: what differed before the start; the table of it is far up by now.
     """
     from rich.text import Text
 
     console = open_console(stream)
-    breaking = [difference for difference in found if difference.severity == BREAKS]
+    breaking = [row for row in rows if row.severity == BREAKS]
     sure = outcome.is_proven and not other_inputs and not breaking
     style = "bold green" if sure else "bold yellow"
     mark = "✓" if sure else "=" if outcome.identical else "≠" if outcome.lines else "?"

@@ -76,14 +76,12 @@ def prepare(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
 def _prepared(
     composed: Composed, *, overrides: list[str], stream: TextIO, is_trial: bool
 ) -> tuple[LaunchSpec, Any]:
-    """What is to be launched, and the traces of its plan."""
+    """The checked and written launch of a run, and the traces of its plan."""
     from llmx.launch import check_launch, rank_environment, write_launch_files
 
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment, composed.plan)
-    check_paths(
-        composed.experiment.data, composed.experiment.model, composed.experiment.task, composed.plan
-    )
+    check_paths(composed.experiment, composed.plan)
     if not composed.experiment.dry_run:
         if not is_trial:
             _say_from_scratch(composed, stream)
@@ -127,7 +125,7 @@ def launched(launch: LaunchSpec) -> int:
 
 
 def _chosen(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
-    """What was left to the plan (``auto``), chosen for good, and a line on it.
+    """Choose each value that was left to the plan (``auto``) for good, and print a line on it.
 
     Trials of a sweep choose by the formula: none of them waits, and alike ones choose alike.
     """

@@ -153,9 +153,13 @@ def no_run(root: Path) -> str:
         if root.is_symlink():
             return f"broken link: {root} points to {root.readlink()}.{near}{_LIST}"
         return f"no such directory: {root}.{near}{_LIST}"
-    inside = [path.name for path in _runs_in(root)]
-    listed = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
-    return f"not a run directory: {root} has no config.yaml.{listed or _LIST}"
+    return f"not a run directory: {root} has no config.yaml.{runs_inside(root) or _LIST}"
+
+
+def runs_inside(root: Path) -> str:
+    """For the message of an error: the runs in a directory; empty where it has none."""
+    names = [path.name for path in _runs_in(root)]
+    return f" Runs in it: {', '.join(names[:5])}{', ...' * (len(names) > 5)}." if names else ""
 
 
 _LIST = " `python -m llmx status DIR` lists the runs under a directory."

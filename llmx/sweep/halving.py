@@ -203,4 +203,4 @@ def prepare_rung(now: Experiment) -> LaunchSpec | None:
         run.console_log.open("a", encoding="utf-8") as stream,
         contextlib.redirect_stdout(stream),
     ):
-        return prepare_resume(RunCommand(run.root, {}, (), ()), asked=experiment)
+        return prepare_resume(RunCommand(run.root, {}, (), ()), edited=experiment)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.run.rundir import RunDir
 from tests.command_runs import SMALL, succeeds
@@ -65,7 +65,7 @@ def places(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {"data": real_data, "wordpiece": wordpiece, "teacher": teacher}
 
 
-@pytest.mark.parametrize("task", sorted(path.stem for path in (conf_dir() / "task").glob("*.yaml")))
+@pytest.mark.parametrize("task", sorted(path.stem for path in (CONF / "task").glob("*.yaml")))
 def test_it_trains_sweeps_resumes_and_reproduces(
     task: str, places: dict[str, Path], ranks: Server, tmp_path: Path
 ) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from llmx.cli.arguments import (
     Line,
+    as_meant,
     experiment_words,
     read_line,
     split_command,
     sweep_overrides,
-    with_demo,
 )
 from llmx.compose.overrides import resolve_alias
 from llmx.errors import ConfigError
@@ -66,10 +66,10 @@ def test_commands() -> None:
 
 
 def test_the_demo_runs_only_when_nothing_else_is_chosen() -> None:
-    assert with_demo(["zero=stage3"]) == ["experiment=demo", "zero=stage3"]
+    assert as_meant(["zero=stage3"]) == ["experiment=demo", "zero=stage3"]
     for chosen in ("model=gpt2", "data=file", "experiment=opt_1_3b_sft", "+data=file"):
-        assert with_demo([chosen]) == [chosen]
-    assert with_demo(["model.init=scratch"])[0] == "experiment=demo"
+        assert as_meant([chosen]) == [chosen]
+    assert as_meant(["model.init=scratch"])[0] == "experiment=demo"
 
 
 def test_sweep_file(tmp_path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from llmx.config import to_dict
-from llmx.config.groups import GROUPS, conf_dir, options
+from llmx.config.groups import CONF, GROUPS, options
 from llmx.errors import ConfigError
 from llmx.lifecycle.memory import with_traced_memory
 from tests.composing import composed
@@ -69,7 +69,7 @@ def test_every_option_composes_and_plans(group: str, name: str, tmp_path) -> Non
     assert '"auto"' not in json.dumps(done.ds_config)
 
 
-@pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_file_opens_with_a_comment(path) -> None:
     comments = [line for line in path.read_text().splitlines()[:2] if line.startswith("# ")]
     comments = [line for line in comments if "@package" not in line]
@@ -132,7 +132,7 @@ def test_recipes_are_what_they_say() -> None:
     assert zero["sub_group_size"] == 1_000_000_000
     # It does not fit its hardware; what its comment names does, with the same steps.
     assert not any(part.fits for part in llama.plan.memory)
-    comment = (conf_dir() / "experiment/llama2_7b_fincorpus.yaml").read_text()
+    comment = (CONF / "experiment/llama2_7b_fincorpus.yaml").read_text()
     variant = ["zero.hpz_partition_size=1", "zero.offload_optimizer=cpu"]
     assert " ".join(variant) in comment
     fitting = composed(["experiment=llama2_7b_fincorpus", *variant])
@@ -273,7 +273,7 @@ def test_typed_steps_win_over_the_epochs_of_a_group() -> None:
     assert (exp.optim.warmup_steps, exp.optim.warmup_fraction) == (0, None)
 
 
-@pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_no_shipped_option_sets_steps(path) -> None:
     """Steps win over epochs, so a shipped value would silently beat an epochs that was typed."""
     task = (yaml.safe_load(path.read_text()) or {}).get("task")

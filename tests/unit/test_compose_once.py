@@ -9,7 +9,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 
 from llmx.__main__ import main
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_mode_of_ones_own_files_counts(composed: list[list[str]], tmp_path: Pa
 
 
 def test_no_shipped_config_sets_the_mode() -> None:
-    files = [*conf_dir().rglob("*.yaml")]
+    files = [*CONF.rglob("*.yaml")]
     assert len(files) > 50
     for file in files:
         lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]

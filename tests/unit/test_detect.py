@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llmx.config import DeviceConfig, HardwareConfig
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError
 from llmx.hardware import detect
@@ -14,7 +14,7 @@ from llmx.hardware import detect
 
 @pytest.fixture
 def catalogue() -> dict[str, DeviceConfig]:
-    text = (conf_dir() / "hardware" / "devices" / "catalogue.yaml").read_text()
+    text = (CONF / "hardware" / "devices" / "catalogue.yaml").read_text()
     return {name: DeviceConfig(**values) for name, values in yaml.safe_load(text).items()}
 
 

@@ -21,7 +21,7 @@ from llmx.cli.arguments import split_own
 from llmx.cli.commands import COMMANDS, Runs
 from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.config.validate import validate
 from llmx.plan.geometry import position_limit
 from llmx.run.sweepdir import load
@@ -69,7 +69,7 @@ TYPED = [(page, words) for page, words in ALL if concrete(list(words))]
 def test_every_task_stands_in_the_readme_with_its_command() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .* \| `(python -m llmx .*)` \|$", PAGES[0].read_text(), re.M)
     named = {name for name, command in rows if name == "sft" or f"task={name} " in command}
-    assert named >= {path.stem for path in (conf_dir() / "task").glob("*.yaml")}
+    assert named >= {path.stem for path in (CONF / "task").glob("*.yaml")}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.plan.geometry import geometry
 
 KNOWN = ["tiny", "gpt2", "llama2_7b", "llama3_8b", "qwen3_8b", "opt_1_3b", "llama_1_7b"]
@@ -17,7 +17,7 @@ def test_parameter_count_is_that_of_transformers(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    model = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
+    model = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     shape = geometry(model["kind"], model["config"])
     assert shape is not None
     with torch.device("meta"):

@@ -259,7 +259,7 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     exp = on_gpus(tmp_path, config=wide, batch={"micro_batch": 8}, model={"init": "pretrained"})
     plan = make_plan(exp)
     assert not plan.memory[0].traced
-    traces = find_traces(exp, plan, others=True, make=True)  # in a process of its own
+    traces = find_traces(exp, plan, variants=True, make=True)  # in a process of its own
     assert not traces.problem
     assert TraceKey(plan.attention_on("small"), "full", 1) in traces.found
     found = with_traces(plan, exp, traces)
@@ -272,7 +272,7 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     named = next(one for one in every if one.fits and one.micro_batch <= 8)
     assert " ".join(named.overrides(exp)) in found.warnings[1]
     # The second plan of the same starts no process.
-    again = find_traces(exp, plan, others=True, make=False)
+    again = find_traces(exp, plan, variants=True, make=False)
     assert again.found == traces.found
 
 
@@ -282,5 +282,5 @@ def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
     exp = on_gpus(tmp_path)
     plan = make_plan(exp)
-    traces = find_traces(exp, plan, others=False, make=False)
+    traces = find_traces(exp, plan, variants=False, make=False)
     assert with_traces(plan, exp, traces) == plan

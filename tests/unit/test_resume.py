@@ -87,7 +87,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
 
 
 def going_on(run: RunDir, *overrides: str):
-    words = parse_run_command("resume", [str(run.root), *overrides], own=OWN)
+    words = parse_run_command("resume", [str(run.root), *overrides], own_keys=OWN)
     return next_run(run, snapshot.load(run), words, read_state(run))
 
 
@@ -305,7 +305,7 @@ def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:
     trained(run, 5)
     upcoming = going_on(run, "zero=stage3", "launch.max_restarts=9")
     differs = [Difference(MAY, "torch", "1", "2")]
-    kept = archive_run(run, found=upcoming.changes, differs=differs, words=["w"], step=4)
+    kept = archive_run(run, edits=upcoming.changes, differs=differs, words=["w"], step=4)
     assert kept == run.root / "history" / "001"
     assert {path.name for path in kept.iterdir()} == {
         "changes.json", "config.yaml", "ds_config.json", "metrics.jsonl", "overrides.yaml",
@@ -318,7 +318,7 @@ def test_what_a_run_was_before_is_kept_and_a_reproduction_says_so(run) -> None:
     rows = all_differences(run, new.experiment, new, then=record, now=record)
     (row,) = [row for row in rows if row.what == "resumed at step 4"]
     assert (row.severity, row.then) == (BREAKS, "other zero.stage, torch")
-    assert archive_run(run, found=[], differs=[], words=[], step=5).name == "002"
+    assert archive_run(run, edits=[], differs=[], words=[], step=5).name == "002"
 
 
 def test_files_of_other_hosts_need_not_be_here(run) -> None:

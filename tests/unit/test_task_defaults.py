@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llmx.compose.task_rules import defaults_of, origin_of_batch, origin_of_lr
-from llmx.config.groups import conf_dir
+from llmx.config.groups import CONF
 from llmx.config.tasks import shipped_tasks
 from tests.composing import composed
 
@@ -27,7 +27,7 @@ def test_the_docs_have_the_table() -> None:
     }
     epochs = {
         path.stem: yaml.safe_load(path.read_text())["epochs"]
-        for path in (conf_dir() / "task").glob("*.yaml")
+        for path in (CONF / "task").glob("*.yaml")
     }
     assert written == {
         name: (row.full, row.adapter, row.scratch, row.batch, row.scratch_batch, epochs[name])

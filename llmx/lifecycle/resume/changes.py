@@ -6,10 +6,9 @@ Also edits of ``config.yaml`` by hand, which are changes that nobody has typed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
@@ -63,7 +62,7 @@ class Change:
 
     @property
     def values(self) -> str:
-        """``1 -> 2``."""
+        """The change as ``1 -> 2``."""
         return f"{short_value(self.old)} -> {short_value(self.new)}"
 
 
@@ -149,13 +148,13 @@ def rule_of(key: str) -> Rule:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys whose values differ, in the order of the schema."""
-    found = changed_values(old, new)
-    return [Change(key, before, after, rule_of(key)) for key, (before, after) in found.items()]
+    values = changed_values(old, new)
+    return [Change(key, before, after, rule_of(key)) for key, (before, after) in values.items()]
 
 
-def refuse(found: list[Change]) -> None:
+def refuse(edits: list[Change]) -> None:
     """Raise ConfigError with every change that is not allowed, and why."""
-    refused = [change for change in found if not change.rule.allowed]
+    refused = [change for change in edits if not change.rule.allowed]
     if refused:
         lines = [
             f"{change.key}: cannot change {change.values}: {change.rule.why}." for change in refused
@@ -167,7 +166,7 @@ def refuse(found: list[Change]) -> None:
 
 
 def refuse_other_content(
-    found: list[Change], then: Mapping[str, Any], now: Mapping[str, Any]
+    edits: list[Change], then: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError where an input has a new path and different content.
 
@@ -179,7 +178,7 @@ def refuse_other_content(
         "model.path": ("model", "tokenizer"),
         "model.tokenizer": ("tokenizer",),
     }
-    for change in found:
+    for change in edits:
         for name in prints.get(change.key, ()):
             old = (then.get("fingerprints") or {}).get(name)
             new = (now.get("fingerprints") or {}).get(name)
@@ -215,7 +214,7 @@ def table() -> str:
 
 @dataclass(frozen=True)
 class Next:
-    """How a run goes on."""
+    """The run that follows: its experiment and plan, and the changes."""
 
     former: Experiment
     composed: Composed
@@ -227,7 +226,7 @@ class Next:
 
     @property
     def last_step(self) -> int | None:
-        """After which training ends."""
+        """The step after which training ends."""
         stop = self.composed.experiment.task.stop_at_step
         return self.total if stop is None or self.total is None else min(stop, self.total)
 
@@ -238,11 +237,11 @@ def next_run(
     words: RunCommand,
     state: RunState,
     *,
-    asked: Experiment | None = None,
+    edited: Experiment | None = None,
 ) -> Next:
     """Apply, check, complete, plan; ConfigError for all that may not be.
 
-    ``asked``: the experiment to go on with, where it is known whole; else the words are applied.
+    ``edited``: the experiment to go on with, where it is known whole; else the words are applied.
     """
     for word in words.overrides:
         if group_of(word) in ("experiment", "model", "data"):
@@ -251,14 +250,16 @@ def next_run(
                 "`python -m llmx resume --help` lists what may change."
             )
     exp = dataclasses.replace(exp, dry_run=False)
-    if asked is None:
-        asked = apply(exp, words.overrides, config_dirs=words.config_dirs)
-    asked = dataclasses.replace(asked, name=exp.name or run.root.name)
+    if edited is None:
+        edited = apply(exp, words.overrides, config_dirs=words.config_dirs)
+    edited = dataclasses.replace(edited, name=exp.name or run.root.name)
     old_plan = plan_of(run, exp)
-    found = changes(to_dict(exp), to_dict(asked))
-    refuse([change for change in found if not _is_the_same_batch(change, old_plan)])
-    keys = {change.key for change in found}
-    new = _completed(run, exp, asked, keys, old_plan)
+    edits = changes(to_dict(exp), to_dict(edited))
+    # batch.global_batch=N with the N that it has had all along is no change of the run.
+    same_batch = ("batch.global_batch", old_plan.batch.global_batch)
+    refuse([change for change in edits if (change.key, change.new) != same_batch])
+    keys = {change.key for change in edits}
+    new = _completed(run, exp, edited, keys, old_plan)
     check_effects(new, words.overrides, command="resume")
     composed = keep_choice(plan_experiment(new), old_plan, keys)
     new = composed.experiment
@@ -268,14 +269,14 @@ def next_run(
         composed=composed,
         changes=changes(to_dict(exp), to_dict(new)),
         words=words.overrides,
-        dry_run=asked.dry_run,
+        dry_run=edited.dry_run,
         total=_total(new.data, new.task, composed.plan, state),
     )
 
 
 def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Composed:
-    """With what the former plan chose (``auto``) and why, unless one of the changed ``keys`` is
-    among what it chose or what it chose by."""
+    """Keep the former plan's choice (``auto``) and its reason, unless one of the changed ``keys``
+    was chosen by it or went into it."""
     among = ("zero.", "batch.", "hardware.", "model.activation_checkpointing")
     if composed.plan.chosen is not None or any(key.startswith(among) for key in keys):
         return composed
@@ -284,23 +285,18 @@ def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Compos
 
 
 def plan_of(run: RunDir, exp: Experiment) -> Plan:
-    """``plan.json``; planned anew where it is missing, torn, or of a version with other fields."""
+    """Read ``plan.json``; plan again if it is missing, torn, or of a version with other fields."""
     try:
         return Plan.from_dict(read_json(run.plan))
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return plan_experiment(exp).plan
 
 
-def _is_the_same_batch(change: Change, plan: Plan) -> bool:
-    """``batch.global_batch=N`` with the N it has had all along is no change of the run."""
-    return change.key == "batch.global_batch" and change.new == plan.batch.global_batch
-
-
 def _completed(
-    run: RunDir, exp: Experiment, asked: Experiment, keys: set[str], plan: Plan
+    run: RunDir, exp: Experiment, edited: Experiment, keys: set[str], plan: Plan
 ) -> Experiment:
-    """As ``llmx.compose.complete.complete`` would, but only for what the user changed."""
-    new = dataclasses.replace(asked, run_dir=str(run.root), dry_run=False)
+    """Complete the changed keys as ``llmx.compose.complete.complete`` would."""
+    new = dataclasses.replace(edited, run_dir=str(run.root), dry_run=False)
     groups = {key.split(".", 1)[0] for key in keys}
     if "hardware" in groups:
         new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
@@ -327,8 +323,8 @@ def _completed(
 
 
 def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:
-    """With the global batch of ``plan``, where hardware or batch are among the changed ``keys``;
-    the accumulation follows from it unless it is one of them."""
+    """Keep the global batch of ``plan`` if hardware or batch are among the changed ``keys``; the
+    accumulation follows from it unless it is one of them."""
     if not any(key.startswith(("hardware.", "batch.")) for key in keys):
         return exp
     batch = dataclasses.replace(
@@ -363,7 +359,8 @@ def _total(data: DataConfig, task: TaskConfig, plan: Plan, state: RunState) -> i
 
 
 def schedule_note(upcoming: Next, state: RunState, origin: int) -> str:
-    """How the learning rate of the next step changes with the length or the optimizer's values."""
+    """A line on the learning rate of the next step, if the length or the optimizer's values change
+    it."""
     old, new = (
         optim_of(upcoming.former.optim, upcoming.former.adapter),
         optim_of(upcoming.composed.experiment.optim, upcoming.composed.experiment.adapter),
@@ -397,7 +394,7 @@ def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
     now = read_mapping(run.config)
     if not recorded or not now or snapshot.hash_of(now) == recorded:
         return []
-    for path in _copies(run):
+    for path in sorted(run.checkpoints.glob("step-*/config.yaml"), reverse=True):
         former = read_mapping(path)
         if former and snapshot.hash_of(former) == recorded:
             return [
@@ -416,8 +413,3 @@ def edited_config(run: RunDir, then: Mapping[str, Any]) -> list[Difference]:
             snapshot.hash_of(now)[:12], "no copy of the recorded one is left to compare it with",
         )
     ]  # fmt: skip
-
-
-def _copies(run: RunDir) -> Iterator[Path]:
-    """Of ``config.yaml`` as it was: in checkpoints, the newest first."""
-    yield from sorted(run.checkpoints.glob("step-*/config.yaml"), reverse=True)

@@ -34,9 +34,10 @@ from llmx.lifecycle.resume.run_state import (
     read_state,
     roll_back,
     set_aside,
+    trusted_run,
 )
 from llmx.lifecycle.start import launched
-from llmx.run import snapshot, trust
+from llmx.run import snapshot
 from llmx.run.provenance import record
 from llmx.run.provenance.differences import (
     BREAKS,
@@ -56,30 +57,25 @@ OWN = ("step", "trust")
 
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code of the run."""
-    launch = prepare_resume(parse_run_command("resume", words, own=OWN), typed=words)
+    launch = prepare_resume(parse_run_command("resume", words, own_keys=OWN), typed=words)
     return 0 if launch is None else launched(launch)
 
 
 def prepare_resume(
-    words: RunCommand, *, typed: Sequence[str] = (), asked: Experiment | None = None
+    words: RunCommand, *, typed: Sequence[str] = (), edited: Experiment | None = None
 ) -> LaunchSpec | None:
     """Check everything, say it, and rewrite what changes; what is to be launched, or None.
 
-    ``asked``: the experiment to continue with, where it is known whole.
+    ``edited``: the experiment to continue with, where it is known whole.
     """
     from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import refuse_alive
 
-    run = RunDir(words.run)
-    exp = snapshot.load(run)
-    trust.check_trusted(
-        run, trust.code_of(exp), trust.MODEL, trust.TASK, trust.LAUNCH,
-        trusted=words.flag("trust"), say="trust=true",
-    )  # fmt: skip
+    run, exp = trusted_run(words)
     refuse_alive(run, snapshot.run_id(run) or "-")
     state = read_state(run)
     step = words.step("step", least=0)
-    upcoming = next_run(run, exp, words, state, asked=asked)
+    upcoming = next_run(run, exp, words, state, edited=edited)
     composed, _ = with_traced_memory(upcoming.composed, make=False)
     upcoming = replace(upcoming, composed=composed)
     if nothing_left(run, upcoming, state, step):
@@ -87,25 +83,25 @@ def prepare_resume(
     origin = first_step(run, state, step)
     new = upcoming.composed
     check_launch(new.experiment, new.plan)
-    check_paths(new.experiment.data, new.experiment.model, new.experiment.task, new.plan)
+    check_paths(new.experiment, new.plan)
     check_packages(new.experiment.tracking)
     environment = rank_environment(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed), environment=environment)
     then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
-    found = of_this_machine(differences(then, now), new.plan) if then else []
-    found += hosts_then_and_now(run, new.experiment.launch, new.experiment.run_dir, new.plan)
-    found += edited_config(run, then)
+    rows = of_this_machine(differences(then, now), new.plan) if then else []
+    rows += hosts_then_and_now(run, new.experiment.launch, new.experiment.run_dir, new.plan)
+    rows += edited_config(run, then)
     if origin:
-        refuse_other_data(found)
-    _print_changes(run, upcoming, state, origin=origin, step=step, found=found)
+        refuse_other_data(rows)
+    _print_changes(run, upcoming, state, origin=origin, step=step, rows=rows)
     if upcoming.dry_run:
         print("  nothing was changed or started (dry_run=true)")
         return None
     check_writable(
         run.config, fix="Copy the run to a directory that you can write to, and resume the copy."
     )
-    severe = [row for row in found if row.severity != HARMLESS]
+    severe = [row for row in rows if row.severity != HARMLESS]
     _rewrite(
         run, upcoming, state, severe,
         origin=origin, step=step, then=then, now=now, typed=typed,
@@ -113,11 +109,15 @@ def prepare_resume(
     return write_launch_files(new.experiment, new.plan, run)
 
 
-def refuse_other_data(found: Sequence[Difference]) -> None:
+def refuse_other_data(rows: Sequence[Difference]) -> None:
     """ConfigError where the samples of a step would no longer be what they were."""
-    other = [row for row in found if row.what in ("data", "tokenizer") and row.severity == BREAKS]
-    if other:
-        lines = [f"{row.what}: {row.then} then, {row.now} now; {row.advice}." for row in other]
+    changed_inputs = [
+        row for row in rows if row.what in ("data", "tokenizer") and row.severity == BREAKS
+    ]
+    if changed_inputs:
+        lines = [
+            f"{row.what}: {row.then} then, {row.now} now; {row.advice}." for row in changed_inputs
+        ]
         raise ConfigError(
             "the run was trained on other data, so it cannot be resumed:\n  " + "\n  ".join(lines)
         )
@@ -138,13 +138,13 @@ def nothing_left(run: RunDir, upcoming: Next, state: RunState, step: int | None)
         return True
     if last is not None and last > state.finished_at:
         return False
-    at, whole = state.finished_at, upcoming.total
-    if whole is not None and whole > at:
-        word, said = "task.stop_at_step=null", f" of {whole} (task.stop_at_step={last})"
+    at, total = state.finished_at, upcoming.total
+    if total is not None and total > at:
+        word, suffix = "task.stop_at_step=null", f" of {total} (task.stop_at_step={last})"
     else:
-        word, said = f"task.steps={max(2 * at, (last or 0) + 1)}", ""
+        word, suffix = f"task.steps={max(2 * at, (last or 0) + 1)}", ""
     print(
-        f"{run.root}\n  has finished at step {at}{said}: nothing to resume.\n"
+        f"{run.root}\n  has finished at step {at}{suffix}: nothing to resume.\n"
         f"  To train longer: python -m llmx resume {shlex.quote(str(run.root))} {word}"
     )
     return True
@@ -155,30 +155,30 @@ def first_step(run: RunDir, state: RunState, step: int | None) -> int:
     if step == 0:
         return 0
     if step is not None:
-        known = ", ".join(str(known) for known in state.checkpoints) or "none"
+        steps = ", ".join(str(steps) for steps in state.checkpoints) or "none"
         if step not in state.checkpoints:
             raise ConfigError(
                 f"step={step}: no checkpoint of that step in {run.checkpoints}. There are: "
-                f"{known}; step=0 starts from the beginning."
+                f"{steps}; step=0 starts from the beginning."
             )
         problems = problems_of(run, step)
         if problems:
             raise ConfigError(
                 f"step={step}: that checkpoint is damaged: {'; '.join(problems)}. Choose another: "
-                f"{known}."
+                f"{steps}."
             )
         return step
-    found = newest_usable(run, state.checkpoints)
+    newest = newest_usable(run, state.checkpoints)
     # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
-    if found.step is None and state.saved - set(found.damaged) and found.damaged:
+    if newest.step is None and state.saved - set(newest.damaged) and newest.damaged:
         raise CheckpointError(
-            f"none of the checkpoints in {run.checkpoints} can be used:\n{found.words()}\nPut a "
+            f"none of the checkpoints in {run.checkpoints} can be used:\n{newest.words()}\nPut a "
             f"good copy of the named file back, or begin again: python -m llmx resume "
             f"{shlex.quote(str(run.root))} step=0 (the damaged ones are kept in history/)."
         )
-    for damaged, problems in found.damaged.items():
+    for damaged, problems in newest.damaged.items():
         print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
-    return found.step or 0
+    return newest.step or 0
 
 
 def _print_changes(
@@ -188,9 +188,9 @@ def _print_changes(
     *,
     origin: int,
     step: int | None,
-    found: Sequence[Difference],
+    rows: Sequence[Difference],
 ) -> None:
-    """What happens next, before it does."""
+    """Print the next steps before they are taken."""
     print(f"resuming {run.root}\n  state     {state.ending}")
     if origin:
         again = max(0, state.last_step - origin)
@@ -215,7 +215,7 @@ def _print_changes(
     note = schedule_note(upcoming, state, origin)
     if note:
         print(f"  schedule  {note}")
-    for difference in found:
+    for difference in rows:
         if difference.severity != HARMLESS:
             print(
                 f"  differs   {difference.what}: {difference.then} then, {difference.now} now"
@@ -247,18 +247,18 @@ def _rewrite(
         write_resume,
     )
 
-    newer = [known for known in state.checkpoints if step is not None and known > step]
+    newer = [saved for saved in state.checkpoints if step is not None and saved > step]
     again = state.last_step > origin == 0
     other = state.was_launched and bool(severe)
     keeps = bool(upcoming.changes or newer or again or other)
     if keeps:
         directory = archive_run(
-            run, found=upcoming.changes, differs=severe, words=typed, step=origin
+            run, edits=upcoming.changes, differs=severe, words=typed, step=origin
         )
         print(f"  kept      the previous files in {directory.relative_to(run.root)}/")
         set_aside(run, newer, directory)
         if newer:
-            moved = ", ".join(str(known) for known in newer)
+            moved = ", ".join(str(saved) for saved in newer)
             print(f"  moved     newer checkpoints ({moved}) are there, too")
         overrides = [*snapshot.read_overrides(run), *upcoming.words]
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))

@@ -13,6 +13,9 @@ from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.checkpoint.selection import check_file, list_steps
+from llmx.compose.apply_overrides import RunCommand
+from llmx.config import Experiment
+from llmx.run import snapshot, trust
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.provenance.differences import Difference
 from llmx.run.rundir import RunDir, read_mapping, write_json
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunState:
-    """What the files of a run say."""
+    """The state of a run, read from its files."""
 
     started: dict[str, Any] | None
     """The ``start`` line, with what a ``resumed`` event changed; None before training began."""
@@ -67,6 +70,16 @@ class RunState:
         word = "interrupted" if self.outcome == "interrupted" else f"failed ({self.outcome})"
         cause = self.cause.splitlines()[0] if self.cause else ""
         return f"{word} {at}" + (f": {cause}" if cause else "")
+
+
+def trusted_run(words: RunCommand) -> tuple[RunDir, Experiment]:
+    """The run that a command names, and its snapshot. ConfigError unless its code may run here."""
+    run = RunDir(words.run)
+    exp = snapshot.load(run)
+    kinds = (trust.MODEL, trust.TASK, trust.LAUNCH)
+    trusted = words.flag("trust")
+    trust.check_trusted(run, trust.code_of(exp), *kinds, trusted=trusted, say="trust=true")
+    return run, exp
 
 
 def read_state(run: RunDir) -> RunState:
@@ -117,9 +130,9 @@ class Chosen:
     damaged: dict[int, list[str]] = field(default_factory=dict)
 
     def words(self) -> str:
-        """The damaged ones, a line each."""
+        """The damaged checkpoints, one per line."""
         return "\n".join(
-            f"  step {step}: {'; '.join(found)}" for step, found in self.damaged.items()
+            f"  step {step}: {'; '.join(problems)}" for step, problems in self.damaged.items()
         )
 
 
@@ -135,8 +148,8 @@ def newest_usable(run: RunDir, steps: Sequence[int]) -> Chosen:
 
 
 def problems_of(run: RunDir, step: int) -> list[str]:
-    """What is wrong with the checkpoint of a step; empty where manifest and sizes are right, and
-    of a small one the hashes (``is_hashed``).
+    """The problems of the checkpoint of a step; empty where manifest and sizes are right, and for a
+    small one the hashes (``is_hashed``).
 
     Without a shared file system a file may lie on the host that wrote it alone: only a host
     with none of its files missing here is held to them.
@@ -152,17 +165,17 @@ def problems_of(run: RunDir, step: int) -> list[str]:
         if len(set(manifest.hosts.values())) > 1
         and all(sizes[name] is None for name, owner in manifest.hosts.items() if owner == host)
     }
-    found = []
+    problems = []
     for name, entry in sorted(manifest.files.items()):
         size = sizes[name]
         if size is None and manifest.hosts.get(name) not in elsewhere:
-            found.append(str(Problem(name, f"{entry.bytes:,} bytes", "is missing")))
+            problems.append(str(Problem(name, f"{entry.bytes:,} bytes", "is missing")))
         elif size is not None and size != entry.bytes:
-            found.append(str(Problem(name, f"{entry.bytes:,} bytes", f"has {size:,}")))
+            problems.append(str(Problem(name, f"{entry.bytes:,} bytes", f"has {size:,}")))
         elif size is not None and manifest.num_bytes <= HASHED_BYTES:
             problem = check_file(directory, name, entry)
-            found += [str(problem)] if problem else []
-    return found
+            problems += [str(problem)] if problem else []
+    return problems
 
 
 def is_hashed(run: RunDir, step: int) -> bool:
@@ -186,7 +199,7 @@ def _size(path: Path) -> int | None:
 def archive_run(
     run: RunDir,
     *,
-    found: Sequence[Change],
+    edits: Sequence[Change],
     differs: Sequence[Difference],
     words: Sequence[str],
     step: int,
@@ -196,8 +209,8 @@ def archive_run(
     ``step``: where the run goes on with the new values. ``differs``: what is not as it was in
     code, packages and devices.
     """
-    taken = [int(path.name) for path in history(run)]
-    directory = run.root / "history" / f"{max(taken, default=0) + 1:03d}"
+    numbers = [int(path.name) for path in history(run)]
+    directory = run.root / "history" / f"{max(numbers, default=0) + 1:03d}"
     directory.mkdir(parents=True)
     for path in (
         run.config, run.plan, run.ds_config, run.overrides, run.provenance, run.result,
@@ -211,8 +224,8 @@ def archive_run(
             "time": time.time(),
             "step": step,
             "words": list(words),
-            "changes": {change.key: [change.old, change.new] for change in found},
-            "effects": {change.key: change.rule.effect for change in found},
+            "changes": {change.key: [change.old, change.new] for change in edits},
+            "effects": {change.key: change.rule.effect for change in edits},
             "differs": [difference.to_dict() for difference in differs],
         },
     )
@@ -220,10 +233,10 @@ def archive_run(
 
 
 def history(run: RunDir) -> list[Path]:
-    """The numbered directories, oldest first."""
+    """The numbered directories of ``history/``, the oldest first."""
     parent = run.root / "history"
-    found = parent.iterdir() if parent.is_dir() else iter(())
-    return sorted(path for path in found if path.name.isdigit() and path.is_dir())
+    entries = parent.iterdir() if parent.is_dir() else iter(())
+    return sorted(path for path in entries if path.name.isdigit() and path.is_dir())
 
 
 def roll_back(run: RunDir, rollbacks: Sequence[int], step: int) -> list[int]:
@@ -238,8 +251,8 @@ def roll_back(run: RunDir, rollbacks: Sequence[int], step: int) -> list[int]:
 
 
 def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
-    """Move newer checkpoints away: the run goes on from an earlier one, and must never take up
-    the abandoned branch again by itself. Moved by a rename, nothing is copied or lost."""
+    """Move newer checkpoints away: the run goes on from an earlier one, and must never return to
+    the abandoned branch by itself. They are renamed, so nothing is copied or lost."""
     for step in steps:
         target = directory / "checkpoints" / run.checkpoint(step).name
         target.parent.mkdir(parents=True, exist_ok=True)
