@@ -10,9 +10,10 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from llmx.cli.arguments import as_meant
-from llmx.compose.complete import Composed, compose
+from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.hydra_config import register_defaults
 from llmx.compose.overrides import resolve_alias
+from llmx.config import experiment_from_dict
 from llmx.config.groups import CONF
 
 
@@ -29,4 +30,5 @@ def values(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> dict[
 
 def composed(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Composed:
     """Composed, completed, validated and planned."""
-    return compose(values(overrides, run_dir=run_dir))
+    exp = experiment_from_dict(values(overrides, run_dir=run_dir))
+    return plan_experiment(*complete(exp))

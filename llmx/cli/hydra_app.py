@@ -6,6 +6,7 @@ Light until Hydra is needed: the imports are inside.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import signal
@@ -14,11 +15,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmx.cli.commands import COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean, disk_is_full
 from llmx.text import one_line, plural
+
+if TYPE_CHECKING:
+    from llmx.config import Experiment
 
 _READERS = ("hydra", "omegaconf", "antlr4")
 
@@ -98,7 +102,7 @@ def _compose(
     inside = False
 
     def job(cfg: DictConfig) -> int:
-        from llmx.compose.complete import compose
+        from llmx.compose.complete import complete, plan_experiment
         from llmx.compose.effects import check_effects
         from llmx.config import experiment_from_dict
         from llmx.lifecycle.start import require_success, run_composed
@@ -109,23 +113,23 @@ def _compose(
         hydra_config = HydraConfig.get()
         directory = Path(hydra_config.runtime.output_dir)
         try:
-            composed = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-            assert isinstance(composed, dict)
-            values = {str(key): value for key, value in composed.items()}
+            values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            exp = experiment_from_dict(values)
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
-                check_effects(experiment_from_dict(values), words, command=command)
-            has_own_dir = values.get("run_dir") != str(directory)
+                check_effects(exp, words, command=command)
+            has_own_dir = exp.run_dir != str(directory)
             if command or has_own_dir:
                 _remove_if_empty(directory)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
                 directory = claim(directory)
-                values["run_dir"] = str(directory)
+                exp = dataclasses.replace(exp, run_dir=str(directory))
             if command:
-                code = _run_command(command, values, own_keys=own_keys)
+                code = _run_command(command, exp, own_keys=own_keys)
             else:
-                code = run_composed(compose(values), overrides=words, keep=keep or has_own_dir)
+                composed = plan_experiment(*complete(exp))
+                code = run_composed(composed, overrides=words, keep=keep or has_own_dir)
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
@@ -205,15 +209,14 @@ def _mode_as_typed(argv: Sequence[str]) -> Iterator[None]:
         Hydra.get_mode = get_mode  # type: ignore[method-assign]
 
 
-def _run_command(command: str, values: dict[str, Any], *, own_keys: Sequence[str]) -> int:
-    """Hand the completed config to a command's process; returns its exit code."""
+def _run_command(command: str, exp: Experiment, *, own_keys: Sequence[str]) -> int:
+    """Complete the config and hand it to a command's process; returns its exit code."""
     from llmx.compose.complete import check, complete
-    from llmx.config import experiment_from_dict
     from llmx.run.scratch import scratch_directory
     from llmx.run.snapshot import dump_config
 
     entry = COMMANDS[command]
-    exp, problems = complete(experiment_from_dict(values))
+    exp, problems = complete(exp)
     if entry.trains:
         check(exp, problems)
     elif problems:

@@ -60,7 +60,7 @@ def compare(words: Sequence[str], names: Sequence[str], *, stream: TextIO) -> in
 
 def planned(line: Line) -> Composed:
     """The experiment of a command line, composed and planned as ``plan`` does; writes nothing."""
-    from llmx.compose.complete import compose
+    from llmx.compose.complete import complete, plan_experiment
     from llmx.compose.effects import check_effects
     from llmx.compose.hydra_config import composed_values, register_defaults
     from llmx.config import experiment_from_dict
@@ -76,6 +76,7 @@ def planned(line: Line) -> Composed:
     register_defaults()
     directories = [line.config_dir] if line.config_dir else []
     values = composed_values("config", words, typed=typed, config_dirs=directories)
-    check_effects(experiment_from_dict(values), typed)
-    composed = with_traced_choice(with_checked_inputs(compose(values)))
+    exp = experiment_from_dict(values)
+    check_effects(exp, typed)
+    composed = with_traced_choice(with_checked_inputs(plan_experiment(*complete(exp))))
     return with_learned_time(with_traced_memory(composed, make=True)[0])

@@ -1,9 +1,10 @@
-"""From composed values to a complete, validated experiment with its plan.
+"""From a composed experiment to a complete, validated one with its plan.
 
-The one road from a config to a run, used by the command line and by the launcher plugin:
-type the values, make the hardware explicit, make local paths absolute and look at them, shorten a
-trial, check the rules, plan. What a snapshot holds is the result, so it means the same on another
-machine.
+    plan_experiment(*complete(experiment_from_dict(values)))
+
+The command line and the launcher plugin both make the hardware explicit, make local paths absolute
+and look at them, shorten a trial, check the rules, and plan. A snapshot has the result, so it means
+the same on another machine.
 """
 
 from __future__ import annotations
@@ -74,11 +75,6 @@ class Composed:
     ds_config: dict[str, Any]
     asked: Experiment | None = None
     """As it was before the plan chose; None where nothing was left to it."""
-
-
-def compose(values: dict[str, Any]) -> Composed:
-    """Type, complete, validate and plan; raises ConfigError with all that is wrong."""
-    return plan_experiment(*complete(experiment_from_dict(values)))
 
 
 def plan_experiment(
@@ -165,22 +161,14 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     Also returns one message for each path that cannot be used.
     """
     hardware = resolve_hardware(exp.hardware)
-    zero = exp.zero
-    if zero.hpz_partition_size == 0 and hardware.hosts:
-        zero = dataclasses.replace(zero, hpz_partition_size=hardware.hosts[0].slots)
     names = local_names()
     all_here = exp.launch.sync == "rsync" or all(
         {host.name, host.address} & names for host in hardware.hosts
     )
     data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
-    # Groups bring epochs and warmup_fraction; a user who types steps means steps.
-    task, optim = with_code_path(exp.task), exp.optim
+    task = with_code_path(exp.task)
     task, about = _with_model_sources(task, seq_len=data.seq_len, all_here=all_here)
     problems += about
-    if task.steps is not None:
-        task = dataclasses.replace(task, epochs=None)
-    if optim.warmup_steps is not None:
-        optim = dataclasses.replace(optim, warmup_fraction=None)
     # What a local model says of itself wins over nothing, and loses to what the user set.
     of_files, about = _model_directory(
         model.path,
@@ -201,12 +189,23 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         model=model,
         data=data,
         task=task,
-        zero=zero,
         hardware=hardware,
-        optim=optim,
         tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
-    return shortened(with_task_defaults(exp)), problems
+    return shortened(with_task_defaults(with_implied_values(exp))), problems
+
+
+def with_implied_values(exp: Experiment) -> Experiment:
+    """Set values that follow from others. Groups bring epochs and warmup_fraction; a user who types
+    steps means steps."""
+    zero, task, optim = exp.zero, exp.task, exp.optim
+    if zero.hpz_partition_size == 0 and exp.hardware.hosts:
+        zero = dataclasses.replace(zero, hpz_partition_size=exp.hardware.hosts[0].slots)
+    if task.steps is not None:
+        task = dataclasses.replace(task, epochs=None)
+    if optim.warmup_steps is not None:
+        optim = dataclasses.replace(optim, warmup_fraction=None)
+    return dataclasses.replace(exp, zero=zero, task=task, optim=optim)
 
 
 def check_paths(exp: Experiment, plan: Plan) -> None:

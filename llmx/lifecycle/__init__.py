@@ -2,7 +2,7 @@
 
 A start (``start.run_composed``; ``start.prepare`` for each trial of a sweep):
 
-1. ``compose.complete.compose`` types and completes the config, checks its rules, and plans.
+1. ``compose.complete`` completes the typed config, checks its rules, and plans.
 2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before
    anything is written.
 3. ``preflight.with_checked_inputs`` looks at the files of the models and at the first rows of each

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmx.compose.complete import Composed, compose
+from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.user_files import check_user_files
+from llmx.config import experiment_from_dict
 from llmx.config.addresses import address_problem, alias, bare, canonical
 from llmx.errors import ConfigError
 from llmx.launch.files import make_spec, rendered_files
@@ -35,7 +36,7 @@ def hardware(*hosts: dict[str, Any], overrides: list[str] | None = None, **more:
     """Composed on these hosts."""
     given = composition(*(overrides or []))
     given["hardware"] |= {"hosts": [{**A100, **host} for host in hosts], **more}
-    return compose(given)
+    return plan_experiment(*complete(experiment_from_dict(given)))
 
 
 TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"})
@@ -117,7 +118,7 @@ def test_a_value_of_another_type(key: str, given: Any, message: str) -> None:
     changed = composition()
     changed["hardware"][key] = given
     with pytest.raises(ConfigError, match=message):
-        compose(changed)
+        plan_experiment(*complete(experiment_from_dict(changed)))
 
 
 def test_all_problems_at_once() -> None:

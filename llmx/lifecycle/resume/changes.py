@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
-from llmx.compose.complete import Composed, plan_experiment
+from llmx.compose.complete import Composed, plan_experiment, with_implied_values
 from llmx.compose.effects import check_effects
 from llmx.compose.task_rules import with_default_lr
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
@@ -301,25 +301,16 @@ def _completed(
     if "hardware" in groups:
         new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
     new = with_same_batch(new, keys, plan)
-    if new.zero.hpz_partition_size == 0:
-        slots = new.hardware.hosts[0].slots
-        zero = dataclasses.replace(new.zero, hpz_partition_size=slots)
-        new = dataclasses.replace(new, zero=zero)
-    task = new.task
+    task, optim = new.task, new.optim
     if "task.epochs" in keys and "task.steps" not in keys:
         task = dataclasses.replace(task, steps=None)
-    elif task.steps is not None:
-        task = dataclasses.replace(task, epochs=None)
-    optim = new.optim
     if "optim.warmup_fraction" in keys and "optim.warmup_steps" not in keys:
         optim = dataclasses.replace(optim, warmup_steps=None)
-    elif optim.warmup_steps is not None:
-        optim = dataclasses.replace(optim, warmup_fraction=None)
     # A run that was stopped on the way and is made longer is not to stop there again.
     longer = {"task.steps", "task.epochs"} & keys and "task.stop_at_step" not in keys
     if longer and exp.task.stop_at_step is not None:
         task = dataclasses.replace(task, stop_at_step=None)
-    return with_default_lr(dataclasses.replace(new, task=task, optim=optim))
+    return with_default_lr(with_implied_values(dataclasses.replace(new, task=task, optim=optim)))
 
 
 def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:
