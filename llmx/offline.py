@@ -1,4 +1,4 @@
-"""Without network, the Hugging Face Hub is not asked: its client would retry for a minute.
+"""Keeps the client of the Hugging Face Hub offline without a network: it would retry for a minute.
 
 Imported before transformers, so it uses the standard library only. Tried by
 ``python -m pytest tests/unit/test_offline.py``.

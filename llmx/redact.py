@@ -1,4 +1,4 @@
-"""Credentials: which variables and texts hold one, and how both are shown without it.
+"""Recognises credentials in variables and texts, and hides them.
 
 ``is_secret`` decides what ranks get and what a config may hold; ``redact`` is used by everything
 that writes or shows text. Standard library only; every package may import it.

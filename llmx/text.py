@@ -1,5 +1,5 @@
-"""Words of messages: numbers as a person reads them, numbers with their nouns, and text that a
-terminal may safely be given: ``6.74 B``, ``1 min 12 s``, ``96.9 %``, ``1,200 rows``.
+"""Formats numbers, numbers with nouns, and text that is safe on a terminal: ``6.74 B``, ``1 min 12
+s``, ``96.9 %``, ``1,200 rows``.
 
 Standard library only; every package may import it (``from llmx import text as human``).
 """

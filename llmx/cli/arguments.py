@@ -1,4 +1,4 @@
-"""What the user typed, before Hydra sees it: commands, options, the demo default. Pure."""
+"""The words of a command line before Hydra sees them: commands, options, the demo default. Pure."""
 
 from __future__ import annotations
 

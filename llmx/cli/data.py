@@ -1,4 +1,4 @@
-"""``python -m llmx data``: prepare, say what became of every row, show what is trained on.
+"""``python -m llmx data``: prepare the data, report on its records, and show samples.
 
     python -m llmx data task=sft data=file data.path=chats.jsonl model=...
     python -m llmx data preview=3 ...      # samples token by token

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model, or as ONNX or GGUF: ``python -m llmx export RUN_DIR``.
+"""Export a checkpoint as a Hugging Face model, ONNX or GGUF: ``python -m llmx export RUN_DIR``.
 
 Offline, on one machine, without a GPU, and without torch where files have the weights as memory
 has them (the others, such as fused experts, are converted by transformers): the fragments are

@@ -1,4 +1,4 @@
-"""The words of a command, read by argparse as the table of commands has them."""
+"""Parses the words of a command with argparse, by the table of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions of a file of prompts: ``python -m llmx generate RUN --prompts FILE --out FILE``.
+"""Complete a file of prompts: ``python -m llmx generate RUN --prompts FILE --out FILE``.
 
 Lines are written to ``OUT.partial`` in the order of the prompts, behind a first line with the
 settings; an interrupted command continues behind the last line. ``OUT`` is written at the end.

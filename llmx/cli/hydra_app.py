@@ -1,4 +1,4 @@
-"""The Hydra application: overrides to a composed config, and what is done with it.
+"""The Hydra application: composes the overrides to a config, and starts what it describes.
 
 Light until Hydra is needed: the imports are inside.
 """

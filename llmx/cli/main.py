@@ -1,4 +1,4 @@
-"""The command line: which command the words name, and where it runs.
+"""The command line: finds the command that the words name, and runs it.
 
 Light on purpose: the control process imports neither torch nor deepspeed, and starts
 ``deepspeed`` within a second. ``python -m llmx.cli.main COMMAND WORDS`` is how it starts a command

@@ -1,4 +1,5 @@
-"""``python -m llmx plan [overrides]``; with ``hardware=A,B,C`` one table that compares clusters."""
+"""``python -m llmx plan [overrides]``; with ``hardware=A,B,C`` it compares clusters in one
+table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command of vLLM that serves a trained model: ``python -m llmx serve RUN|MODEL``.
+"""Serve a trained model with vLLM: ``python -m llmx serve RUN|MODEL``.
 
 Prints it, and where vLLM is installed becomes it: an HTTP server with OpenAI's interface on port
 8000. An adapter is served on its base. The precision is that of the model's files, the chat

@@ -1,4 +1,4 @@
-"""``RUN|MODEL`` of the commands that use a trained model: which directory it is, and what loads it.
+"""Resolves ``RUN|MODEL`` of the commands that use a trained model, and loads the model.
 
     target = find_target(Path("outputs/mine"), command="chat")
     model, tokenizer = load_causal(target), load_tokenizer(target)

@@ -1,4 +1,4 @@
-"""Overrides applied to a snapshot, by Hydra itself: ``resume`` and ``reproduce`` share it.
+"""Applies overrides to a snapshot by Hydra, for ``resume`` and ``reproduce``.
 
 A dotted key changes one value; a whole group (``hardware=a100x8``) is composed anew from the
 group's file over the schema's defaults, and replaces the snapshot's section.

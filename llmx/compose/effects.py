@@ -1,4 +1,5 @@
-"""What is typed takes effect, or is refused; so does an adapter that a file describes.
+"""Refuses a typed word without effect, and an adapter that a file describes and nothing switches
+on.
 
 Some keys are read only beside another choice: ``optim.cycles`` with one schedule,
 ``launch.slurm.*`` with one transport. ``RULES`` says which; a word on the command line that is not

@@ -1,4 +1,4 @@
-"""What Hydra composes from (the schema), and what it refuses, in words of the config.
+"""Gives Hydra the schema to compose from, and explains its errors in terms of the config.
 
 Overrides and the user's files are checked before (``overrides.py``, ``user_files.py``), so what is
 left is mostly ``${...}`` and values that a choice leaves open. Nothing of the libraries' own text

@@ -1,4 +1,4 @@
-"""The overrides of a command line, checked word by word before Hydra composes them.
+"""Checks the overrides of a command line word by word before Hydra composes them.
 
 Each word is read by Hydra's own parser; what it, or the composing, would refuse is said here in
 one line: the word, the rule and the fix. ``data=[a,b]`` is written out as a mixture. Used by a run,

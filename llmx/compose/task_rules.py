@@ -1,4 +1,4 @@
-"""What a task of llmx cannot be trained with, and its own defaults, while the config is composed.
+"""Asks a task of llmx for its rules and its defaults while the config is composed.
 
 Only the task knows its options and what it needs, so its file is read. It imports torch where it
 computes, not at its top, so that this stays quick. A task of the user's own is not imported here:

@@ -1,4 +1,4 @@
-"""A user's own YAML files (``--config-dir``, ``hydra.searchpath``), checked before they are used.
+"""Checks a user's own YAML files (``--config-dir``, ``hydra.searchpath``) before they are used.
 
 What is wrong is said with file and line: a tab, a brace that is not closed, a key that is there
 twice, another encoding, a key or an option that does not exist.

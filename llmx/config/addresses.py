@@ -1,4 +1,4 @@
-"""Names and addresses of hosts: what is one, what is not, and what to write instead. Pure.
+"""Checks names and addresses of hosts, and says how to write them. Pure.
 
 A name stands in the hostfile, in ``ssh_config`` and on the command lines of pdsh and mpirun, so it
 is a plain word. An address is where other hosts reach it: a DNS name, IPv4 or IPv6. IPv6 is

@@ -1,4 +1,4 @@
-"""From a plain dict to a typed ``Experiment`` and back.
+"""Reads a plain dict as a typed ``Experiment``, and writes it as one.
 
 One strict reader for the composed config, a user's YAML and an old snapshot alike: an
 unknown key names its nearest neighbour, a value of a wrong type or out of its field's range

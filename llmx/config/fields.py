@@ -1,4 +1,4 @@
-"""How a field of the schema says what it takes: a closed set, a range, a length.
+"""Declares the values that a field of the schema takes: a closed set, a range, a length.
 
     slots: int = number(1, minimum=1, maximum=1024)
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)

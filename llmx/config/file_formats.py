@@ -1,5 +1,5 @@
-"""Which files hold data, by their names. The command line asks before a
-launch (``llmx.compose.complete``), the ranks when they read (``llmx.data.source.files``)."""
+"""The types of data files by suffix. The command line asks before a launch
+(``llmx.compose.complete``), the ranks when they read (``llmx.data.source.files``)."""
 
 from __future__ import annotations
 

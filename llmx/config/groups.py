@@ -1,4 +1,4 @@
-"""The names of the config: groups, where they lie, their options with a line of each, and keys.
+"""The groups of the config: their directories, options, and keys.
 
 Every YAML opens with a comment that says what it is and when to use it; ``--help`` is made from
 those lines, so it cannot fall behind. An unknown key is explained, also one of another framework.

@@ -1,4 +1,4 @@
-"""The optimizers by ``optim.kind``: how each is made, and what is known of it before a rank exists.
+"""The optimizers by ``optim.kind``: the factory of each, and its properties before a rank exists.
 
 To add one: an ``Optimizer`` and its factory in one file of your package, and an entry point of
 ``llmx.optimizers`` (``llmx.config.plugins``). No torch here; the ranks import the factory.

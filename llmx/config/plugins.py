@@ -1,5 +1,5 @@
-"""What llmx has several of, by name, and what installed packages add: trackers,
-transports, optimizers, dataset formats, types of data files.
+"""The plugins of llmx by name, shipped and from installed packages: trackers, transports,
+optimizers, dataset formats, types of data files.
 
 A package adds one by an entry point, whose name is then a value of the config:
 

@@ -1,5 +1,5 @@
-"""Code of the user's own: ``task.kind=my_package.my_task:MyTask``, and metrics of
-``task.eval_metrics`` (``my_metrics:bleu``), found without importing it.
+"""Finds code of the user's own without importing it: ``task.kind=my_package.my_task:MyTask``, and
+metrics of ``task.eval_metrics`` (``my_metrics:bleu``).
 
 The control process imports no torch, and a task does. So it only finds out where the package lies:
 that directory goes to the ranks' PYTHONPATH, to other hosts (``launch.sync=rsync``), and into the

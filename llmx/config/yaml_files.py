@@ -1,4 +1,4 @@
-"""Reads YAML that a person wrote; what is wrong is said with file and line."""
+"""Reads YAML that a person wrote, and reports errors with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts of a run over several, then and now: each asked for its own facts over ssh.
+"""Asks the hosts of a run over ssh, and compares them with the hosts of its launch.
 
 ``hosts.json`` of a run has what its launch found; before a reproduction or a resume the hosts
 are asked again, with the same program, so that a difference is known before the start.

@@ -1,4 +1,5 @@
-"""What finished runs teach: ``learned.json`` in the cache (``$LLMX_CACHE``, ``~/.cache/llmx``).
+"""Keeps measurements of finished runs: ``learned.json`` in the cache (``$LLMX_CACHE``,
+``~/.cache/llmx``).
 
 A run that ends well leaves the TFLOP/s that its devices have reached, and the speed of its
 collectives where it can be told; plans of later runs use them instead of assumptions, and say so.

@@ -1,4 +1,4 @@
-"""Traces of the micro step for a plan: made in a process of its own, kept in the cache.
+"""Traces the micro step for a plan in a process of its own, and keeps the trace in the cache.
 
 A trace depends on the network, the task, its micro batch and what runs it; the same is never traced
 twice. Where none can be had (a model that only the hosts have, code of the Hub, a task that cannot

@@ -1,5 +1,6 @@
-"""Before a launch, and in a plan: what the ranks would refuse a minute after their start. Damaged
-files of the models, a Hub that is not reached, options of the task, first rows of each source.
+"""Finds errors before a launch and in a plan that the ranks would find a minute after their start:
+damaged files of the models, a Hub that cannot be reached, options of the task, wrong first rows of
+a source.
 
 This process does not load torch. Tasks of llmx need none to look at rows; one of the user's own is
 asked in a process of its own (``ask``).

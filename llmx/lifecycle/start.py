@@ -1,4 +1,4 @@
-"""From composed values to a finished run: what a single run and a trial of a sweep share.
+"""Starts a run from a composed experiment, for a single run and for a trial of a sweep.
 
 ``python -m llmx`` calls ``run_composed`` once, a sweep calls ``prepare`` for every trial.
 """

@@ -1,4 +1,4 @@
-"""The work of the launcher: composes each trial with Hydra, and hands it to ``llmx.sweep``."""
+"""Runs the launcher: composes each trial with Hydra, and hands it to ``llmx.sweep``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The work of ``hydra/sweeper=optuna``: words to distributions, suggestions to trials, their
-objective back to Optuna.
+"""Runs ``hydra/sweeper=optuna``: turns words into distributions and suggestions into trials, and
+tells Optuna their objective.
 
 Which way the objective is better is known once the first trial has told it. The same seed and the
 same values make the same suggestions, so a search that was killed is continued by the same command.

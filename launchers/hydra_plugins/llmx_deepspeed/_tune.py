@@ -1,5 +1,5 @@
-"""The work of ``hydra/sweeper=tune``: plan the candidates, run the trials that the search asks for,
-one at a time, and report the fastest."""
+"""Runs ``hydra/sweeper=tune``: plans the candidates, runs the trials that the search asks for, one
+at a time, and reports the fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, what it does to the numbers, and the run that follows.
+"""Decides which keys may change when a run is resumed, and what a change does to the numbers.
 
 Also edits of ``config.yaml`` by hand, which are changes that nobody has typed.
 """

@@ -1,4 +1,4 @@
-"""The command ``resume``: what would change, what is refused, where it goes on; then go."""
+"""The command ``resume``: checks and prints the changes, then resumes."""
 
 from __future__ import annotations
 

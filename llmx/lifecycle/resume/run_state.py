@@ -1,4 +1,5 @@
-"""The state in which a run lies on disk: its end, the checkpoint to resume from, its history."""
+"""Reads the state of a run from its directory: its end, the checkpoint to resume from, its
+history."""
 
 from __future__ import annotations
 
