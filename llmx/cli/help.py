@@ -29,6 +29,7 @@ from llmx.config.groups import (
     first_comment,
     no_such_option,
     options,
+    split_config_dirs,
 )
 from llmx.config.reference import Key, keys, sections, typed
 from llmx.config.yaml_files import read_text
@@ -149,11 +150,12 @@ COMMAND_TOPICS = ("environment", "exit-codes")
 
 def main(words: Sequence[str]) -> int:
     """Print help on every topic; ConfigError for one that is not known."""
-    config_dirs, topics = _config_dirs(words)
+    config_dirs, topics = split_config_dirs(words)
     if not topics:
         print(help_text())
         return 0
-    print("\n\n".join(topic(word, config_dirs=config_dirs).rstrip("\n") for word in topics))
+    names = ("help" if word in ("-h", "--help") else word for word in topics)
+    print("\n\n".join(topic(name, config_dirs=config_dirs).rstrip("\n") for name in names))
     return 0
 
 
@@ -468,25 +470,6 @@ def shell_word(word: str) -> str:
     """``word`` as it is typed in a shell: quoted only where it must be."""
     plain = all(char.isalnum() or char in "=._-/+:,@~" for char in word)
     return word if plain else shlex.quote(word) if "'" not in word else f'"{word}"'
-
-
-def _config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    directories, topics, unread = [], [], list(words)
-    while unread:
-        word = unread.pop(0)
-        option, equal, value = word.partition("=")
-        if option in ("--config-dir", "-cd"):
-            if not equal and not unread:
-                raise ConfigError("--config-dir needs a directory: --config-dir DIR")
-            directories.append(Path(value if equal else unread.pop(0)).expanduser())
-        elif word in ("-h", "--help"):
-            topics.append("help")
-        else:
-            topics.append(word)
-    for directory in directories:
-        if not directory.is_dir():
-            raise ConfigError(f"--config-dir {directory}: no such directory.")
-    return directories, topics
 
 
 def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:

@@ -16,7 +16,7 @@ from llmx.compose.hydra_config import composed_values, free_mappings
 from llmx.compose.overrides import check_overrides, resolve_alias
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import shown
-from llmx.config.groups import GROUPS
+from llmx.config.groups import GROUPS, split_config_dirs
 from llmx.errors import ConfigError
 
 _SNAPSHOT = "llmx_snapshot"
@@ -54,23 +54,17 @@ def parse_run_command(command: str, words: Sequence[str], *, own_keys: Sequence[
     runs: list[str] = []
     own_values: dict[str, str] = {}
     overrides: list[str] = []
-    config_dirs: list[str] = []
-    unread = list(words)
-    while unread:
-        word = unread.pop(0)
-        option, _, value = word.partition("=")
-        if option in ("--config-dir", "-cd"):
-            if not value and not unread:
-                raise ConfigError("--config-dir needs a directory: --config-dir DIR")
-            config_dirs.append(value or unread.pop(0))
-        elif word.startswith("--step"):
+    config_dirs, arguments = split_config_dirs(words)
+    for word in arguments:
+        key, _, value = word.partition("=")
+        if word.startswith("--step"):
             raise ConfigError(f"{word}: options of {command} are words: step=N.")
-        elif word.startswith("-"):
+        if word.startswith("-"):
             raise ConfigError(f"{word}: {command} has no such option. It knows --config-dir.")
-        elif Path(word).is_dir() or "=" not in word:
+        if Path(word).is_dir() or "=" not in word:
             runs.append(word)
-        elif option in own_keys:
-            own_values[option] = value
+        elif key in own_keys:
+            own_values[key] = value
         else:
             overrides.append(resolve_alias(word))
     if len(runs) != 1:
@@ -78,10 +72,8 @@ def parse_run_command(command: str, words: Sequence[str], *, own_keys: Sequence[
         raise ConfigError(
             f"{command} takes one run directory: python -m llmx {command} RUN_DIR.{typed}"
         )
-    for directory in config_dirs:
-        if not Path(directory).expanduser().is_dir():
-            raise ConfigError(f"--config-dir {directory}: no such directory.")
-    return RunCommand(Path(runs[0]).expanduser(), own_values, tuple(overrides), tuple(config_dirs))
+    directories = tuple(map(str, config_dirs))
+    return RunCommand(Path(runs[0]).expanduser(), own_values, tuple(overrides), directories)
 
 
 def group_of(override: str) -> str | None:
