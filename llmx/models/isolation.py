@@ -190,8 +190,8 @@ def _for(method: AttentionMethod, config: Any) -> AttentionMethod:
 
 def _worst(problems: list[_Problem]) -> _Problem:
     """The reason to tell: a difference of results before an exception of some fallback."""
-    nothing = _Problem("nothing was tried")
-    return next((problem for problem in problems if problem.leaks), [*problems, nothing][0])
+    leaks = [problem for problem in problems if problem.leaks]
+    return [*leaks, *problems, _Problem("nothing was tried")][0]
 
 
 def _make_trial(
