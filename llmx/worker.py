@@ -68,7 +68,7 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     choose_interface(plan, os.environ)
     choose_threads(exp, plan, os.environ)
     choose_allocator(plan, os.environ)
-    if exp.deterministic and plan.accelerator == "cuda":
+    if exp.deterministic and plan.on_gpus:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -156,7 +156,7 @@ def choose_allocator(plan: Plan, environment: MutableMapping[str, str]) -> None:
     """Let torch's allocator extend its segments: rows of unequal length leave less memory unused
     between them. A variable that the user has set stays as it is."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if plan.accelerator == "cuda" and not any(name in environment for name in names):
+    if plan.on_gpus and not any(name in environment for name in names):
         # torch 2.9 has renamed it, and warns of the old name.
         installed = tuple(map(int, metadata.version("torch").split(".")[:2]))
         environment[names[installed >= (2, 9)]] = "expandable_segments:True"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.addresses import (
     address_problem,
     canonical,
@@ -57,6 +58,11 @@ def used_devices(hardware: HardwareConfig) -> dict[str, DeviceConfig]:
     """The device types of the hosts, by name, as far as they are described."""
     names = dict.fromkeys(host.device for host in hardware.hosts)
     return {name: hardware.devices[name] for name in names if name in hardware.devices}
+
+
+def on_cpus(hardware: HardwareConfig) -> bool:
+    """Whether some ranks have no GPU."""
+    return not all(ACCELERATORS[d.accelerator].is_gpu for d in used_devices(hardware).values())
 
 
 def _hosts(hardware: HardwareConfig) -> Iterator[str]:
@@ -128,7 +134,7 @@ def _indices(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator
             f"{where}: device_indices={chosen} names {len(chosen)}, but slots={host.slots}. Name "
             "one for each slot."
         )
-    if device is not None and device.accelerator == "cpu":
+    if device is not None and not ACCELERATORS[device.accelerator].is_gpu:
         yield f"{where}: device_indices is for GPUs. Leave it out."
 
 
@@ -166,7 +172,7 @@ def _device(name: str, device: DeviceConfig) -> Iterator[str]:
                 f"{where}.peak_tflops.{shown(precision)}: runs compute in {', '.join(PRECISIONS)}."
                 f"{did_you_mean(precision[:100], PRECISIONS)}"
             )
-    if device.accelerator == "cpu" and device.compute_capability:
+    if not ACCELERATORS[device.accelerator].is_gpu and device.compute_capability:
         yield f"{where}: compute_capability is for accelerator: cuda. Leave it out."
 
 
@@ -178,7 +184,7 @@ def _strays(hardware: HardwareConfig) -> Iterator[str]:
         name
         for name, device in hardware.devices.items()
         if name not in used
-        and device.accelerator == "cuda"
+        and ACCELERATORS[device.accelerator].is_gpu
         and not (device.memory_gib and device.precisions)
     ]
     device_names = [*used, *(name for name in hardware.devices if name not in (*used, *strays))]

@@ -7,7 +7,7 @@ import transformers, so the tables stand here; a test compares them with the lib
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llmx.config.build import shown
@@ -350,13 +350,13 @@ def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str
 
 
 def quantize_problems(
-    adapter: AdapterConfig, model: ModelConfig, zero: ZeroConfig, accelerators: Collection[str]
+    adapter: AdapterConfig, model: ModelConfig, zero: ZeroConfig, on_cpus: bool
 ) -> Iterator[str]:
     """One message for each reason why frozen weights cannot be kept in 4 bits."""
     if "none" in (adapter.kind, adapter.quantize):
         return
     key = f"adapter.quantize={adapter.quantize}"
-    if "cpu" in accelerators:
+    if on_cpus:
         yield (
             f"{key} trains on CUDA only: the kernels of bitsandbytes that unpack 4-bit weights "
             "fast are those for GPUs. Use adapter=lora on CPUs."

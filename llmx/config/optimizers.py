@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmx.config.hardware_rules import used_devices
+from llmx.config.hardware_rules import on_cpus
 from llmx.config.plugins import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -63,12 +63,8 @@ def state_bytes(kind: str) -> int:
     return 4 if optimizer.matrices_apart else optimizer.state_bytes
 
 
-def _on_cpu(exp: Experiment) -> bool:
-    return any(device.accelerator == "cpu" for device in used_devices(exp.hardware).values())
-
-
 def _fused_adam_needs(exp: Experiment) -> Iterator[str]:
-    if _on_cpu(exp):
+    if on_cpus(exp.hardware):
         yield "optim.kind=fused_adam needs CUDA. Use optim.kind=adamw."
     if exp.zero.offload_optimizer != "none":
         yield (
@@ -84,7 +80,7 @@ def _adam8bit_needs(exp: Experiment) -> Iterator[str]:
             f"{exp.zero.stage} gives a rank parts of parameters. Use zero=stage0, which is as good "
             "on one GPU; on several, ZeRO shards the moments of optim.kind=adamw."
         )
-    if _on_cpu(exp):
+    if on_cpus(exp.hardware):
         yield (
             "optim.kind=adam8bit needs CUDA: the fast kernels of bitsandbytes are those for GPUs. "
             "Use optim.kind=adamw."

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.addresses import INTERFACE, PATH, USER
 from llmx.config.fields import (
     AUTO,
@@ -457,7 +458,7 @@ class ZeroConfig:
 class DeviceConfig:
     """One type of accelerator, with values from its data sheet."""
 
-    accelerator: str = choice("cuda", "cpu")
+    accelerator: str = choice(*ACCELERATORS)
     """``cuda``, or ``cpu`` for ranks without a GPU."""
     memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
     """Memory of one device, GiB. The plan compares its prediction with it."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.build import experiment_from_dict, shown, to_dict
-from llmx.config.hardware_rules import hardware_problems, used_devices
+from llmx.config.hardware_rules import hardware_problems, on_cpus, used_devices
 from llmx.config.model_rules import (
     adapter_problems,
     added_token_problems,
@@ -61,7 +62,7 @@ def validate(
         *model_config_problems(exp.model),
         *added_token_problems(exp.model),
         *adapter_problems(exp.adapter, exp.model),
-        *quantize_problems(exp.adapter, exp.model, exp.zero, _accelerators(exp.hardware)),
+        *quantize_problems(exp.adapter, exp.model, exp.zero, on_cpus(exp.hardware)),
         *data_problems(exp.data),
         *_length(exp.task, exp.data, exp.checkpoint),
         *_eval_metrics(exp.task),
@@ -98,10 +99,6 @@ def _sweep(sweep: SweepConfig) -> Iterator[str]:
         )
 
 
-def _accelerators(hardware: HardwareConfig) -> set[str]:
-    return {device.accelerator for device in used_devices(hardware).values()}
-
-
 def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str]:
     model, data = exp.model, exp.data
     if model.init == "pretrained" and not model.path:
@@ -118,7 +115,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
             f"{position_limit} positions. Set data.seq_len={position_limit}."
         )
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
-    if flash and (exp.precision == "fp32" or "cpu" in _accelerators(exp.hardware)):
+    if flash and (exp.precision == "fp32" or on_cpus(exp.hardware)):
         yield (
             f"model.attention={model.attention} needs CUDA and bf16 or fp16. Use "
             "model.attention=auto."
@@ -126,7 +123,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
     old = sorted(
         name
         for name, device in used_devices(exp.hardware).items()
-        if device.accelerator == "cuda" and "bf16" not in device.precisions
+        if ACCELERATORS[device.accelerator].is_gpu and "bf16" not in device.precisions
     )
     if flash and old:
         yield (
@@ -238,7 +235,7 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
             f"zero.nvme_path={zero.nvme_path}: must be an absolute path, as it is one of every "
             "host. Set e.g. zero.nvme_path=/nvme/llmx."
         )
-    if model.liger_kernel and "cpu" in _accelerators(hardware):
+    if model.liger_kernel and on_cpus(hardware):
         yield "model.liger_kernel=true needs CUDA on every rank. Use model.liger_kernel=false."
     if model.compile and zero.stage == 3:
         yield (
@@ -262,7 +259,7 @@ def _zero(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfig) -> Ite
                 "zero.quantized_weights and zero.quantized_gradients need stage 3. Use "
                 "zero=stage3_zeropp."
             )
-        if "cpu" in _accelerators(hardware):
+        if on_cpus(hardware):
             yield (
                 "zero.quantized_weights (qwZ) and zero.quantized_gradients (qgZ) need CUDA. Set "
                 "both to false."

@@ -51,7 +51,7 @@ def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str
     """What a survey of this experiment looks at besides (``llmx/hardware/survey.py``)."""
     nvme = any(extension.libaio for extension in extensions(zero, optim))
     return {
-        "torch": plan.accelerator == "cuda",
+        "torch": plan.on_gpus,
         "aio": nvme,
         "nvme": zero.nvme_path if nvme else None,
     }
@@ -99,7 +99,7 @@ def compare_hosts(
             f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same version "
             "on all of them, or set launch.sync=rsync, which copies it."
         )
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         errors += _builds(surveys)
         errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
@@ -184,7 +184,7 @@ def _indices(
     gpus = facts["gpus"] or 0
     for host in hardware.hosts:
         over = [index for index in host.device_indices if index >= gpus]
-        if host.name == name and over and plan.accelerator == "cuda" and gpus >= host.slots:
+        if host.name == name and over and plan.on_gpus and gpus >= host.slots:
             yield (
                 f"{name}: device_indices has {over[0]}, but this host has {plural(gpus, 'GPU')}, "
                 f"numbered from 0. Use indices below {gpus}."
@@ -202,7 +202,7 @@ def _host(
     errors: list[str] = []
     warnings: list[str] = []
     slots = sum(host.slots for host in plan.hosts if host.name == name)
-    if plan.accelerator == "cuda" and (facts["gpus"] or 0) < slots:
+    if plan.on_gpus and (facts["gpus"] or 0) < slots:
         errors.append(
             f"{name}: slots={slots}, but this host has {plural(facts['gpus'] or 0, 'GPU')}. "
             "Set slots to the number of its GPUs."
@@ -242,7 +242,7 @@ def _host(
         )
     storage = storage_of(plan, name)
     through_shm = storage.shm_bytes if storage is not None else 0
-    if plan.accelerator == "cuda" and 0 < facts["shm_bytes"] < max(512 * MIB, through_shm):
+    if plan.on_gpus and 0 < facts["shm_bytes"] < max(512 * MIB, through_shm):
         takes = f" (about {through_shm // MIB} MiB without P2P)" if through_shm else ""
         warnings.append(
             f"{name}: /dev/shm has {facts['shm_bytes'] // MIB} MiB; NCCL between GPUs of a host "
@@ -270,7 +270,7 @@ def _cannot_build(
     if extension.libaio and facts.get("libaio") is False and facts["compiler"]:
         missing.append("libaio with its header (apt-get install libaio-dev)")
     cuda = _torch(facts).get("cuda")
-    if extension.cuda and plan.accelerator == "cuda" and "nvcc" in facts:
+    if extension.cuda and plan.on_gpus and "nvcc" in facts:
         nvcc = facts["nvcc"]
         if not nvcc:
             missing.append(f"the CUDA toolkit {cuda or ''}".rstrip() + " (nvcc; set CUDA_HOME)")

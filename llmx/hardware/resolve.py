@@ -12,6 +12,7 @@ import dataclasses
 from pathlib import Path
 
 from llmx.config import DeviceConfig, HardwareConfig, HostConfig
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.addresses import address_problem, alias, bare, ipv6
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError
@@ -129,7 +130,7 @@ def with_precisions(device: DeviceConfig) -> DeviceConfig:
     """A device whose precisions follow from its compute capability, where nothing says them."""
     if device.precisions:
         return device
-    if device.accelerator == "cpu":
+    if not ACCELERATORS[device.accelerator].is_gpu:
         return dataclasses.replace(device, precisions=["fp32"])
     if not device.compute_capability:
         return device  # a rule says what to set

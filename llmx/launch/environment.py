@@ -76,7 +76,7 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
         and is_one_line(value)
         and not is_secret(name, value)
     }
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         # CUDA counts GPUs by their speed unless it is told to count as nvidia-smi does.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))

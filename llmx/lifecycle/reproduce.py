@@ -241,7 +241,7 @@ def all_differences(
             ds_then=read_mapping(run.ds_config),
             ds_now=composed.ds_config,
         ),
-        *_of_the_run_itself(run, new.deterministic, composed.plan.accelerator),
+        *_of_the_run_itself(run, new.deterministic, on_gpus=composed.plan.on_gpus),
     ]
     return sorted(rows, key=lambda difference: SEVERITIES.index(difference.severity))
 
@@ -257,11 +257,11 @@ def as_trained(run: RunDir, plan: Plan) -> dict[str, Any]:
 
 
 def _of_the_run_itself(
-    run: RunDir, deterministic: bool | None, accelerator: str
+    run: RunDir, deterministic: bool | None, *, on_gpus: bool
 ) -> list[Difference]:
     """Reasons why this very run cannot be repeated bit for bit on any machine."""
     rows = []
-    if accelerator == "cuda" and not deterministic:
+    if on_gpus and not deterministic:
         rows.append(
             Difference(
                 MAY, "deterministic=false: kernels may differ from run to run", "so", "so",

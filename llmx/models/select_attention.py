@@ -126,7 +126,7 @@ def log_lines(
         for rank in plan.ranks
         if (method := getattr(by_host.get(rank.host), layout, None)) is not None
     }
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         lines += [_attention_line(*pair) for pair in sorted(pairs, key=str)]
     return lines
 

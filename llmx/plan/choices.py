@@ -436,7 +436,7 @@ def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
 def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) -> Choice | None:
     """On the fewest of the same hosts that it fits on, with a micro batch of 1."""
     zeros = {name: _plain_zero(exp.zero, OPTIONS[name]) for name in ("stage3", "stage3_offload")}
-    if plan.accelerator == "cpu":
+    if not plan.on_gpus:
         del zeros["stage3_offload"]
     zeros = {name: zero for name, zero in zeros.items() if not allows(with_values(exp, zero=zero))}
     batch = replace(
@@ -717,8 +717,9 @@ def _unknown(plan: Plan) -> str:
 def _sensible(zeros: Mapping[str, ZeroConfig], plan: Plan) -> dict[str, ZeroConfig]:
     """Without an offload from CPU ranks, which gives them nothing; and without stage 0 in 16 bits,
     which sums gradients in 16 bits: another training. It stays where there is nothing else."""
-    cpu = plan.accelerator == "cpu"
-    found = {name: zero for name, zero in zeros.items() if not (cpu and name.endswith("_offload"))}
+    found = {
+        name: zero for name, zero in zeros.items() if plan.on_gpus or not name.endswith("_offload")
+    }
     if plan.precision != "fp32":
         # Last: taken where rules refuse the others.
         found = {name: zero for name, zero in found.items() if name != "stage0"}

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.build import shown
 from llmx.config.schema import ModelConfig, OptimConfig, ZeroConfig
 from llmx.errors import ConfigError, did_you_mean
@@ -26,7 +27,8 @@ def bucket_sizes(model: ModelConfig, zero: ZeroConfig, accelerator: str) -> dict
     square = geometry.hidden_size**2 if geometry else 4096**2
     reduce = min(max(square, 2_000_000), 200_000_000)
     hidden = geometry.hidden_size if geometry else 4096
-    overlap = zero.overlap_comm if zero.overlap_comm is not None else accelerator == "cuda"
+    gpu = ACCELERATORS[accelerator].is_gpu
+    overlap = gpu if zero.overlap_comm is None else zero.overlap_comm
     return {
         "reduce": zero.reduce_bucket_size or reduce,
         # DeepSpeed takes even sizes only.

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from llmx.config.accelerators import ACCELERATORS
+from llmx.config.hardware_rules import on_cpus
 from llmx.config.schema import (
     BatchConfig,
     DataConfig,
@@ -203,7 +205,7 @@ def attention_for(
         return model.attention
     if shape is not None and not shape.causal:
         return "eager" if shape.keeps_scores else "sdpa"
-    if device.accelerator != "cuda":
+    if not ACCELERATORS[device.accelerator].is_gpu:
         return "sdpa"
     if data.layout == "padded":
         return "sdpa"  # rows of their own need no mask
@@ -280,10 +282,11 @@ def _notes(exp: Experiment, hosts: tuple[HostPlan, ...], precision: str) -> Iter
             f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "
             "fp16 (loss scale falls, then NaN). If it does: precision=fp32, or devices with bf16."
         )
-    on_cuda = any(
-        exp.hardware.devices[name].accelerator == "cuda" for name in {h.device for h in hosts}
-    )
-    if on_cuda and exp.model.attention in ("sdpa", "eager") and exp.data.layout != "padded":
+    if (
+        not on_cpus(exp.hardware)
+        and exp.model.attention in ("sdpa", "eager")
+        and exp.data.layout != "padded"
+    ):
         yield (
             f"model.attention={exp.model.attention} isolates packed rows with a mask of "
             f"{exp.data.seq_len:,} x {exp.data.seq_len:,}, kept for each layer, and computes what "
@@ -459,7 +462,7 @@ def choose_precision(
                 )
         return wanted, "set by precision="
     best = _best(hosts_by_device, devices)
-    if any(devices[name].accelerator == "cpu" for name in hosts_by_device):
+    if not all(ACCELERATORS[devices[name].accelerator].is_gpu for name in hosts_by_device):
         return best, "CPU ranks compute fp32 fastest and exactly"
     if best == "fp32":
         lacking = _without(("bf16", "fp16"), hosts_by_device, devices)
@@ -516,7 +519,7 @@ def choose_grad_accum(
 
 def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:
     used = [devices[name] for name in hosts_by_device]
-    if any(device.accelerator == "cpu" for device in used):
+    if not all(ACCELERATORS[device.accelerator].is_gpu for device in used):
         return "fp32"
     for precision in ("bf16", "fp16"):
         if all(precision in device.precisions for device in used):

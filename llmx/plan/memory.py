@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import optimizer_of, state_bytes
 from llmx.config.schema import (
     CheckpointConfig,
@@ -36,18 +37,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 FUSED_LOSS_CHUNK_BYTES = 512 * 2**20
 """Logits that a fused loss has in memory at a time (``llmx.models.loss``)."""
-LOSS_CHUNK_BYTES = {"cuda": 128 * 2**20, "cpu": 4 * 2**20}
-"""Logits in fp32 at a time."""
-CONTEXT_GIB = {"cuda": 1.0, "cpu": 0.6}
-"""Beside tensors. On a GPU the CUDA context, with workspaces of cuBLAS and NCCL; of a CPU rank all
-that its process has resident: the libraries, gloo, the loader. To that a plan adds what a CPU rank
-has freed: the C library keeps it, and little of it serves another purpose."""
 
 
 def fused_loss(model: ModelConfig, accelerator: str) -> bool:
     """Whether the head and the cross entropy are computed together."""
-    wanted = model.fused_loss
-    return accelerator == "cuda" if wanted is None else wanted
+    gpu = ACCELERATORS[accelerator].is_gpu
+    return gpu if model.fused_loss is None else model.fused_loss
 
 
 def predict_memory(
@@ -72,6 +67,7 @@ def predict_memory(
     ``logits``: what the loss asks of the output head (``Task.logits``).
     """
     zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
+    accelerator = ACCELERATORS[device.accelerator]
     n = geometry.num_parameters + (adapter.added if adapter else 0)
     # Frozen weights have neither gradients nor an optimizer.
     trained = trained_parameters(exp.model, exp.adapter) or n
@@ -92,7 +88,7 @@ def predict_memory(
         width=width,
         accum=BYTES[grad_accum_dtype or precision],
         bf16=precision == "bf16",
-        cuda=device.accelerator == "cuda",
+        cuda=accelerator.is_gpu,
     )
     host = 0.0
     if zero.offload_param != "none":
@@ -145,7 +141,7 @@ def predict_memory(
         beside = (tokens * one.vocab_size * frozen_width(one, width) for one in frozen)
         of_logits += max(beside, default=0)
     in_backward, in_update = activations + of_logits + buffers, step.update - step.gradients
-    freed = max(0.0, min(in_backward, in_update)) if device.accelerator == "cpu" else 0.0
+    freed = 0.0 if accelerator.is_gpu else max(0.0, min(in_backward, in_update))
     return MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
@@ -154,7 +150,7 @@ def predict_memory(
         activations_gib=activations / GIB,
         logits_gib=of_logits / GIB,
         buffers_gib=buffers / GIB,
-        context_gib=CONTEXT_GIB[device.accelerator] + freed / GIB,
+        context_gib=accelerator.context_gib + freed / GIB,
         host_gib=host * slots / GIB,
         capacity_gib=device.memory_gib,
         update_gib=max(0.0, in_update - in_backward) / GIB,
@@ -326,7 +322,7 @@ def _logits_bytes(
     """Logits and their gradient, every position a target; the chunk that is in fp32; and the
     hidden states that were picked, with their gradient."""
     whole = float(tokens * geometry.vocab_size * width)
-    chunk = min(LOSS_CHUNK_BYTES[accelerator], whole * 4 / width)
+    chunk = min(ACCELERATORS[accelerator].loss_chunk_bytes, whole * 4 / width)
     picked = 2 * tokens * geometry.hidden_size * width
     if not fused:
         return 2 * whole + chunk + picked
@@ -379,7 +375,7 @@ def _activation_bytes(
     model: ModelConfig, geometry: Geometry, tokens: int, width: int, accelerator: str
 ) -> float:
     """Saved for the backward pass, with attention that keeps no ``seq_len``^2 scores."""
-    mask_width = 1 if accelerator == "cuda" else width
+    mask_width = 1 if ACCELERATORS[accelerator].is_gpu else width
     layer = layer_activations(geometry, width, mask_width=mask_width)
     kept = {
         "none": layer.all,
@@ -411,7 +407,9 @@ def _dense_mask_bytes(
     if geometry.keeps_scores:
         layers = 1 if model.activation_checkpointing == "full" else geometry.num_layers
         return squares * (width + 2 * width * geometry.num_heads * layers)
-    dense = wanted in ("sdpa", "eager") or (wanted == "auto" and accelerator == "cpu")
+    dense = wanted in ("sdpa", "eager") or (
+        wanted == "auto" and not ACCELERATORS[accelerator].is_gpu
+    )
     if not (dense or not geometry.causal):
         return 0.0
     if data.layout == "padded" or data.packing == "none":
@@ -433,7 +431,7 @@ def rules_of(exp: Experiment, plan: Plan) -> StepRules:
     """What a step of the plan does, beside the network."""
     zero, optimizer = exp.zero, optimizer_of(exp.optim.kind)
     buckets = bucket_sizes(exp.model, zero, plan.accelerator)
-    fused = plan.accelerator == "cuda" or zero.offload_optimizer != "none"
+    fused = plan.on_gpus or zero.offload_optimizer != "none"
     temporary = optimizer.temporary_bytes + (0 if fused else optimizer.unfused_bytes)
     return StepRules(
         stage=zero.stage,
@@ -463,6 +461,7 @@ def memory_of(
 ) -> MemoryPlan:
     """Of the ranks on one type of device. ``context_gib``: measured; None: assumed."""
     config = exp.hardware.devices[device]
+    accelerator = ACCELERATORS[config.accelerator]
     peaks = peak_of(trace, rules_of(exp, plan))
     slots = max(host.slots for host in plan.hosts if host.device == device)
     saves = next((one.saves_host_gib for one in plan.memory if one.device == device), 0.0)
@@ -475,8 +474,8 @@ def memory_of(
         activations_gib=part["activations"],
         logits_gib=0.0,
         buffers_gib=part["buffers"],
-        context_gib=(context_gib or CONTEXT_GIB[config.accelerator])
-        + (peaks.freed / GIB if config.accelerator == "cpu" else 0.0),
+        context_gib=(context_gib or accelerator.context_gib)
+        + (0.0 if accelerator.is_gpu else peaks.freed / GIB),
         host_gib=peaks.host * slots / GIB,
         capacity_gib=config.memory_gib,
         update_gib=part["update"],

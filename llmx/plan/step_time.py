@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.schema import BatchConfig, DeviceConfig, Experiment, ModelConfig
 from llmx.errors import ConfigError
 from llmx.plan.adapter import adapter_size
@@ -74,13 +75,9 @@ where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepS
 stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes longer."""
 SELECTIVE = 0.1
 """Of a forward pass: what selective checkpointing computes again moves memory only."""
-NOMINAL_TFLOPS = {"cuda": 100.0, "cpu": 0.1}
 NOMINAL_PARAMETERS = 1e9
 NOMINAL_LAYER_S = 1e-4
 """Where nothing is known, for an order of candidates alone."""
-LINK_GB_PER_S = {"cuda": 25.0, "cpu": 5.0}
-HOST_LINK_GB_PER_S = {"cuda": 25.0, "cpu": 10.0}
-DEVICE_MEMORY_GB_PER_S = {"cuda": 500.0, "cpu": 20.0}
 NETWORK_GBIT_PER_S = 10.0
 """Where the config does not say."""
 HOST_MEMORY_GB_PER_S = 100.0
@@ -335,7 +332,7 @@ class _Prediction:
         products, attention = REACHED_BY_DEVICE.get(name, by_capability)
         if precision == "fp32":
             products, attention = FP32_REACHED
-        if not peak or device.accelerator != "cuda":
+        if not peak or not ACCELERATORS[device.accelerator].is_gpu:
             return peak * products
         if not flops.moved:
             return peak * products * TRACED_REACHED
@@ -345,7 +342,7 @@ class _Prediction:
 
     def _peak(self, device: DeviceConfig) -> float:
         """TFLOP/s of the data sheet; 0: not known."""
-        nominal = NOMINAL_TFLOPS[device.accelerator] if self.nominal else 0.0
+        nominal = ACCELERATORS[device.accelerator].nominal_tflops if self.nominal else 0.0
         return device.peak_tflops.get(self.plan.precision, 0.0) or nominal
 
     def _unpacking(self, name: str) -> float:
@@ -372,7 +369,7 @@ class _Prediction:
         hooks = 0.0
         if self.exp.zero.stage == 3 and name not in self.known.at_stage_3:
             hooks = STAGE_3_LAYER_S * more
-        if device.accelerator != "cuda":
+        if not ACCELERATORS[device.accelerator].is_gpu:
             if self.nominal:
                 hooks += NOMINAL_LAYER_S * more
             return {"computing": work / rate + hooks}  # by the same cores
@@ -390,7 +387,7 @@ class _Prediction:
 
     def _memory_speed(self, device: DeviceConfig) -> float:
         """Bytes a second that are reached."""
-        found = device.memory_gb_per_s or DEVICE_MEMORY_GB_PER_S[device.accelerator]
+        found = device.memory_gb_per_s or ACCELERATORS[device.accelerator].memory_gb_per_s
         return found * GB * MEMORY_REACHED
 
     def _computing(self, batch: BatchPlan) -> tuple[list[float], float]:
@@ -524,7 +521,7 @@ class _Prediction:
         device = self.devices[name]
         if device.link_gb_per_s:
             return device.link_gb_per_s
-        assumed = LINK_GB_PER_S[device.accelerator]
+        assumed = ACCELERATORS[device.accelerator].link_gb_per_s
         self.sources.append(
             f"{name}: {assumed:g} GB/s to the others of its host (assumed: "
             f"hardware.devices.{name}.link_gb_per_s)"
@@ -611,7 +608,7 @@ class _Prediction:
         for name, device in self.devices.items():
             speed = device.host_link_gb_per_s
             if not speed:
-                speed = HOST_LINK_GB_PER_S[device.accelerator]
+                speed = ACCELERATORS[device.accelerator].host_link_gb_per_s
                 self.sources.append(
                     f"{name}: {speed:g} GB/s to host memory (assumed: "
                     f"hardware.devices.{name}.host_link_gb_per_s)"

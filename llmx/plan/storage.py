@@ -14,17 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig, ZeroConfig
 from llmx.plan.geometry import model_geometry
-from llmx.plan.memory import BYTES, CONTEXT_GIB, GIB, adamw_elements, optimizer_bytes
+from llmx.plan.memory import BYTES, GIB, adamw_elements, optimizer_bytes
 from llmx.plan.types import HostStorage, Plan, StoragePlan
 
 MIB = 1024**2
 
-PROCESS_BYTES = {"cpu": math.ceil(CONTEXT_GIB["cpu"] * GIB), "cuda": 2048 * MIB}
-"""RAM of a rank beside its tensors: Python, torch, deepspeed, transformers (measured on CPU,
-docs/development/predictions.md); with CUDA also its driver and NCCL, which is assumed."""
 PINNED = 2
 """Checkpoints that are not removed yet, since they are being collected from disks of other hosts
 (``llmx.launch.checkpoint_sync``)."""
@@ -195,11 +193,11 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
     memory = next((part for part in plan.memory if part.device == host.device), None)
     # ``MemoryPlan`` has the RAM of the largest host with these devices.
     ranks_there = max(one.slots for one in plan.hosts if one.device == host.device)
-    cpu = plan.accelerator == "cpu"
+    accelerator = ACCELERATORS[plan.accelerator]
     training = offload = staging = saves = nvme = None
     if memory is not None:
         # A CPU rank's device memory is RAM of its host, and so is what it has freed.
-        of_rank = memory.total_gib - CONTEXT_GIB["cpu"] if cpu else 0.0
+        of_rank = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
         training = math.ceil(host.slots * of_rank * GIB)
         saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
         offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
@@ -211,7 +209,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
     return HostStorage(
         hosts=(),
         ranks=host.slots,
-        processes_bytes=host.slots * PROCESS_BYTES["cpu" if cpu else "cuda"],
+        processes_bytes=host.slots * math.ceil(accelerator.process_gib * GIB),
         loading_bytes=_loading(exp, host),
         training_bytes=training,
         offload_bytes=offload,
@@ -223,7 +221,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         checkpoint_bytes=None,
         model_bytes=None,
         shm_bytes=host.slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
-        if host.slots > 1 and not cpu
+        if host.slots > 1 and accelerator.is_gpu
         else 0,
         download_bytes=download_bytes(exp.model),
     )
@@ -318,7 +316,7 @@ class _Ranks:
             found += self.width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
         if zero.offload_optimizer == "nvme":
             found += 4 * OPTIMIZER_BUFFERS * self.group
-        if zero.pin_memory and self.plan.accelerator == "cuda":
+        if zero.pin_memory and self.plan.on_gpus:
             found += sum(_rounded_up(each) - each for each in self._locked())
         return found
 

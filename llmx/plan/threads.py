@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.schema import Experiment
 
 SHARED_BY = "LLMX_RANKS_PER_HOST"
@@ -18,5 +19,5 @@ def threads_per_rank(
     """``ranks`` of this run, or as many as ``environment`` names, share the ``cores`` of a host."""
     shared_by = environment.get(SHARED_BY, "")
     share = cores // max(ranks, int(shared_by) if shared_by.isdecimal() else 1)
-    updates_on_cpu = accelerator == "cpu" or exp.zero.offload_optimizer != "none"
+    updates_on_cpu = not ACCELERATORS[accelerator].is_gpu or exp.zero.offload_optimizer != "none"
     return max(1, share if updates_on_cpu else min(BESIDE_A_GPU, share))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
+from llmx.config.accelerators import ACCELERATORS
 
 
 @dataclass(frozen=True)
@@ -445,6 +446,10 @@ class Plan:
     def attention_on(self, device: str) -> str:
         """For packed rows on this type of device; empty in a plan of an older llmx."""
         return dict(self.attention).get(device, "")
+
+    @property
+    def on_gpus(self) -> bool:
+        return ACCELERATORS[self.accelerator].is_gpu
 
     @property
     def world_size(self) -> int:

@@ -47,7 +47,7 @@ def default_axes(base: Composed, chosen: Sequence[str]) -> list[Axis]:
     """The axes that can matter for this config on this hardware, without ``chosen`` keys (those
     that the user has set or varies)."""
     exp, plan = base.experiment, base.plan
-    cuda, world = plan.accelerator == "cuda", plan.world_size
+    cuda, world = plan.on_gpus, plan.world_size
     axes = []
     zero = [key for key in chosen if key == ZERO or key in ("zero.stage", "zero.offload_optimizer")]
     if not zero:
@@ -228,7 +228,7 @@ def _fullest(planned: Composed, ram_gib: float) -> tuple[float, float]:
 
 def _ram_of_a_rank(planned: Composed, part: MemoryPlan, ram_gib: float) -> float:
     exp, plan = planned.experiment, planned.plan
-    if exp.hardware.devices[part.device].accelerator != "cpu":
+    if plan.on_gpus:
         return 0.0
     rams = []
     for config, host in zip(exp.hardware.hosts, plan.hosts, strict=True):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmx.config import Experiment, HardwareConfig, HostConfig
+from llmx.config.hardware_rules import on_cpus
 from llmx.errors import ConfigError
 from llmx.launch.transports import transport_of
 from llmx.launch.transports.slurm import share_of_cores, slurm_cores
@@ -137,7 +138,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
     """The experiment on its slots: hosts, devices, RAM and the share of cores as plain values."""
     hardware = exp.hardware
     hosts = [_host(share) for share in placed.shares]
-    if hardware.devices[placed.device].accelerator == "cpu":
+    if on_cpus(hardware):
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
     if transport_of(exp.launch.transport).device_choice:
         hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]

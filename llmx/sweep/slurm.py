@@ -148,7 +148,7 @@ def arguments(spec: LaunchSpec) -> list[str]:
     ]
     if spec.cpus_per_task:
         args.append(f"--cpus-per-task={spec.cpus_per_task}")
-    if spec.plan.accelerator == "cuda":
+    if spec.plan.on_gpus:
         args.append(f"--gpus-per-node={hosts[0].slots}")
     return [*args, *chosen_options(spec.exp.launch.slurm)]
 

@@ -25,7 +25,7 @@ from typing import Any
 from llmx import text as human
 from llmx.compose.complete import Composed, complete, objective_of, plan_experiment
 from llmx.config import Experiment, SweepConfig, experiment_from_dict
-from llmx.config.hardware_rules import hardware_problems
+from llmx.config.hardware_rules import hardware_problems, on_cpus
 from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
@@ -451,7 +451,7 @@ class Runner:
             raise ConfigError("\n".join(problems))
         first = first_of(on_cluster.hardware, count)
         part = any(len(slots) < host.slots for host, slots in first.shares)
-        gpus = on_cluster.hardware.devices[first.device].accelerator == "cuda"
+        gpus = not on_cpus(on_cluster.hardware)
         transport = transport_of(on_cluster.launch.transport)
         if transport.device_choice and not transport.allocates and part and gpus:
             raise ConfigError(

@@ -311,7 +311,7 @@ def _key(subject: Subject) -> str:
         "format": CACHE_FORMAT,
         "host": socket.gethostname(),
         "device": own.device,
-        "name": torch.cuda.get_device_name() if plan.accelerator == "cuda" else "cpu",
+        "name": torch.cuda.get_device_name() if plan.on_gpus else "cpu",
         "ranks": sum(rank.host == own.host for rank in plan.ranks),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -69,7 +69,7 @@ def plan_of(*hosts: int, accelerator: str = "cpu", attention: str = "sdpa") -> A
         ranks.append(one)
     named = [type("Host", (), {"name": f"node-{'abc'[host]}"})() for host in sorted(set(hosts))]
     plan = OnlyPlan(attention)
-    plan.ranks, plan.hosts, plan.accelerator = tuple(ranks), tuple(named), accelerator
+    plan.ranks, plan.hosts, plan.on_gpus = tuple(ranks), tuple(named), accelerator == "cuda"
     return plan
 
 

@@ -291,7 +291,7 @@ def _check_disks(
 def _check_this_machine(spec: LaunchSpec, asked: Message, here: Message) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *other_hosts = spec.plan.hosts
-    needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.accelerator == "cuda"
+    needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus
     if other_hosts or not host.is_local:
         return ()  # the hosts of Slurm cannot be checked from here
     if not needed:

@@ -132,7 +132,7 @@ def chosen_devices(spec: LaunchSpec) -> dict[str, list[int]]:
     Given a hostfile, DeepSpeed overwrites the variable with 0..slots-1, and two users of a machine
     would run on the same GPUs; so they are passed to it with ``--include``.
     """
-    if spec.plan.accelerator != "cuda":
+    if not spec.plan.on_gpus:
         return {}
     indices = {host.name: list(host.device_indices) for host in spec.exp.hardware.hosts}
     visible = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()

@@ -83,7 +83,7 @@ class SlurmTransport(Transport):
         if spec.cpus_per_task:
             # By default Slurm gives a rank one core for all its threads.
             args += [f"--cpus-per-task={spec.cpus_per_task}", "--cpu-bind=cores"]
-        if spec.plan.accelerator == "cuda":
+        if spec.plan.on_gpus:
             # Each rank sees all GPUs of its host, and takes the one of its local rank.
             args += [f"--gpus-per-node={hosts[0].slots}", "--gpu-bind=none"]
         return [*args, *chosen_options(slurm)]

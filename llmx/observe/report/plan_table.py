@@ -25,6 +25,7 @@ from llmx.config import (
     TaskConfig,
     ZeroConfig,
 )
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.fields import plain
 from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
@@ -62,7 +63,6 @@ MEMORY_PARTS = (
     ("communication buckets", "buffers_gib"),
     ("update", "update_gib"),
 )
-CONTEXT = {"cuda": "CUDA context", "cpu": "process"}
 """What a rank takes beside tensors."""
 MAX_HOSTS = 8
 SHOWN_STEPS = 1000
@@ -443,7 +443,7 @@ def _memory(plan: Plan) -> Table:
         name = "activations, logits, loss" if traced and name == "activations" else name
         table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
     context = (human.gib(memory.context_gib) for memory in plan.memory)
-    table.add_row(CONTEXT[plan.accelerator], *context)
+    table.add_row(ACCELERATORS[plan.accelerator].context, *context)
     table.add_section()
     table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
     sizes = [memory.capacity_gib for memory in plan.memory]
@@ -602,7 +602,7 @@ def whole_run(plan: Plan, *, now: datetime | None = None) -> str:
     """Hours, device hours, cost, and the date of the end; without evaluation and saves."""
     time = plan.time
     assert time is not None
-    devices = "GPU" if plan.accelerator == "cuda" else "rank"
+    devices = "GPU" if plan.on_gpus else "rank"
     if not plan.total_steps:
         of_some = human.duration(SHOWN_STEPS * time.step_s)
         return (

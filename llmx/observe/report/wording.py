@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx import text as human
+from llmx.config.accelerators import ACCELERATORS
 from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.step_time import idle_text, steps_by_rank
@@ -153,7 +154,7 @@ def predicted(data: RunData) -> str:
         pace = statistics.median(paces[1:] or paces)
         parts.append(f"{_against(foreseen, pace, seconds)} a step")
     planned, peak = data.predicted_gib, data.summary.get("memory_gib_max")
-    if planned and peak and data.plan.get("accelerator") == "cuda":
+    if planned and peak and ACCELERATORS[data.plan["accelerator"]].is_gpu:
         parts.append(f"memory {_against(planned, peak, lambda size: f'{human.gib(size)} GiB')}")
     return "; ".join(parts)
 

@@ -29,6 +29,7 @@ from llmx.checkpoint.state.layout import state_layout
 from llmx.checkpoint.state.values import check_states
 from llmx.collectives import all_gather, first_problem
 from llmx.config import Experiment, ModelConfig
+from llmx.config.accelerators import ACCELERATORS
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze
 from llmx.models.attention import AttentionMethod, model_inputs
@@ -107,7 +108,7 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 
 def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
     """Deterministic algorithms where set; by default on CPU, where they cost nothing."""
-    wanted = deterministic if deterministic is not None else accelerator == "cpu"
+    wanted = deterministic if deterministic is not None else not ACCELERATORS[accelerator].is_gpu
     # A missing deterministic kernel is an error where they were set, else a warning.
     torch.use_deterministic_algorithms(wanted, warn_only=deterministic is None)
     # Would fill every new buffer of DeepSpeed with NaN first.
@@ -286,7 +287,7 @@ def build_engine(
     device = device_of(plan)
     # What differs by type of device is in here, and nowhere else.
     exp = on_device(exp, plan.ranks[torch.distributed.get_rank()].device)
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     bases = are_bases(specs, exp.adapter, exp.model)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from llmx.config import AdapterConfig, OptimConfig
+from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor, layer_number, optimizer_of
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import is_added
@@ -147,7 +148,7 @@ def build_optimizer(
     )
     module, _, name = optimizer.factory.partition(":")
     make = getattr(importlib.import_module(module), name)
-    fused = accelerator == "cuda" or offloaded
+    fused = ACCELERATORS[accelerator].is_gpu or offloaded
     if not optimizer.compiled:
         made: torch.optim.Optimizer = make(groups, optim, fused=fused)
         return made

@@ -52,7 +52,7 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
             f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
             "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
         )
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         # DeepSpeed reads the variable, too.
         os.environ["LOCAL_RANK"] = str(choose_gpu(plan, rank=rank, local_rank=local_rank))
@@ -86,7 +86,7 @@ def _need_precision(precision: str) -> None:
 
 def device_of(plan: Plan) -> torch.device:
     """The device of this process."""
-    if plan.accelerator == "cuda":
+    if plan.on_gpus:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
 
