@@ -60,7 +60,7 @@ from llmx.plan.choices import (
     size_of_a_step,
 )
 from llmx.plan.geometry import geometry, model_geometry, position_limit
-from llmx.plan.memory import frozen_network
+from llmx.plan.memory import with_size
 from llmx.plan.trace import Traces
 from llmx.plan.types import FrozenNetwork, KnownSpeeds
 
@@ -98,7 +98,7 @@ def plan_experiment(
         local_names=local_names(),
         frozen=_frozen(exp),
         logits=loss_logits(exp),
-        known=speeds,
+        measured_speeds=speeds,
     )
     plan = dataclasses.replace(plan, notes=(*plan.notes, *task_warnings(exp)))
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
@@ -125,7 +125,7 @@ def chosen_experiment(
     size_of_a_step(exp)
     first = plan_experiment(first_allowed(exp, allows), is_checked=True)
     choice, why = choose(
-        exp, first.plan, traces or Traces({}), allows=allows, without=without, known=speeds_of
+        exp, first.plan, traces or Traces({}), allows=allows, without=without, learned_for=speeds_of
     )
     composed = plan_experiment(choice, is_checked=True)
     plan = dataclasses.replace(composed.plan, chosen=why)
@@ -258,16 +258,15 @@ def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
         if spec.source is not None:
             config, _ = _model_directory(spec.source, name, weights=False, config=False)
             shape = geometry(str(config.get("model_type", "")), config)
-        networks.append(
-            frozen_network(
-                name,
-                shape,
-                precision=spec.precision,
-                before_training=spec.precomputes,
-                source=spec.source,
-                revision=spec.revision,
-            )
+        network = FrozenNetwork(
+            name,
+            num_parameters=0,
+            precision=spec.precision,
+            before_training=spec.precomputes,
+            source=spec.source,
+            revision=spec.revision,
         )
+        networks.append(with_size(network, shape))
     return tuple(networks)
 
 

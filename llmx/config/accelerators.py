@@ -24,8 +24,7 @@ class Accelerator:
     process has resident: the libraries, gloo, the loader."""
     process_gib: float
     """RAM of a rank beside its tensors: Python, torch, deepspeed, transformers (measured on CPU,
-    docs/development/predictions.md); with CUDA also what its driver and NCCL take in host memory, which is assumed.
-    """
+    docs/development/predictions.md); with CUDA also its driver and NCCL, which is assumed."""
     loss_chunk_bytes: int
     """Logits that the loss has in fp32 at a time."""
     nominal_tflops: float

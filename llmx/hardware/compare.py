@@ -1,4 +1,4 @@
-"""What keeps hosts from training together, seen in their surveys. Pure.
+"""Finds what keeps hosts from training together, by their surveys. Pure.
 
 Errors stop the launch with the fix; warnings are shown and the run goes on.
 """
@@ -22,11 +22,11 @@ MIB, GIB = 1024**2, 1024**3
 
 @dataclass(frozen=True)
 class Extension:
-    """What DeepSpeed compiles on each host for a setting of the config."""
+    """An extension that DeepSpeed compiles on each host for a setting of the config."""
 
     setting: str
     instead: str
-    """What to set where it cannot be compiled."""
+    """The override to set where it cannot be compiled."""
     cuda: bool = False
     """Needs NVIDIA's compiler, of the CUDA that torch is built for."""
     libaio: bool = False
@@ -48,7 +48,7 @@ def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
 
 
 def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str, Any]:
-    """What a survey of this experiment looks at besides (``llmx/hardware/survey.py``)."""
+    """The further questions to a survey of this experiment (``llmx/hardware/survey.py``)."""
     nvme = any(extension.libaio for extension in extensions(zero, optim))
     return {
         "torch": plan.on_gpus,
@@ -74,7 +74,7 @@ CLOCK_S = 5.0
 
 @dataclass(frozen=True)
 class Findings:
-    """Whole sentences for the user."""
+    """The result of a comparison of hosts, in sentences for the user."""
 
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -134,9 +134,9 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
             line = f"{package} differs between hosts: {_by_value(versions)}. {fix}"
             (errors if package in ("torch", "deepspeed") else warnings).append(line)
     # What torch has loaded counts; the names of packages only where it could not be asked.
-    loaded = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
-    named = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
-    nccl = loaded if all(loaded.values()) else named
+    loaded_by_torch = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
+    installed = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
+    nccl = loaded_by_torch if all(loaded_by_torch.values()) else installed
     if len(set(nccl.values())) > 1:
         errors.append(
             f"NCCL differs between hosts: {_by_value(nccl)}. Ranks with different NCCL fail at the "
@@ -146,7 +146,7 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
 
 
 def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the build of torch; empty where it is not known."""
+    """The facts about the build of torch; empty where they are not known."""
     return facts.get("torch_build") or {}
 
 
@@ -215,13 +215,12 @@ def _host(
             f"{_torch_again(facts)}."
         )
     needed = extensions(zero, optim)
-    errors += [line for each in needed for line in _cannot_build(each, plan, name, facts)]
+    errors += [line for extension in needed for line in _cannot_build(extension, plan, name, facts)]
     if any(extension.cuda for extension in needed) and _skips_cuda_check(facts):
         warnings.append(
             f"{name}: DS_SKIP_CUDA_CHECK=1: DeepSpeed compiles its extensions with CUDA "
             f"{facts['nvcc']} for a torch of CUDA {_torch(facts)['cuda']}, which is untested."
         )
-    needs_build = bool(needed)
     errors += _nvme(zero, plan, name, facts)
     module, package = ATTENTION.get(model.attention, ("", ""))
     if module and module not in facts.get("modules", [module]):
@@ -235,7 +234,7 @@ def _host(
             f"{name}: a build of an extension was left unfinished ({facts['stale_locks'][0]}); "
             'ranks would wait for it at "Loading extension module". Remove the lock.'
         )
-        (errors if needs_build else warnings).append(line)
+        (errors if needed else warnings).append(line)
     if facts["free_bytes"] < GIB:
         warnings.append(
             f"{name}: {facts['free_bytes'] / GIB:.1f} GiB free on the disk of the run directory."
@@ -317,9 +316,8 @@ def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> 
 
 
 def storage_of(plan: Plan, name: str) -> HostStorage | None:
-    """What the plan takes of a host; None where nothing is known of it."""
-    hosts = plan.storage.hosts if plan.storage is not None else ()
-    return next((storage for storage in hosts if name in storage.hosts), None)
+    """The part of the plan's storage that is a host's; None where it is not known."""
+    return None if plan.storage is None else plan.storage.on(name)
 
 
 def _devices(
@@ -349,7 +347,7 @@ def _by_value(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a run takes on one file system."""
+    """The disk space that a run takes on one file system."""
 
     checkpoint: int
     """Bytes of one checkpoint."""
@@ -376,7 +374,7 @@ class DiskUse:
 
     @property
     def needed(self) -> int | None:
-        """At most, beyond what lies there; None: no limit."""
+        """The most bytes beyond those that lie there; None: no limit."""
         if self.at_once is None or self.kept is None:
             return None
         present = min(self.there, self.kept)
@@ -389,11 +387,8 @@ def disk_use(storage: StoragePlan | None, host: str | None, *, there: int = 0) -
     whole checkpoints. None where sizes are not known."""
     if storage is None:
         return None
-    storage_here = next(
-        (host_storage for host_storage in storage.hosts if host in host_storage.hosts), None
-    )
-    checkpoint = storage.checkpoint_bytes if storage_here is None else storage_here.checkpoint_bytes
-    model = storage.model_bytes if storage_here is None else storage_here.model_bytes
+    sizes = storage.on(host) or storage
+    checkpoint, model = sizes.checkpoint_bytes, sizes.model_bytes
     if checkpoint is None or model is None:
         return None
     return DiskUse(
@@ -444,15 +439,16 @@ def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
 
 
 def problems_here(plan: Plan, run_dir: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """What this machine lacks now, of RAM for its ranks and of disk (``survey.space_facts``)."""
+    """Sentences about what this machine lacks now, of RAM for its ranks and of disk
+    (``survey.space_facts``)."""
     problems: list[str] = []
     use = disk_use(plan.storage, None, there=facts.get("checkpoints", 0))
     if use is not None:
         problems += disk_problem(use, facts["free_bytes"], where=run_dir)
     local = {host.name for host in plan.hosts if host.is_local}
-    for one in plan.storage.hosts if plan.storage is not None else ():
-        if local & set(one.hosts):
-            problems.append(ram_problem(one, "this machine", facts))
+    for host in plan.storage.hosts if plan.storage is not None else ():
+        if local & set(host.hosts):
+            problems.append(ram_problem(host, "this machine", facts))
     return tuple(text for text in problems if text)
 
 

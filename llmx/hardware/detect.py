@@ -1,4 +1,4 @@
-"""What is in this machine: its GPUs by name and memory, its names and addresses.
+"""Detects this machine: its GPUs by name and memory, its names and addresses.
 
 No torch: the control process asks the driver. ``hardware=local`` uses it.
 """

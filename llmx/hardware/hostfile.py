@@ -20,7 +20,7 @@ from llmx.errors import ConfigError
 from llmx.text import printable
 
 MAX_SLOTS = 1024
-"""Of one host, as in the schema."""
+"""The most slots of one host, as in the schema."""
 MAX_PROBLEMS = 20
 """Problems listed in one message."""
 _IGNORED = re.compile(r"max[_-]slots=[0-9]+")
@@ -88,12 +88,12 @@ def _parse_line(words: str) -> tuple[HostSlots | None, str | None]:
     """The host of one line, or None and the problem of the line."""
     if words.startswith(("//", ";", "--")):
         return None, "a comment begins with #"
-    name, *rest = words.split()
+    name, *options = words.split()
     address = ipv6(name)
     problem = None if address else name_problem(name)
     if problem:
         return None, problem
-    joined = " ".join(part for part in rest if not _IGNORED.fullmatch(part))
+    joined = " ".join(part for part in options if not _IGNORED.fullmatch(part))
     if not joined:
         return None, f'the number of ranks is missing; write "{name[:60]} slots=2"'
     match = re.fullmatch(r"slots=([0-9]+)", joined)

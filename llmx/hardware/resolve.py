@@ -20,7 +20,7 @@ from llmx.hardware.detect import detect_hardware
 from llmx.text import printable
 
 MAX_HOSTFILE_BYTES = 1 << 20
-"""Of a hostfile; what is larger was named by mistake."""
+"""The most bytes of a hostfile; a larger file was named by mistake."""
 
 
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:

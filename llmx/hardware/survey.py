@@ -30,7 +30,7 @@ from typing import Any
 
 COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
 MODULES = ("flash_attn", "flash_attn_interface")
-"""Of attention kernels; looked for without importing them."""
+"""Modules of attention kernels; looked for without importing them."""
 STALE_LOCK_S = 600
 TORCH = """
 import json, torch
@@ -46,19 +46,19 @@ print(json.dumps({
 TORCH_S = 90
 
 
-def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The facts, as plain values. ``package``: the directory of llmx's code; ``asked``: what is
+def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The facts, as plain values. ``package``: the directory of llmx's code; ``needs``: what is
     looked at besides."""
-    asked = asked or {}
-    os.environ.update(asked.get("env") or {})  # compilers are looked for where ranks look
+    needs = needs or {}
+    os.environ.update(needs.get("env") or {})  # compilers are looked for where ranks look
     stamp = environment_stamp()
-    known = asked.get("known") or {}
-    if known.get("stamp") != stamp:
-        known = {}
-    build = known.get("torch_build") or {}
+    earlier = needs.get("known") or {}
+    if earlier.get("stamp") != stamp:
+        earlier = {}
+    build = earlier.get("torch_build") or {}
 
     def once(name: str, find: Callable[[], Any]) -> Any:
-        return known.get(name) or find()
+        return earlier.get(name) or find()
 
     return {
         "stamp": stamp,
@@ -73,7 +73,7 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         "gpu_names": gpu_names(),
         "capabilities": once("capabilities", compute_capabilities),
         "torch_build": (build if build.get("works") else torch_build())
-        if asked.get("torch")
+        if needs.get("torch")
         else {"cuda": cuda_of_torch()},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
@@ -84,8 +84,8 @@ def survey(run_dir: str, package: str = "", asked: dict[str, Any] | None = None)
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "nvcc": once("nvcc", nvcc),
         "skips_cuda_check": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",
-        "libaio": once("libaio", has_libaio) if asked.get("aio") else None,
-        "nvme": directory_facts(asked["nvme"]) if asked.get("nvme") else None,
+        "libaio": once("libaio", has_libaio) if needs.get("aio") else None,
+        "nvme": directory_facts(needs["nvme"]) if needs.get("nvme") else None,
         "modules": [name for name in MODULES if has_module(name)],
         "stale_locks": stale_locks(),
         "code": code_hash(package),
@@ -116,7 +116,7 @@ def which(name: str) -> bool:
 
 
 def code_hash(package: str) -> str | None:
-    """Of every source below a directory, by name and content; None where there is none."""
+    """The hash of every source below a directory, by name and content; None where there is none."""
     if not package:
         return None
     digest = hashlib.blake2b(digest_size=6)
@@ -130,7 +130,7 @@ def code_hash(package: str) -> str | None:
 
 
 def version(name: str) -> str | None:
-    """Of an installed package; None without it."""
+    """The version of an installed package; None without it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -146,16 +146,16 @@ def has_module(name: str) -> bool:
 
 
 def compute_capabilities() -> list[float]:
-    """Of each GPU, as the driver's own program says; empty without it."""
+    """The compute capability of each GPU by the driver's own program; empty without it."""
     if count_gpus() is None:
         return []
     words = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    lines = said_by(words, timeout_s=30).split("\n")
+    lines = output_of(words, timeout_s=30).split("\n")
     return [float(line) for line in lines if re.fullmatch(r"\s*[0-9]+\.[0-9]+\s*", line)]
 
 
-def said_by(words: list[str], *, timeout_s: float) -> str:
-    """What a program prints; empty where it fails or is not there."""
+def output_of(words: list[str], *, timeout_s: float) -> str:
+    """The output of a program; empty where it fails or is not there."""
     try:
         done = subprocess.run(
             words,
@@ -172,8 +172,8 @@ def said_by(words: list[str], *, timeout_s: float) -> str:
 
 
 def torch_build() -> dict[str, Any]:
-    """What torch itself says of its build: CUDA, the GPUs it has code for, the NCCL it loads."""
-    output = said_by([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
+    """The build of torch in its own words: CUDA, the GPUs it has code for, the NCCL it loads."""
+    output = output_of([sys.executable, "-c", TORCH], timeout_s=TORCH_S)
     try:
         return dict(json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
@@ -197,7 +197,7 @@ def nvcc() -> str | None:
     """Version of the CUDA compiler where torch looks for it; None without one."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     program = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")  # noqa: PTH118
-    output = said_by([program or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
+    output = output_of([program or "/usr/local/cuda/bin/nvcc", "-V"], timeout_s=30)
     match = re.search(r"release ([0-9]+\.[0-9]+)", output)
     return match.group(1) if match else None
 
@@ -223,7 +223,8 @@ def has_libaio() -> bool:
 
 
 def directory_facts(path: str) -> dict[str, Any]:
-    """Of the directory, or of the nearest one above it that exists: writable, free bytes."""
+    """Whether the directory, or the nearest one above it that exists, is writable, and its free
+    bytes."""
     existing = nearest_directory(path)
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -245,7 +246,8 @@ def space_facts(run_dir: str) -> dict[str, Any]:
 
 
 def ram_available(root: str = "/") -> int | None:
-    """Of the host and of this process's control groups; None where the kernel does not say.
+    """The RAM that is left on the host and in this process's control groups; None where the kernel
+    does not say.
 
     ``llmx.checkpoint.save`` asks the same for a rank, with torch.
     """

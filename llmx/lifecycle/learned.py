@@ -53,7 +53,7 @@ def with_learned_time(composed: Composed) -> Composed:
     speeds = known_runs()(exp, plan)
     if not speeds.tflops:
         return composed
-    taught = with_time(plan, exp, known=speeds)
+    taught = with_time(plan, exp, learned=speeds)
     # Of a model whose size only a trace knows, the time stays that by the trace.
     return replace(composed, plan=taught) if taught.time and taught.time.step_s else composed
 

@@ -25,10 +25,7 @@ from llmx.config.build import to_dict
 from llmx.errors import ConfigError
 from llmx.lifecycle.learned import known_contexts, known_runs
 from llmx.lifecycle.preflight import PACKAGES, ask, with_true_vocabulary
-from llmx.plan.by_device import checkpointing_on
 from llmx.plan.choices import no_runs, traced_memory, with_traces
-from llmx.plan.step_time import with_traced_time
-from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
@@ -58,8 +55,7 @@ def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Tra
     """
     traces = _traces_of(composed, make=make)
     exp, plan = composed.experiment, composed.plan
-    plan = _with_time(with_traces(plan, exp, traces, allows=refusal), exp, traces)
-    plan = with_true_vocabulary(plan, exp)
+    plan = with_true_vocabulary(with_traces(plan, exp, traces, allows=refusal), exp)
     return replace(composed, plan=plan), traces
 
 
@@ -100,24 +96,9 @@ def _traces_of(composed: Composed, *, make: bool, variants: bool | None = None) 
     return find_traces(exp, plan, variants=make if variants is None else variants, make=make)
 
 
-def _with_time(plan: Plan, exp: Experiment, traces: Traces) -> Plan:
-    """Predict the time by a trace where only the trace knows the size of the model, and the hosts'
-    storage by that size."""
-    rank = max(plan.ranks, key=lambda one: one.micro_batch)
-    how = checkpointing_on(exp, rank.device)
-    trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
-    if trace is None:
-        return plan
-    if trace.flops and not plan.num_parameters:
-        tokens = rank.micro_batch * plan.batch.seq_len
-        plan = with_traced_time(plan, exp, trace, tokens=tokens, device=rank.device)
-    # It has read the tokenizer, too.
-    return with_storage(plan, exp, size=ModelSize(trace.num_parameters, trace.num_trained))
-
-
 def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> Traces:
     """Read the traces from the cache; ``make``: make the missing ones."""
-    keys = wanted_traces(exp, plan, others=variants)
+    keys = wanted_traces(exp, plan, alternatives=variants)
     traces: dict[TraceKey, StepTrace] = {}
     problem = ""
     answers: dict[TraceKey, dict[str, Any]] = {}

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
-from llmx.compose.complete import Composed, check_paths
+from llmx.compose.complete import Composed, check_paths, refusal
 from llmx.errors import RunFailed
 from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
+from llmx.plan.choices import compared
 from llmx.run import snapshot
 from llmx.tracking.base import check_packages
 
@@ -59,6 +60,7 @@ def run_composed(
         run_dir=run.root if keep else None,
         stream=out,
         traces=traces,
+        options=compared(exp, plan, traces, allows=refusal) if traces else (),
         here=here,
         copied=sync_sizes(launch),
         overrides=overrides,

@@ -1,4 +1,4 @@
-"""What an adapter adds to a network and what it trains, from the config's values alone.
+"""The size of an adapter and its names, from the config's values alone.
 
 The modules of the architectures that are planned, by their names in transformers; compared with
 the library's own in ``tests/unit/test_plan_adapter.py``. Pure.
@@ -43,19 +43,19 @@ class Modules:
 
 @dataclass(frozen=True)
 class AdapterSize:
-    """Of an adapter, in parameters."""
+    """The size of an adapter, in parameters."""
 
     added: int
     """The small matrices."""
     trained: int
-    """With the modules of the model that are trained whole."""
+    """The added ones and the modules of the model that are trained whole."""
     activations: int
     """Elements that all layers together keep for a token, beside those of the plain model."""
     trains_head: bool
     quantized: int = 0
     """Frozen weights that are kept in 4 bits."""
     unpacked: int = 0
-    """Of the largest of these layers, which is in 16 bits while it is used."""
+    """Weights of the largest of these layers, which is in 16 bits while it is used."""
 
 
 def network_modules(model: ModelConfig) -> Modules | None:
@@ -78,24 +78,25 @@ def network_modules(model: ModelConfig) -> Modules | None:
 
 
 def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | None:
-    """What ``adapter`` adds and trains; None without one, or where the modules are not known."""
+    """The parameters that ``adapter`` adds and trains; None without one, or where the modules are
+    not known."""
     modules = network_modules(model) if adapter.kind != "none" else None
     if modules is None:
         return None
     targets = adapter.targets
     names = list(modules.linear) if ALL_LINEAR in targets else matching(modules.linear, targets)
-    added = kept = 0
+    added = kept_elements = 0
     for name in names:
         width_in, width_out = modules.linear[name]
         added += adapter.rank * (width_in + width_out) + (width_out if adapter.dora else 0)
         # What comes out of the first matrix, and what goes into it where dropout makes a copy.
-        kept += adapter.rank + (2 * width_in if adapter.dropout else 0)
-        kept += 2 * width_out if adapter.dora else 0
+        kept_elements += adapter.rank + (2 * width_in if adapter.dropout else 0)
+        kept_elements += 2 * width_out if adapter.dora else 0
     whole_modules = list(adapter.modules_to_save)
     if added_tokens(model):
         whole_modules += ["lm_head", next(iter(modules.others))]
     saved = matching([*modules.linear, *modules.others], whole_modules)
-    whole = sum(
+    saved_size = sum(
         modules.others[name] if name in modules.others else _product(modules.linear[name])
         for name in saved
     )
@@ -105,7 +106,9 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
         for name, widths in modules.linear.items()
         if adapter.quantize != "none" and name not in saved
     ]
-    return AdapterSize(added, added + whole, kept, head, sum(packed), max(packed, default=0))
+    return AdapterSize(
+        added, added + saved_size, kept_elements, head, sum(packed), max(packed, default=0)
+    )
 
 
 def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None:
@@ -134,16 +137,16 @@ def target_problems(
     modules = network_modules(model) if adapter.kind != "none" else None
     if modules is None:
         return
-    linear, others = _named(modules, head)
+    linear, other_names = _named(modules, head)
     for target in adapter.targets:
-        if is_named("lm_head", target) and "lm_head" in others:
+        if is_named("lm_head", target) and "lm_head" in other_names:
             yield output_head_target(target)
         elif target != ALL_LINEAR and not matching(linear, [target]):
             yield no_such_module("adapter.targets", target, linear, "linear layer")
-    every = [*linear, *others]
+    names = [*linear, *other_names]
     for target in adapter.modules_to_save:
-        if not matching(every, [target]):
-            yield no_such_module("adapter.modules_to_save", target, every, "module with weights")
+        if not matching(names, [target]):
+            yield no_such_module("adapter.modules_to_save", target, names, "module with weights")
 
 
 def freeze_problems(model: ModelConfig, *, head: str = CAUSAL_LM) -> Iterator[str]:
@@ -152,33 +155,33 @@ def freeze_problems(model: ModelConfig, *, head: str = CAUSAL_LM) -> Iterator[st
     modules = network_modules(model) if model.freeze else None
     if modules is None:
         return
-    every = [name for names in _named(modules, head) for name in names]
+    module_names = [name for short in _named(modules, head) for name in short]
     if not head:
-        every += [name for names in _named(modules, BACKBONE) for name in names]
-    parameters = [f"{name}.{kind}" for name in every for kind in ("weight", "bias")]
+        module_names += [name for short in _named(modules, BACKBONE) for name in short]
+    parameters = [f"{name}.{kind}" for name in module_names for kind in ("weight", "bias")]
     for pattern in model.freeze:
         if not any(fnmatchcase(name, pattern) for name in parameters):
-            names = short_names(every)
+            short = short_names(module_names)
             yield (
                 f"model.freeze: {shown(pattern)} matches no parameter of the model."
-                f"{did_you_mean(pattern.strip('*.')[:100], names)} Names are like "
-                f"{parameters[0]}, and a star stands for any characters: '*.{names[0]}.*'. It has "
-                f"{', '.join(names[:40])}{', ...' if len(names) > 40 else ''}."
+                f"{did_you_mean(pattern.strip('*.')[:100], short)} Names are like "
+                f"{parameters[0]}, and a star stands for any characters: '*.{short[0]}.*'. It has "
+                f"{', '.join(short[:40])}{', ...' if len(short) > 40 else ''}."
             )
 
 
 def _named(modules: Modules, head: str) -> tuple[list[str], list[str]]:
     """Names of the linear layers and of the others, as a network with this head has them."""
-    linear, others = list(modules.linear), list(modules.others)
+    linear, other_names = list(modules.linear), list(modules.others)
     if not modules.with_any_head:  # BERT's: also the pooler, and the head of a classifier
-        linear, others = [*linear, "bert.pooler.dense"], [*others, "classifier"]
+        linear, other_names = [*linear, "bert.pooler.dense"], [*other_names, "classifier"]
     elif head != CAUSAL_LM:
-        others = [name for name in others if name != "lm_head" or not head]
-        others += ["score"] if head in ("", CLASSIFICATION) else []
+        other_names = [name for name in other_names if name != "lm_head" or not head]
+        other_names += ["score"] if head in ("", CLASSIFICATION) else []
     if head == BACKBONE:  # is not inside anything
         linear = [name.partition(".")[2] for name in linear]
-        others = [name.partition(".")[2] for name in others]
-    return linear, others
+        other_names = [name.partition(".")[2] for name in other_names]
+    return linear, other_names
 
 
 def _product(widths: tuple[int, int]) -> int:
@@ -188,7 +191,7 @@ def _product(widths: tuple[int, int]) -> int:
 def _llama(shape: Geometry, config: dict[str, Any]) -> Modules:
     hidden, ffn, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
     linear: dict[str, tuple[int, int]] = {}
-    others = {"model.embed_tokens": vocab * hidden}
+    sizes = {"model.embed_tokens": vocab * hidden}
     for number in range(shape.num_layers):
         layer = f"model.layers.{number}"
         linear[f"{layer}.self_attn.q_proj"] = (hidden, shape.query_size)
@@ -200,37 +203,37 @@ def _llama(shape: Geometry, config: dict[str, Any]) -> Modules:
         linear[f"{layer}.mlp.down_proj"] = (ffn, hidden)
         if shape.qk_norm:
             head = shape.query_size // shape.num_heads
-            others[f"{layer}.self_attn.q_norm"] = others[f"{layer}.self_attn.k_norm"] = head
-        others[f"{layer}.input_layernorm"] = hidden
-        others[f"{layer}.post_attention_layernorm"] = hidden
-    others["model.norm"] = hidden
-    others["lm_head"] = 0 if config.get("tie_word_embeddings") else vocab * hidden
-    return Modules(linear, others)
+            sizes[f"{layer}.self_attn.q_norm"] = sizes[f"{layer}.self_attn.k_norm"] = head
+        sizes[f"{layer}.input_layernorm"] = hidden
+        sizes[f"{layer}.post_attention_layernorm"] = hidden
+    sizes["model.norm"] = hidden
+    sizes["lm_head"] = 0 if config.get("tie_word_embeddings") else vocab * hidden
+    return Modules(linear, sizes)
 
 
 def _gpt2(shape: Geometry, config: dict[str, Any]) -> Modules:
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     linear: dict[str, tuple[int, int]] = {}
-    others = {
+    sizes = {
         "transformer.wte": shape.vocab_size * hidden,
         "transformer.wpe": int(config.get("n_positions") or 1024) * hidden,
     }
     for number in range(shape.num_layers):
         layer = f"transformer.h.{number}"
-        others[f"{layer}.ln_1"] = others[f"{layer}.ln_2"] = 2 * hidden
+        sizes[f"{layer}.ln_1"] = sizes[f"{layer}.ln_2"] = 2 * hidden
         linear[f"{layer}.attn.c_attn"] = (hidden, 3 * hidden)
         linear[f"{layer}.attn.c_proj"] = (hidden, hidden)
         linear[f"{layer}.mlp.c_fc"] = (hidden, ffn)
         linear[f"{layer}.mlp.c_proj"] = (ffn, hidden)
-    others["transformer.ln_f"] = 2 * hidden
-    others["lm_head"] = 0  # tied
-    return Modules(linear, others)
+    sizes["transformer.ln_f"] = 2 * hidden
+    sizes["lm_head"] = 0  # tied
+    return Modules(linear, sizes)
 
 
 def _opt(shape: Geometry, config: dict[str, Any]) -> Modules:
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     linear: dict[str, tuple[int, int]] = {}
-    others = {
+    sizes = {
         "model.decoder.embed_tokens": shape.vocab_size * hidden,
         "model.decoder.embed_positions": (int(config["max_position_embeddings"]) + 2) * hidden,
         "model.decoder.final_layer_norm": 2 * hidden,
@@ -241,10 +244,10 @@ def _opt(shape: Geometry, config: dict[str, Any]) -> Modules:
             linear[f"{layer}.self_attn.{name}"] = (hidden, hidden)
         linear[f"{layer}.fc1"] = (hidden, ffn)
         linear[f"{layer}.fc2"] = (ffn, hidden)
-        others[f"{layer}.self_attn_layer_norm"] = 2 * hidden
-        others[f"{layer}.final_layer_norm"] = 2 * hidden
-    others["lm_head"] = 0  # tied
-    return Modules(linear, others)
+        sizes[f"{layer}.self_attn_layer_norm"] = 2 * hidden
+        sizes[f"{layer}.final_layer_norm"] = 2 * hidden
+    sizes["lm_head"] = 0  # tied
+    return Modules(linear, sizes)
 
 
 def _bert(shape: Geometry, config: dict[str, Any]) -> Modules:
@@ -252,7 +255,7 @@ def _bert(shape: Geometry, config: dict[str, Any]) -> Modules:
     start = "bert.embeddings"
     positions = int(config.get("max_position_embeddings") or 512)
     linear: dict[str, tuple[int, int]] = {}
-    others = {
+    sizes = {
         f"{start}.word_embeddings": vocab * hidden,
         f"{start}.position_embeddings": positions * hidden,
         f"{start}.token_type_embeddings": int(config.get("type_vocab_size") or 2) * hidden,
@@ -265,12 +268,12 @@ def _bert(shape: Geometry, config: dict[str, Any]) -> Modules:
         linear[f"{layer}.attention.output.dense"] = (hidden, hidden)
         linear[f"{layer}.intermediate.dense"] = (hidden, ffn)
         linear[f"{layer}.output.dense"] = (ffn, hidden)
-        others[f"{layer}.attention.output.LayerNorm"] = 2 * hidden
-        others[f"{layer}.output.LayerNorm"] = 2 * hidden
+        sizes[f"{layer}.attention.output.LayerNorm"] = 2 * hidden
+        sizes[f"{layer}.output.LayerNorm"] = 2 * hidden
     head = "cls.predictions"
     linear[f"{head}.transform.dense"] = (hidden, hidden)
-    others[f"{head}.transform.LayerNorm"] = 2 * hidden
+    sizes[f"{head}.transform.LayerNorm"] = 2 * hidden
     tied = config.get("tie_word_embeddings", True)
-    others[f"{head}.decoder"] = 0 if tied else vocab * hidden
-    others[head] = vocab  # a bias
-    return Modules(linear, others, with_any_head=False)
+    sizes[f"{head}.decoder"] = 0 if tied else vocab * hidden
+    sizes[head] = vocab  # a bias
+    return Modules(linear, sizes, with_any_head=False)

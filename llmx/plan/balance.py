@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import Any
 
+from llmx.config.schema import BatchConfig
 from llmx.errors import ConfigError
+from llmx.plan.batch import no_solution, solve_batch
 from llmx.plan.types import BalancePlan, BatchPlan, Plan, RankSpeed
 
 Sizes = tuple[tuple[int, ...], ...]
@@ -31,20 +33,20 @@ FACTOR = 1 << 20
 EXACT_SAMPLES = 1 << 12
 """Up to so many samples of a step, and of a micro step, every way to cut it is looked at."""
 NOT_HIDDEN = 10
-"""Of what is exchanged behind computing, one part in so many is not hidden: the first and the last
-bucket."""
+"""One part in so many of an exchange behind computing is not hidden: the first and the last bucket.
+"""
 LEAST_GAIN = 0.02
-"""What a measured split must save of the step time of the even one: less is noise."""
+"""A measured split must save this part of the time of the even one: less is noise."""
 TIMES_NOISE = 2.0
 """... and at least so many times the noise of what was measured (a relative standard error)."""
 RECORD_FORMAT = 1
-"""Of ``balance.json``."""
+"""The version of ``balance.json``."""
 ALIKE = 0.05
 """Ranks of one device type on one host that differ by less count as equally fast."""
 
 
 def sample_fs(speed: RankSpeed, seq_len: int) -> int:
-    """What a whole sample of one row takes; at least 1."""
+    """Femtoseconds of a sample that fills one row; at least 1."""
     return max(1, speed.token_fs * seq_len + speed.square_fs * seq_len * seq_len)
 
 
@@ -77,8 +79,8 @@ def share_out(
         return _by_rank(global_batch, costs, limits)
     step = _MicroStep(costs, limits)
     if accumulation is not None:
-        size, more = divmod(global_batch, accumulation)
-        parts = [size + 1] * more + [size] * (accumulation - more)
+        size, num_larger = divmod(global_batch, accumulation)
+        parts = [size + 1] * num_larger + [size] * (accumulation - num_larger)
         if not step.least <= parts[-1] <= parts[0] <= step.most:
             raise ConfigError(
                 f"batch: global_batch={global_batch} in batch.accumulation={accumulation} micro "
@@ -97,11 +99,11 @@ class _MicroStep:
 
     def __init__(self, costs: Sequence[tuple[int, int]], limits: Sequence[int]) -> None:
         self.least, self.most = len(costs), sum(limits)
-        self._first = max(fixed + each for fixed, each in costs)
+        self._first = max(fixed + sample for fixed, sample in costs)
         # The next sample goes where the micro batch is then shortest.
         self._next = sorted(
-            (fixed + count * each, rank)
-            for rank, ((fixed, each), limit) in enumerate(zip(costs, limits, strict=True))
+            (fixed + count * sample, rank)
+            for rank, ((fixed, sample), limit) in enumerate(zip(costs, limits, strict=True))
             for count in range(2, limit + 1)
         )
 
@@ -111,11 +113,11 @@ class _MicroStep:
         return max(self._first, self._next[further - 1][0]) if further else self._first
 
     def shares(self, samples: int) -> list[int]:
-        """Samples of each rank."""
-        found = [1] * self.least
+        """How many of so many samples each rank takes."""
+        counts = [1] * self.least
         for _, rank in self._next[: samples - self.least]:
-            found[rank] += 1
-        return found
+            counts[rank] += 1
+        return counts
 
 
 def with_exchange(computing_fs: int, exchange_fs: int, *, overlap: bool) -> int:
@@ -127,28 +129,28 @@ def with_exchange(computing_fs: int, exchange_fs: int, *, overlap: bool) -> int:
 
 def _cut(global_batch: int, step: _MicroStep, cost: int | None, overlap: bool) -> list[int]:
     """Samples of each micro step, with the least time of all; largest first."""
-    least, most = step.least, min(step.most, global_batch)
-    if global_batch < least:
-        raise _impossible(global_batch, step)
-    if most > EXACT_SAMPLES:
-        count = -(-global_batch // most)
-        size, more = divmod(global_batch, count)
-        if size < least:
-            raise _impossible(global_batch, step)
-        return [size + 1] * more + [size] * (count - more)
-    times = [step.time(samples) for samples in range(least, most + 1)]
+    smallest, largest = step.least, min(step.most, global_batch)
+    if global_batch < smallest:
+        raise _impossible(global_batch, step.least, step.most)
+    if largest > EXACT_SAMPLES:
+        count = -(-global_batch // largest)
+        size, num_larger = divmod(global_batch, count)
+        if size < smallest:
+            raise _impossible(global_batch, step.least, step.most)
+        return [size + 1] * num_larger + [size] * (count - num_larger)
+    times = [step.time(samples) for samples in range(smallest, largest + 1)]
 
     def fastest() -> int:
-        return min(range(least, most + 1), key=lambda n: (times[n - least] / n, -n))
+        return min(range(smallest, largest + 1), key=lambda n: (times[n - smallest] / n, -n))
 
     if cost is None:
-        cost, overlap = times[fastest() - least] // MICRO_STEP_COST + 1, False
-    times = [with_exchange(each, cost, overlap=overlap) for each in times]
+        cost, overlap = times[fastest() - smallest] // MICRO_STEP_COST + 1, False
+    times = [with_exchange(time_fs, cost, overlap=overlap) for time_fs in times]
     # Far from the end, the micro step with the most samples a second; then all ways are tried.
     best = fastest()
-    repeated = max(0, (global_batch - max(EXACT_SAMPLES, 8 * most)) // best)
-    rest = global_batch - repeated * best
-    return sorted([best] * repeated + _exact(rest, least, times, step), reverse=True)
+    repeated = max(0, (global_batch - max(EXACT_SAMPLES, 8 * largest)) // best)
+    remaining = global_batch - repeated * best
+    return sorted([best] * repeated + _exact(remaining, smallest, times, step), reverse=True)
 
 
 def _exact(total: int, least: int, times: list[int], step: _MicroStep) -> list[int]:
@@ -156,18 +158,18 @@ def _exact(total: int, least: int, times: list[int], step: _MicroStep) -> list[i
     import numpy as np
 
     span = len(times)
-    each = np.array(times, dtype=np.float64)  # sums and least ones alike on all machines
-    found = np.full(total + 1, np.inf)
-    found[0] = 0.0
+    step_times = np.array(times, dtype=np.float64)  # sums and least ones alike on all machines
+    shortest = np.full(total + 1, np.inf)
+    shortest[0] = 0.0
     chosen = np.zeros(total + 1, dtype=np.int64)
     for samples in range(least, total + 1):
         # With the last micro step of least, least + 1, ... samples.
-        before = found[max(0, samples - least - span + 1) : samples - least + 1][::-1]
-        sums = before + each[: len(before)]
+        before = shortest[max(0, samples - least - span + 1) : samples - least + 1][::-1]
+        sums = before + step_times[: len(before)]
         at = len(sums) - 1 - int(np.argmin(sums[::-1]))  # of equal ones, the largest micro step
-        found[samples], chosen[samples] = sums[at], least + at
-    if not np.isfinite(found[total]):
-        raise _impossible(total, step)
+        shortest[samples], chosen[samples] = sums[at], least + at
+    if not np.isfinite(shortest[total]):
+        raise _impossible(total, step.least, step.most)
     parts = []
     while total:
         parts.append(int(chosen[total]))
@@ -175,34 +177,24 @@ def _exact(total: int, least: int, times: list[int], step: _MicroStep) -> list[i
     return parts
 
 
-def _impossible(total: int, step: _MicroStep) -> ConfigError:
-    if total < step.least:
-        return ConfigError(
-            f"batch.global_batch={total} is less than the {step.least} ranks: every rank takes at "
-            f"least one sample. Use batch.global_batch={step.least} or more, or fewer ranks."
-        )
-    below = total // step.most * step.most
-    near = [value for value in (below, below + step.most) if value > 0]
-    return ConfigError(
-        f"batch.global_batch={total} cannot be cut into micro steps of {step.least} to "
-        f"{step.most} samples, one at least for each rank. Use batch.global_batch="
-        f"{' or '.join(str(value) for value in near)}."
-    )
+def _impossible(total: int, least: int, most: int) -> ConfigError:
+    rule = f"micro steps of {least} to {most} samples, one at least for each rank"
+    return no_solution(total, ranks=least, most=most, rule=rule)
 
 
 def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]) -> Sizes:
     """Ranks that wait for each other once a step: each has as many micro steps as it needs."""
     if total < len(costs):
-        raise _impossible(total, _MicroStep(costs, [1] * len(costs)))
+        raise _impossible(total, len(costs), sum(limits))
 
     def within(time: int, rank: int) -> int:
         """Samples that a rank computes in this time."""
-        (fixed, each), limit = costs[rank], limits[rank]
-        full, rest = divmod(time, fixed + limit * each)
-        return int(full * limit + max(0, (rest - fixed) // each))
+        (fixed, sample), limit = costs[rank], limits[rank]
+        full, remaining = divmod(time, fixed + limit * sample)
+        return int(full * limit + max(0, (remaining - fixed) // sample))
 
     everyone = range(len(costs))
-    low = max(fixed + each for fixed, each in costs)
+    low = max(fixed + sample for fixed, sample in costs)
     if sum(within(low, rank) for rank in everyone) < total:
         high = 2 * low
         while sum(within(high, rank) for rank in everyone) < total:
@@ -217,8 +209,8 @@ def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]
     counts = [within(low, rank) for rank in everyone]
 
     def time(rank: int) -> int:
-        fixed, each = costs[rank]
-        return -(-counts[rank] // limits[rank]) * fixed + counts[rank] * each
+        fixed, sample = costs[rank]
+        return -(-counts[rank] // limits[rank]) * fixed + counts[rank] * sample
 
     surplus = sum(counts) - total
     latest = [(-time(rank), -rank) for rank in everyone if counts[rank] > 1] if surplus else []
@@ -228,19 +220,19 @@ def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]
         counts[rank] -= 1
         if counts[rank] > 1:
             heapq.heappush(latest, (-time(rank), -rank))
-    found = []
+    sizes = []
     for count, limit in zip(counts, limits, strict=True):
         steps = -(-count // limit)
-        size, more = divmod(count, steps)
-        found.append((size + 1,) * more + (size,) * (steps - more))
-    return tuple(found)
+        size, num_larger = divmod(count, steps)
+        sizes.append((size + 1,) * num_larger + (size,) * (steps - num_larger))
+    return tuple(sizes)
 
 
 def busy_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int) -> list[int]:
-    """What each rank computes in a step."""
+    """Femtoseconds that each rank computes in a step."""
     return [
-        sum(speed.fixed_fs + size * sample_fs(speed, seq_len) for size in own)
-        for own, speed in zip(sizes, speeds, strict=True)
+        sum(speed.fixed_fs + size * sample_fs(speed, seq_len) for size in rank_sizes)
+        for rank_sizes, speed in zip(sizes, speeds, strict=True)
     ]
 
 
@@ -273,12 +265,31 @@ def step_fs(
     )
 
 
-def idle_shares(
-    sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int, *, same_steps: bool
-) -> list[float]:
-    """The part of a step in which each rank waits for others, without communication."""
-    whole = step_fs(sizes, speeds, seq_len, same_steps=same_steps)
-    return [1.0 - busy / whole for busy in busy_fs(sizes, speeds, seq_len)]
+def even_batch(plan: Plan) -> BatchPlan | None:
+    """The even split of a balanced plan's batch; None where there is none."""
+    assert plan.balance is not None
+    smallest = min(plan.balance.limits)  # fits on all
+    config = BatchConfig(global_batch=plan.batch.global_batch, micro_batch=smallest)
+    try:
+        return solve_batch(config, seq_len=plan.batch.seq_len, world=plan.world_size)
+    except ConfigError:
+        return None
+
+
+def against_even(plan: Plan) -> tuple[int, int, list[float]]:
+    """Femtoseconds of a step as planned and of the even split (0: there is none), and the part of a
+    step in which each rank waits for others; without communication."""
+    balance, seq_len, even = plan.balance, plan.batch.seq_len, even_batch(plan)
+    assert balance is not None
+
+    def of(batch: BatchPlan) -> int:
+        sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
+        return step_fs(sizes, balance.speeds, seq_len, same_steps=balance.same_steps)
+
+    planned = of(plan.batch)
+    sizes = tuple(plan.batch.sizes_of(rank) for rank in range(plan.world_size))
+    idle = [1.0 - busy / planned for busy in busy_fs(sizes, balance.speeds, seq_len)]
+    return planned, 0 if even is None else of(even), idle
 
 
 def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> BatchPlan:
@@ -298,14 +309,14 @@ def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> 
 
 def batch_of(sizes: Sizes, *, seq_len: int) -> BatchPlan:
     """The batch plan with these micro batches."""
-    steps = max(len(own) for own in sizes)
-    alike = all(len(own) == steps and len(set(own)) == 1 for own in sizes)
+    steps = max(len(rank_sizes) for rank_sizes in sizes)
+    alike = all(len(rank_sizes) == steps and len(set(rank_sizes)) == 1 for rank_sizes in sizes)
     return BatchPlan(
         global_batch=sum(map(sum, sizes)),
         accumulation=steps,
-        micro_batches=tuple(max(own) for own in sizes),
+        micro_batches=tuple(max(rank_sizes) for rank_sizes in sizes),
         seq_len=seq_len,
-        sizes=() if alike else tuple(tuple(own) for own in sizes),
+        sizes=() if alike else tuple(tuple(rank_sizes) for rank_sizes in sizes),
     )
 
 
@@ -317,7 +328,7 @@ def with_balance(plan: Plan, balance: BalancePlan) -> Plan:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What the speeds of a run are for; values of JSON."""
+    """The facts of a run that its speeds depend on, as values of JSON."""
     assert plan.balance is not None
     values: dict[str, Any] = {
         "format": RECORD_FORMAT,
@@ -328,16 +339,16 @@ def identity(plan: Plan) -> dict[str, Any]:
         "same_steps": plan.balance.same_steps,
     }
     if plan.checkpointing:
-        values["checkpointing"] = [list(one) for one in plan.checkpointing]
+        values["checkpointing"] = [list(entry) for entry in plan.checkpointing]
     return values
 
 
-def is_of(found: Mapping[str, Any], plan: Plan) -> bool:
+def is_of(record: Mapping[str, Any], plan: Plan) -> bool:
     """Whether what ``balance.json`` holds is for these ranks."""
     if plan.balance is None:
         return False
-    wanted: dict[str, Any] = {"checkpointing": None, **identity(plan)}
-    return all(found.get(key) == value for key, value in wanted.items())
+    expected: dict[str, Any] = {"checkpointing": None, **identity(plan)}
+    return all(record.get(key) == value for key, value in expected.items())
 
 
 def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:
@@ -354,7 +365,7 @@ def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:
 
 
 def evened(plan: Plan, balance: BalancePlan, *, noise: float = 0.0) -> BalancePlan:
-    """With the same speed for all where the even split would hardly be slower.
+    """Give all ranks the same speed where the even split would hardly be slower.
 
     ``noise``: relative standard error of the speeds. A split that follows noise is slower than the
     even one by about as much as it seems to be faster.
@@ -365,9 +376,15 @@ def evened(plan: Plan, balance: BalancePlan, *, noise: float = 0.0) -> BalancePl
         sum(speed.token_fs for speed in speeds) // count,
         sum(speed.square_fs for speed in speeds) // count,
     )
-    same = replace(balance, speeds=(mean,) * count)
-    ours, even = (planned_fs(with_balance(plan, one), speeds) for one in (balance, same))
-    return balance if ours <= (1 - max(LEAST_GAIN, TIMES_NOISE * noise)) * even else same
+    even_balance = replace(balance, speeds=(mean,) * count)
+    balanced_fs, even_fs = (
+        planned_fs(with_balance(plan, variant), speeds) for variant in (balance, even_balance)
+    )
+    return (
+        balance
+        if balanced_fs <= (1 - max(LEAST_GAIN, TIMES_NOISE * noise)) * even_fs
+        else even_balance
+    )
 
 
 def corrected_speeds(
@@ -381,17 +398,17 @@ def corrected_speeds(
     """
     assert plan.balance is not None
     usual = sum(seconds) / sum(work)
-    rates = [taken / planned / usual for taken, planned in zip(seconds, work, strict=True)]
+    rates = [measured / planned / usual for measured, planned in zip(seconds, work, strict=True)]
     places = [(rank.host, rank.device) for rank in plan.ranks]
-    found = []
+    corrected = []
     for rate, place, speed in zip(rates, places, plan.balance.speeds, strict=True):
-        alike = sorted(one for one, other in zip(rates, places, strict=True) if other == place)
+        alike = sorted(r for r, other in zip(rates, places, strict=True) if other == place)
         typical = alike[(len(alike) - 1) // 2]
         factor = round((typical if abs(rate / typical - 1) < ALIKE else rate) * FACTOR)
         parts = (speed.fixed_fs, speed.token_fs, speed.square_fs)
         fixed, token, square = (part * factor // FACTOR for part in parts)
-        found.append(RankSpeed(fixed, max(1, token), square))
-    return found
+        corrected.append(RankSpeed(fixed, max(1, token), square))
+    return corrected
 
 
 def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:
@@ -403,7 +420,7 @@ def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:
         raise ValueError(f"{points}: seconds of at least one micro batch, all above 0, are needed")
     seconds = np.array([point[2] for point in points])
     columns = np.array([(1.0, tokens, squares) for tokens, squares, _ in points]) / seconds[:, None]
-    best, found = np.inf, np.zeros(3)
+    best, fitted = np.inf, np.zeros(3)
     for count in (1, 2, 3):
         for used in combinations((1, 0, 2), count):
             if 1 not in used or len(points) < count:
@@ -415,9 +432,9 @@ def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:
             values = np.linalg.lstsq(part / scale, np.ones(len(points)), rcond=1e-9)[0] / scale
             error = float(np.sum((part @ values - 1.0) ** 2))
             if (values >= 0).all() and error < best * 0.999 - 1e-15:
-                best, found = error, np.zeros(3)
-                found[list(used)] = values
-    fixed, token, square = (round(float(value) * FS) for value in found)
+                best, fitted = error, np.zeros(3)
+                fitted[list(used)] = values
+    fixed, token, square = (round(float(value) * FS) for value in fitted)
     return RankSpeed(fixed, max(1, token), square)
 
 
@@ -436,7 +453,7 @@ PRECISION = 1024
 
 @dataclass(frozen=True)
 class Rows:
-    """What the samples of a step look like in a micro batch."""
+    """The shapes of the samples of a step."""
 
     lines: Sequence[int]
     """Lines of each sample."""
@@ -448,9 +465,9 @@ class Rows:
 
     @property
     def alike(self) -> bool:
-        """Every sample takes the same."""
-        found = (self.lines, self.lengths, self.squares or ())
-        return all(len(set(values)) <= 1 for values in found)
+        """Whether every sample takes the same time."""
+        columns = (self.lines, self.lengths, self.squares or ())
+        return all(len(set(values)) <= 1 for values in columns)
 
 
 def even_work(
@@ -494,7 +511,8 @@ class _Filling:
         self.bins = [(rank, step) for rank in by_speed for step in range(self.steps[rank])]
 
     def time(self, rank: int, first: int, size: int) -> int:
-        """Of a micro batch of ``size`` samples from ``first`` on, in the order of lengths."""
+        """Femtoseconds of a micro batch of ``size`` samples from ``first`` on, in the order of
+        lengths."""
         tokens = self.tokens(first, size)
         squares = self.squares[first + size] - self.squares[first]
         if self.whole_rows:
@@ -502,7 +520,7 @@ class _Filling:
         return self.balance.speeds[rank].time_fs(tokens, squares)
 
     def tokens(self, first: int, size: int) -> int:
-        """Of such a micro batch, padding included."""
+        """Tokens of such a micro batch, padding included."""
         return (self.lines[first + size] - self.lines[first]) * self.lengths[first]
 
     def fill(self, time: int) -> list[int] | None:
@@ -530,11 +548,11 @@ class _Filling:
             low, high = high, 2 * high
         while high - low > max(1, high // PRECISION):
             middle = (low + high) // 2
-            found = self.fill(middle)
-            if found is None:
+            filled = self.fill(middle)
+            if filled is None:
                 low = middle
             else:
-                high, sizes = middle, found
+                high, sizes = middle, filled
         places: list[list[tuple[int, ...]]] = [[()] * steps for steps in self.steps]
         first = 0
         for (rank, step), size in zip(self.bins, sizes, strict=True):

@@ -67,8 +67,8 @@ def _solve(batch: BatchConfig, *, seq_len: int, world: int) -> BatchPlan:
         accumulation = max(1, round(target / sum(full)))
         return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
 
-    wanted = batch.accumulation
-    for accumulation in _divisors(target) if wanted is None else [wanted]:
+    fixed = batch.accumulation
+    for accumulation in _divisors(target) if fixed is None else [fixed]:
         # A micro step takes one sample of each rank at least, micro_batch at most.
         if (
             target % accumulation
@@ -87,11 +87,11 @@ def _solve(batch: BatchConfig, *, seq_len: int, world: int) -> BatchPlan:
             f"{batch.accumulation} = {sum(full) * batch.accumulation}, and whole micro steps. "
             "Leave accumulation out; it is computed."
         )
-    raise ConfigError(_no_solution(target, batch.micro_batch, world, sum(full)))
+    rule = f"equal micro steps of {world} ranks with 1 to {batch.micro_batch} samples each"
+    raise no_solution(target, ranks=world, most=sum(full), rule=rule)
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, in order."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return sorted({*small, *(number // value for value in small)})
 
@@ -118,16 +118,16 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _no_solution(target: int, micro_batch: int, world: int, per_micro_step: int) -> str:
-    if target < world:
-        return (
-            f"batch.global_batch={target} is less than the {world} ranks: every rank takes at "
-            f"least one sample. Use batch.global_batch={world} or more, or fewer ranks."
+def no_solution(total: int, *, ranks: int, most: int, rule: str) -> ConfigError:
+    """The error for a step that cannot be cut by a rule, with the nearest that can. ``most``:
+    samples of a micro step of all ranks."""
+    if total < ranks:
+        return ConfigError(
+            f"batch.global_batch={total} is less than the {ranks} ranks: every rank takes at "
+            f"least one sample. Use batch.global_batch={ranks} or more, or fewer ranks."
         )
-    below = target // per_micro_step * per_micro_step
-    near = [value for value in (below, below + per_micro_step) if value > 0]
-    return (
-        f"batch.global_batch={target} cannot be cut into equal micro steps of {world} ranks with "
-        f"1 to {micro_batch} samples each. Use batch.global_batch="
-        f"{' or '.join(str(value) for value in near)}."
+    below = total // most * most
+    near = " or ".join(str(size) for size in (below, below + most) if size > 0)
+    return ConfigError(
+        f"batch.global_batch={total} cannot be cut into {rule}. Use batch.global_batch={near}."
     )

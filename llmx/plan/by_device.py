@@ -1,4 +1,4 @@
-"""What ranks on one type of device do otherwise than those on another: activation checkpointing.
+"""Activation checkpointing that differs by type of device.
 
 ``model.activation_checkpointing`` is the run's, ``hardware.devices.NAME.activation_checkpointing``
 that of one type of device. Pure. docs/unequal.md.
@@ -26,19 +26,19 @@ Ways = Mapping[str, str]
 
 
 def own_key(device: str) -> str:
-    """What is typed for one type of device."""
+    """The key of one type of device."""
     return f"hardware.devices.{device}.activation_checkpointing"
 
 
 def checkpointing_on(exp: Experiment, device: str) -> str:
-    """Of the ranks on a type of device."""
+    """The activation checkpointing of the ranks on a type of device."""
     described = exp.hardware.devices.get(device)
-    own = None if described is None else described.activation_checkpointing
-    return exp.model.activation_checkpointing if own is None else own
+    of_device = None if described is None else described.activation_checkpointing
+    return exp.model.activation_checkpointing if of_device is None else of_device
 
 
 def checkpointing_by_device(exp: Experiment) -> dict[str, str]:
-    """Of each type of device of the hosts, in their order."""
+    """The activation checkpointing of each type of device, in the order of the hosts."""
     return {name: checkpointing_on(exp, name) for name in used_devices(exp.hardware)}
 
 
@@ -50,16 +50,16 @@ def on_device(exp: Experiment, device: str) -> Experiment:
     return replace(exp, model=replace(exp.model, activation_checkpointing=how))
 
 
-def said(ways: Ways) -> str:
+def in_words(ways: Ways) -> str:
     """``full``; or ``none, full on v100_32g`` where types differ: that of most types first."""
     values = list(ways.values())
     usual = max(dict.fromkeys(values), key=values.count)
-    others = [f"{how} on {name}" for name, how in ways.items() if how != usual]
-    return ", ".join([usual, *others])
+    exceptions = [f"{how} on {name}" for name, how in ways.items() if how != usual]
+    return ", ".join([usual, *exceptions])
 
 
 def with_checkpointing(exp: Experiment, ways: Ways) -> Experiment:
-    """With these, and as few values of types of devices as that takes."""
+    """Set activation checkpointing by type of device, with as few values as that takes."""
     if checkpointing_by_device(exp) == dict(ways):
         return exp
     run = exp.model.activation_checkpointing
@@ -83,15 +83,15 @@ def with_checkpointing(exp: Experiment, ways: Ways) -> Experiment:
 
 def checkpointing_overrides(before: Experiment, after: Experiment) -> list[str]:
     """To type, so that the one becomes the other."""
-    found = []
+    overrides = []
     if before.model.activation_checkpointing != after.model.activation_checkpointing:
-        found.append(f"{HOW}={after.model.activation_checkpointing}")
+        overrides.append(f"{HOW}={after.model.activation_checkpointing}")
     for name in used_devices(before.hardware):
         was = before.hardware.devices[name].activation_checkpointing
         will = after.hardware.devices[name].activation_checkpointing
         if was != will:
-            found.append(f"{own_key(name)}={will or 'null'}")
-    return found
+            overrides.append(f"{own_key(name)}={will or 'null'}")
+    return overrides
 
 
 def uniform_ways(exp: Experiment, *, keep_own: bool = False) -> list[dict[str, str]]:
@@ -105,14 +105,14 @@ def mixed_ways(exp: Experiment, *, keep_own: bool = False) -> Iterator[dict[str,
     """Ways that differ by type of device: one with less memory keeps no more than one with more.
     Types with as much memory have the same."""
     fixed = _own(exp) if keep_own else {}
-    devices = {n: one for n, one in used_devices(exp.hardware).items() if n not in fixed}
-    sizes = sorted({one.memory_gib for one in devices.values()}, reverse=True)
+    free = {n: device for n, device in used_devices(exp.hardware).items() if n not in fixed}
+    sizes = sorted({device.memory_gib for device in free.values()}, reverse=True)
     for combination in combinations_with_replacement(CHECKPOINTING, len(sizes)):
         if len(set(combination)) == 1:
             continue
         by_size: dict[float, str] = dict(zip(sizes, combination, strict=True))
         yield {
-            name: fixed[name] if name in fixed else by_size[devices[name].memory_gib]
+            name: fixed[name] if name in fixed else by_size[free[name].memory_gib]
             for name in used_devices(exp.hardware)
         }
 
@@ -126,7 +126,7 @@ def intricacy(ways: Ways) -> tuple[int, int]:
 def _own(exp: Experiment) -> dict[str, str]:
     devices = used_devices(exp.hardware)
     return {
-        name: one.activation_checkpointing
-        for name, one in devices.items()
-        if one.activation_checkpointing is not None
+        name: device.activation_checkpointing
+        for name, device in devices.items()
+        if device.activation_checkpointing is not None
     }

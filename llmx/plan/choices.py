@@ -1,4 +1,5 @@
-"""What else an experiment could be, each planned; what fits instead; and ``auto``. Pure.
+"""Other ways to run an experiment, each planned: the advice where a plan does not fit, and
+``auto``. Pure.
 
 ZeRO options x activation checkpointing x micro batches. Each of them is a plan of its own
 (``make_plan``: its batch, its sums, its buckets, its share of the adapter), with the memory of the
@@ -15,7 +16,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from llmx import text as human
 from llmx.config.fields import AUTO
@@ -30,16 +30,16 @@ from llmx.plan.by_device import (
     checkpointing_by_device,
     checkpointing_on,
     checkpointing_overrides,
+    in_words,
     intricacy,
     mixed_ways,
-    said,
     uniform_ways,
     with_checkpointing,
 )
 from llmx.plan.make import LOCAL_NAMES, make_plan
-from llmx.plan.memory import devices_of, memory_of
-from llmx.plan.step_time import NOTHING, Known, tokens_per_s, with_time
-from llmx.plan.storage import plan_storage, with_storage
+from llmx.plan.memory import memory_of
+from llmx.plan.step_time import NOTHING, LearnedSpeeds, tokens_per_s, with_time, with_traced_time
+from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.trace import Traces
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
@@ -63,30 +63,28 @@ OPTIONS: dict[str, dict[str, object]] = {
 """Options of the group ``zero`` that are compared, with what each sets."""
 ZERO, MICRO_BATCH = "zero", "batch.micro_batch"
 PLAIN = {ZERO: "stage2", HOW: "none", MICRO_BATCH: "1"}
-"""What ``auto`` is where nothing can be compared."""
+"""The values that ``auto`` stands for where nothing can be compared."""
 
 AUTO_KEYS = tuple(PLAIN)
 
 LARGER_DEVICES = "Take a smaller model, or devices with more memory."
 """Where nothing that was planned fits."""
 
-Rooms = Mapping[str, int]
-"""Of each type of device."""
 Allows = Callable[[Experiment], str]
 """Why rules refuse an experiment; empty where they do not."""
 
 
-KnownFor = Callable[[Experiment, Plan], Known]
-"""What finished runs have shown of a plan."""
+KnownFor = Callable[[Experiment, Plan], LearnedSpeeds]
+"""Returns the speeds that finished runs have shown for a plan."""
 
 
 def no_rules(exp: Experiment) -> str:
-    """Allows all."""
+    """The ``Allows`` that refuses nothing."""
     return ""
 
 
-def no_runs(exp: Experiment, plan: Plan) -> Known:
-    """Have shown anything."""
+def no_runs(exp: Experiment, plan: Plan) -> LearnedSpeeds:
+    """The ``KnownFor`` where no run has finished yet."""
     return NOTHING
 
 
@@ -111,33 +109,38 @@ class Choice:
     @property
     def checkpointing(self) -> str:
         """The same in words: one, where all types have the same."""
-        return said(self.ways)
+        return in_words(self.ways)
 
     @property
     def micro_batch(self) -> int:
-        """What a rank takes at most."""
+        """The most samples that a rank takes at once."""
         return self.experiment.batch.micro_batch
 
     @property
     def memory(self) -> Mapping[str, MemoryPlan]:
-        """By type of device."""
-        return {one.device: one for one in self.plan.memory}
+        """The prediction for each type of device."""
+        return {part.device: part for part in self.plan.memory}
 
     @property
     def fits(self) -> bool:
         """On every type of device, and in the RAM of every host."""
-        return all(one.fits for one in self.plan.memory) and not lacks_ram(
-            self.experiment, self.plan
-        )
+        return all(part.fits for part in self.plan.memory) and not lacks_ram(self.plan)
 
     @property
     def most_gib(self) -> float:
-        return max(one.total_gib for one in self.plan.memory)
+        return max(part.total_gib for part in self.plan.memory)
 
     @property
     def fullest(self) -> MemoryPlan:
-        """Of the type of device that has least left."""
-        return max(self.plan.memory, key=lambda one: one.total_gib / (one.capacity_gib or 1.0))
+        """The memory of the type of device that has least left."""
+        return max(self.plan.memory, key=lambda part: part.total_gib / (part.capacity_gib or 1.0))
+
+    @property
+    def intricacy(self) -> tuple[int, int, int]:
+        """The plainest first, by ZeRO option, then by activation checkpointing."""
+        names = [*OPTIONS]
+        stage = names.index(self.zero) if self.zero in names else len(names)
+        return stage, *intricacy(self.ways)
 
     @property
     def words(self) -> dict[str, str]:
@@ -152,17 +155,17 @@ class Choice:
         }
 
     def overrides(self, exp: Experiment) -> list[str]:
-        """To type, against the experiment."""
-        found = []
+        """The words that make this choice of the experiment."""
+        overrides = []
         if self.zero != option_of(exp.zero):
-            found.append(f"{ZERO}={self.zero}")
+            overrides.append(f"{ZERO}={self.zero}")
             if self.experiment.zero.hpz_partition_size < exp.zero.hpz_partition_size:
                 # Typed on its own, it would stay.
-                found.append("zero.hpz_partition_size=1")
-        found += checkpointing_overrides(exp, self.experiment)
+                overrides.append("zero.hpz_partition_size=1")
+        overrides += checkpointing_overrides(exp, self.experiment)
         if self.micro_batch != exp.batch.micro_batch:
-            found.append(f"{MICRO_BATCH}={self.micro_batch}")
-        return found
+            overrides.append(f"{MICRO_BATCH}={self.micro_batch}")
+        return overrides
 
 
 def option_of(zero: ZeroConfig) -> str:
@@ -173,9 +176,9 @@ def option_of(zero: ZeroConfig) -> str:
     return f"stage{zero.stage}*"
 
 
-def lacks_ram(exp: Experiment, plan: Plan) -> str:
-    """What is missing of the RAM of a host, where that is known; empty where nothing is."""
-    for host in plan_storage(exp, plan).hosts:
+def lacks_ram(plan: Plan) -> str:
+    """The first host with less RAM than an offload needs, as text; empty where none is known."""
+    for host in plan.storage.hosts if plan.storage else ():
         needed, has = host.ram_bytes, host.ram_has_bytes
         if host.offload_bytes and needed and has and needed > has:
             return f"{human.size(needed)} of a host's RAM, which has {human.size(has)}"
@@ -190,19 +193,19 @@ def replan(exp: Experiment, plan: Plan) -> Plan:
 
 def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPlan, ...] | None:
     """By the traces; None where they do not cover the plan."""
-    found = []
-    for device in devices_of(plan):
-        size = max(rank.micro_batch for rank in plan.ranks if rank.device == device)
-        trace = traces.get(plan.attention_on(device), checkpointing_on(exp, device), size)
+    memory = []
+    for device in plan.devices:
+        how, size = checkpointing_on(exp, device), plan.micro_batch_on(device)
+        trace = traces.get(plan.attention_on(device), how, size)
         if trace is None:
             return None
         context_gib = traces.context_gib.get(device)
-        found.append(memory_of(exp, plan, trace, device, context_gib=context_gib))
-    return tuple(found)
+        memory.append(memory_of(exp, plan, trace, device, context_gib=context_gib))
+    return tuple(memory)
 
 
 def planned(
-    exp: Experiment, name: str, like: Plan, traces: Traces, *, known: KnownFor = no_runs
+    exp: Experiment, name: str, like: Plan, traces: Traces, *, learned_for: KnownFor = no_runs
 ) -> Choice | None:
     """A variant of the experiment that ``like`` is of; None where it cannot be planned. ``cost`` is
     seconds a token."""
@@ -214,10 +217,10 @@ def planned(
         memory = traced_memory(exp, plan, traces)
         if memory is None:
             return None
-        plan = replace(plan, memory=memory)
-    shown = known(exp, plan)
-    if shown.tflops:
-        plan = with_time(plan, exp, known=shown)
+        plan = with_storage(replace(plan, memory=memory), exp)
+    learned = learned_for(exp, plan)
+    if learned.tflops:
+        plan = with_time(plan, exp, learned=learned)
     return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan)) if plan.memory else None
 
 
@@ -233,19 +236,30 @@ def choices(
     fastest first; those of them that were traced, where anything was. Without those that the rules
     refuse, and micro batches that no rank can fill. ``by_device``: also with activation
     checkpointing that differs by type of device."""
-    own, mine = option_of(exp.zero), checkpointing_by_device(exp)
-    here = (own, mine, exp.batch.micro_batch)
+    option, ways_of_plan = option_of(exp.zero), checkpointing_by_device(exp)
+    here = (option, ways_of_plan, exp.batch.micro_batch)
     zeros = {name: _plain_zero(exp.zero, values) for name, values in OPTIONS.items()}
-    zeros[own] = exp.zero
+    zeros[option] = exp.zero
     sizes = sorted({exp.batch.micro_batch, *MICRO_BATCHES})
     ways = [*uniform_ways(exp), *(mixed_ways(exp) if by_device else ())]
-    found, refused = [], _by_way(allows)
-    for one in _all(exp, plan, traces, zeros, [*ways, *([] if mine in ways else [mine])], sizes):
-        chosen = (one.zero, one.ways, one.micro_batch) == here
-        filled = max(one.plan.batch.micro_batches) >= one.micro_batch
-        if chosen or (filled and not refused(one)):
-            found.append(replace(one, chosen=chosen))
-    return _in_order(found)
+    if ways_of_plan not in ways:
+        ways.append(ways_of_plan)
+    allowed, refused = [], _by_way(allows)
+    for choice in _all(exp, plan, traces, zeros, ways, sizes):
+        chosen = (choice.zero, choice.ways, choice.micro_batch) == here
+        filled = max(choice.plan.batch.micro_batches) >= choice.micro_batch
+        if chosen or (filled and not refused(choice)):
+            allowed.append(replace(choice, chosen=chosen))
+    return _in_order(allowed)
+
+
+def compared(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows) -> list[Choice]:
+    """The ``choices`` of a table beside the plan, by traces where its own memory is; empty where no
+    device has a known memory."""
+    if not any(part.capacity_gib for part in plan.memory):
+        return []
+    usable = traces if all(part.traced for part in plan.memory) else Traces({})
+    return choices(exp, plan, usable, allows=allows, by_device=False)
 
 
 def _all(
@@ -257,69 +271,68 @@ def _all(
     sizes: Sequence[int],
     *,
     all_sizes: bool = True,
-    known: KnownFor = no_runs,
+    learned_for: KnownFor = no_runs,
 ) -> Iterator[Choice]:
-    """``all_sizes``: also micro batches that are larger than one that does not fit."""
-    mine = checkpointing_by_device(exp)
+    """Each variant that can be planned and is of use. ``all_sizes``: also micro batches that are
+    larger than one that does not fit."""
+    ways_of_plan = checkpointing_by_device(exp)
     for name, zero in zeros.items():
 
         @functools.cache
-        def room_with(how: str, size: int, name: str = name, zero: ZeroConfig = zero) -> Rooms:
-            """Where all types of devices do the same."""
-            way = dict.fromkeys(mine, how)
-            other = with_values(with_checkpointing(exp, way), zero=zero, size=size)
-            return room_of(planned(other, name, plan, traces))
+        def choice_with(
+            hows: tuple[str, ...], size: int, name: str = name, zero: ZeroConfig = zero
+        ) -> Choice | None:
+            way = dict(zip(ways_of_plan, hows, strict=True))
+            variant = with_values(with_checkpointing(exp, way), zero=zero, size=size)
+            return planned(variant, name, plan, traces, learned_for=learned_for)
 
         for way in ways:
-            differ = len(set(way.values())) > 1
-            if zero.stage == 3 and differ:
+            if zero.stage == 3 and len(set(way.values())) > 1:
                 continue  # all ranks gather together
+            least = min(way.values(), key=CHECKPOINTING.index)
             for size in sizes:
-                other = with_values(with_checkpointing(exp, way), zero=zero, size=size)
-                one = planned(other, name, plan, traces, known=known)
-                if one is None:
+                choice = choice_with(tuple(way.values()), size)
+                if choice is None:
                     continue
-                if not differ or way == mine or _is_of_use(one, partial(room_with, size=size)):
-                    yield one
-                if not all_sizes and not one.fits:
+                plain = choice_with((least,) * len(way), size)
+                if way == ways_of_plan or _is_of_use(choice, plain):
+                    yield choice
+                if not all_sizes and not choice.fits:
                     break
 
 
-def room_of(choice: Choice | None) -> Rooms:
-    """Samples of a micro batch that each type of device has room for; 0: not one."""
-    if choice is None:
-        return {}
-    limits = dict.fromkeys(choice.memory, choice.micro_batch)
-    if choice.plan.balance is not None:
-        for rank, limit in zip(choice.plan.ranks, choice.plan.balance.limits, strict=True):
-            limits[rank.device] = limit
-    return {name: limits[name] if one.fits else 0 for name, one in choice.memory.items()}
-
-
-def _is_of_use(choice: Choice, room_with: Callable[[str], Rooms]) -> bool:
+def _is_of_use(choice: Choice, plain: Choice | None) -> bool:
     """Whether each type of device that computes more again than another has room by it for what it
-    is given: it is no gain by itself, whatever the split over the ranks makes of it."""
-    ways = choice.ways
-    least = min(ways.values(), key=CHECKPOINTING.index)
-    plain = room_with(least)
+    is given: it is no gain by itself, whatever the split over the ranks makes of it. ``plain``:
+    where all compute the least again."""
+    rooms = {} if plain is None else _rooms(plain)
+    least = min(choice.ways.values(), key=CHECKPOINTING.index)
     return all(
-        max(rank.micro_batch for rank in choice.plan.ranks if rank.device == name)
-        > plain.get(name, 0)
-        for name, how in ways.items()
+        choice.plan.micro_batch_on(name) > rooms.get(name, 0)
+        for name, how in choice.ways.items()
         if how != least
     )
 
 
-def _in_order(found: Sequence[Choice]) -> list[Choice]:
-    least = min((one.cost for one in found), default=1.0)
-    relative = [replace(one, cost=one.cost / least) for one in found]
-    return sorted(relative, key=lambda one: (one.cost, one.most_gib))
+def _rooms(choice: Choice) -> dict[str, int]:
+    """Samples of a micro batch that each type of device has room for; 0: not one."""
+    limits = dict.fromkeys(choice.memory, choice.micro_batch)
+    if choice.plan.balance is not None:
+        for rank, limit in zip(choice.plan.ranks, choice.plan.balance.limits, strict=True):
+            limits[rank.device] = limit
+    return {name: limits[name] if memory.fits else 0 for name, memory in choice.memory.items()}
+
+
+def _in_order(candidates: Sequence[Choice]) -> list[Choice]:
+    least = min((choice.cost for choice in candidates), default=1.0)
+    relative = [replace(choice, cost=choice.cost / least) for choice in candidates]
+    return sorted(relative, key=lambda choice: (choice.cost, choice.most_gib))
 
 
 def with_values(
     exp: Experiment, *, zero: ZeroConfig | None = None, how: str = "", size: int = 0
 ) -> Experiment:
-    """With those that are given."""
+    """The experiment with those values that are given."""
     return replace(
         exp,
         zero=zero or exp.zero,
@@ -339,56 +352,63 @@ def _plain_zero(zero: ZeroConfig, values: Mapping[str, object]) -> ZeroConfig:
 
 
 def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows = no_rules) -> Plan:
-    """The plan with the memory that the traces give (its own, where they do not cover it), and
-    what to change where it does not fit."""
+    """The plan with the memory that the traces give (its own, where they do not cover it), what to
+    change where it does not fit, the time by a trace where only that knows the size of the model,
+    and what hosts need by that size."""
     memory = traced_memory(exp, plan, traces)
     plan = replace(plan, memory=plan.memory if memory is None else memory, advice="")
     if not all(part.fits for part in plan.memory):
         covering = traces if memory is not None else Traces({})
         plan = replace(plan, advice=advice(exp, plan, covering, allows=allows))
-    return with_storage(plan, exp)
+    rank = max(plan.ranks, key=lambda rank: rank.micro_batch)
+    how = checkpointing_on(exp, rank.device)
+    trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
+    if trace is None:
+        return with_storage(plan, exp)
+    if trace.flops and not plan.num_parameters:
+        tokens = rank.micro_batch * plan.batch.seq_len
+        plan = with_traced_time(plan, exp, trace, tokens=tokens, device=rank.device)
+    # The trace has read the tokenizer, too.
+    return with_storage(plan, exp, size=ModelSize(trace.num_parameters, trace.num_trained))
 
 
 def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:
-    """What to change where the plan does not fit: of each ZeRO option the fastest that fits with at
-    most the micro batch that was asked for, each planned; with the overrides to type."""
-    found = choices(exp, plan, traces, allows=allows)
-    if not found:  # not even the plan itself can be planned again
+    """Say what to change where the plan does not fit: of each ZeRO option the fastest that fits
+    with at most the micro batch that was asked for, each planned; with the overrides to type."""
+    candidates = choices(exp, plan, traces, allows=allows)
+    if not candidates:  # not even the plan itself can be planned again
         return LARGER_DEVICES
-    texts = _that_fit(exp, found)
+    texts = _that_fit(exp, candidates)
     if texts:
         return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
-    least = min(found, key=lambda one: one.most_gib)
-    return f"No {_what(found)} fits. {least_text(least)} {next_steps(least, traces, allows)}"
-
-
-def _that_fit(exp: Experiment, found: Sequence[Choice]) -> list[str]:
-    """Of each ZeRO option the fastest that fits, at most three."""
-    own = next((one.cost for one in found if one.chosen), None)
-    fastest: dict[str, Choice] = {}
-    for one in found:
-        if one.fits and one.micro_batch <= exp.batch.micro_batch and not one.chosen:
-            fastest.setdefault(one.zero, one)
-    texts = []
-    for one in list(fastest.values())[:3]:
-        time = f", about {one.cost / own - 1:+.0%} time" if own else ""
-        words = " ".join(one.overrides(exp))
-        texts.append(f"{words} ({human.gib(one.most_gib)} GiB{time})")
-    return texts
-
-
-def _what(found: Sequence[Choice]) -> str:
-    offload = any("offload" in one.zero for one in found)
+    least = min(candidates, key=lambda choice: choice.most_gib)
+    offload = ", with offload" if any("offload" in choice.zero for choice in candidates) else ""
     return (
-        f"ZeRO stage{', with offload' if offload else ''}, activation checkpointing and micro batch"
+        f"No ZeRO stage{offload}, activation checkpointing and micro batch fits. "
+        f"{least_text(least)} {next_steps(least, traces, allows)}"
     )
 
 
+def _that_fit(exp: Experiment, candidates: Sequence[Choice]) -> list[str]:
+    """Describe the fastest choice that fits of each ZeRO option, at most three."""
+    cost_of_plan = next((choice.cost for choice in candidates if choice.chosen), None)
+    fastest: dict[str, Choice] = {}
+    for choice in candidates:
+        if choice.fits and choice.micro_batch <= exp.batch.micro_batch and not choice.chosen:
+            fastest.setdefault(choice.zero, choice)
+    texts = []
+    for choice in list(fastest.values())[:3]:
+        time = f", about {choice.cost / cost_of_plan - 1:+.0%} time" if cost_of_plan else ""
+        words = " ".join(choice.overrides(exp))
+        texts.append(f"{words} ({human.gib(choice.most_gib)} GiB{time})")
+    return texts
+
+
 def least_text(least: Choice) -> str:
-    """What the one takes that needs least memory."""
+    """Describe the memory of the choice that needs least."""
     part = least.fullest
     words = " ".join(least.words.values())
-    ram = lacks_ram(least.experiment, least.plan)
+    ram = lacks_ram(least.plan)
     return (
         f"The least memory has {words}: {human.gib(part.total_gib)} GiB on {part.device}, which "
         f"has {human.gib(part.capacity_gib)}{f'; and {ram}' if ram else ''}."
@@ -396,41 +416,41 @@ def least_text(least: Choice) -> str:
 
 
 def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
-    """What makes the one fit that needs least memory: other hardware or another training, each
+    """Say which hardware or training would make the choice fit that needs least memory, each
     planned."""
     exp, plan = least.experiment, least.plan
     if texts := _that_fit(exp, choices(exp, plan, traces, allows=allows)):
         return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
-    found = []
+    steps = []
     larger = _on_more_hosts(exp, plan, traces, allows)
     if larger is not None:
         hosts = len(larger.experiment.hardware.hosts)
-        found.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
-    if lacks_ram(exp, plan):
+        steps.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
+    if lacks_ram(plan):
         disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/local_nvme"}
         zero = _plain_zero(exp.zero, {"stage": 3, **disk})
         infinity = planned(with_values(exp, zero=zero), "infinity", plan, traces)
         if infinity is not None and infinity.fits and not allows(infinity.experiment):
-            found.append("zero=infinity zero.nvme_path=DIR (a fast disk of every host)")
+            steps.append("zero=infinity zero.nvme_path=DIR (a fast disk of every host)")
     formula = planned(exp, least.zero, plan, Traces({}))
     # The formula may see less than the trace: what only it promises is no advice.
     if formula is not None and not formula.fits:
         if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
             adapted = replace(exp, adapter=AdapterConfig(kind="lora", targets=["all-linear"]))
-            one = planned(adapted, least.zero, plan, Traces({}))
-            if one is not None and one.fits:
-                found.append("adapter=lora, which trains little")
+            choice = planned(adapted, least.zero, plan, Traces({}))
+            if choice is not None and choice.fits:
+                steps.append("adapter=lora, which trains little")
         length = exp.data.seq_len // 2
         while length >= 128:
             shorter = replace(exp, data=replace(exp.data, seq_len=length))
-            one = planned(shorter, least.zero, plan, Traces({}))
-            if one is not None and one.fits:
-                found.append(f"data.seq_len={length}")
+            choice = planned(shorter, least.zero, plan, Traces({}))
+            if choice is not None and choice.fits:
+                steps.append(f"data.seq_len={length}")
                 break
             length //= 2
-    if not found:
+    if not steps:
         return LARGER_DEVICES
-    return f"These fit by the plan: {'; '.join(found)}; or devices with more memory."
+    return f"These fit by the plan: {'; '.join(steps)}; or devices with more memory."
 
 
 def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) -> Choice | None:
@@ -450,9 +470,9 @@ def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) 
                 hosts.append(replace(host, name=name, address=None))
         larger = replace(exp, hardware=replace(exp.hardware, hosts=hosts), batch=batch)
         for name, zero in (zeros or {option_of(exp.zero): exp.zero}).items():
-            one = planned(with_values(larger, zero=zero), name, plan, traces)
-            if one is not None and one.fits:
-                return one
+            choice = planned(with_values(larger, zero=zero), name, plan, traces)
+            if choice is not None and choice.fits:
+                return choice
     return None
 
 
@@ -460,15 +480,13 @@ def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) 
 
 
 def auto_keys(exp: Experiment) -> tuple[str, ...]:
-    """What the config leaves to the plan."""
-    found = []
-    if exp.zero.stage == AUTO:
-        found.append(ZERO)
-    if exp.model.activation_checkpointing == "auto":
-        found.append(HOW)
-    if exp.batch.micro_batch == AUTO:
-        found.append(MICRO_BATCH)
-    return tuple(found)
+    """The keys that the config leaves to the plan."""
+    is_auto = {
+        ZERO: exp.zero.stage == AUTO,
+        HOW: exp.model.activation_checkpointing == "auto",
+        MICRO_BATCH: exp.batch.micro_batch == AUTO,
+    }
+    return tuple(key for key in AUTO_KEYS if is_auto[key])
 
 
 def size_of_a_step(exp: Experiment) -> None:
@@ -489,15 +507,17 @@ def size_of_a_step(exp: Experiment) -> None:
 
 def micro_batches(exp: Experiment, plan: Plan) -> list[int]:
     """Powers of two up to what a rank has of the global batch, and that."""
-    batch, most = exp.batch, MAX_MICRO_BATCH
+    batch, largest = exp.batch, MAX_MICRO_BATCH
     if batch.global_batch is not None or batch.tokens_per_step is not None:
-        whole, speeds = plan.batch.global_batch, plan.balance.speeds if plan.balance else ()
+        global_batch, speeds = plan.batch.global_batch, plan.balance.speeds if plan.balance else ()
         # The strongest rank's part, where the faster ones take more.
         rates = [1 / sample_fs(speed, plan.batch.seq_len) for speed in speeds] or [1.0]
         part = max(rates) / sum(rates) if speeds else 1 / plan.world_size
-        most = max(1, math.ceil(round(whole * part, 6)))
-    own = batch.micro_batch
-    return sorted({2**power for power in range(20) if 2**power <= most} | {most, min(own, most)})
+        largest = max(1, math.ceil(round(global_batch * part, 6)))
+    asked = batch.micro_batch
+    return sorted(
+        {2**power for power in range(20) if 2**power <= largest} | {largest, min(asked, largest)}
+    )
 
 
 def plain_variants(exp: Experiment) -> Iterator[Experiment]:
@@ -515,23 +535,23 @@ def plain_variants(exp: Experiment) -> Iterator[Experiment]:
 
 
 def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
-    """Of ``zero=auto``: what was set beside it stays as it is."""
-    found = {}
+    """The options that ``zero=auto`` stands for; a value that is set beside it stays."""
+    options = {}
     for name, values in OPTIONS.items():
-        wanted = {"offload_optimizer": "none", "offload_param": "none", **values}
-        set_ = {
+        settings = {"offload_optimizer": "none", "offload_param": "none", **values}
+        given = {
             key: value
             for key in ("offload_optimizer", "offload_param")
             if (value := getattr(zero, key)) != "none"
         }
-        if set_:
-            if wanted["stage"] == 0 or ("offload_param" in set_ and wanted["stage"] != 3):
+        if given:
+            if settings["stage"] == 0 or ("offload_param" in given and settings["stage"] != 3):
                 continue
             if "offload" in name:
                 continue
-            wanted |= set_
-        found[name] = dataclasses.replace(zero, **wanted)  # type: ignore[arg-type]
-    return found
+            settings |= given
+        options[name] = dataclasses.replace(zero, **settings)  # type: ignore[arg-type]
+    return options
 
 
 def choose(
@@ -541,7 +561,7 @@ def choose(
     *,
     allows: Allows = no_rules,
     without: Sequence[Experiment] = (),
-    known: KnownFor = no_runs,
+    learned_for: KnownFor = no_runs,
 ) -> tuple[Experiment, ChosenPlan]:
     """The experiment with plain values in the place of ``auto``, and why: the fastest that fits;
     where nothing does, the one that needs least memory (``ChosenPlan.problem``).
@@ -554,41 +574,51 @@ def choose(
     """
     keys = auto_keys(exp)
     plain = first_allowed(exp, allows)
-    every = zero_options(exp.zero) if ZERO in keys else {option_of(exp.zero): exp.zero}
+    options = zero_options(exp.zero) if ZERO in keys else {option_of(exp.zero): exp.zero}
     unknown = _unknown(plan)
     if unknown:
-        name = next(name for name, zero in every.items() if zero == plain.zero)
+        name = next(name for name, zero in options.items() if zero == plain.zero)
         why = f"nothing could be compared: {unknown}. These are the defaults"
         return plain, ChosenPlan(keys, _words(Choice(name, plain, plan, 1.0), keys), why)
-    zeros = _sensible(every, plan) if ZERO in keys else every
+    zeros = _sensible(options, plan) if ZERO in keys else options
     if all(allows(with_values(plain, zero=zero)) for zero in zeros.values()):
-        zeros = every
+        zeros = options
     ways: list[Ways] = [checkpointing_by_device(exp)]
     if HOW in keys:
         ways = [*uniform_ways(exp, keep_own=True), *mixed_ways(exp, keep_own=True)]
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
-    found: list[Choice] = []
-    seen: set[object] = set()
-    for one in _all(exp, plan, traces, zeros, ways, sizes, all_sizes=False, known=known):
-        batch = one.plan.batch
-        if batch.global_batch > MAX_GLOBAL_BATCH or one.experiment in without:
+    candidates: list[Choice] = []
+    runs: set[object] = set()
+    for choice in _all(
+        exp, plan, traces, zeros, ways, sizes, all_sizes=False, learned_for=learned_for
+    ):
+        batch = choice.plan.batch
+        if batch.global_batch > MAX_GLOBAL_BATCH or choice.experiment in without:
             continue
-        run = (one.zero, one.checkpointing, batch.micro_batches, batch.sizes, batch.accumulation)
-        if run not in seen:
-            seen.add(run)
-            found.append(one)
-    if not found and traces.found:  # of another device, or one that took too long
-        return choose(exp, plan, Traces({}), allows=allows, without=without, known=known)
+        run = (
+            choice.zero,
+            choice.checkpointing,
+            batch.micro_batches,
+            batch.sizes,
+            batch.accumulation,
+        )
+        if run not in runs:
+            runs.add(run)
+            candidates.append(choice)
+    if not candidates and traces.found:  # of another device, or one that took too long
+        return choose(
+            exp, plan, Traces({}), allows=allows, without=without, learned_for=learned_for
+        )
     refused = _by_way(allows)
-    ordered = _in_order([one for one in found if not refused(one)])
-    if found and not ordered:
-        raise ConfigError(refused(found[0]))
+    ordered = _in_order([choice for choice in candidates if not refused(choice)])
+    if candidates and not ordered:
+        raise ConfigError(refused(candidates[0]))
     if not ordered:
         raise ConfigError(f"{_typed(keys)}: no combination can be planned. Set values.")
-    fitting = [one for one in ordered if one.fits]
+    fitting = [choice for choice in ordered if choice.fits]
     how = "the real micro step" if ordered[0].plan.memory[0].traced else "the formula"
     if not fitting:
-        least = min(ordered, key=lambda one: (one.most_gib, one.cost))
+        least = min(ordered, key=lambda choice: (choice.most_gib, choice.cost))
         problem = (
             f"{_typed(keys)}: nothing fits, of {len(ordered)} that were planned. "
             f"{least_text(least)} {next_steps(least, traces, allows)}"
@@ -597,54 +627,48 @@ def choose(
         return least.experiment, ChosenPlan(keys, words, "needs the least memory", problem)
     if ZERO in keys:
         # A sum in 16 bits over many micro steps is another training, which nobody has asked for.
-        fitting = [one for one in fitting if _sums_exactly(one.plan)] or fitting
+        fitting = [
+            choice
+            for choice in fitting
+            if choice.plan.batch.accumulation == 1 or choice.plan.grad_accum_dtype == "fp32"
+        ] or fitting
     best = _best(fitting)
     why = _why(best, ordered, fitting, keys, how)
-    if source := known(best.experiment, best.plan).source:
+    if source := learned_for(best.experiment, best.plan).source:
         why = f"{why}; speeds {source}"
     return best.experiment, ChosenPlan(keys, _words(best, keys), why)
 
 
 def _best(fitting: Sequence[Choice]) -> Choice:
-    """Of choices in the order of their times."""
-    options = [*OPTIONS]
-
-    def place(one: Choice) -> tuple[int, int, int]:
-        stage = options.index(one.zero) if one.zero in options else len(options)
-        return stage, *intricacy(one.ways)
-
-    fast = [one for one in fitting if one.cost <= SURELY_FASTER * fitting[0].cost]
-    plainest = min(map(place, fast))
-    same = [one for one in fast if place(one) == plainest]
-    alike = [one for one in same if one.cost <= AS_FAST * same[0].cost]
-    return min(alike, key=lambda one: (one.most_gib, one.cost))
-
-
-def _sums_exactly(plan: Plan) -> bool:
-    return plan.batch.accumulation == 1 or plan.grad_accum_dtype == "fp32"
+    """The plainest of the fastest choices. ``fitting``: in the order of their times."""
+    fast = [choice for choice in fitting if choice.cost <= SURELY_FASTER * fitting[0].cost]
+    plainest = min(choice.intricacy for choice in fast)
+    as_plain = [choice for choice in fast if choice.intricacy == plainest]
+    alike = [choice for choice in as_plain if choice.cost <= AS_FAST * as_plain[0].cost]
+    return min(alike, key=lambda choice: (choice.most_gib, choice.cost))
 
 
 def first_allowed(exp: Experiment, allows: Allows) -> Experiment:
     """The first plain variant that the rules allow; ConfigError with what is wrong with the first
     where they allow none."""
     problems = []
-    for one in plain_variants(exp):
-        problem = allows(one)
+    for variant in plain_variants(exp):
+        problem = allows(variant)
         if not problem:
-            return one
+            return variant
         problems.append(problem)
     raise ConfigError(problems[0])
 
 
 def _by_way(allows: Allows) -> Callable[[Choice], str]:
     """Asked once for each ZeRO option and activation checkpointing: the rules look at no more."""
-    known: dict[tuple[str, str], str] = {}
+    refusals: dict[tuple[str, str], str] = {}
 
-    def refused(one: Choice) -> str:
-        way = (one.zero, one.checkpointing)
-        if way not in known:
-            known[way] = allows(one.experiment)
-        return known[way]
+    def refused(choice: Choice) -> str:
+        way = (choice.zero, choice.checkpointing)
+        if way not in refusals:
+            refusals[way] = allows(choice.experiment)
+        return refusals[way]
 
     return refused
 
@@ -665,18 +689,18 @@ def _why(
         f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "
         f"{how}"
     ]
-    larger = [one for one in ordered if not one.fits and one.cost < best.cost]
+    larger = [choice for choice in ordered if not choice.fits and choice.cost < best.cost]
     if larger:
-        faster = min(larger, key=lambda one: one.most_gib)
-        over = lacks_ram(faster.experiment, faster.plan) or (
+        faster = min(larger, key=lambda choice: choice.most_gib)
+        over = lacks_ram(faster.plan) or (
             f"{human.gib(faster.fullest.total_gib)} GiB on {faster.fullest.device}"
         )
         texts.append(f"faster, but too large: {_said(faster, keys)} ({over})")
     other = next(
         (
-            one
-            for one in fitting
-            if (one.zero, one.checkpointing) != (best.zero, best.checkpointing)
+            choice
+            for choice in fitting
+            if (choice.zero, choice.checkpointing) != (best.zero, best.checkpointing)
         ),
         None,
     )
@@ -689,12 +713,12 @@ def _why(
     return "; ".join(texts)
 
 
-def _words(one: Choice, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(one.words[key] for key in keys)
+def _words(choice: Choice, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(choice.words[key] for key in keys)
 
 
-def _said(one: Choice, keys: Sequence[str]) -> str:
-    return " ".join(_words(one, keys))
+def _said(choice: Choice, keys: Sequence[str]) -> str:
+    return " ".join(_words(choice, keys))
 
 
 def _typed(keys: Sequence[str]) -> str:
@@ -715,12 +739,12 @@ def _unknown(plan: Plan) -> str:
 
 
 def _sensible(zeros: Mapping[str, ZeroConfig], plan: Plan) -> dict[str, ZeroConfig]:
-    """Without an offload from CPU ranks, which gives them nothing; and without stage 0 in 16 bits,
-    which sums gradients in 16 bits: another training. It stays where there is nothing else."""
-    found = {
+    """Leave out an offload from CPU ranks, which gives them nothing, and stage 0 in 16 bits, which
+    sums gradients in 16 bits: another training. It stays where there is nothing else."""
+    sensible = {
         name: zero for name, zero in zeros.items() if plan.on_gpus or not name.endswith("_offload")
     }
     if plan.precision != "fp32":
         # Last: taken where rules refuse the others.
-        found = {name: zero for name, zero in found.items() if name != "stage0"}
-    return found or dict(zeros)
+        sensible = {name: zero for name, zero in sensible.items() if name != "stage0"}
+    return sensible or dict(zeros)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 INDEX = "https://download.pytorch.org/whl/"
 DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -29,8 +30,9 @@ class Index:
     last_torch: tuple[int, int] = (99, 0)
 
     def command(self, torch: str | None) -> str:
-        """What installs this build, also over another one. ``torch``: the version that is there,
-        kept where the index has it. Without the suffix pip takes any build for satisfied."""
+        """The command that installs this build, also over another one. ``torch``: the version that
+        is there, kept where the index has it. Without the suffix pip takes any build for satisfied.
+        """
         match = re.match(r"(\d+)\.(\d+)\.\d+", torch or "")
         if match is None:
             return f"pip install --force-reinstall torch --index-url {INDEX}{self.name}"
@@ -85,7 +87,7 @@ def least_driver(cuda: str | None) -> int | None:
 
 
 def driver_branch(driver: str | None) -> int | None:
-    """``570`` of ``570.86.15``."""
+    """The branch of a driver: 570 of ``570.86.15``; None where it has another form."""
     match = re.match(r"(\d{3})\.", driver or "")
     return int(match[1]) if match else None
 
@@ -99,19 +101,18 @@ def compiles_for(nvcc: str, cuda: str) -> bool:
     return versions[0] == versions[1] or (listed and versions[0][:2] == versions[1][:2])
 
 
-def requirements(hosts: Iterable[Mapping[str, object]]) -> tuple[list[float], list[int]]:
+def requirements(hosts: Iterable[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
     """Compute capabilities of the GPUs and branches of the drivers of all hosts."""
     facts = list(hosts)
-    capabilities = [each for host in facts for each in _floats(host, "capabilities")]
-    branches = [driver_branch(_text(host, "driver")) for host in facts]
-    return capabilities, [branch for branch in branches if branch]
+    branches = [driver_branch(host.get("driver")) for host in facts]
+    return [c for host in facts for c in _capabilities(host)], [b for b in branches if b]
 
 
 def advice(
     capabilities: Sequence[float], drivers: Sequence[int], *, torch: str | None = None
 ) -> str:
-    """What to install so that one torch runs on all of these GPUs with these drivers. ``torch``:
-    the version that is installed."""
+    """Say what to install so that one torch runs on all of these GPUs with these drivers.
+    ``torch``: the version that is installed."""
     fitting = [
         index
         for index in INDICES
@@ -135,8 +136,8 @@ def advice(
     )
 
 
-def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """What keeps torch from the GPUs of these hosts. Facts of a host, by its name:
+def problems(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences about what keeps torch from the GPUs of these hosts. Facts of a host, by its name:
 
     ``capabilities``: of its GPUs; ``driver``: e.g. ``570.86.15``; ``torch``, ``cuda``: versions of
     torch and of the CUDA it is built for; ``arch_list``; ``works``: torch could use a GPU there.
@@ -145,8 +146,8 @@ def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
     capabilities, drivers = requirements(hosts.values())
     sentences = []
     for name, facts in hosts.items():
-        torch, cuda = _text(facts, "torch"), _text(facts, "cuda")
-        needed, branch = least_driver(cuda), driver_branch(_text(facts, "driver"))
+        torch, cuda = facts.get("torch"), facts.get("cuda")
+        needed, branch = least_driver(cuda), driver_branch(facts.get("driver"))
         fix = advice(capabilities, drivers, torch=torch)
         if torch and not cuda and capabilities:
             sentences.append(f"{name}: torch {torch} is built without CUDA. {fix}")
@@ -158,28 +159,16 @@ def problems(hosts: Mapping[str, Mapping[str, object]]) -> list[str]:
                 f"built for CUDA {cuda} and needs driver {needed}. Install a newer driver there. "
                 f"Or: {fix}"
             )
-        archs = [str(arch) for arch in _list(facts, "arch_list")]
-        lacking = sorted(
-            {each for each in _floats(facts, "capabilities") if not has_code_for(each, archs)}
-        )
+        archs = facts.get("arch_list") or []
+        lacking = sorted({c for c in _capabilities(facts) if not has_code_for(c, archs)})
         if archs and lacking:
             sentences.append(
                 f"{name}: torch {torch} (CUDA {cuda}) has no code for its GPUs: their compute "
-                f"capability is {', '.join(f'{each:g}' for each in lacking)}, torch has "
+                f"capability is {', '.join(f'{missing:g}' for missing in lacking)}, torch has "
                 f"{', '.join(archs)}. {fix}"
             )
     return sentences
 
 
-def _text(facts: Mapping[str, object], key: str) -> str | None:
-    value = facts.get(key)
-    return str(value) if value else None
-
-
-def _list(facts: Mapping[str, object], key: str) -> list[object]:
-    value = facts.get(key)
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def _floats(facts: Mapping[str, object], key: str) -> list[float]:
-    return [float(each) for each in _list(facts, key) if isinstance(each, int | float) and each > 0]
+def _capabilities(facts: Mapping[str, Any]) -> list[float]:
+    return [capability for capability in facts.get("capabilities") or [] if capability > 0]

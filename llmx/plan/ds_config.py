@@ -46,7 +46,7 @@ def _given(value: int | None, default: int) -> int:
 def ds_config(
     model: ModelConfig, zero: ZeroConfig, optim: OptimConfig, plan: Plan
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` gets for this plan.
+    """The configuration that ``deepspeed.initialize`` gets for this plan.
 
     DeepSpeed asserts ``train_batch = micro x accumulation x world``. With unequal micro
     batches no such micro exists, so it is given a consistent triple with micro 1: it uses it
@@ -130,8 +130,8 @@ def _offload(zero: ZeroConfig, device: str) -> dict[str, Any]:
 
 def merge_extra(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """``zero.extra`` merged in; raises ConfigError with every key that llmx does not take."""
-    if found := list(extra_problems(extra, config)):
-        raise ConfigError("\n".join(found))
+    if problems := list(extra_problems(extra, config)):
+        raise ConfigError("\n".join(problems))
     merged = dict(config)
     for key, value in extra.items():
         section = merged.get(key)
@@ -164,7 +164,7 @@ class Taken:
     needs: str = ""
     """``fp16`` (the run's precision) or ``nvme`` (something is offloaded there); empty: nothing."""
     logs: bool = False
-    """What it does is write into DeepSpeed's log, at level info."""
+    """It only writes into DeepSpeed's log, at level info."""
 
 
 SHARDED, GRADIENTS, PARAMETERS = (1, 2, 3), (1, 2), (3,)
@@ -353,15 +353,15 @@ SECTIONS = frozenset(place.split(".")[0] for place in TAKEN if "." in place) | {
 
 
 def extra_problems(extra: dict[str, Any], config: dict[str, Any]) -> Iterable[str]:
-    """What is wrong with ``zero.extra``: one line a key, with the reason and the fix.
+    """The problems of ``zero.extra``: one line for each key, with the reason and the fix.
 
     ``config``: the configuration that it is merged into; it has the stage, the precision and what
     is offloaded.
     """
     for key, value in extra.items():
         if key in SECTIONS and isinstance(value, dict):
-            for name, each in value.items():
-                yield from _problem(f"{key}.{name}", each, config, extra)
+            for name, setting in value.items():
+                yield from _problem(f"{key}.{name}", setting, config, extra)
         elif key in SECTIONS and key not in REFUSED:
             yield f"zero.extra.{key}={shown(value)}: must be a mapping of DeepSpeed's keys."
         else:
@@ -383,40 +383,46 @@ def _problem(
     if place in REFUSED:
         yield f"{where}: {REFUSED[place]}"
         return
-    taken = TAKEN.get(place)
-    if taken is None:
-        known = [each.rpartition(".")[2] for each in TAKEN if each.rpartition(".")[0] == section]
-        known += [] if section else SECTIONS
+    accepted = TAKEN.get(place)
+    if accepted is None:
+        names = [
+            known_place.rpartition(".")[2]
+            for known_place in TAKEN
+            if known_place.rpartition(".")[0] == section
+        ]
+        names += [] if section else SECTIONS
         yield (
             f"{where}: DeepSpeed has no such key{'' if section else ' and would ignore it'}."
-            f"{did_you_mean(name, known)}"
+            f"{did_you_mean(name, names)}"
         )
-    elif not _fits(value, taken.values):
-        words = taken.values
+    elif not _fits(value, accepted.values):
+        words = accepted.values
         if not isinstance(words, str):
             words = f"one of {', '.join(words)}"
         yield f"{where}={shown(value)}: must be {words}."
     else:
-        yield from _no_effect(where, value, taken, config, extra)
+        yield from _no_effect(where, value, accepted, config, extra)
 
 
 def _no_effect(
-    where: str, value: Any, taken: Taken, config: dict[str, Any], extra: dict[str, Any]
+    where: str, value: Any, accepted: Taken, config: dict[str, Any], extra: dict[str, Any]
 ) -> Iterable[str]:
     zero = config["zero_optimization"]
     leave = f"Leave it out, or take it out of the recipe: ~{where}"
-    if zero["stage"] not in taken.stages:
-        stages = " and ".join(map(str, taken.stages))
+    if zero["stage"] not in accepted.stages:
+        stages = " and ".join(map(str, accepted.stages))
         yield (
             f"{where}: has an effect at stage {stages} only (this is stage {zero['stage']}). "
             f"{leave}"
         )
-    if taken.needs == "fp16" and not config["fp16"]["enabled"]:
+    if accepted.needs == "fp16" and not config["fp16"]["enabled"]:
         yield f"{where}: has an effect with precision=fp16 only. {leave}"
     offloads = [zero.get("offload_optimizer", {}), zero.get("offload_param", {})]
-    if taken.needs == "nvme" and not any(each.get("device") == "nvme" for each in offloads):
+    if accepted.needs == "nvme" and not any(
+        offload.get("device") == "nvme" for offload in offloads
+    ):
         yield f"{where}: has an effect with an offload to NVMe only (zero=infinity). {leave}"
-    if taken.logs and value and extra.get("log_level") not in ("debug", "info"):
+    if accepted.logs and value and extra.get("log_level") not in ("debug", "info"):
         yield (
             f"{where}: is written to DeepSpeed's log at level info, and llmx keeps that log at "
             "warning. Set zero.extra.log_level=info, too."
@@ -431,9 +437,9 @@ def _fits(value: Any, values: str | tuple[str, ...]) -> bool:
     if values == LEAVES:
         return isinstance(value, dict) and all(
             key in ("classes", "names", "name_suffixes")
-            and isinstance(each, list)
-            and all(isinstance(text, str) for text in each)
-            for key, each in value.items()
+            and isinstance(members, list)
+            and all(isinstance(text, str) for text in members)
+            for key, members in value.items()
         )
     kinds = (int, float) if values == NUMBER else int
     least = 1 if values == COUNT else 0

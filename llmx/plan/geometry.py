@@ -15,7 +15,7 @@ from llmx.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the memory and time model reads."""
+    """The sizes that the memory and time model reads."""
 
     num_parameters: int
     hidden_size: int
@@ -38,10 +38,10 @@ class Geometry:
     qk_norm: bool = False
     """Queries and keys are normalised (Qwen3)."""
     dropout: bool = False
-    """Of what attention and the feed-forward network add to the stream."""
+    """Whether the outputs of attention and of the feed-forward network have dropout."""
     activation_tensors: int = 1
-    """What the activation keeps for the backward pass, in tensors of the intermediate size: ReLU
-    its result, GELU its input too, GPT-2's own form of GELU five."""
+    """The memory that the activation keeps for the backward pass, in tensors of the intermediate
+    size: ReLU its result, GELU its input too, GPT-2's own form of GELU five."""
     num_looked_up: int = 0
     """Parameters of embeddings (of positions, too), which multiply nothing; a tied one multiplies
     as the head."""
@@ -55,7 +55,7 @@ class Geometry:
         return weights + self.attention_flops_per_token(seq_len)
 
     def attention_flops_per_token(self, seq_len: int) -> float:
-        """What of the training FLOPs of a token attention computes."""
+        """The training FLOPs of a token that attention computes."""
         width = self.query_size or self.hidden_size
         return (6.0 if self.causal else 12.0) * self.num_layers * width * seq_len
 
@@ -173,16 +173,16 @@ def _bert(config: dict[str, Any], multiple: int, *, keeps_scores: bool = False) 
     layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
     vocab = _padded(int(config["vocab_size"]), multiple)
     positions = int(config.get("max_position_embeddings") or 512)
-    others = (positions + int(config.get("type_vocab_size") or 2)) * hidden
+    looked_up = (positions + int(config.get("type_vocab_size") or 2)) * hidden
     layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
     head = hidden * hidden + 3 * hidden + vocab  # a dense layer, its norm, and a bias by token
     untied = 0 if config.get("tie_word_embeddings", True) else vocab * hidden
     return Geometry(
-        (vocab * hidden + untied) + others + layers * layer + 2 * hidden + head,
+        (vocab * hidden + untied) + looked_up + layers * layer + 2 * hidden + head,
         hidden, ffn, layers, hidden, vocab,
         num_heads=heads, num_kv_heads=heads, query_size=hidden, block="bert", causal=False,
         dropout=float(config.get("hidden_dropout_prob", 0.1)) > 0, keeps_scores=keeps_scores,
-        num_looked_up=others + untied, activation_tensors=2,
+        num_looked_up=looked_up + untied, activation_tensors=2,
     )  # fmt: skip
 
 

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.hardware_rules import on_cpus
 from llmx.config.schema import (
     BatchConfig,
     DataConfig,
@@ -30,10 +28,7 @@ from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import (
-    before_training_gib,
-    predict_memory,
-)
+from llmx.plan.memory import before_training_gib, predict_memory
 from llmx.plan.step_time import micro_step_exchange_s, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
@@ -51,10 +46,8 @@ from llmx.plan.types import (
 )
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-ASSUMED_EFFICIENCY = 0.4
-"""Part of the peak that a well-fed training step reaches; for predicted times only."""
-USED_FLOPS = 1e12 * ASSUMED_EFFICIENCY
-"""Of each TFLOP/s of the peak."""
+USED_FLOPS = 0.4e12
+"""FLOP/s that a well-fed training step reaches of each TFLOP/s of the peak; for the split alone."""
 
 
 def make_plan(
@@ -63,7 +56,7 @@ def make_plan(
     local_names: frozenset[str] = LOCAL_NAMES,
     frozen: tuple[FrozenNetwork, ...] = (),
     logits: str = SUMMED,
-    known: KnownSpeeds | None = None,
+    measured_speeds: KnownSpeeds | None = None,
 ) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
@@ -71,121 +64,59 @@ def make_plan(
         local_names: names and addresses of this machine; a host among them needs no ssh.
         frozen: what its task has beside the network that it trains.
         logits: what the loss of its task needs (``Task.logits``).
-        known: speeds to plan with where the ranks will measure them.
+        measured_speeds: what to plan with where the ranks will measure their speeds.
     """
-    common: dict[str, Any] = {
-        "local_names": local_names,
-        "frozen": frozen,
-        "logits": logits,
-        "limits": dict[tuple[str, int], bool](),
-    }
-    plan = _planned(exp, **common, known=known)
-    if plan.balance is not None and plan.balance.micro_step_fs is None and plan.peak_tflops:
-        # The split decides how often ranks meet, and takes what that costs into account.
-        cost = round(FS * micro_step_exchange_s(exp, plan))
-        if cost and not exp.batch.weights:
-            plan = _planned(exp, **common, known=known, micro_step_fs=cost)
-    return with_storage(with_time(plan, exp), exp)
-
-
-def _planned(
-    exp: Experiment,
-    *,
-    local_names: frozenset[str],
-    frozen: tuple[FrozenNetwork, ...],
-    logits: str,
-    known: KnownSpeeds | None,
-    limits: dict[tuple[str, int], bool],
-    micro_step_fs: int | None = None,
-) -> Plan:
-    """Without time and storage. ``micro_step_fs``: where no earlier run has measured it.
-    ``limits``: by device and micro batch, whether it fits, as far as that was asked before."""
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
-    used: dict[str, list[str]] = {}
+    hosts_by_device: dict[str, list[str]] = {}
     for host in hosts:
-        used.setdefault(host.device, []).append(host.name)
-    precision, reason = choose_precision(exp.precision, used, hardware.devices)
-
+        hosts_by_device.setdefault(host.device, []).append(host.name)
+    precision, reason = choose_precision(exp.precision, hosts_by_device, hardware.devices)
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
-    accelerator = hardware.devices[hosts[0].device].accelerator
     shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)
-    trained = trained_parameters(exp.model, exp.adapter)
-    live = tuple(one for one in frozen if not one.before_training)
-
-    def memory_of(ranks: tuple[RankPlan, ...], sums: str) -> tuple[MemoryPlan, ...]:
-        return _memory(exp, shape, hosts, ranks, precision, accelerator, sums, live, logits)
+    peaks = [hardware.devices[hosts[at].device].peak_tflops.get(precision, 0.0) for at in placed]
+    ways = checkpointing_by_device(exp)
+    plan = Plan(
+        hosts=hosts,
+        ranks=tuple(RankPlan(rank, at, hosts[at].device, 1) for rank, at in enumerate(placed)),
+        accelerator=hardware.devices[hosts[0].device].accelerator,
+        precision=precision,
+        precision_reason=reason,
+        batch=BatchPlan(len(placed), 1, (1,) * len(placed), exp.data.seq_len),
+        transport=_transport(exp.launch, hosts),
+        master_addr=_master_addr(hardware, hosts),
+        num_parameters=(shape.num_parameters + (adapter.added if adapter else 0) if shape else 0),
+        peak_tflops=sum(peaks) if all(peaks) else 0.0,
+        memory=(),
+        total_steps=exp.task.steps,
+        num_trained=trained_parameters(exp.model, exp.adapter),
+        frozen=frozen,
+        logits=logits,
+        attention=tuple(
+            (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
+            for name in hosts_by_device
+        ),
+        checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
+    )
 
     def fits(device: str, micro_batch: int) -> bool:
-        if (device, micro_batch) not in limits:
-            ranks = tuple(
-                RankPlan(rank, index, device, micro_batch)
-                for rank, index in enumerate(placed)
-                if hosts[index].device == device
-            )
-            memory = memory_of(ranks, "")
-            limits[device, micro_batch] = all(part.fits for part in memory)
-        return limits[device, micro_batch]
+        alike = [rank for rank in plan.ranks if rank.device == device]
+        ranks = tuple(replace(rank, micro_batch=micro_batch) for rank in alike)
+        return all(part.fits for part in _memory(exp, replace(plan, ranks=ranks), shape, ""))
 
-    batch, balance = _batch(
-        exp,
-        [hosts[index] for index in placed],
-        precision,
-        per_token=0.0
-        if shape is None
-        else shape.flops_per_token(exp.data.seq_len, trained=trained)
-        + sum(2.0 * one.num_parameters for one in live),
-        fits=fits,
-        known=known,
-        micro_step_fs=micro_step_fs,
-        overlap=bool(bucket_sizes(exp.model, exp.zero, accelerator)["overlap"]),
-    )
-    ranks = tuple(
-        RankPlan(rank, index, hosts[index].device, batch.micro_batches[rank])
-        for rank, index in enumerate(placed)
-    )
-
-    def memory_with(sums: str) -> tuple[MemoryPlan, ...]:
-        return memory_of(ranks, sums)
-
+    batch, balance = _batch(exp, plan, shape, fits=fits, measured_speeds=measured_speeds)
+    ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
+    plan = replace(plan, batch=batch, balance=balance, ranks=ranks)
+    memory_with = functools.cache(functools.partial(_memory, exp, plan, shape))
     grad_accum = choose_grad_accum(
         exp.zero,
         precision,
         accumulation=batch.accumulation,
         fits=lambda sums: all(part.fits for part in memory_with(sums)),
     )
-    memory = memory_with(grad_accum)
-    peaks = [hardware.devices[rank.device].peak_tflops.get(precision, 0.0) for rank in ranks]
-    ways = checkpointing_by_device(exp)
-    return Plan(
-        hosts=hosts,
-        ranks=ranks,
-        accelerator=accelerator,
-        precision=precision,
-        precision_reason=reason,
-        batch=batch,
-        transport=_transport(exp.launch, hosts),
-        master_addr=_master_addr(hardware, hosts),
-        num_parameters=(shape.num_parameters + (adapter.added if adapter else 0) if shape else 0),
-        peak_tflops=sum(peaks) if all(peaks) else 0.0,
-        memory=memory,
-        total_steps=exp.task.steps,
-        notes=(
-            *_notes(exp, hosts, precision),
-            *_of_balance(exp, ranks, precision, balance),
-            *_of_frozen(exp, frozen, memory, precision, len(ranks)),
-        ),
-        num_trained=trained,
-        frozen=frozen,
-        logits=logits,
-        grad_accum_dtype=grad_accum,
-        balance=balance,
-        attention=tuple(
-            (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
-            for name in used
-        ),
-        checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
-    )
+    plan = replace(plan, memory=memory_with(grad_accum), grad_accum_dtype=grad_accum)
+    plan = replace(plan, notes=tuple(_notes(exp, plan)))
+    return with_storage(with_time(plan, exp), exp)
 
 
 def attention_for(
@@ -242,51 +173,38 @@ def _master_addr(hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:
 
 
 def _memory(
-    exp: Experiment,
-    shape: Geometry | None,
-    hosts: tuple[HostPlan, ...],
-    ranks: tuple[RankPlan, ...],
-    precision: str,
-    accelerator: str,
-    grad_accum: str,
-    frozen: tuple[FrozenNetwork, ...],
-    logits: str,
+    exp: Experiment, plan: Plan, shape: Geometry | None, grad_accum: str
 ) -> tuple[MemoryPlan, ...]:
+    """The memory of each type of device by formula; empty where the geometry is not known."""
     if shape is None:
         return ()
-    plans = []
-    for name in dict.fromkeys(rank.device for rank in ranks):
-        plans.append(
-            predict_memory(
-                on_device(exp, name),
-                shape,
-                device_name=name,
-                device=exp.hardware.devices[name],
-                micro_batch=max(rank.micro_batch for rank in ranks if rank.device == name),
-                world_size=sum(host.slots for host in hosts),
-                slots=max(host.slots for host in hosts if host.device == name),
-                precision=precision,
-                buckets=bucket_sizes(exp.model, exp.zero, accelerator),
-                grad_accum_dtype=grad_accum,
-                frozen=frozen,
-                logits=logits,
-            )
+    return tuple(
+        predict_memory(
+            on_device(exp, name),
+            shape,
+            device_name=name,
+            device=exp.hardware.devices[name],
+            micro_batch=plan.micro_batch_on(name),
+            world_size=sum(host.slots for host in plan.hosts),
+            slots=plan.slots_on(name),
+            precision=plan.precision,
+            buckets=bucket_sizes(exp.model, exp.zero, plan.accelerator),
+            grad_accum_dtype=grad_accum,
+            frozen=[network for network in plan.frozen if not network.before_training],
+            logits=plan.logits,
         )
-    return tuple(plans)
+        for name in plan.devices
+    )
 
 
-def _notes(exp: Experiment, hosts: tuple[HostPlan, ...], precision: str) -> Iterator[str]:
-    trained = exp.model.trained_dtype
-    if exp.model.init == "pretrained" and trained == "bf16" and precision == "fp16":
+def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
+    hosts, trained = plan.hosts, exp.model.trained_dtype
+    if exp.model.init == "pretrained" and trained == "bf16" and plan.precision == "fp16":
         yield (
             f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "
             "fp16 (loss scale falls, then NaN). If it does: precision=fp32, or devices with bf16."
         )
-    if (
-        not on_cpus(exp.hardware)
-        and exp.model.attention in ("sdpa", "eager")
-        and exp.data.layout != "padded"
-    ):
+    if plan.on_gpus and exp.model.attention in ("sdpa", "eager") and exp.data.layout != "padded":
         yield (
             f"model.attention={exp.model.attention} isolates packed rows with a mask of "
             f"{exp.data.seq_len:,} x {exp.data.seq_len:,}, kept for each layer, and computes what "
@@ -304,6 +222,8 @@ def _notes(exp: Experiment, hosts: tuple[HostPlan, ...], precision: str) -> Iter
             "NCCL_IB_DISABLE=1 with ZeRO-3 makes every added node slower; remove it where "
             "InfiniBand or RoCE works."
         )
+    yield from _of_balance(exp, plan)
+    yield from _of_frozen(exp, plan)
 
 
 def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:
@@ -314,11 +234,9 @@ def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[s
     ]
 
 
-def _of_balance(
-    exp: Experiment, ranks: tuple[RankPlan, ...], precision: str, balance: BalancePlan | None
-) -> Iterator[str]:
-    """What the split over ranks leaves undone."""
-    names = dict.fromkeys(rank.device for rank in ranks)
+def _of_balance(exp: Experiment, plan: Plan) -> Iterator[str]:
+    """Notes about a split over ranks that leaves devices waiting."""
+    names, balance, precision = plan.devices, plan.balance, plan.precision
     if len(names) > 1 and balance is None:
         yield (
             f"Devices differ and batch.balance={exp.batch.balance}: in every step the faster ones "
@@ -335,61 +253,63 @@ def _of_balance(
 
 def _batch(
     exp: Experiment,
-    placed: list[HostPlan],
-    precision: str,
+    plan: Plan,
+    shape: Geometry | None,
     *,
-    per_token: float,
     fits: Callable[[str, int], bool],
-    known: KnownSpeeds | None = None,
-    micro_step_fs: int | None = None,
-    overlap: bool = False,
+    measured_speeds: KnownSpeeds | None,
 ) -> tuple[BatchPlan, BalancePlan | None]:
-    """The split of a step over the ranks, on ``placed`` hosts; evenly, or by their speeds.
-
-    ``per_token``: FLOPs of a token, 0 unknown. ``fits``: whether a micro batch has room on a device
-    type.
-    """
-    config, seq_len, world = exp.batch, exp.data.seq_len, len(placed)
-    method = _method(config, {host.device for host in placed})
+    """The split of a step over the ranks; evenly, or by their speeds. ``fits``: whether a micro
+    batch has room on a device type."""
+    config, seq_len, world = exp.batch, exp.data.seq_len, plan.world_size
+    placed = [plan.hosts[rank.host] for rank in plan.ranks]
+    method = _method(config, set(plan.devices))
     if method == "even" and not config.rebalance:
         return solve_batch(config, seq_len=seq_len, world=world), None
     devices = exp.hardware.devices
-    peaks = [devices[host.device].peak_tflops.get(precision, 0.0) for host in placed]
+    peaks = [devices[host.device].peak_tflops.get(plan.precision, 0.0) for host in placed]
     weights = peaks if all(peaks) and method != "even" else [1.0] * world
     if method == "weights":
-        named = config.weights
-        weights = [named.get(host.name, named.get(host.device, 1.0)) for host in placed]
+        by_name = config.weights
+        weights = [by_name.get(host.name, by_name.get(host.device, 1.0)) for host in placed]
     elif method != "even" and len(set(checkpointing_by_device(exp).values())) > 1:
         weights = [
             weight / RECOMPUTED[checkpointing_on(exp, host.device)]
             for weight, host in zip(weights, placed, strict=True)
         ]
-    timed = per_token and all(peaks) and method not in ("weights", "even")
-    scale = per_token * FS / USED_FLOPS if timed else max(weights) * FS / 1e6
+    scale = max(weights) * FS / 1e6
+    if shape is not None and all(peaks) and method not in ("weights", "even"):
+        live = (network for network in plan.frozen if not network.before_training)
+        frozen = sum(2.0 * network.num_parameters for network in live)
+        per_token = shape.flops_per_token(seq_len, trained=plan.num_trained) + frozen
+        scale = per_token * FS / USED_FLOPS
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
     limits = {
-        name: _limit(config.micro_batch, partial(fits, name))
-        for name in {host.device for host in placed}
+        name: _limit(config.micro_batch, functools.partial(fits, name)) for name in plan.devices
     }
+    # The split decides how often ranks meet, and takes what that costs into account.
+    known_exchange = all(peaks) and not config.weights
+    exchange_fs = round(FS * micro_step_exchange_s(exp, plan)) if known_exchange else 0
+    overlap = bucket_sizes(exp.model, exp.zero, plan.accelerator)["overlap"]
     balance = BalancePlan(
         method=method,
         speeds=speeds,
         limits=tuple(limits[host.device] for host in placed),
         same_steps=exp.zero.stage >= 2,
         accumulation=config.accumulation,
-        micro_step_fs=micro_step_fs,
-        overlap=overlap and exp.zero.stage >= 2,
+        micro_step_fs=exchange_fs or None,
+        overlap=bool(overlap) and exp.zero.stage >= 2,
         pending=method == "measured",
     )
     # What is not measured yet must not decide how many samples a step has.
     of_step = [1.0] * world if balance.pending else weights
     size = wanted_global_batch(config, seq_len=seq_len, weights=of_step)
-    if balance.pending and known is not None and len(known.speeds) == world:
+    if balance.pending and measured_speeds is not None and len(measured_speeds.speeds) == world:
         balance = replace(
             balance,
-            speeds=known.speeds,
-            micro_step_fs=known.micro_step_fs,
-            source=known.source,
+            speeds=measured_speeds.speeds,
+            micro_step_fs=measured_speeds.micro_step_fs,
+            source=measured_speeds.source,
         )
     return balanced_batch(size, balance, seq_len=seq_len), balance
 
@@ -414,27 +334,25 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _of_frozen(
-    exp: Experiment,
-    frozen: tuple[FrozenNetwork, ...],
-    memory: tuple[MemoryPlan, ...],
-    precision: str,
-    world_size: int,
-) -> Iterator[str]:
-    """What is not known of frozen networks, and those that are too large before training."""
-    for one in frozen:
-        if memory and not one.num_parameters:
+def _of_frozen(exp: Experiment, plan: Plan) -> Iterator[str]:
+    """Notes about frozen networks of unknown size, and those that are too large before training."""
+    for network in plan.frozen:
+        if plan.memory and not network.num_parameters:
             yield (
-                f"The memory of the model {one.name!r} of task={exp.task.kind} is not counted: the "
-                "size of its architecture is not known on this machine. Give a local directory of "
-                "it, or leave room."
+                f"The memory of the model {network.name!r} of task={exp.task.kind} is not counted: "
+                "the size of its architecture is not known on this machine. Give a local directory "
+                "of it, or leave room."
             )
-        needed = before_training_gib(one, exp.zero, precision, world_size)
-        for part in memory:
-            if one.before_training and part.capacity_gib and needed > USABLE * part.capacity_gib:
+        needed = before_training_gib(network, exp.zero, plan.precision, plan.world_size)
+        for part in plan.memory:
+            if (
+                network.before_training
+                and part.capacity_gib
+                and needed > USABLE * part.capacity_gib
+            ):
                 shard = " zero=stage3 shards it over the ranks." if exp.zero.stage < 3 else ""
                 yield (
-                    f"{part.device}: the model {one.name!r} of task={exp.task.kind} takes "
+                    f"{part.device}: the model {network.name!r} of task={exp.task.kind} takes "
                     f"{needed:.1f} GiB before training, {part.capacity_gib:.0f} GiB available."
                     f"{shard}"
                 )
@@ -444,23 +362,23 @@ def _of_frozen(
 
 
 def choose_precision(
-    wanted: str, hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]
+    precision: str, hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]
 ) -> tuple[str, str]:
     """``(precision, reason)`` for the device types in use.
 
     ``hosts_by_device``: device type -> names of the hosts that have it.
-    Raises ConfigError when ``wanted`` is not supported by one of them; names the hosts.
+    Raises ConfigError when ``precision`` is not supported by one of them; names the hosts.
     """
-    if wanted != "auto":
+    if precision != "auto":
         for name, hosts in hosts_by_device.items():
             supported = devices[name].precisions
-            if wanted not in supported:
+            if precision not in supported:
                 common = _best(hosts_by_device, devices)
                 raise ConfigError(
-                    f"precision={wanted}: {name} ({', '.join(hosts)}) computes "
+                    f"precision={precision}: {name} ({', '.join(hosts)}) computes "
                     f"{', '.join(supported)} only. Use precision={common} or precision=auto."
                 )
-        return wanted, "set by precision="
+        return precision, "set by precision="
     best = _best(hosts_by_device, devices)
     if not all(ACCELERATORS[devices[name].accelerator].is_gpu for name in hosts_by_device):
         return best, "CPU ranks compute fp32 fastest and exactly"
@@ -479,42 +397,42 @@ def _without(
 ) -> str:
     """The device types that have none of ``precisions``, with their hosts; where each has one, but
     not the same one, all of them."""
-    named = {name: f"{name} ({', '.join(hosts)})" for name, hosts in hosts_by_device.items()}
+    texts = {name: f"{name} ({', '.join(hosts)})" for name, hosts in hosts_by_device.items()}
     lacking = [
-        text for name, text in named.items() if not set(precisions) & set(devices[name].precisions)
+        text for name, text in texts.items() if not set(precisions) & set(devices[name].precisions)
     ]
-    return " and ".join(lacking or named.values())
+    return " and ".join(lacking or texts.values())
 
 
 def choose_grad_accum(
     zero: ZeroConfig, precision: str, *, accumulation: int, fits: Callable[[str], bool]
 ) -> str:
-    """In what gradients are summed over micro steps: ``fp32`` or ``precision``.
+    """The dtype in which gradients are summed over micro steps: ``fp32`` or ``precision``.
 
     ``fits``: whether the run fits its devices with that. Raises ConfigError for what DeepSpeed
     cannot do.
     """
-    wanted, stage = zero.grad_accum_dtype, zero.stage
-    if wanted == "auto":
+    dtype, stage = zero.grad_accum_dtype, zero.stage
+    if dtype == "auto":
         if precision == "fp32" or stage == 0:
             return precision
         # A single micro step sums nothing; at stage 2 it takes no more memory all the same, since
         # the update needs fp32 anyway.
         useful = accumulation > 1 or stage == 2
         return "fp32" if useful and fits("fp32") else precision
-    if wanted == "precision":
+    if dtype == "precision":
         return precision
-    if wanted == "fp32" and precision != "fp32" and stage == 0:
+    if dtype == "fp32" and precision != "fp32" and stage == 0:
         raise ConfigError(
             f"zero.grad_accum_dtype=fp32 with zero.stage=0 and precision={precision}: DeepSpeed "
             f"sums in {precision} at stage 0. Set zero=stage1, or zero.grad_accum_dtype=auto."
         )
-    if wanted not in ("fp32", precision):
+    if dtype not in ("fp32", precision):
         raise ConfigError(
-            f"zero.grad_accum_dtype={wanted} with precision={precision}: gradients are summed in "
+            f"zero.grad_accum_dtype={dtype} with precision={precision}: gradients are summed in "
             f"fp32 or in the run's precision. Set zero.grad_accum_dtype=fp32 or =auto."
         )
-    return wanted
+    return dtype
 
 
 def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:

@@ -11,10 +11,9 @@ DeepSpeed 0.19.8 keeps at each stage was measured tensor by tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from llmx.config.accelerators import ACCELERATORS
+from llmx.config.accelerators import ACCELERATORS, Accelerator
 from llmx.config.optimizers import optimizer_of, state_bytes
 from llmx.config.schema import (
     CheckpointConfig,
@@ -79,7 +78,7 @@ def predict_memory(
     quantized = adapter.quantized if adapter else 0
     parameters = width * (n - quantized) / (world_size if zero.stage >= 3 else 1)
     parameters += packed_bytes(quantized, double=exp.adapter.double_quant)
-    parameters += sum(frozen_bytes(one, exp.zero, width, world_size) for one in frozen)
+    parameters += sum(frozen_bytes(network, exp.zero, width, world_size) for network in frozen)
     step = step_bytes(
         exp.zero,
         exp.optim,
@@ -111,7 +110,9 @@ def predict_memory(
         largest = max(layer, geometry.vocab_size * geometry.hidden_size)
         gathered = min(2 * largest + zero.max_reuse_distance / 2, zero.max_live_parameters, n)
         # One network runs at a time.
-        parameters += max([width * gathered, *(gathered_bytes(one, width) for one in frozen)])
+        parameters += max(
+            [width * gathered, *(gathered_bytes(network, width) for network in frozen)]
+        )
         if zero.hpz_partition_size > 1:
             parameters += width * n / zero.hpz_partition_size
 
@@ -124,10 +125,8 @@ def predict_memory(
         buffers += 4 * (min(trained, ALL_REDUCED_ELEMENTS) if step.buffers else buckets["reduce"])
     if world_size == 1:
         buffers = 0.0
-    activations = _activation_bytes(exp.model, geometry, tokens, width, device.accelerator)
-    activations += _dense_mask_bytes(
-        exp.model, exp.data, geometry, tokens, width, device.accelerator
-    )
+    activations = _activation_bytes(exp.model, geometry, tokens, width, accelerator)
+    activations += _dense_mask_bytes(exp.model, exp.data, geometry, tokens, width, accelerator)
     if adapter:
         # With activation checkpointing one layer at a time.
         layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
@@ -136,9 +135,9 @@ def predict_memory(
     of_logits = 0.0
     if logits != NO_LOGITS:
         fused = logits == SUMMED and fused_loss(exp.model, device.accelerator)
-        of_logits = _logits_bytes(geometry, adapter, tokens, width, device.accelerator, fused=fused)
+        of_logits = _logits_bytes(geometry, adapter, tokens, width, accelerator, fused=fused)
         # Of a frozen network, at every target: a loss may compare them with the trained one's.
-        beside = (tokens * one.vocab_size * frozen_width(one, width) for one in frozen)
+        beside = (tokens * network.vocab_size * frozen_width(network, width) for network in frozen)
         of_logits += max(beside, default=0)
     in_backward, in_update = activations + of_logits + buffers, step.update - step.gradients
     freed = 0.0 if accelerator.is_gpu else max(0.0, min(in_backward, in_update))
@@ -158,38 +157,23 @@ def predict_memory(
     )
 
 
-def frozen_network(
-    name: str,
-    shape: Geometry | None,
-    *,
-    precision: str | None,
-    before_training: bool,
-    source: str | None = None,
-    revision: str | None = None,
-) -> FrozenNetwork:
-    """Of a geometry; None: not known."""
-    said: dict[str, Any] = {
-        "precision": precision,
-        "before_training": before_training,
-        "source": source,
-        "revision": revision,
-    }
+def with_size(network: FrozenNetwork, shape: Geometry | None) -> FrozenNetwork:
+    """A frozen network with the size of a geometry; None: not known."""
     if shape is None:
-        return FrozenNetwork(name, 0, **said)
+        return network
     embedding = shape.vocab_size * shape.hidden_size
     layer = (shape.num_parameters - 2 * embedding) // max(1, shape.num_layers)
-    return FrozenNetwork(
-        name,
-        shape.num_parameters,
+    return replace(
+        network,
+        num_parameters=shape.num_parameters,
         largest=max(layer, embedding),
         vocab_size=shape.vocab_size,
-        **said,
     )
 
 
 def packed_bytes(weights: int, *, double: bool) -> float:
-    """Of weights in 4 bits: a scale for each 64 of them, fp32; or in 8 bits, and one for each 256
-    of these."""
+    """Bytes of weights in 4 bits, with a scale for each 64 of them, fp32; or in 8 bits, and one for
+    each 256 of these."""
     return weights * (0.5 + ((1 + 4 / 256) if double else 4) / 64)
 
 
@@ -199,7 +183,7 @@ def frozen_width(network: FrozenNetwork, width: int) -> int:
 
 
 def frozen_bytes(network: FrozenNetwork, zero: ZeroConfig, width: int, world_size: int) -> float:
-    """Of its weights on one rank: ZeRO-3 shards them, at the other stages each rank has all."""
+    """Bytes of its weights on one rank: ZeRO-3 shards them, at other stages each rank has all."""
     shards = world_size if zero.stage >= 3 else 1
     return frozen_width(network, width) * network.num_parameters / shards
 
@@ -213,16 +197,16 @@ def gathered_bytes(network: FrozenNetwork, width: int) -> float:
 def before_training_gib(
     network: FrozenNetwork, zero: ZeroConfig, precision: str, world_size: int
 ) -> float:
-    """What a rank needs for a network that computes stored columns, before training."""
+    """GiB that a rank needs for a network that computes stored columns, before training."""
     width = BYTES[precision]
-    found = frozen_bytes(network, zero, width, world_size)
+    size_bytes = frozen_bytes(network, zero, width, world_size)
     if zero.stage >= 3:
-        found += gathered_bytes(network, width)
-    return found / GIB + 1.0
+        size_bytes += gathered_bytes(network, width)
+    return size_bytes / GIB + 1.0
 
 
 def optimizer_bytes(kind: str, precision: str) -> int:
-    """Of an element that is trained: states and master weight."""
+    """Bytes of the states and the master weight of a trained element."""
     return state_bytes(kind) + (0 if precision == "fp32" else 4)
 
 
@@ -240,9 +224,9 @@ class StepBytes:
     gradients: float
     """There when the last backward pass ends."""
     update: float
-    """At most during the update, gradients included."""
+    """The most during the update, gradients included."""
     buffers: float = 0.0
-    """Of reductions that DeepSpeed's bucket sizes do not bound."""
+    """Reductions that DeepSpeed's bucket sizes do not bound."""
 
 
 def step_bytes(
@@ -256,7 +240,8 @@ def step_bytes(
     bf16: bool,
     cuda: bool,
 ) -> StepBytes:
-    """As DeepSpeed 0.19.8 does it; ``accum`` is the width of the sums over micro steps."""
+    """The bytes of a step as DeepSpeed 0.19.8 takes it; ``accum`` is the width of the sums over
+    micro steps."""
     stage, offload = zero.stage, zero.offload_optimizer != "none"
     optimizer = optimizer_of(optim.kind)
     temporary = optimizer.temporary_bytes + (0 if cuda or offload else optimizer.unfused_bytes)
@@ -268,10 +253,10 @@ def step_bytes(
         if bf16 and not offload:
             # BF16_Optimizer: fp32 sums whole on every rank, beside the gradients; a bucket is
             # flattened in fp32 and reduced in bf16.
-            whole = (4 + width) * n
+            gradients = (4 + width) * n
             # All matrices are one tensor: where it is larger than a bucket, it is reduced alone.
             reduced = 6 * n if n <= ALL_REDUCED_ELEMENTS else width * n
-            return StepBytes(whole, whole + temporary * shard, reduced)
+            return StepBytes(gradients, gradients + temporary * shard, reduced)
         return StepBytes((4 + width) * n, 4 * n + (4 + temporary) * shard)
     if stage == 1:
         return StepBytes(width * n + width * shard, _flat_update(width, temporary) * shard)
@@ -315,23 +300,23 @@ def _logits_bytes(
     adapter: AdapterSize | None,
     tokens: int,
     width: int,
-    accelerator: str,
+    accelerator: Accelerator,
     *,
     fused: bool,
 ) -> float:
     """Logits and their gradient, every position a target; the chunk that is in fp32; and the
     hidden states that were picked, with their gradient."""
-    whole = float(tokens * geometry.vocab_size * width)
-    chunk = min(ACCELERATORS[accelerator].loss_chunk_bytes, whole * 4 / width)
+    logits_bytes = float(tokens * geometry.vocab_size * width)
+    chunk = min(accelerator.loss_chunk_bytes, logits_bytes * 4 / width)
     picked = 2 * tokens * geometry.hidden_size * width
     if not fused:
-        return 2 * whole + chunk + picked
+        return 2 * logits_bytes + chunk + picked
     head = geometry.vocab_size * geometry.hidden_size
     # The head's gradient is there from the forward pass on, summed over chunks in fp32.
-    gradient = head * (width if whole <= FUSED_LOSS_CHUNK_BYTES else 4 + width)
+    gradient = head * (width if logits_bytes <= FUSED_LOSS_CHUNK_BYTES else 4 + width)
     if adapter is not None and not adapter.trains_head:
         gradient = 0
-    return 2 * min(whole, FUSED_LOSS_CHUNK_BYTES) + chunk + picked + gradient
+    return 2 * min(logits_bytes, FUSED_LOSS_CHUNK_BYTES) + chunk + picked + gradient
 
 
 @dataclass(frozen=True)
@@ -346,7 +331,8 @@ class LayerActivations:
 
 
 def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) -> LayerActivations:
-    """What the operators of one layer save, in training, without a dense attention mask.
+    """The activations that the operators of one layer save in training, without a dense attention
+    mask.
 
     ``mask_width``: bytes of an element of a dropout mask (CUDA 1; a CPU keeps it in the
     activations' dtype).
@@ -372,17 +358,17 @@ def layer_activations(geometry: Geometry, width: int, *, mask_width: int = 1) ->
 
 
 def _activation_bytes(
-    model: ModelConfig, geometry: Geometry, tokens: int, width: int, accelerator: str
+    model: ModelConfig, geometry: Geometry, tokens: int, width: int, accelerator: Accelerator
 ) -> float:
     """Saved for the backward pass, with attention that keeps no ``seq_len``^2 scores."""
-    mask_width = 1 if ACCELERATORS[accelerator].is_gpu else width
+    mask_width = 1 if accelerator.is_gpu else width
     layer = layer_activations(geometry, width, mask_width=mask_width)
-    kept = {
+    layer_bytes = {
         "none": layer.all,
         "selective": layer.selective,
         "full": layer.full,
     }[model.activation_checkpointing]
-    total = geometry.num_layers * kept
+    total = geometry.num_layers * layer_bytes
     if model.activation_checkpointing != "none":
         total += layer.all  # the one that is computed again
     # The last norm, and what the backward pass of one layer has in flight.
@@ -397,24 +383,22 @@ def _dense_mask_bytes(
     geometry: Geometry,
     tokens: int,
     width: int,
-    accelerator: str,
+    accelerator: Accelerator,
 ) -> float:
     """Masks of packed rows, [B, 1, T, T]: one as it is made, and one in the dtype of the
     activations that each layer keeps. Attention in both directions always has one; and scores
     where no kernel does without."""
-    wanted = model.attention
+    attention = model.attention
     squares = float(tokens) * data.seq_len
     if geometry.keeps_scores:
         layers = 1 if model.activation_checkpointing == "full" else geometry.num_layers
         return squares * (width + 2 * width * geometry.num_heads * layers)
-    dense = wanted in ("sdpa", "eager") or (
-        wanted == "auto" and not ACCELERATORS[accelerator].is_gpu
-    )
+    dense = attention in ("sdpa", "eager") or (attention == "auto" and not accelerator.is_gpu)
     if not (dense or not geometry.causal):
         return 0.0
     if data.layout == "padded" or data.packing == "none":
         return 0.0
-    if wanted == "eager":  # scores of all heads, twice, and one mask for all layers
+    if attention == "eager":  # scores of all heads, twice, and one mask for all layers
         return squares * (width + 2 * width * geometry.num_heads * geometry.num_layers)
     layers = geometry.num_layers if model.activation_checkpointing == "none" else 1
     return squares * (1 + width * layers)
@@ -428,7 +412,7 @@ def _dense_mask_bytes(
 
 
 def rules_of(exp: Experiment, plan: Plan) -> StepRules:
-    """What a step of the plan does, beside the network."""
+    """The rules of a step of the plan."""
     zero, optimizer = exp.zero, optimizer_of(exp.optim.kind)
     buckets = bucket_sizes(exp.model, zero, plan.accelerator)
     fused = plan.on_gpus or zero.offload_optimizer != "none"
@@ -459,12 +443,12 @@ def rules_of(exp: Experiment, plan: Plan) -> StepRules:
 def memory_of(
     exp: Experiment, plan: Plan, trace: StepTrace, device: str, *, context_gib: float | None = None
 ) -> MemoryPlan:
-    """Of the ranks on one type of device. ``context_gib``: measured; None: assumed."""
+    """The memory of the ranks on one type of device, by a trace. ``context_gib``: measured; None:
+    assumed."""
     config = exp.hardware.devices[device]
     accelerator = ACCELERATORS[config.accelerator]
     peaks = peak_of(trace, rules_of(exp, plan))
-    slots = max(host.slots for host in plan.hosts if host.device == device)
-    saves = next((one.saves_host_gib for one in plan.memory if one.device == device), 0.0)
+    saves = next((part.saves_host_gib for part in plan.memory if part.device == device), 0.0)
     part = {name: size / GIB for name, size in peaks.at.items()}
     return MemoryPlan(
         device=device,
@@ -476,14 +460,9 @@ def memory_of(
         buffers_gib=part["buffers"],
         context_gib=(context_gib or accelerator.context_gib)
         + (0.0 if accelerator.is_gpu else peaks.freed / GIB),
-        host_gib=peaks.host * slots / GIB,
+        host_gib=peaks.host * plan.slots_on(device) / GIB,
         capacity_gib=config.memory_gib,
         update_gib=part["update"],
         saves_host_gib=saves,
         traced=True,
     )
-
-
-def devices_of(plan: Plan) -> list[str]:
-    """Types of devices, in the order of the ranks."""
-    return list(dict.fromkeys(rank.device for rank in plan.ranks))

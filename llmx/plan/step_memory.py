@@ -49,7 +49,7 @@ PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE)
 
 @dataclass(frozen=True)
 class StepRules:
-    """What a peak depends on beside the network and its micro batch."""
+    """The settings that a peak depends on, beside the network and its micro batch."""
 
     stage: int
     world: int
@@ -100,25 +100,25 @@ class Peaks:
 
     @property
     def freed(self) -> int:
-        """What is freed in all parts when their sum is highest: the C library keeps it."""
+        """Bytes that are free in all parts when their sum is highest: the C library keeps them."""
         return sum(self.most.values()) + self.gathered - self.total
 
     def add(self, part: str, size: float) -> None:
-        """From now on."""
-        whole = int(size)
-        self.parts[part] += whole
-        self.now += whole
+        """Count ``size`` bytes more of a part from now on."""
+        num_bytes = int(size)
+        self.parts[part] += num_bytes
+        self.now += num_bytes
         self.most[part] = max(self.most[part], self.parts[part])
         if self.now > self.total:
             self._note({}, self.moment)
 
     def drop(self, part: str, size: float) -> None:
-        """From now on."""
+        """Count ``size`` bytes less of a part from now on."""
         self.parts[part] -= int(size)
         self.now -= int(size)
 
     def look(self, moment: str, part: str, size: float) -> None:
-        """Now, with so much more of a part for a moment."""
+        """Count ``size`` bytes more of a part for this moment alone."""
         self.most[part] = max(self.most[part], self.parts[part] + int(size))
         if self.now + int(size) > self.total:
             self._note({part: int(size)}, moment)
@@ -142,19 +142,19 @@ class _This:
 
 
 def peak_of(trace: StepTrace, rules: StepRules) -> Peaks:
-    """Of the rank that needs most: the first, the last and one between them are played. Kept: who
-    looks for what fits plans the same more than once."""
+    """The peaks of the rank that needs most: the first, the last and one between them are
+    simulated. Cached, since a search for what fits plans the same more than once."""
     return _peak_of(_This(trace), rules)
 
 
 @functools.lru_cache(maxsize=256)
-def _peak_of(this: _This, rules: StepRules) -> Peaks:
-    trace = this.trace
+def _peak_of(key: _This, rules: StepRules) -> Peaks:
+    trace = key.trace
     ranks = sorted({0, rules.world // 2, rules.world - 1})
     if rules.stage in (0, 3):
         ranks = ranks[:1]
-    found = [_play(trace, rules, rank) for rank in ranks]
-    return max(found, key=lambda peaks: peaks.total)
+    played = [_play(trace, rules, rank) for rank in ranks]
+    return max(played, key=lambda peaks: peaks.total)
 
 
 def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
@@ -171,24 +171,24 @@ def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_gradients(this: _This) -> tuple[tuple[Event, ...], int]:
+def _of_gradients(key: _This) -> tuple[tuple[Event, ...], int]:
     """The gradients of a trace, each with the highest peak since the one before; and that after the
     last one."""
-    found, peak = [], 0
-    for event in this.trace.events:
+    gradients, peak = [], 0
+    for event in key.trace.events:
         peak = max(peak, event.peak)
         if event.kind == GRADIENT:
-            found.append(Event(GRADIENT, event.index, peak, event.live))
+            gradients.append(Event(GRADIENT, event.index, peak, event.live))
             peak = event.live
-    return tuple(found), max(peak, this.trace.last_peak)
+    return tuple(gradients), max(peak, key.trace.last_peak)
 
 
 class _Engine:
-    """What all stages have in common: the micro step's events."""
+    """The events of the micro step, which all stages have in common."""
 
     def __init__(self, trace: StepTrace, rules: StepRules) -> None:
         self.trace, self.rules, self.peaks = trace, rules, Peaks()
-        self.trained = [i for i, one in enumerate(trace.parameters) if one.trained]
+        self.trained = [i for i, parameter in enumerate(trace.parameters) if parameter.trained]
         self.groups: dict[int, list[int]] = {}
         for index in self.trained:
             self.groups.setdefault(trace.parameters[index].group, []).append(index)
@@ -234,14 +234,14 @@ class _Engine:
 
 
 class _Unsharded(_Engine):
-    """Stage 0."""
+    """Simulates stage 0 (engine.py)."""
 
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
-        every = self.total(range(len(self.trace.parameters)))
+        num_parameters = self.total(range(len(self.trace.parameters)))
         trained = self.total(self.trained)
         master = 4 if rules.width < 4 else 0
-        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
         states = self.states({index: self.numel(index) for index in self.trained})
         peaks.add(OPTIMIZER, master * trained + states)
         self.summed = rules.accumulation > 1
@@ -263,8 +263,8 @@ class _Unsharded(_Engine):
         width = self.rules.temporary_width
         last = min(width, 4)
         sizes = [self.numel(i) for _, indices in sorted(self.groups.items()) for i in indices]
-        both = (width * size + last * before for before, size in pairwise([0, *sizes]))
-        return max(both, default=0)
+        at_once = (width * size + last * before for before, size in pairwise([0, *sizes]))
+        return max(at_once, default=0)
 
     def gradient(self, index: int) -> None:
         if not self.summed:
@@ -277,8 +277,8 @@ class _WholeSums(_Engine):
 
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
-        every = self.total(range(len(self.trace.parameters)))
-        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        num_parameters = self.total(range(len(self.trace.parameters)))
+        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
         flat, states = [], {}
         for _, indices in sorted(self.groups.items()):
             padded = self.total(indices) + padding(self.total(indices), rules.world)
@@ -308,7 +308,7 @@ class _WholeSums(_Engine):
 
 
 class _Partitioned(_Engine):
-    """Stages 1 and 2 (stage_1_and_2.py)."""
+    """Simulates stages 1 and 2 (stage_1_and_2.py)."""
 
     def __init__(self, trace: StepTrace, rules: StepRules, rank: int) -> None:
         super().__init__(trace, rules)
@@ -381,8 +381,8 @@ class _Partitioned(_Engine):
 
     def _initialise(self) -> None:
         rules, peaks = self.rules, self.peaks
-        every = self.total(range(len(self.trace.parameters)))
-        peaks.add(PARAMETERS, rules.width * every + self.trace.buffers)
+        num_parameters = self.total(range(len(self.trace.parameters)))
+        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
         for group, indices in sorted(self.groups.items()):
             padded = self.partition[group] * rules.world
             # Flattened beside the parameters, which then are views of it.
@@ -430,7 +430,7 @@ class _Partitioned(_Engine):
         self.peaks.add(GRADIENTS, size)
 
     def _put(self, index: int) -> None:
-        """reduce_independent_p_g_buckets_and_remove_grads."""
+        """As ``reduce_independent_p_g_buckets_and_remove_grads`` does it."""
         numel = self.numel(index)
         if self.bucket_elements + numel > self.rules.reduce_bucket:
             self._reduce()
@@ -443,7 +443,7 @@ class _Partitioned(_Engine):
         self.bucket_elements += numel
 
     def _reduce(self) -> None:
-        """reduce_ipg_grads, average_tensor, copy_grads_in_partition."""
+        """As ``reduce_ipg_grads``, ``average_tensor`` and ``copy_grads_in_partition`` do it."""
         rules, peaks = self.rules, self.peaks
         if not self.bucket:
             return
@@ -455,20 +455,20 @@ class _Partitioned(_Engine):
             self._take_buffer()
         size, sent = width * copied, rules.sent or rules.width
         if width != sent:
-            size += sent * (copied or max((n for one in slices for _, n in one), default=0))
+            size += sent * (copied or max((n for parts in slices for _, n in parts), default=0))
         if self.compact:  # source.to(output.dtype)
             size += 4 * max(pieces, default=0)
         peaks.look("reduction", BUFFERS, size)
         for index in self.bucket:
-            own = index in self.mine
-            if own and not self.compact:
+            is_mine = index in self.mine
+            if is_mine and not self.compact:
                 self._take_buffer()
-            if own and rules.offload_optimizer:
+            if is_mine and rules.offload_optimizer:
                 piece = max(size for rank, size in self.slices[index] if rank == self.rank)
                 peaks.look("norm", UPDATE, NORM_WIDTH * piece)
             # Sums that are in their buffer: a gradient of stage 2 stays until the pass has ended.
-            stays = self.compact and rules.stage == 2 and own and not rules.offload_optimizer
-            if index in self.held and (own or rules.stage == 2) and not stays:
+            stays = self.compact and rules.stage == 2 and is_mine and not rules.offload_optimizer
+            if index in self.held and (is_mine or rules.stage == 2) and not stays:
                 peaks.drop(GRADIENTS, self.held.pop(index))
         self.bucket, self.bucket_elements = [], 0
 
@@ -523,12 +523,14 @@ class _Sharded(_Engine):
     def __init__(self, trace: StepTrace, rules: StepRules, *, first: bool = False) -> None:
         super().__init__(trace, rules)
         self.first = first
-        self.part = [-(-one.numel // rules.world) for one in trace.parameters]
+        self.part = [-(-parameter.numel // rules.world) for parameter in trace.parameters]
         self.persistent = {
-            index for index, one in enumerate(trace.parameters) if one.numel <= rules.persistence
+            index
+            for index, parameter in enumerate(trace.parameters)
+            if parameter.numel <= rules.persistence
         }
         self.second: set[int] = set()
-        """Of which there is a second copy."""
+        """The parameters that have a second copy."""
         self.coordinator = _Coordinator(self)
         self.bucket: list[int] = []
         self.bucket_elements = 0
@@ -540,15 +542,15 @@ class _Sharded(_Engine):
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
         shard = sum(self.part[index] for index in self.trained)
-        every = sum(self.part)
+        num_elements = sum(self.part)
         if rules.offload_param:
-            peaks.host += rules.width * every
+            peaks.host += rules.width * num_elements
         else:
-            peaks.add(PARAMETERS, rules.width * every)
-        for index, one in enumerate(self.trace.parameters):
+            peaks.add(PARAMETERS, rules.width * num_elements)
+        for index, parameter in enumerate(self.trace.parameters):
             # invalidate_secondary_tensor leaves those that are not trained.
-            kept = rules.accumulation > 1 and index not in self.persistent
-            if self.first or kept or not one.trained:
+            second_copy_kept = rules.accumulation > 1 and index not in self.persistent
+            if self.first or second_copy_kept or not parameter.trained:
                 self.partitioned(index)
         peaks.add(PARAMETERS, self.trace.buffers)
         # Whole on every rank, beside their parts.
@@ -556,12 +558,12 @@ class _Sharded(_Engine):
             peaks.add(PARAMETERS, rules.width * self.total(self.persistent))
         # In fp32 too: _create_fp32_partitions compares a device with its name.
         states = self.states({index: self.part[index] for index in self.trained})
-        own = 4 * shard + (0 if self.first else states)
+        state_bytes = 4 * shard + (0 if self.first else states)
         if rules.offload_optimizer:
             # And a gradient for the optimizer, and the sums over micro steps.
-            peaks.host += own + (4 + rules.sums) * shard
+            peaks.host += state_bytes + (4 + rules.sums) * shard
         else:
-            peaks.add(OPTIMIZER, own)
+            peaks.add(OPTIMIZER, state_bytes)
             peaks.add(GRADIENTS, rules.sums * shard)
         peaks.add(BUFFERS, rules.width * rules.reduce_bucket)
         sharded = peaks.parts[PARAMETERS]
@@ -591,17 +593,17 @@ class _Sharded(_Engine):
             self.peaks.add(PARAMETERS, self.rules.width * (padded // group))
 
     def _sub_groups(self) -> list[int]:
-        """_create_fp16_sub_groups: elements of each."""
-        found = []
+        """The elements of each group of ``_create_fp16_sub_groups``."""
+        sizes = []
         for indices in self.groups.values():
             size = 0
             for index in indices:
                 size += self.part[index]
                 if size >= self.rules.sub_group:
-                    found.append(size)
+                    sizes.append(size)
                     size = 0
-            found.append(size)
-        return found
+            sizes.append(size)
+        return sizes
 
     def module(self, kind: int, index: int) -> None:
         if self.rules.world == 1:
@@ -625,7 +627,7 @@ class _Sharded(_Engine):
         self.bucket_elements += numel
 
     def _reduce(self) -> None:
-        """__avg_scatter_grads: reduce_scatter_coalesced, partition_grads."""
+        """As ``__avg_scatter_grads`` does it (reduce_scatter_coalesced, partition_grads)."""
         rules, peaks = self.rules, self.peaks
         if not self.bucket:
             return
@@ -645,8 +647,8 @@ class _Sharded(_Engine):
 
 
 class _Coordinator:
-    """What stage 3 has gathered: fetched for a module, ahead of it, or kept for its next use; from
-    the third micro step on, when it knows the order of modules."""
+    """The parameters that stage 3 has gathered: fetched for a module, ahead of it, or kept for its
+    next use; from the third micro step on, when it knows the order of modules."""
 
     def __init__(self, engine: _Sharded) -> None:
         self.engine, trace = engine, engine.trace
@@ -675,11 +677,11 @@ class _Coordinator:
             if index in self.in_flight:
                 self._wait(index)
         fresh = {index for index in needed if self.fetched_for.get(index, -1) < self.step}
-        seen: set[int] = set()
-        while self.queue and len(seen) < len(fresh):
+        popped: set[int] = set()
+        while self.queue and len(popped) < len(fresh):
             index, step = self.queue.popleft()
             self.fetched_for[index] = step
-            seen.add(index)
+            popped.add(index)
         room = min(rules.max_live - self.elements, rules.prefetch_bucket)
         room = 0 if self.engine.first else room
         ahead: list[int] = []
@@ -720,15 +722,15 @@ class _Coordinator:
         return index in self.available or index in self.in_flight
 
     def _gather(self, indices: Iterable[int]) -> None:
-        wanted = list(indices)
-        if not wanted:
+        missing = list(indices)
+        if not missing:
             return
         engine = self.engine
-        self.elements += engine.total(wanted)
-        size = sum(engine.part[index] for index in wanted) * engine.rules.world
-        gathering = _Gathering(tuple(wanted), size * engine.rules.width, len(wanted))
+        self.elements += engine.total(missing)
+        size = sum(engine.part[index] for index in missing) * engine.rules.world
+        gathering = _Gathering(tuple(missing), size * engine.rules.width, len(missing))
         engine.peaks.add(PARAMETERS, gathering.size)
-        self.in_flight |= dict.fromkeys(wanted, gathering)
+        self.in_flight |= dict.fromkeys(missing, gathering)
 
     def _wait(self, index: int) -> None:
         """Several are gathered in one buffer, and then copied out of it, all when the first of them
@@ -736,9 +738,9 @@ class _Coordinator:
         engine, gathering = self.engine, self.in_flight.pop(index)
         if not gathering.arrived:
             gathering.arrived = True
-            whole = engine.rules.width * engine.total(gathering.parameters)
-            several = len(gathering.parameters) > 1
-            engine.peaks.add(PARAMETERS, whole if several else whole - gathering.size)
+            size = engine.rules.width * engine.total(gathering.parameters)
+            in_one_buffer = len(gathering.parameters) > 1
+            engine.peaks.add(PARAMETERS, size if in_one_buffer else size - gathering.size)
             self.available.update(gathering.parameters)
         gathering.waiting -= 1
         if not gathering.waiting and len(gathering.parameters) > 1:

@@ -3,7 +3,7 @@
 ``step_time(exp, plan)`` is computing on the slowest rank, what of the communication it does not
 hide, the update, and copies to host memory. What each part takes is its work over a peak of the
 data sheet times the part of it that is reached: ``REACHED``, ``MOVED`` and ``*_REACHED`` are
-assumptions, which finished runs replace (``Known``). See docs/development/predictions.md.
+assumptions, which finished runs replace (``LearnedSpeeds``). See docs/development/predictions.md.
 
 What is sent, M bytes of gradients or of parameters, P ranks, ring collectives (an all-gather or a
 reduce-scatter sends M (P-1)/P by rank, an all-reduce twice that):
@@ -25,15 +25,15 @@ reduce-scatter sends M (P-1)/P by rank, an all-reduce twice that):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.schema import BatchConfig, DeviceConfig, Experiment, ModelConfig
-from llmx.errors import ConfigError
+from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
 from llmx.plan.adapter import adapter_size
-from llmx.plan.balance import NOT_HIDDEN
-from llmx.plan.batch import solve_batch
+from llmx.plan.balance import NOT_HIDDEN, even_batch
 from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
@@ -46,10 +46,6 @@ REACHED = {7.0: (0.4, 0.2), 7.5: (0.4, 0.2), 8.0: (0.75, 0.35), 9.0: (0.62, 0.17
 capability. Of 8.0 and 9.0 they are fitted to llm-foundry's tables (benchmarks/plan_published.py),
 of the others guessed."""
 REACHED_ELSEWHERE = (0.6, 0.25)
-REACHED_BY_DEVICE = {"h20_96g": (0.85, 0.6)}
-"""Where the peak is low beside the memory's speed."""
-FP32_REACHED = (0.6, 0.6)
-"""Of the peak without tensor cores, which is easier to reach."""
 MOVED = {"llama": 70.0, "liger": 30.0, "lora": 50.0}
 MOVED_ELSEWHERE = 21.0
 """How often a forward pass moves the hidden states of a layer through memory beside products:
@@ -59,10 +55,10 @@ twice as much."""
 LOGIT_BYTES = 40.0
 """Moved for each token and entry of the vocabulary, by the loss."""
 UNPACKED_REACHED = 0.27
-"""Of the memory's GB/s, while 4-bit weights are unpacked: half a byte is read and two are written
-(fitted to Qwen-7B in rows of 1,024 tokens, QLoRA against LoRA)."""
+"""The part of the memory's GB/s that is reached while 4-bit weights are unpacked: half a byte is
+read and two are written (fitted to Qwen-7B in rows of 1,024 tokens, QLoRA against LoRA)."""
 TRACED_REACHED = 0.7
-"""Of the products' part, where only the FLOPs of a step are known."""
+"""The part of ``REACHED`` that counts where only the FLOPs of a step are known."""
 MEMORY_REACHED = 0.7
 LINK_REACHED = 0.75
 """Parts of a data sheet's GB/s that are reached."""
@@ -70,46 +66,47 @@ LAYER_S = 0.5e-3
 """Launching the kernels of a layer, forward and backward, takes a CPU so long: a GPU cannot be
 faster, however small the micro batch."""
 STAGE_3_LAYER_S = 3e-3
-"""What DeepSpeed does at ZeRO-3 before and after each module of a layer, forward and backward: 2 ms
-where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepSpeed 0.19.8, against
-stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes longer."""
+"""The work of DeepSpeed at ZeRO-3 before and after each module of a layer, forward and backward: 2
+ms where the weights are kept, 4 where they are gathered (Llama's 13 modules, DeepSpeed 0.19.8,
+against stage 1, one core of an AMD EPYC). A GPU has it done while it computes, if that takes
+longer."""
 SELECTIVE = 0.1
-"""Of a forward pass: what selective checkpointing computes again moves memory only."""
+"""The part of a forward pass that selective checkpointing computes again: it moves memory only."""
 NOMINAL_PARAMETERS = 1e9
 NOMINAL_LAYER_S = 1e-4
 """Where nothing is known, for an order of candidates alone."""
 NETWORK_GBIT_PER_S = 10.0
 """Where the config does not say."""
 HOST_MEMORY_GB_PER_S = 100.0
-"""Of a host's RAM, for an update there, which all ranks of a host share. A guess."""
+"""The speed of a host's RAM during an update there, which all ranks of a host share. A guess."""
 NVME_GB_PER_S = 3.0
 GB = 1e9
 
 
 @dataclass(frozen=True)
-class Known:
-    """What finished runs have shown, instead of assumptions."""
+class LearnedSpeeds:
+    """The speeds that finished runs have shown, in place of assumptions."""
 
     tflops: Mapping[str, float] = field(default_factory=dict)
     """TFLOP/s that a device reaches, by type; recomputed activations are counted."""
     link_gb_per_s: float | None = None
-    """What collectives of all ranks reach, by rank."""
+    """The speed of collectives of all ranks, for each rank."""
     at_stage_3: frozenset[str] = frozenset()
     """Types of devices whose speed is of runs at ZeRO-3: what that adds to each layer is in it."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of the smallest micro batch of those runs, by type of device."""
+    """Tokens of the smallest micro batch of those runs, by type of device."""
     source: str = ""
     """For a person: ``learned from 3 runs``."""
 
 
-NOTHING = Known()
+NOTHING = LearnedSpeeds()
 
 
 def step_time(
     exp: Experiment,
     plan: Plan,
     *,
-    known: Known = NOTHING,
+    learned: LearnedSpeeds = NOTHING,
     flops: TokenFlops | None = None,
     nominal: bool = False,
 ) -> TimePlan:
@@ -120,12 +117,12 @@ def step_time(
         flops: of a token, where it is not to be computed from the geometry of the model.
         nominal: with nominal numbers for what is not known.
     """
-    return _Prediction(exp, plan, known, flops, nominal=nominal).predict()
+    return _Prediction(exp, plan, learned, flops, nominal=nominal).predict()
 
 
 def tokens_per_s(exp: Experiment, plan: Plan) -> float:
-    """What puts candidates in an order (``tune``, ``auto``, advice); with nominal numbers where
-    nothing is known, it promises nothing."""
+    """The speed that puts candidates in an order (``tune``, ``auto``, advice). Where nothing is
+    known it follows from nominal numbers, and promises nothing."""
     time = plan.time
     if time is None or not time.tokens_per_s:
         time = step_time(exp, plan, nominal=True)
@@ -139,35 +136,37 @@ class TokenFlops:
 
     forward: float
     backward: float
-    """Without what is computed again."""
+    """The backward pass, without what is computed again."""
     again: float = 0.0
     """By activation checkpointing."""
     attention: float = 0.0
-    """What of all of them attention computes."""
+    """The part of all of them that attention computes."""
     moved: float = 0.0
     """Bytes that go through memory beside them."""
 
     @property
     def model(self) -> float:
-        """What MFU counts."""
+        """The operations that MFU counts."""
         return self.forward + self.backward
 
     @property
     def run(self) -> float:
-        """What is computed."""
+        """All operations, also what is computed again."""
         return self.model + self.again
 
 
 def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
-    """Of the model as it is trained, and of frozen networks beside it."""
+    """The FLOPs of a token in the model as it is trained, and in frozen networks beside it."""
     seq_len = plan.batch.seq_len
-    whole = shape.flops_per_token(seq_len, trained=plan.num_trained)
+    flops_per_token = shape.flops_per_token(seq_len, trained=plan.num_trained)
     # A forward pass is a third of training all weights.
     forward = shape.flops_per_token(seq_len) / 3
     head = 2.0 * shape.vocab_size * shape.hidden_size  # is not checkpointed
     how = exp.model.activation_checkpointing
     again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(how, 0.0)
-    frozen = sum(2.0 * one.num_parameters for one in plan.frozen if not one.before_training)
+    frozen = sum(
+        2.0 * network.num_parameters for network in plan.frozen if not network.before_training
+    )
     passes = 4 if how == "full" else 3
     block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
     times = MOVED.get(block, MOVED_ELSEWHERE)
@@ -175,7 +174,7 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
     moved = BYTES[plan.precision] * shape.hidden_size * shape.num_layers * times * passes
     return TokenFlops(
         forward + frozen,
-        whole - forward,
+        flops_per_token - forward,
         again,
         attention=shape.attention_flops_per_token(seq_len) / 3 * passes,
         moved=moved + LOGIT_BYTES * shape.vocab_size,
@@ -183,8 +182,8 @@ def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
 
 
 def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenFlops:
-    """Of the operations that a trace of so many tokens has counted: as they were run, attention
-    with what it masks included. Forward is assumed to be a half of backward."""
+    """The FLOPs of a token by a trace of so many tokens: as they were run, masked parts of
+    attention included. Forward is assumed to be a half of backward."""
     full = model.activation_checkpointing == "full"
     forward = trace.flops / tokens / (4 if full else 3)
     return TokenFlops(forward, 2 * forward, forward if full else 0.0)
@@ -196,9 +195,9 @@ def with_traced_time(
     """Where only a trace knows how large the model is: the predicted time by what it counted, for
     so many tokens. ``device``: the type of device that it is of."""
     flops = traced_flops(trace, on_device(exp, device).model, tokens=tokens)
-    whole = trace.num_parameters
-    trained = None if trace.num_trained == whole else trace.num_trained
-    sized = replace(plan, num_parameters=whole, num_trained=trained)
+    num_parameters = trace.num_parameters
+    trained = None if trace.num_trained == num_parameters else trace.num_trained
+    sized = replace(plan, num_parameters=num_parameters, num_trained=trained)
     return replace(plan, time=step_time(exp, sized, flops=flops))
 
 
@@ -207,17 +206,16 @@ def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:
     shape = model_geometry(exp.model)
     assert shape is not None
     per_token = flops_by_device(exp, plan, shape)
-    found: dict[str, float] = {}
+    flops: dict[str, float] = {}
     for rank in plan.ranks:
         tokens = sum(plan.batch.sizes_of(rank.rank)) * plan.batch.seq_len
-        found[rank.device] = max(found.get(rank.device, 0.0), per_token[rank.device].run * tokens)
-    return found
+        flops[rank.device] = max(flops.get(rank.device, 0.0), per_token[rank.device].run * tokens)
+    return flops
 
 
 def flops_by_device(exp: Experiment, plan: Plan, shape: Geometry) -> dict[str, TokenFlops]:
-    """Of each type of device, as its ranks compute."""
-    names = dict.fromkeys(rank.device for rank in plan.ranks)
-    return {name: token_flops(on_device(exp, name), plan, shape) for name in names}
+    """The FLOPs of a token by type of device, as its ranks compute."""
+    return {name: token_flops(on_device(exp, name), plan, shape) for name in plan.devices}
 
 
 @dataclass(frozen=True)
@@ -238,12 +236,12 @@ class _Prediction:
         self,
         exp: Experiment,
         plan: Plan,
-        known: Known,
+        learned: LearnedSpeeds,
         flops: TokenFlops | None,
         *,
         nominal: bool = False,
     ) -> None:
-        self.exp, self.plan, self.known, self.nominal = exp, plan, known, nominal
+        self.exp, self.plan, self.learned, self.nominal = exp, plan, learned, nominal
         self.devices = {rank.device: exp.hardware.devices[rank.device] for rank in plan.ranks}
         self.shape = model_geometry(exp.model)
         if nominal and flops is None and self.shape is None:
@@ -262,7 +260,7 @@ class _Prediction:
         self.sources: list[str] = []
 
     def _as_on(self, name: str, flops: TokenFlops) -> TokenFlops:
-        """What a trace of one type of device has counted, on another."""
+        """The FLOPs that a trace of one type of device has counted, on another."""
         if not self.plan.checkpointing and not self.nominal:
             return flops
         full = checkpointing_on(self.exp, name) == "full"
@@ -276,10 +274,10 @@ class _Prediction:
             if not self._tflops(name, device):
                 key = f"hardware.devices.{name}.peak_tflops.{plan.precision}"
                 return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
-        each, computed = self._computing(plan.batch)
-        sent = [one for one in self._sent() if one.size]
-        seconds = [self._seconds(one) for one in sent]
-        slowest = plan.ranks[max(range(len(each)), key=each.__getitem__)].device
+        busy_s, computed = self._computing(plan.batch)
+        sent = [exchange for exchange in self._sent() if exchange.size]
+        seconds = [self._seconds(exchange) for exchange in sent]
+        slowest = plan.ranks[max(range(len(busy_s)), key=busy_s.__getitem__)].device
         exposed = self._exposed(sent, seconds, computed, self.by_device[slowest])
         update, host = self._update(), self._offload()
         step = computed + exposed + update + host
@@ -296,12 +294,12 @@ class _Prediction:
             flops=flops.model * tokens,
             tokens_per_s=tokens / step,
             mfu=tuple(self._mfu(flops.model, step)),
-            idle=tuple((computed - own) / step for own in each),
+            idle=tuple((computed - rank_s) / step for rank_s in busy_s),
             even_step_s=self._even(),
-            bottleneck=self._bottleneck(each, computed, sum(seconds), exposed, update, host),
+            bottleneck=self._bottleneck(busy_s, computed, sum(seconds), exposed, update, host),
             exchanges=tuple(
-                Exchange(one.name, one.size / GB, taken)
-                for one, taken in zip(sent, seconds, strict=True)
+                Exchange(exchange.name, exchange.size / GB, exchange_s)
+                for exchange, exchange_s in zip(sent, seconds, strict=True)
             ),
             hours=hours,
             device_hours=hours * world,
@@ -314,9 +312,9 @@ class _Prediction:
     def _tflops(self, name: str, device: DeviceConfig) -> float:
         """That it reaches; 0 where neither a run nor a data sheet tells."""
         precision = self.plan.precision
-        if name in self.known.tflops:
-            reached = self.known.tflops[name]
-            self.sources.append(f"{name}: {reached:.3g} TFLOP/s, {self.known.source}")
+        if name in self.learned.tflops:
+            reached = self.learned.tflops[name]
+            self.sources.append(f"{name}: {reached:.3g} TFLOP/s, {self.learned.source}")
             return reached
         peak, reached = self._peak(device), self._assumed_tflops(name, device)
         if peak:
@@ -326,12 +324,8 @@ class _Prediction:
 
     def _assumed_tflops(self, name: str, device: DeviceConfig) -> float:
         """Products and attention at their parts of the peak, and what moves through memory."""
-        precision, flops = self.plan.precision, self.by_device[name]
-        peak = self._peak(device)
-        by_capability = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
-        products, attention = REACHED_BY_DEVICE.get(name, by_capability)
-        if precision == "fp32":
-            products, attention = FP32_REACHED
+        peak, flops = self._peak(device), self.by_device[name]
+        products, attention = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
         if not peak or not ACCELERATORS[device.accelerator].is_gpu:
             return peak * products
         if not flops.moved:
@@ -349,97 +343,79 @@ class _Prediction:
         """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. What a
         run has shown contains it."""
         adapter = adapter_size(self.exp.model, self.exp.adapter)
-        if adapter is None or not adapter.quantized or name in self.known.tflops:
+        if adapter is None or not adapter.quantized or name in self.learned.tflops:
             return 0.0
         passes = 3 if checkpointing_on(self.exp, name) == "full" else 2
         speed = self._memory_speed(self.devices[name]) / MEMORY_REACHED * UNPACKED_REACHED
         return passes * adapter.quantized * (0.5 + 2.0) / speed
 
-    def micro_batch_s(self, name: str, samples: int) -> float:
-        """Forward and backward of a micro batch on a type of device."""
-        return max(self._limits(name, samples).values())
-
     def _limits(self, name: str, samples: int) -> dict[str, float]:
-        """What bounds a micro batch: each alone would take so long."""
+        """Seconds of the forward and backward pass of a micro batch by each of its limits, the
+        largest of which counts."""
         device, flops = self.devices[name], self.by_device[name]
         work = flops.run * self.plan.batch.seq_len * samples / 1e12
         rate = self._tflops(name, device)
         layers = self.shape.num_layers if self.shape else 0
-        more = layers * flops.run / flops.model
+        layers_run = layers * flops.run / flops.model
         hooks = 0.0
-        if self.exp.zero.stage == 3 and name not in self.known.at_stage_3:
-            hooks = STAGE_3_LAYER_S * more
+        if self.exp.zero.stage == 3 and name not in self.learned.at_stage_3:
+            hooks = STAGE_3_LAYER_S * layers_run
         if not ACCELERATORS[device.accelerator].is_gpu:
             if self.nominal:
-                hooks += NOMINAL_LAYER_S * more
+                hooks += NOMINAL_LAYER_S * layers_run
             return {"computing": work / rate + hooks}  # by the same cores
         # Weights are read forward and backward, and their gradients written.
         reading = 3 * self.width * self.elements / self._memory_speed(device)
-        at_least = {"launching kernels": LAYER_S * more, "reading weights": reading}
-        if name in self.known.tflops:
+        at_least = {"launching kernels": LAYER_S * layers_run, "reading weights": reading}
+        if name in self.learned.tflops:
             # No more than the micro batch took that was seen.
-            seen = flops.run * self.known.tokens.get(name, 0) / 1e12 / rate
-            if 0 < seen <= max(at_least.values()):  # it did not show how fast it computes
+            seen_s = flops.run * self.learned.tokens.get(name, 0) / 1e12 / rate
+            if 0 < seen_s <= max(at_least.values()):  # it did not show how fast it computes
                 rate = max(rate, self._assumed_tflops(name, device))
-            at_least = {what: min(seen, seconds) for what, seconds in at_least.items()}
+            at_least = {limit: min(seen_s, seconds) for limit, seconds in at_least.items()}
         at_least["launching kernels"] += hooks
         return {"computing": work / rate + self._unpacking(name), **at_least}
 
     def _memory_speed(self, device: DeviceConfig) -> float:
         """Bytes a second that are reached."""
-        found = device.memory_gb_per_s or ACCELERATORS[device.accelerator].memory_gb_per_s
-        return found * GB * MEMORY_REACHED
+        gb_per_s = device.memory_gb_per_s or ACCELERATORS[device.accelerator].memory_gb_per_s
+        return gb_per_s * GB * MEMORY_REACHED
 
     def _computing(self, batch: BatchPlan) -> tuple[list[float], float]:
         """Seconds of each rank, and of the step: those who wait for each other in every micro step
         (ZeRO 2 and 3) take the slowest of each."""
-        times: dict[tuple[str, int], float] = {}
-
-        def time_of(name: str, size: int) -> float:
-            if (name, size) not in times:
-                times[name, size] = self.micro_batch_s(name, size)
-            return times[name, size]
-
-        by_kind: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-        kinds = []
-        for rank in self.plan.ranks:
-            sizes = batch.sizes_of(rank.rank)
-            kinds.append((rank.device, sizes))
-            if kinds[-1] not in by_kind:
-                by_kind[kinds[-1]] = [time_of(rank.device, size) for size in sizes]
-        each = [sum(by_kind[kind]) for kind in kinds]
+        time_of = functools.cache(lambda name, size: max(self._limits(name, size).values()))
+        kinds = [(rank.device, batch.sizes_of(rank.rank)) for rank in self.plan.ranks]
+        times = {
+            (name, sizes): [time_of(name, size) for size in sizes]
+            for name, sizes in dict.fromkeys(kinds)
+        }
+        busy_s = [sum(times[kind]) for kind in kinds]
         if self.exp.zero.stage < 2:
-            return each, max(each)
-        longest = max(map(len, by_kind.values()))
-        rows = [[*own, *([0.0] * (longest - len(own)))] for own in by_kind.values()]
-        return each, sum(max(together) for together in zip(*rows, strict=True))
+            return busy_s, max(busy_s)
+        return busy_s, sum(map(max, zip_longest(*times.values(), fillvalue=0.0)))
 
     def _even(self) -> float:
         """The step of the even split, where the plan's is another one; 0: there is none."""
         plan = self.plan
-        if plan.balance is None:
-            return 0.0
-        size = min(plan.balance.limits)  # fits on all
-        wanted = BatchConfig(global_batch=plan.batch.global_batch, micro_batch=size)
-        try:
-            batch = solve_batch(wanted, seq_len=plan.batch.seq_len, world=plan.world_size)
-        except ConfigError:
+        batch = None if plan.balance is None else even_batch(plan)
+        if batch is None:
             return 0.0
         even = replace(plan, batch=batch, balance=None)
         return step_time(
-            self.exp, even, known=self.known, flops=self.given, nominal=self.nominal
+            self.exp, even, learned=self.learned, flops=self.given, nominal=self.nominal
         ).step_s
 
     def _mfu(self, per_token: float, step: float) -> list[tuple[str, float]]:
-        found = []
+        fractions = []
         for name, device in self.devices.items():
             ranks = [rank.rank for rank in self.plan.ranks if rank.device == name]
             peak = 1e12 * device.peak_tflops.get(self.plan.precision, 0.0) * len(ranks)
             samples = sum(sum(self.plan.batch.sizes_of(rank)) for rank in ranks)
             if peak:
                 done = per_token * samples * self.plan.batch.seq_len
-                found.append((name, done / (peak * step)))
-        return found
+                fractions.append((name, done / (peak * step)))
+        return fractions
 
     # Communication.
 
@@ -471,24 +447,23 @@ class _Prediction:
     def _sent_by_stage_3(self, micro_steps: int, gradients: float) -> list[_Sent]:
         zero, world = self.exp.zero, self.plan.world_size
         width = 1 if zero.quantized_weights else self.width
-        kept = min(1.0, zero.max_reuse_distance / 2 / self.elements)
-        forward, backward = micro_steps, micro_steps * (1 - kept)
-        whole = width * self.elements
+        kept_fraction = min(1.0, zero.max_reuse_distance / 2 / self.elements)
+        forward, backward = micro_steps, micro_steps * (1 - kept_fraction)
+        num_bytes = width * self.elements
 
         def gathered(times: float, group: int) -> float:
-            return times * whole * (group - 1) / group
+            return times * num_bytes * (group - 1) / group
 
-        found = []
         if zero.hpz_partition_size > 1:
             group = min(zero.hpz_partition_size, world)
             inside = all(group <= host.slots for host in self.plan.hosts)
             link = "inside" if inside else "all"
-            found = [
+            gathers = [
                 _Sent("all-gather, first forward", gathered(1, world), "forward"),
                 _Sent("all-gather, hpZ", gathered(forward - 1 + backward, group), "backward", link),
             ]
         else:
-            found = [
+            gathers = [
                 _Sent("all-gather, forward", gathered(forward, world), "forward"),
                 _Sent("all-gather, backward", gathered(backward, world), "backward"),
             ]
@@ -497,50 +472,48 @@ class _Prediction:
             size = 0.5 * self.trained * micro_steps
             # All ranks of a host share its network, and each sends its part.
             return [
-                *found,
+                *gathers,
                 _Sent("qgZ in a host", size * (slots - 1) / slots, "backward", "inside"),
                 _Sent("qgZ between hosts", size * (hosts - 1) / hosts, "backward", "between"),
             ]
         reduced = _Sent("reduce-scatter of gradients", gradients * micro_steps, "backward")
-        return [*found, reduced]
+        return [*gathers, reduced]
 
-    def _seconds(self, one: _Sent) -> float:
-        if self.known.link_gb_per_s is not None and one.link == "all":
+    def _seconds(self, exchange: _Sent) -> float:
+        if self.learned.link_gb_per_s is not None and exchange.link == "all":
             self.sources.append(
-                f"collectives: {self.known.link_gb_per_s:.3g} GB/s, {self.known.source}"
+                f"collectives: {self.learned.link_gb_per_s:.3g} GB/s, {self.learned.source}"
             )
-            return one.size / (self.known.link_gb_per_s * GB)
+            return exchange.size / (self.learned.link_gb_per_s * GB)
         speeds = []
-        if one.link in ("all", "inside"):
+        if exchange.link in ("all", "inside"):
             speeds += [self._link(host.device) for host in self.plan.hosts if host.slots > 1]
-        if one.link in ("all", "between") and len(self.plan.hosts) > 1:
+        if exchange.link in ("all", "between") and len(self.plan.hosts) > 1:
             speeds.append(self._network())
-        return one.size / (min(speeds) * GB * LINK_REACHED) if speeds else 0.0
+        return exchange.size / (min(speeds) * GB * LINK_REACHED) if speeds else 0.0
 
-    def _link(self, name: str) -> float:
-        device = self.devices[name]
-        if device.link_gb_per_s:
-            return device.link_gb_per_s
-        assumed = ACCELERATORS[device.accelerator].link_gb_per_s
-        self.sources.append(
-            f"{name}: {assumed:g} GB/s to the others of its host (assumed: "
-            f"hardware.devices.{name}.link_gb_per_s)"
-        )
+    def _configured(self, speed: float | None, key: str, assumed: float, text: str) -> float:
+        """A speed of the config; where it has none an assumed one, which the plan names."""
+        if speed:
+            return speed
+        self.sources.append(f"{text} (assumed: {key})")
         return assumed
 
+    def _link(self, name: str) -> float:
+        device, key = self.devices[name], f"hardware.devices.{name}.link_gb_per_s"
+        assumed = ACCELERATORS[device.accelerator].link_gb_per_s
+        text = f"{name}: {assumed:g} GB/s to the others of its host"
+        return self._configured(device.link_gb_per_s, key, assumed, text)
+
     def _network(self) -> float:
-        gbit = self.exp.hardware.network_gbit_per_s
-        if gbit is None:
-            gbit = NETWORK_GBIT_PER_S
-            self.sources.append(
-                f"network: {gbit:g} Gbit/s by host (assumed: hardware.network_gbit_per_s)"
-            )
-        return gbit / 8
+        gbit, key = self.exp.hardware.network_gbit_per_s, "hardware.network_gbit_per_s"
+        text = f"network: {NETWORK_GBIT_PER_S:g} Gbit/s by host"
+        return self._configured(gbit, key, NETWORK_GBIT_PER_S, text) / 8
 
     def _exposed(
         self, sent: list[_Sent], seconds: list[float], computed: float, flops: TokenFlops
     ) -> float:
-        """What of the communication no computing hides. ``flops``: of the slowest ranks."""
+        """Seconds of communication that no computing hides. ``flops``: of the slowest ranks."""
         sizes = bucket_sizes(self.exp.model, self.exp.zero, self.plan.accelerator)
         forward = flops.forward / flops.run
         room = {
@@ -548,27 +521,27 @@ class _Prediction:
             "backward": computed * (1 - forward),
             "last backward": computed * (1 - forward) / self.plan.batch.accumulation,
         }
-        taken: dict[str, float] = {}
+        hidden_s: dict[str, float] = {}
         exposed = 0.0
-        for one, time in zip(sent, seconds, strict=True):
-            if not one.hidden_by or not sizes["overlap"]:
+        for exchange, time in zip(sent, seconds, strict=True):
+            if not exchange.hidden_by or not sizes["overlap"]:
                 exposed += time
             else:
-                taken[one.hidden_by] = taken.get(one.hidden_by, 0.0) + time
+                hidden_s[exchange.hidden_by] = hidden_s.get(exchange.hidden_by, 0.0) + time
         return exposed + sum(
-            max(time / NOT_HIDDEN, time - room[phase]) for phase, time in taken.items()
+            max(time / NOT_HIDDEN, time - room[phase]) for phase, time in hidden_s.items()
         )
 
     # The update, and host memory.
 
     def _shard(self) -> float:
-        """Elements that a rank updates."""
+        """The elements that a rank updates."""
         sharded = self.exp.zero.stage >= 1
         return self.trained / self.plan.world_size if sharded else self.trained
 
     def _update_bytes(self) -> float:
-        """Of an element: its states and master weight are read and written, its gradient is read
-        for the norm and for the update, its weight is written."""
+        """Bytes that the update of an element moves: its states and master weight are read and
+        written, its gradient is read for the norm and for the update, its weight is written."""
         plan = self.plan
         sums = BYTES[plan.grad_accum_dtype or plan.precision]
         states = optimizer_bytes(self.exp.optim.kind, plan.precision)
@@ -589,7 +562,7 @@ class _Prediction:
         micro_steps, copied, seconds = plan.batch.accumulation, 0.0, 0.0
         if zero.offload_optimizer != "none":
             # Sums of gradients go to and fro between micro steps; the weights come back.
-            copied += self.width * self._shard() * (2 * micro_steps - 1 + 1)
+            copied += self.width * self._shard() * 2 * micro_steps
             size = self._update_bytes() * self._shard() * slots
             seconds += size / (HOST_MEMORY_GB_PER_S * GB)
             self.sources.append(
@@ -606,13 +579,10 @@ class _Prediction:
             self.sources.append(f"NVMe: {NVME_GB_PER_S:g} GB/s by host (assumed)")
         links = []
         for name, device in self.devices.items():
-            speed = device.host_link_gb_per_s
-            if not speed:
-                speed = ACCELERATORS[device.accelerator].host_link_gb_per_s
-                self.sources.append(
-                    f"{name}: {speed:g} GB/s to host memory (assumed: "
-                    f"hardware.devices.{name}.host_link_gb_per_s)"
-                )
+            key = f"hardware.devices.{name}.host_link_gb_per_s"
+            assumed = ACCELERATORS[device.accelerator].host_link_gb_per_s
+            text = f"{name}: {assumed:g} GB/s to host memory"
+            speed = self._configured(device.host_link_gb_per_s, key, assumed, text)
             links.append(speed * GB * LINK_REACHED)
         return seconds + copied / min(links)
 
@@ -620,17 +590,17 @@ class _Prediction:
 
     def _bottleneck(
         self,
-        each: list[float],
+        busy_s: list[float],
         computed: float,
         communication: float,
         exposed: float,
         update: float,
         host: float,
     ) -> str:
-        """What to look at first: the part that takes most of the step's device time. Communication
+        """The part that takes most of the step's device time, to be looked at first. Communication
         that takes longer than computing decides, even where computing hides most of it."""
-        waiting = sum(computed - own for own in each) / len(each)
-        slowest = max(range(len(each)), key=each.__getitem__)
+        waiting = sum(computed - rank_s for rank_s in busy_s) / len(busy_s)
+        slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
         rank = self.plan.ranks[slowest]
         limits = self._limits(rank.device, max(self.plan.batch.sizes_of(slowest)))
         parts = {
@@ -643,7 +613,7 @@ class _Prediction:
         return max(parts, key=parts.__getitem__)
 
     def _cost(self, hours: float) -> float | None:
-        """Of the run, where each device's price and the number of steps are known."""
+        """The cost of the run, where each device's price and the number of steps are known."""
         prices = self.exp.hardware.price_per_hour
         if not hours or any(rank.device not in prices for rank in self.plan.ranks):
             return None
@@ -651,20 +621,24 @@ class _Prediction:
 
 
 def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:
-    """What ranks exchange in one micro step more, over links as configured or assumed; 0 below
-    ZeRO-2, and where the model is not known."""
+    """Seconds that ranks exchange in one micro step more, over links as configured or assumed; 0
+    below ZeRO-2, and where the model is not known."""
     if exp.zero.stage < 2 or not plan.num_parameters:
         return 0.0
-    found = []
+    seconds = []
     for count in (1, 2):
         batch = replace(plan.batch, accumulation=count)
-        one = _Prediction(exp, replace(plan, batch=batch), NOTHING, None)
-        found.append(sum(one._seconds(sent) for sent in one._sent()))
-    return found[1] - found[0]
+        prediction = _Prediction(exp, replace(plan, batch=batch), NOTHING, None)
+        seconds.append(sum(prediction._seconds(sent) for sent in prediction._sent()))
+    return seconds[1] - seconds[0]
 
 
 def with_time(
-    plan: Plan, exp: Experiment, *, known: Known = NOTHING, flops: TokenFlops | None = None
+    plan: Plan,
+    exp: Experiment,
+    *,
+    learned: LearnedSpeeds = NOTHING,
+    flops: TokenFlops | None = None,
 ) -> Plan:
     """The plan with its predicted time."""
-    return replace(plan, time=step_time(exp, plan, known=known, flops=flops))
+    return replace(plan, time=step_time(exp, plan, learned=learned, flops=flops))

@@ -1,4 +1,4 @@
-"""What a plan takes of its hosts beside device memory: RAM, NVMe, disk, ``/dev/shm``. Pure.
+"""The memory and disk of a plan's hosts beside device memory: RAM, NVMe, disk, ``/dev/shm``. Pure.
 
     python -m llmx plan model=llama3_8b hardware=a100x8 zero=infinity zero.nvme_path=/nvme
 
@@ -33,8 +33,8 @@ NCCL_CHANNEL_BYTES = 4 * MIB + 512 * 1024 + 4_915_200
 """Buffers of one channel of a connection through ``/dev/shm``, for NCCL's three protocols: Simple
 (``NCCL_BUFFSIZE``, 4 MiB), LL and LL128 (``src/include/device.h``)."""
 NCCL_CHANNELS = 4
-"""Of ranks on a host whose GPUs do not reach each other (P2P): assumed. With P2P none goes through
-``/dev/shm``."""
+"""Channels of a rank on a host whose GPUs do not reach each other (P2P): assumed. With P2P none
+goes through ``/dev/shm``."""
 
 SWAPPED_FROM_BYTES = MIB
 """DeepSpeed leaves smaller pieces in RAM (``swap_tensor/utils.py: MIN_AIO_BYTES``)."""
@@ -48,10 +48,10 @@ PARAMETERS_IN_RAM = 10**9
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What is known of the model, in elements."""
+    """The size of the model in elements."""
 
     whole: int
-    """With an adapter's."""
+    """All parameters, those of an adapter included."""
     trained: int
 
 
@@ -61,35 +61,35 @@ def with_storage(plan: Plan, exp: Experiment, *, size: ModelSize | None = None) 
 
 
 def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:
-    """Of every host, those that take the same together."""
+    """The storage of every host; hosts that take the same stand together."""
     certain = 1.0 if size is not None else _certain(exp, plan.num_parameters)
     if size is None and plan.num_parameters:
         size = ModelSize(plan.num_parameters, plan.num_trained or plan.num_parameters)
     checkpoint = None if size is None else checkpoint_bytes(exp, plan, size)
     private = exp.launch.sync == "rsync" and len(plan.hosts) > 1
     pinned = PINNED if private else 0
-    kept, at_once = checkpoint_counts(exp.checkpoint, plan.total_steps, pinned=pinned)
+    retained, at_once = checkpoint_counts(exp.checkpoint, plan.total_steps, pinned=pinned)
     model = None if size is None else exported_bytes(exp, plan, size)
     rams = [host.memory_gib for host in exp.hardware.hosts]
     kinds: dict[_Kind, HostStorage] = {}
     alike: dict[HostStorage, list[str]] = {}
     for index, host in enumerate(plan.hosts):
         # On disks of their own hosts have what their ranks write; the launching machine collects.
-        whole = not private or host.is_local
+        holds_whole = not private or host.is_local
         ram = rams[index] if index < len(rams) else None
-        kind = _Kind(host.device, host.slots, ram, index == 0, whole)
+        kind = _Kind(host.device, host.slots, ram, index == 0, holds_whole)
         if kind not in kinds:
-            share = 1.0 if whole else host.slots / plan.world_size
+            share = 1.0 if holds_whole else host.slots / plan.world_size
             kinds[kind] = replace(
                 _of_host(exp, plan, kind, size),
                 checkpoint_bytes=None if checkpoint is None else math.ceil(share * checkpoint),
-                model_bytes=model if whole or index == 0 else 0,
+                model_bytes=model if holds_whole or index == 0 else 0,
             )
         alike.setdefault(kinds[kind], []).append(host.name)
     return StoragePlan(
-        hosts=tuple(replace(one, hosts=tuple(names)) for one, names in alike.items()),
+        hosts=tuple(replace(storage, hosts=tuple(names)) for storage, names in alike.items()),
         checkpoint_bytes=checkpoint,
-        checkpoints_kept=kept,
+        checkpoints_kept=retained,
         checkpoints_at_once=at_once,
         model_bytes=model,
         private=private,
@@ -101,22 +101,22 @@ def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) 
 
 
 def checkpoint_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
-    """Of one checkpoint: fp32 weights and the optimizer's states of what is trained, for any ZeRO
-    stage and number of ranks; frozen weights (``model.freeze``) as they are in memory. The frozen
-    base of an adapter is not in it."""
+    """Bytes of one checkpoint: fp32 weights and the optimizer's states of what is trained, for any
+    ZeRO stage and number of ranks; frozen weights (``model.freeze``) as they are in memory. The
+    frozen base of an adapter is not in it."""
     shape = model_geometry(exp.model)
     states = 4 + optimizer_bytes(exp.optim.kind, "fp32")
-    found: float = states * size.trained
+    size_bytes: float = states * size.trained
     apart = optimizer_of(exp.optim.kind).matrices_apart
     if apart and exp.adapter.kind == "none" and shape is not None:
-        found += 4 * adamw_elements(shape, size.trained)
+        size_bytes += 4 * adamw_elements(shape, size.trained)
     if exp.adapter.kind == "none":
-        found += BYTES[plan.precision] * (size.whole - size.trained)
-    return math.ceil(found) + TEXT_BYTES
+        size_bytes += BYTES[plan.precision] * (size.whole - size.trained)
+    return math.ceil(size_bytes) + TEXT_BYTES
 
 
 def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
-    """Of ``model/``, which is written at the end: the adapter alone where there is one."""
+    """Bytes of ``model/``, which is written at the end: the adapter alone where there is one."""
     if not exp.task.save_model:
         return 0
     elements = size.whole if exp.adapter.kind == "none" else size.trained
@@ -124,7 +124,7 @@ def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
 
 
 def download_bytes(model: ModelConfig) -> int | None:
-    """Of the weights of a model of the Hub, which lie in its cache as they were trained."""
+    """Bytes of the weights of a model of the Hub, which lie in its cache as they were trained."""
     if model.init == "scratch" or not model.path or PurePath(model.path).is_absolute():
         return 0
     shape = model_geometry(model)
@@ -149,23 +149,25 @@ def checkpoint_counts(
     """How many checkpoints stay at most, and how many are there at once while one is written: what
     ``checkpoint.keep`` does not name is removed after the next one is committed. None: no limit.
     ``pinned``: so many more stay while they are copied elsewhere."""
-    ever = bool(config.every_steps or config.every_minutes or config.at_end or config.on_signal)
-    if not ever:
+    saves_ever = bool(
+        config.every_steps or config.every_minutes or config.at_end or config.on_signal
+    )
+    if not saves_ever:
         return 0, 0
     saves = math.inf
     if not config.every_steps and not config.every_minutes:
         saves = 1
     elif not config.every_minutes and total_steps is not None:
-        every = config.every_steps or 1
-        saves = total_steps // every + bool(config.at_end and total_steps % every)
+        interval = config.every_steps or 1
+        saves = total_steps // interval + bool(config.at_end and total_steps % interval)
         saves = max(saves, int(config.at_end or config.on_signal))
     keep = config.keep
     stay: float = keep.last + keep.best + pinned
     if keep.every:
         between = math.lcm(keep.every, config.every_steps or 1)
         stay += math.inf if total_steps is None else total_steps // between
-    kept, at_once = min(saves, stay), min(saves, stay + 1)
-    return _finite(kept), _finite(at_once)
+    retained, at_once = min(saves, stay), min(saves, stay + 1)
+    return _finite(retained), _finite(at_once)
 
 
 def _finite(value: float) -> int | None:
@@ -177,7 +179,7 @@ def _finite(value: float) -> int | None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the storage of a host depends on."""
+    """The facts that the storage of a host depends on."""
 
     device: str
     slots: int
@@ -189,10 +191,10 @@ class _Kind:
 
 
 def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -> HostStorage:
-    """All but the disk."""
+    """The storage of a host without its disk."""
     memory = next((part for part in plan.memory if part.device == host.device), None)
     # ``MemoryPlan`` has the RAM of the largest host with these devices.
-    ranks_there = max(one.slots for one in plan.hosts if one.device == host.device)
+    ranks_there = plan.slots_on(host.device)
     accelerator = ACCELERATORS[plan.accelerator]
     training = offload = staging = saves = nvme = None
     if memory is not None:
@@ -228,7 +230,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
 
 
 def _loading(exp: Experiment, host: _Kind) -> int | None:
-    """Beside the weights themselves while they are read or drawn: the largest one, at most in fp32.
+    """Bytes beside the weights while they are read or drawn: the largest one, at most in fp32.
     Pages of mapped files do not count, the kernel takes them back."""
     shape = model_geometry(exp.model)
     if shape is None:
@@ -241,7 +243,7 @@ def _loading(exp: Experiment, host: _Kind) -> int | None:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What one rank offloads. By DeepSpeed 0.19.8's rules for stage 3 with NVMe:
+    """The memory that one rank offloads, by DeepSpeed 0.19.8's rules for stage 3 with NVMe:
     ``swap_tensor/partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
     _create_param_groups_fp16_flat_cpu_memory``."""
 
@@ -268,7 +270,7 @@ class _Ranks:
 
     @property
     def shard(self) -> int:
-        """Elements that a rank updates."""
+        """The elements that a rank updates."""
         return -(-self.size.trained // (self.plan.world_size if self.zero.stage >= 1 else 1))
 
     @property
@@ -287,38 +289,38 @@ class _Ranks:
         return min(self.shard, self.zero.sub_group_size)
 
     def nvme(self) -> int:
-        """Files below ``zero.nvme_path``."""
-        found = 0
+        """Bytes of the files below ``zero.nvme_path``."""
+        size_bytes = 0
         if self.zero.offload_optimizer == "nvme" and 4 * self.group >= SWAPPED_FROM_BYTES:
-            found += (self.state + 4) * self.shard  # and the gradients, fp32
+            size_bytes += (self.state + 4) * self.shard  # and the gradients, fp32
         if self.zero.offload_param == "nvme" and self.width * self.own >= SWAPPED_FROM_BYTES:
-            found += self.width * self.own
-        return found
+            size_bytes += self.width * self.own
+        return size_bytes
 
     def swapped_ram(self) -> int:
-        """What stays in RAM where something is on NVMe."""
-        found = 0
+        """Bytes that stay in RAM where something is on NVMe."""
+        size_bytes = 0
         if self.zero.offload_optimizer != "none":
-            found += self.sums * self.shard  # grad_partitions_flat_buffer
+            size_bytes += self.sums * self.shard  # grad_partitions_flat_buffer
         if self.zero.offload_optimizer == "cpu":
-            found += (self.state + 4) * self.shard
+            size_bytes += (self.state + 4) * self.shard
         if self.zero.offload_param == "cpu":
-            found += self.width * self.own
+            size_bytes += self.width * self.own
         if self.zero.offload_param == "nvme":
-            found += self.width * min(self.shard, PARAMETERS_IN_RAM)
-        return found
+            size_bytes += self.width * min(self.shard, PARAMETERS_IN_RAM)
+        return size_bytes
 
     def staging(self) -> int:
         """Buffers through which it passes, and what page-locked memory is rounded up by: PyTorch
         allocates it in powers of two."""
-        zero, found = self.zero, 0
+        zero, size_bytes = self.zero, 0
         if zero.offload_param == "nvme":
-            found += self.width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
+            size_bytes += self.width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
         if zero.offload_optimizer == "nvme":
-            found += 4 * OPTIMIZER_BUFFERS * self.group
+            size_bytes += 4 * OPTIMIZER_BUFFERS * self.group
         if zero.pin_memory and self.plan.on_gpus:
-            found += sum(_rounded_up(each) - each for each in self._locked())
-        return found
+            size_bytes += sum(_rounded_up(size) - size for size in self._locked())
+        return size_bytes
 
     def _locked(self) -> Iterator[int]:
         """Bytes of each large page-locked tensor of an offload."""

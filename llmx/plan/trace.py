@@ -1,4 +1,4 @@
-"""What one micro step allocates, as it was traced on fake tensors: plain values. Pure.
+"""The allocations of one micro step, traced on fake tensors, as plain values. Pure.
 
 A trace is made once (``llmx.train.memory_trace``, in a process of its own) for a network, a micro
 batch and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory``
@@ -22,7 +22,7 @@ of a parameter is there."""
 
 @dataclass(frozen=True)
 class TracedParameter:
-    """A parameter of the network."""
+    """A parameter of the traced network."""
 
     numel: int
     trained: bool
@@ -38,16 +38,16 @@ class Event:
 
     kind: int
     index: int
-    """Of the module, or of the parameter (``GRADIENT``)."""
+    """The index of the module, or of the parameter (``GRADIENT``)."""
     peak: int
-    """At most since the event before."""
+    """The most bytes since the event before."""
     live: int
-    """Left after it. A gradient that is there is not counted from its event on."""
+    """Bytes that are left after it. A gradient that is there is not counted from its event on."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One forward and backward pass."""
+    """A traced micro step: one forward and one backward pass."""
 
     parameters: tuple[TracedParameter, ...]
     """In the order of the network, tied ones once."""
@@ -56,25 +56,25 @@ class StepTrace:
     with experts all."""
     events: tuple[Event, ...]
     last_peak: int = 0
-    """At most after the last event."""
+    """The most bytes after the last event."""
     buffers: int = 0
     """Bytes of the network's buffers."""
     flops: float = 0.0
-    """Of matrix products and attention, forward and backward, as they were run: recomputed ones,
-    too."""
+    """FLOPs of matrix products and attention, forward and backward, as they were run: recomputed
+    ones, too."""
     num_packed: int = 0
     """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
     num_beside: int = 0
-    """Of ``parameters`` those of frozen networks beside the trained one."""
+    """Those of ``parameters`` that are in frozen networks beside the trained one."""
 
     @property
     def num_parameters(self) -> int:
-        """Of the trained network."""
-        return sum(one.numel for one in self.parameters) + self.num_packed - self.num_beside
+        """Parameters of the trained network, those in 4 bits included."""
+        return sum(p.numel for p in self.parameters) + self.num_packed - self.num_beside
 
     @property
     def num_trained(self) -> int:
-        return sum(one.numel for one in self.parameters if one.trained)
+        return sum(p.numel for p in self.parameters if p.trained)
 
     @property
     def peak(self) -> int:
@@ -84,13 +84,13 @@ class StepTrace:
     def at(self, other: StepTrace, part: float) -> StepTrace | None:
         """Between this trace (0) and one with another micro batch (1), or beyond: bytes are linear
         in the micro batch. None where they are not of the same steps."""
-        if [(one.kind, one.index) for one in self.events] != [
-            (one.kind, one.index) for one in other.events
+        if [(event.kind, event.index) for event in self.events] != [
+            (event.kind, event.index) for event in other.events
         ]:
             return None
 
-        def mixed(mine: float, theirs: float) -> int:
-            return max(0, round(mine + part * (theirs - mine)))
+        def mixed(here: float, there: float) -> int:
+            return max(0, round(here + part * (there - here)))
 
         return StepTrace(
             self.parameters,
@@ -107,13 +107,13 @@ class StepTrace:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, short ones."""
+        """The trace as plain values, in short lists."""
         return {
             "parameters": [
-                [one.numel, int(one.trained), one.group, int(one.matrix)] for one in self.parameters
+                [p.numel, int(p.trained), p.group, int(p.matrix)] for p in self.parameters
             ],
-            "modules": [list(one) for one in self.modules],
-            "events": [[one.kind, one.index, one.peak, one.live] for one in self.events],
+            "modules": [list(indices) for indices in self.modules],
+            "events": [[event.kind, event.index, event.peak, event.live] for event in self.events],
             "last_peak": self.last_peak,
             "buffers": self.buffers,
             "flops": self.flops,
@@ -126,8 +126,8 @@ class StepTrace:
         """The inverse of ``to_dict``."""
         return cls(
             tuple(TracedParameter(n, bool(t), g, bool(m)) for n, t, g, m in values["parameters"]),
-            tuple(tuple(one) for one in values["modules"]),
-            tuple(Event(*one) for one in values["events"]),
+            tuple(tuple(indices) for indices in values["modules"]),
+            tuple(Event(*event) for event in values["events"]),
             values["last_peak"],
             values["buffers"],
             values["flops"],
@@ -138,7 +138,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class TraceKey:
-    """What a trace is of, beside the network."""
+    """The facts that a trace depends on, beside the network."""
 
     attention: str
     checkpointing: str
@@ -147,13 +147,13 @@ class TraceKey:
 
 @dataclass(frozen=True)
 class Traces:
-    """Of one network and task."""
+    """The traces of one network and task."""
 
     found: Mapping[TraceKey, StepTrace]
     problem: str = ""
     """Why there are none."""
     context_gib: Mapping[str, float] = field(default_factory=dict)
-    """Of the CUDA context, by type of device, where finished runs have shown it."""
+    """The size of the CUDA context by type of device, where finished runs have shown it."""
     _between: dict[TraceKey, StepTrace | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -180,13 +180,18 @@ class Traces:
         return first.at(last, (micro_batch - low) / (high - low))
 
 
-def wanted_traces(exp: Experiment, plan: Plan, *, others: bool) -> list[TraceKey]:
-    """Those that a plan needs; ``others``: also for what it might be instead."""
-    ways = dict.fromkeys(dict(plan.attention).values())
-    own = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
+def wanted_traces(exp: Experiment, plan: Plan, *, alternatives: bool) -> list[TraceKey]:
+    """The traces that a plan needs; ``alternatives``: also for what it might be instead."""
+    attentions = dict.fromkeys(dict(plan.attention).values())
+    used = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
     sizes = sorted({rank.micro_batch for rank in plan.ranks})
-    found = [TraceKey(way, how, size) for way, how in own for size in sizes]
-    if others:
-        two = {1, max([2, *sizes])}
-        found += [TraceKey(way, how, size) for way in ways for how in CHECKPOINTING for size in two]
-    return list(dict.fromkeys(found))
+    keys = [TraceKey(way, how, size) for way, how in used for size in sizes]
+    if alternatives:
+        two_sizes = {1, max([2, *sizes])}
+        keys += [
+            TraceKey(way, how, size)
+            for way in attentions
+            for how in CHECKPOINTING
+            for size in two_sizes
+        ]
+    return list(dict.fromkeys(keys))

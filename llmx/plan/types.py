@@ -1,4 +1,4 @@
-"""What a plan is: frozen values, computed once, written to ``plan.json``, read by the ranks.
+"""The values of a plan: frozen, computed once, written to ``plan.json``, read by the ranks.
 
 ``Plan.from_dict(plan.to_dict()) == plan``.
 """
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, get_args, get_origin, get_type_hints
 
 from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
@@ -31,7 +33,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process."""
+    """One rank: a process with a device."""
 
     rank: int
     host: int
@@ -90,25 +92,25 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """What one rank takes for a micro batch, forward and backward, without communication.
+    """The time of one rank for a micro batch, forward and backward, without communication.
 
     Femtoseconds, in whole numbers: every host computes the same split from them.
     """
 
     fixed_fs: int
     token_fs: int
-    """For each token of the micro batch, padding included."""
+    """The time of each token of the micro batch, padding included."""
     square_fs: int = 0
-    """For each squared token of each row: attention."""
+    """The time of each squared token of each row: attention."""
 
     def time_fs(self, tokens: int, squares: int) -> int:
-        """Of a micro batch."""
+        """Femtoseconds of a micro batch with so many tokens and squared tokens."""
         return self.fixed_fs + self.token_fs * tokens + self.square_fs * squares
 
 
 @dataclass(frozen=True)
 class BalancePlan:
-    """By what the samples of a step are shared out, where not evenly."""
+    """The speeds and limits by which the samples of a step are shared out, where not evenly."""
 
     method: str
     """``spec``, ``weights``, ``measured``, or ``even`` where only drift is corrected."""
@@ -121,8 +123,8 @@ class BalancePlan:
     accumulation: int | None = None
     """``batch.accumulation``, where it was given."""
     micro_step_fs: int | None = None
-    """What ranks exchange in a micro step in which all meet, as measured, or by the assumed links;
-    None: not known. Left out of the file then."""
+    """The time of an exchange in a micro step in which all ranks meet, as measured, or by the
+    assumed links; None: not known. Left out of the file then."""
     overlap: bool = False
     """That goes on behind computing. Left out of the file where it does not."""
     pending: bool = False
@@ -134,7 +136,7 @@ class BalancePlan:
 
 @dataclass(frozen=True)
 class KnownSpeeds:
-    """What an earlier run on the same hosts has measured."""
+    """The speeds that an earlier run on the same hosts has measured."""
 
     speeds: tuple[RankSpeed, ...]
     """One a rank."""
@@ -144,7 +146,7 @@ class KnownSpeeds:
 
 
 USABLE = 0.95
-"""Of a device's memory; the rest is kept free for fragmentation."""
+"""The part of a device's memory that counts; the rest is kept free for fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class MemoryPlan:
     capacity_gib: float
     """0 when the device's memory is not known."""
     update_gib: float = 0.0
-    """What the update needs beyond what the last backward pass has held."""
+    """The memory that the update needs beyond what the last backward pass has held."""
     saves_host_gib: float = 0.0
     """RAM of one host for the copies that are written in the background."""
     traced: bool = False
@@ -200,19 +202,19 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class HostStorage:
-    """What hosts that are alike take beside device memory (``llmx.plan.storage``): bytes of one
-    host; None where it is not known."""
+    """The memory and disk of hosts that are alike (``llmx.plan.storage``): bytes of one host; None
+    where it is not known."""
 
     hosts: tuple[str, ...]
     """Their names, in hostfile order."""
     ranks: int
-    """Of one host."""
+    """Ranks of one host."""
     processes_bytes: int
     """RAM of the ranks' processes before they load anything."""
     loading_bytes: int | None
     """RAM while weights are read, beside the weights; free again before training."""
     training_bytes: int | None
-    """What CPU ranks train in: their device memory; 0 of GPUs."""
+    """The device memory of CPU ranks; 0 of GPUs."""
     offload_bytes: int | None
     """RAM of what is offloaded to it, and of what an offload to NVMe leaves there."""
     staging_bytes: int | None
@@ -226,7 +228,7 @@ class HostStorage:
     nvme_bytes: int | None
     """Files below ``zero.nvme_path``."""
     checkpoint_bytes: int | None
-    """Of one checkpoint, what lies on its file system."""
+    """The part of one checkpoint that lies on its file system."""
     model_bytes: int | None
     """``model/``, written at the end, where it is on its file system."""
     shm_bytes: int
@@ -236,7 +238,7 @@ class HostStorage:
 
     @property
     def ram_bytes(self) -> int | None:
-        """At most at once; without copies for saves that can do without."""
+        """The most RAM at once; without copies for saves that can do without."""
         parts = (self.training_bytes, self.offload_bytes, self.staging_bytes, self.saves_bytes)
         if self.loading_bytes is None or any(part is None for part in parts):
             return None
@@ -258,7 +260,7 @@ class HostStorage:
 
     @property
     def less_ram(self) -> str:
-        """What to change, by the largest part."""
+        """The advice where RAM is short, by the largest part."""
         if (self.staging_bytes or 0) > (self.offload_bytes or 0):
             return "Fewer ranks on the host, or zero.sub_group_size=100000000."
         if self.offload_bytes:
@@ -285,11 +287,11 @@ class StoragePlan:
     hosts: tuple[HostStorage, ...]
     """Each host once, those that are alike together."""
     checkpoint_bytes: int | None
-    """Of one whole checkpoint; None: not known."""
+    """Bytes of one whole checkpoint; None: not known."""
     checkpoints_kept: int | None
-    """At most, between two saves; None: no limit."""
+    """The most checkpoints between two saves; None: no limit."""
     checkpoints_at_once: int | None
-    """At most, while one is written."""
+    """The most checkpoints while one is written."""
     model_bytes: int | None
     """``model/``, written at the end."""
     private: bool
@@ -298,8 +300,12 @@ class StoragePlan:
     """The part of the sizes on disk that is certain: less where the vocabulary follows the
     tokenizer."""
 
+    def on(self, host: str | None) -> HostStorage | None:
+        """The storage of one host; None where it is not known."""
+        return next((storage for storage in self.hosts if host in storage.hosts), None)
+
     def disk_bytes(self, checkpoint: int, model: int) -> int | None:
-        """At most on a file system with so much of each; None: no limit."""
+        """The most bytes on a file system with so much of each; None: no limit."""
         if self.checkpoints_at_once is None or self.checkpoints_kept is None:
             return None
         return max(
@@ -330,12 +336,12 @@ class TimePlan:
     """Forward and backward, of the slowest ranks."""
     communication_s: float = 0.0
     exposed_s: float = 0.0
-    """Of the communication, what computing does not hide."""
+    """The part of the communication that computing does not hide."""
     update_s: float = 0.0
     host_s: float = 0.0
     """Copies to and from host memory or NVMe, and the update there (offload)."""
     flops: float = 0.0
-    """Of the model in a step; what is computed again is not counted."""
+    """FLOPs of the model in a step; what is computed again is not counted."""
     tokens_per_s: float = 0.0
     """Padding included."""
     mfu: tuple[tuple[str, float], ...] = ()
@@ -343,29 +349,30 @@ class TimePlan:
     idle: tuple[float, ...] = ()
     """Part of a step in which a rank waits for slower ones, one each."""
     even_step_s: float = 0.0
-    """Of the even split, where the plan's is not even; 0: there is none."""
+    """The step of the even split, where the plan's is not even; 0: there is none."""
     bottleneck: str = ""
     exchanges: tuple[Exchange, ...] = ()
     hours: float = 0.0
-    """Of all steps, without evaluation and saves; 0 where the number of steps is not known."""
+    """The time of all steps, without evaluation and saves; 0 where the number of steps is not
+    known."""
     device_hours: float = 0.0
     cost: float | None = None
     """By ``hardware.price_per_hour``; None where a price or the hours are not known."""
     sources: tuple[str, ...] = ()
-    """What was assumed or learned, for a person."""
+    """Sentences about the speeds that were assumed or learned."""
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """What the config left to the plan (``auto``), and what the plan took."""
+    """The keys that the config left to the plan (``auto``), and the values that it took."""
 
     keys: tuple[str, ...]
     """``zero``, ``model.activation_checkpointing``, ``batch.micro_batch``: those that were auto."""
     words: tuple[str, ...]
-    """What was chosen, as overrides, in the order of ``keys``."""
+    """The chosen values as overrides, in the order of ``keys``."""
     reason: str
     problem: str = ""
-    """What to do, where nothing fits; such a plan is not launched."""
+    """The advice where nothing fits; such a plan is not launched."""
 
 
 @dataclass(frozen=True)
@@ -385,11 +392,11 @@ class FrozenNetwork:
     source: str | None = None
     """A directory or a Hub id of its own; None: that of the ``model`` group."""
     revision: str | None = None
-    """Of ``source`` on the Hub."""
+    """The revision of ``source`` on the Hub."""
 
 
 SUMMED, WHOLE, NO_LOGITS = "summed", "whole", "none"
-"""What a loss asks of the output head (``llmx.tasks.Task.logits``)."""
+"""The logits that a loss needs from the output head (``llmx.tasks.Task.logits``)."""
 
 
 @dataclass(frozen=True)
@@ -417,34 +424,33 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Warnings that do not follow from ``memory`` and ``storage``."""
     advice: str = ""
-    """What to change, where ``memory`` does not fit."""
+    """The advice where ``memory`` does not fit."""
     num_trained: int | None = None
     """Parameters that are trained beside frozen ones (``adapter``); None where all are, or where
     it is not known."""
     grad_accum_dtype: str = ""
-    """In what gradients are summed over micro steps; empty in a plan of an older version, which
-    left it at ``precision``."""
+    """The dtype in which gradients are summed over micro steps; empty: ``precision``."""
     frozen: tuple[FrozenNetwork, ...] = ()
     """Networks of the task that are not trained; left out of the file where there are none."""
     logits: str = SUMMED
-    """What the loss needs; left out of the file where it is cross entropy alone."""
+    """The logits that the loss needs; left out of the file where it is cross entropy alone."""
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 
     balance: BalancePlan | None = None
     """None: evenly. Left out of the file then."""
     time: TimePlan | None = None
-    """None in a plan of an older llmx."""
+    """None until it is predicted. Left out of the file then."""
     chosen: ChosenPlan | None = None
     """None where the config left nothing to the plan. Left out of the file then."""
     storage: StoragePlan | None = None
-    """None in a plan of an older llmx."""
+    """None until it is predicted. Left out of the file then."""
     checkpointing: tuple[tuple[str, str], ...] = ()
     """(device type, activation checkpointing), one each, where they differ; left out of the file
     where all have that of the model."""
 
     def attention_on(self, device: str) -> str:
-        """For packed rows on this type of device; empty in a plan of an older llmx."""
+        """The attention for packed rows on this type of device; empty where the plan has none."""
         return dict(self.attention).get(device, "")
 
     @property
@@ -452,47 +458,48 @@ class Plan:
         return ACCELERATORS[self.accelerator].is_gpu
 
     @property
+    def devices(self) -> list[str]:
+        """Types of devices, in the order of the ranks."""
+        return list(dict.fromkeys(rank.device for rank in self.ranks))
+
+    def micro_batch_on(self, device: str) -> int:
+        """The largest micro batch of the ranks on this type of device."""
+        return max(rank.micro_batch for rank in self.ranks if rank.device == device)
+
+    def slots_on(self, device: str) -> int:
+        """The most ranks on a host with this type of device."""
+        return max(host.slots for host in self.hosts if host.device == device)
+
+    @property
     def world_size(self) -> int:
         return len(self.ranks)
 
     @property
     def memory_warnings(self) -> tuple[str, ...]:
-        """What does not fit on devices and hosts, with what to change."""
+        """The warnings about devices and hosts that are too small, with the advice."""
         hosts = self.storage.hosts if self.storage is not None else ()
         texts = (*(part.warning for part in self.memory), self.advice, *(h.warning for h in hosts))
         return tuple(dict.fromkeys(filter(None, texts)))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All, for a person."""
+        """All warnings, for a person."""
         return (*self.memory_warnings, *self.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As nested plain values (tuples as lists), with the totals that a reader wants."""
+        """The plan as nested plain values (tuples as lists) with the totals that a reader wants."""
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
         values["warnings"] = list(self.warnings)
-        if not self.frozen:
-            del values["frozen"]
+        for name in ("frozen", "logits", "balance", "time", "chosen", "storage", "checkpointing"):
+            if getattr(self, name) == getattr(Plan, name):  # as by default
+                del values[name]
         for memory in values["memory"]:
             if not memory["traced"]:
                 del memory["traced"]
-        if self.logits == SUMMED:
-            del values["logits"]
-        if self.balance is None:
-            del values["balance"]
-        else:
-            for name in ("micro_step_fs", "overlap", "source"):
-                if not values["balance"][name]:
-                    del values["balance"][name]
-        if self.time is None:
-            del values["time"]
-        if self.chosen is None:
-            del values["chosen"]
-        if self.storage is None:
-            del values["storage"]
-        if not self.checkpointing:
-            del values["checkpointing"]
+        for name in ("micro_step_fs", "overlap", "source") if self.balance else ():
+            if not values["balance"][name]:
+                del values["balance"][name]
         if not self.batch.sizes:
             del values["batch"]["sizes"]
         return values
@@ -501,49 +508,21 @@ class Plan:
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """The inverse of ``to_dict``, also after a trip through JSON."""
         derived = ("world_size", "warnings")
-        values = {key: value for key, value in values.items() if key not in derived}
-        batch = dict(values.pop("batch"))
-        batch["micro_batches"] = tuple(batch["micro_batches"])
-        batch["sizes"] = tuple(tuple(sizes) for sizes in batch.get("sizes", ()))
-        balance, chosen = values.pop("balance", None), values.pop("chosen", None)
-        time, storage = values.pop("time", None), values.pop("storage", None)
-        return cls(
-            hosts=tuple(HostPlan(**host) for host in values.pop("hosts")),
-            ranks=tuple(RankPlan(**rank) for rank in values.pop("ranks")),
-            batch=BatchPlan(**batch),
-            memory=tuple(MemoryPlan(**memory) for memory in values.pop("memory")),
-            notes=tuple(values.pop("notes")),
-            frozen=tuple(FrozenNetwork(**one) for one in values.pop("frozen", ())),
-            attention=tuple((name, way) for name, way in values.pop("attention", ())),
-            checkpointing=tuple((name, how) for name, how in values.pop("checkpointing", ())),
-            balance=None if balance is None else balance_from_dict(balance),
-            time=None if time is None else _time_plan(time),
-            chosen=None if chosen is None else _chosen_from_dict(chosen),
-            storage=None if storage is None else _storage_from_dict(storage),
-            **values,
-        )
+        plan: Plan = _typed(cls, {key: values[key] for key in values if key not in derived})
+        return plan
 
 
-def balance_from_dict(values: dict[str, Any]) -> BalancePlan:
-    """The inverse of ``dataclasses.asdict``, also after a trip through JSON."""
-    speeds = tuple(RankSpeed(**speed) for speed in values["speeds"])
-    return BalancePlan(**{**values, "speeds": speeds, "limits": tuple(values["limits"])})
+_hints = functools.cache(get_type_hints)
 
 
-def _time_plan(values: dict[str, Any]) -> TimePlan:
-    lists = {
-        "mfu": tuple((name, part) for name, part in values["mfu"]),
-        "idle": tuple(values["idle"]),
-        "exchanges": tuple(Exchange(**one) for one in values["exchanges"]),
-        "sources": tuple(values["sources"]),
-    }
-    return TimePlan(**{**values, **lists})
-
-
-def _storage_from_dict(values: dict[str, Any]) -> StoragePlan:
-    hosts = (HostStorage(**{**one, "hosts": tuple(one["hosts"])}) for one in values["hosts"])
-    return StoragePlan(**{**values, "hosts": tuple(hosts)})
-
-
-def _chosen_from_dict(values: dict[str, Any]) -> ChosenPlan:
-    return ChosenPlan(**{**values, "keys": tuple(values["keys"]), "words": tuple(values["words"])})
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of JSON as the type of its field: tuples of lists, dataclasses of mappings."""
+    if hasattr(kind, "__dataclass_fields__"):
+        hints = _hints(kind)
+        fields = {name: _typed(hints.get(name), field) for name, field in value.items()}
+        return kind(**fields)
+    kinds = get_args(kind)
+    if get_origin(kind) is tuple:
+        element_kinds = repeat(kinds[0]) if Ellipsis in kinds else kinds
+        return tuple(map(_typed, element_kinds, value))
+    return value if value is None or type(None) not in kinds else _typed(kinds[0], value)

@@ -131,7 +131,7 @@ def test_ranks_measure_themselves_once(stage: int, tmp_path: Path, ranks: Server
     exp = experiment_from_dict(yaml.safe_load(second.config.read_text()))
     known = known_speeds(exp, make_plan(exp))
     assert known is not None
-    planned = make_plan(exp, known=known)
+    planned = make_plan(exp, measured_speeds=known)
     assert planned.batch == Plan.from_dict(read_json(second.plan)).batch
     assert planned.balance is not None
     assert planned.balance.pending

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from llmx.config import BatchConfig
 from llmx.errors import ConfigError
-from llmx.observe.report.plan_table import balance_line, predicted
+from llmx.observe.report.plan_table import balance_line
 from llmx.plan import make_plan
 from llmx.plan.balance import (
+    against_even,
     balanced_batch,
+    busy_fs,
     fit_speed,
-    idle_shares,
     sample_fs,
     share_out,
     step_fs,
@@ -200,10 +201,12 @@ def test_fast_ranks_have_more_micro_steps_where_they_may() -> None:
     arguments = {"speeds": [fast, slow], "limits": [4, 4], "seq_len": 8}
     sizes = share_out(20, same_steps=False, **arguments)
     assert sizes == ((4, 4, 4, 4), (4,))
-    assert idle_shares(sizes, [fast, slow], 8, same_steps=False) == [0.0, 0.0]
+    step = step_fs(sizes, [fast, slow], 8, same_steps=False)
+    assert busy_fs(sizes, [fast, slow], 8) == [step, step]
     together = share_out(20, same_steps=True, **arguments)
     assert together == ((4, 4, 4, 4), (1, 1, 1, 1))
-    assert idle_shares(together, [fast, slow], 8, same_steps=True) == [0.0, 0.0]
+    step = step_fs(together, [fast, slow], 8, same_steps=True)
+    assert busy_fs(together, [fast, slow], 8) == [step, step]
 
 
 def test_a_slow_network_is_met_less_often() -> None:
@@ -313,7 +316,7 @@ def test_what_is_gained_is_against_an_even_split_that_fits_on_every_rank() -> No
     sample = plan.batch.seq_len
     speeds = (RankSpeed(10 * sample, 1),) * 4
     unequal = replace(plan.balance, speeds=speeds, limits=(10, 10, 2, 3))
-    _, even, _ = predicted(replace(plan, balance=unequal))
+    _, even, _ = against_even(replace(plan, balance=unequal))
     assert even == 4 * (10 + 2) * sample, "four micro steps of two samples, not one of seven"
 
 
@@ -331,7 +334,7 @@ def test_a_plan_takes_the_speeds_of_an_earlier_run(tmp_path: Path) -> None:
     keep_speeds(exp, with_balance(plan, measured), run_dir=tmp_path / "run")
     known = known_speeds(exp, make_plan(exp))
     assert known is not None
-    found = make_plan(exp, known=known)
+    found = make_plan(exp, measured_speeds=known)
     assert [sum(found.batch.sizes_of(rank)) for rank in range(2)] == [10, 2]
     assert "as an earlier run here has measured" in balance_line(found)
     assert known.source in balance_line(found)

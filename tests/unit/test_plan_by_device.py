@@ -17,9 +17,9 @@ from llmx.plan.by_device import (
     CHECKPOINTING,
     checkpointing_by_device,
     checkpointing_overrides,
+    in_words,
     mixed_ways,
     on_device,
-    said,
     uniform_ways,
     with_checkpointing,
 )
@@ -62,12 +62,12 @@ def test_the_key_is_of_the_ranks_on_that_type() -> None:
         "v100_32g": "full",
     }
     flag = composed([*WORDS, f"{HOW}=true", f"{OWN}=false"]).experiment
-    assert said(checkpointing_by_device(flag)) == "full, none on v100_32g"
+    assert in_words(checkpointing_by_device(flag)) == "full, none on v100_32g"
     assert experiment_from_dict(to_dict(exp)) == exp
     before = to_dict(exp)
     for device in before["hardware"]["devices"].values():  # a snapshot of an older llmx
         del device["activation_checkpointing"]
-    assert said(checkpointing_by_device(experiment_from_dict(before))) == "none"
+    assert in_words(checkpointing_by_device(experiment_from_dict(before))) == "none"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_speeds_are_of_what_is_computed(tmp_path: Path) -> None:
 
 def test_traces_are_wanted_of_each_type() -> None:
     found = composed(MIXED)
-    keys = wanted_traces(found.experiment, found.plan, others=False)
+    keys = wanted_traces(found.experiment, found.plan, alternatives=False)
     ways = {(key.attention, key.checkpointing) for key in keys}
     assert ways == {("varlen", "none"), ("segments", "full")}
 
@@ -186,11 +186,11 @@ def test_typed_overrides_lead_from_one_to_the_other() -> None:
             words = checkpointing_overrides(start, end)
             assert bool(words) == (checkpointing_by_device(start) != way)
             assert checkpointing_overrides(end, start) != words or not words
-    (way,) = [way for way in ways if said(way) == "selective, full on v100_32g"]
+    (way,) = [way for way in ways if in_words(way) == "selective, full on v100_32g"]
     typed = checkpointing_overrides(exp, with_checkpointing(exp, way))
     assert typed == [f"{HOW}=selective", f"{OWN}=full"]
     assert checkpointing_by_device(composed([*WORDS, *typed]).experiment) == way
-    assert [said(way) for way in mixed_ways(exp)] == [
+    assert [in_words(way) for way in mixed_ways(exp)] == [
         "none, selective on v100_32g",
         "none, full on v100_32g",
         "selective, full on v100_32g",
@@ -231,7 +231,7 @@ def test_no_gain_without_room() -> None:
     exp = composed([*WORDS, "batch.micro_batch=2"])
     found = choices(exp.experiment, exp.plan, Traces({}))
     found = [one for one in found if one.zero == "stage2"]
-    assert {said(one.ways) for one in found if one.micro_batch <= 2} == set(CHECKPOINTING)
+    assert {in_words(one.ways) for one in found if one.micro_batch <= 2} == set(CHECKPOINTING)
 
 
 # --- What is shown -------------------------------------------------------------------------------

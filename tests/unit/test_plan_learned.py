@@ -24,21 +24,23 @@ from llmx.lifecycle.reproduce import main as reproduce
 from llmx.lifecycle.resume.command import main as resume
 from llmx.plan.geometry import model_geometry
 from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
-from llmx.plan.step_time import LAYER_S, Known, flops_by_device, step_time, token_flops
+from llmx.plan.step_time import LAYER_S, LearnedSpeeds, flops_by_device, step_time, token_flops
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
 from tests.composing import composed
 
-TRUTH = Known(tflops={"cpu": 0.02}, link_gb_per_s=0.02, at_stage_3=frozenset({"cpu"}))
+TRUTH = LearnedSpeeds(tflops={"cpu": 0.02}, link_gb_per_s=0.02, at_stage_3=frozenset({"cpu"}))
 """Communication is a part of a step that can be told from noise."""
 
 
-def measured(done: Composed, truth: Known, *, fill: float = 1.0, timed: bool = True) -> Measured:
+def measured(
+    done: Composed, truth: LearnedSpeeds, *, fill: float = 1.0, timed: bool = True
+) -> Measured:
     """Of a cluster on which the truth holds."""
     shape = model_geometry(done.experiment.model)
     assert shape is not None
-    found = step_time(done.experiment, done.plan, known=truth)
+    found = step_time(done.experiment, done.plan, learned=truth)
     flops = token_flops(done.experiment, done.plan, shape)
     forward = [
         (found.computing_s - share * found.step_s) * flops.forward / flops.run
@@ -57,7 +59,9 @@ def test_a_run_predicts_itself(words: list[str], timed: bool) -> None:
     done = composed(["hardware=cpu2", *words])
     truth = measured(done, TRUTH, timed=timed)
     found = observe(done.experiment, done.plan, truth)
-    again = step_time(done.experiment, done.plan, known=known_of(found, done.experiment, done.plan))
+    again = step_time(
+        done.experiment, done.plan, learned=known_of(found, done.experiment, done.plan)
+    )
     assert again.step_s == pytest.approx(truth.step_s, rel=0.01)
     if timed:
         assert found[0].tflops == pytest.approx(0.02, rel=0.01)
@@ -76,15 +80,15 @@ def test_and_another_configuration_on_the_same_cluster(words: list[str]) -> None
     found = observe(seen.experiment, seen.plan, measured(seen, TRUTH))
     other = composed(["hardware=cpu2", "zero=stage1", *words])
     known = known_of(found, other.experiment, other.plan)
-    predicted = step_time(other.experiment, other.plan, known=known)
-    truth = step_time(other.experiment, other.plan, known=TRUTH)
+    predicted = step_time(other.experiment, other.plan, learned=known)
+    truth = step_time(other.experiment, other.plan, learned=TRUTH)
     assert predicted.step_s == pytest.approx(truth.step_s, rel=0.05)
 
 
 def test_unequal_devices_are_told_apart_by_their_forward_passes() -> None:
     words = ["hardware=a100x2_v100x2", "zero=stage1", "model=llama3_8b", "batch.global_batch=64"]
     done = composed([*words, "batch.balance=off"])
-    truth = Known(tflops={"a100_40g": 150.0, "v100_32g": 30.0}, link_gb_per_s=1.0)
+    truth = LearnedSpeeds(tflops={"a100_40g": 150.0, "v100_32g": 30.0}, link_gb_per_s=1.0)
     found = observe(done.experiment, done.plan, measured(done, truth))
     assert {one.device: round(one.tflops, 1) for one in found} == pytest.approx(
         truth.tflops, rel=0.05
@@ -125,7 +129,7 @@ def test_padding_counts_for_other_data_alone() -> None:
     found = observe(done.experiment, done.plan, truth)
     assert found[0].fill == pytest.approx(0.5)
     exp = done.experiment
-    same = step_time(exp, done.plan, known=known_of(found, exp, done.plan))
+    same = step_time(exp, done.plan, learned=known_of(found, exp, done.plan))
     assert same.step_s == pytest.approx(truth.step_s, rel=0.01)
     other = replace(exp, data=replace(exp.data, name="others"))
     full = known_of(found, other, done.plan)
@@ -152,7 +156,7 @@ def test_the_most_alike_run_counts() -> None:
     known = known_of(found, done.experiment, done.plan)
     assert known.tflops == {"cpu": 6.0}
     assert known.source == "learned from 1 run"
-    assert known_of(found[3:5], done.experiment, done.plan) == Known()
+    assert known_of(found[3:5], done.experiment, done.plan) == LearnedSpeeds()
 
 
 def test_the_context_of_a_type_of_device_is_the_largest_of_the_newest_runs() -> None:
@@ -335,23 +339,23 @@ def test_what_is_resumed_or_reproduced_teaches(
     assert shown.stage == 1
 
 
-def on_a_gpu(rate: float, tokens: int) -> Known:
-    return Known(tflops={"a100_80g": rate}, tokens={"a100_80g": tokens})
+def on_a_gpu(rate: float, tokens: int) -> LearnedSpeeds:
+    return LearnedSpeeds(tflops={"a100_80g": rate}, tokens={"a100_80g": tokens})
 
 
 def test_a_smaller_micro_batch_than_was_seen_still_takes_its_launches() -> None:
     words = ["hardware=a100x8", "zero=stage1", "data.seq_len=128", "batch.global_batch=64"]
 
-    def seconds(size: int, known: Known) -> float:
+    def seconds(size: int, known: LearnedSpeeds) -> float:
         done = composed([*words, f"batch.micro_batch={size}"])
-        found = step_time(done.experiment, done.plan, known=known)
+        found = step_time(done.experiment, done.plan, learned=known)
         return found.computing_s / done.plan.batch.accumulation
 
-    at_least = seconds(1, Known())  # as assumed, of a model so small
+    at_least = seconds(1, LearnedSpeeds())  # as assumed, of a model so small
     layers = 3
     assert at_least == pytest.approx(layers * LAYER_S)
     # Seen at 8 rows, which took twice that: so does no smaller one take less than that.
-    work = seconds(8, Known(tflops={"a100_80g": 1.0}))
+    work = seconds(8, LearnedSpeeds(tflops={"a100_80g": 1.0}))
     slow = on_a_gpu(work / (2 * at_least), 8 * 128)
     assert seconds(8, slow) == pytest.approx(2 * at_least)
     assert seconds(4, slow) == pytest.approx(at_least)

@@ -18,7 +18,7 @@ from llmx.plan.step_time import (
     REACHED,
     STAGE_3_LAYER_S,
     TRACED_REACHED,
-    Known,
+    LearnedSpeeds,
     step_time,
     with_traced_time,
 )
@@ -188,8 +188,10 @@ def test_stage_3_takes_time_for_every_module() -> None:
     for stage in (2, 3):
         done = composed([*words, f"zero=stage{stage}"])
         for at in (frozenset[str](), frozenset({"cpu"})):
-            known = Known(tflops={"cpu": 0.01}, link_gb_per_s=1e6, at_stage_3=at)
-            times[stage, bool(at)] = step_time(done.experiment, done.plan, known=known).computing_s
+            known = LearnedSpeeds(tflops={"cpu": 0.01}, link_gb_per_s=1e6, at_stage_3=at)
+            times[stage, bool(at)] = step_time(
+                done.experiment, done.plan, learned=known
+            ).computing_s
     layers = done.experiment.model.config["num_hidden_layers"]
     assert times[3, False] - times[2, False] == pytest.approx(layers * STAGE_3_LAYER_S)
     assert times[3, True] == times[2, True] == times[2, False]
@@ -238,7 +240,9 @@ def test_without_a_peak_the_missing_key_is_named() -> None:
     learned = step_time(
         done.experiment,
         done.plan,
-        known=Known(tflops={"cpu": 0.05}, link_gb_per_s=1.0, source="learned from 2 runs"),
+        learned=LearnedSpeeds(
+            tflops={"cpu": 0.05}, link_gb_per_s=1.0, source="learned from 2 runs"
+        ),
     )
     assert learned.step_s > 0
     assert not learned.unknown

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmx.compose.complete import refusal
 from llmx.config import Experiment, ModelConfig, OptimConfig, TaskConfig, ZeroConfig
 from llmx.observe.report.plan_table import batch_line, print_plan, time_rows
+from llmx.plan.choices import compared
 from llmx.plan.trace import StepTrace, TracedParameter, TraceKey, Traces
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from tests.composing import composed
@@ -69,7 +71,11 @@ def experiment(**task: object) -> Experiment:
 def rendered(plan: Plan, exp: Experiment, *, width: int, traces: Traces | None = None) -> str:
     stream = io.StringIO()
     where = Path("/runs/mixed")
-    print_plan(plan, exp, command=COMMAND, run_dir=where, stream=stream, width=width, traces=traces)
+    options = compared(exp, plan, traces, allows=refusal) if traces else ()
+    print_plan(
+        plan, exp, command=COMMAND, run_dir=where, stream=stream, width=width, traces=traces,
+        options=options,
+    )  # fmt: skip
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 

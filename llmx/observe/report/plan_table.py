@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
-from llmx.compose.complete import refusal
 from llmx.compose.task_rules import origin_of_batch, origin_of_lr
 from llmx.config import (
     AdapterConfig,
-    BatchConfig,
     DataConfig,
     Experiment,
     ModelConfig,
@@ -29,12 +27,10 @@ from llmx.config.accelerators import ACCELERATORS
 from llmx.config.fields import plain
 from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
-from llmx.errors import ConfigError
 from llmx.observe.report.screen import columns_table, open_console, pairs_table
-from llmx.plan.balance import idle_shares, step_fs
-from llmx.plan.batch import solve_batch
-from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, intricacy, said
-from llmx.plan.choices import OPTIONS, Choice, choices
+from llmx.plan.balance import against_even
+from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, in_words
+from llmx.plan.choices import Choice
 from llmx.plan.geometry import model_geometry
 from llmx.plan.trace import Traces
 from llmx.plan.types import (
@@ -80,17 +76,21 @@ def print_plan(
     stream: TextIO,
     width: int | None = None,
     traces: Traces | None = None,
+    options: Sequence[Choice] = (),
     here: Mapping[str, Any] | None = None,
     copied: Sequence[tuple[str, str, str]] = (),
     overrides: Sequence[str] = (),
 ) -> None:
     """Print the whole plan to ``stream``, and where the run directory lies, where it is kept; with
-    ``traces`` also what else would fit, with ``here`` what this machine has now. ``copied``: what
+    ``options`` also what else would fit, with ``here`` what this machine has now. ``copied``: what
     ``launch.sync=rsync`` will copy to each other host (kind, path, size)."""
     from rich.text import Text
 
     console = open_console(stream, width=width)
-    for part in render_plan(plan, exp, command, traces=traces, here=here, overrides=overrides):
+    parts = render_plan(
+        plan, exp, command, traces=traces, options=options, here=here, overrides=overrides
+    )
+    for part in parts:
         # Text is never wrapped by us: the command is there to be copied.
         console.print(part, soft_wrap=isinstance(part, Text))
     if copied:
@@ -109,6 +109,7 @@ def render_plan(
     command: str | None,
     *,
     traces: Traces | None = None,
+    options: Sequence[Choice] = (),
     here: Mapping[str, Any] | None = None,
     now: datetime | None = None,
     overrides: Sequence[str] = (),
@@ -123,7 +124,7 @@ def render_plan(
     if plan.memory:
         table = _memory(plan)
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
-        parts += choice_tables(plan, exp, traces) if traces else []
+        parts += choice_tables(plan, options)
     elif traces is not None and traces.problem:
         unknown = f"\nPredicted peak memory of one rank: not known ({traces.problem})"
         parts.append(Text(unknown, style="bold yellow"))
@@ -238,7 +239,7 @@ def balance_line(plan: Plan) -> str:
             method = f"as an earlier run here has measured ({balance.source}); checked at the start"
     if plan.time is not None and plan.time.even_step_s:
         return method  # what it gains stands with the predicted time, with communication
-    step_as_planned, even, idle = predicted(plan)
+    step_as_planned, even, idle = against_even(plan)
     gain = "there is no even split of this batch"
     if even:
         gain = f"a step takes {step_as_planned / even:.2f} of the time of the even split"
@@ -293,27 +294,6 @@ def _limited_by(plan: Plan, exp: Experiment, ranks: list[RankPlan]) -> str:
             " by memory" if limit < configured else " by batch.micro_batch"
         )
     return f"memory; batch.micro_batch={configured}" if limit < configured else "batch.micro_batch"
-
-
-def predicted(plan: Plan) -> tuple[int, int, list[float]]:
-    """Femtoseconds of a step as planned and of the even split (0: there is none), and the idle
-    share of each rank as planned; without communication."""
-    balance, batch = plan.balance, plan.batch
-    assert balance is not None
-    sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
-    settings: dict[str, Any] = {"seq_len": batch.seq_len, "same_steps": balance.same_steps}
-    as_planned = step_fs(sizes, balance.speeds, **settings)
-    least = BatchConfig(global_batch=batch.global_batch, micro_batch=min(balance.limits))
-    try:
-        even = solve_batch(least, seq_len=batch.seq_len, world=plan.world_size)
-    except ConfigError:
-        return as_planned, 0, idle_shares(sizes, balance.speeds, **settings)
-    evenly = tuple(even.sizes_of(rank) for rank in range(plan.world_size))
-    return (
-        as_planned,
-        step_fs(evenly, balance.speeds, **settings),
-        idle_shares(sizes, balance.speeds, **settings),
-    )
 
 
 def _steps_line(plan: Plan, task: TaskConfig) -> str:
@@ -409,9 +389,9 @@ def _zero_line(exp: Experiment) -> str:
         words.append("qgZ")
     if set(ways.values()) != {"none"}:
         words.append(
-            f"activation checkpointing: {said(ways)}"
+            f"activation checkpointing: {in_words(ways)}"
             if len(set(ways.values())) > 1
-            else f"{said(ways)} activation checkpointing"
+            else f"{in_words(ways)} activation checkpointing"
         )
     return ", ".join(words)
 
@@ -473,20 +453,16 @@ def memory_title(plan: Plan, traces: Traces | None) -> str:
     return title
 
 
-def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[RenderableType]:
+def choice_tables(plan: Plan, options: Sequence[Choice]) -> list[RenderableType]:
     """For each type of device: ZeRO option and activation checkpointing by rows, micro batches by
     columns; ``*`` is the plan."""
     from rich.text import Text
 
-    usable_traces = traces if all(memory.traced for memory in plan.memory) else Traces({})
-    any_known = any(memory.capacity_gib for memory in plan.memory)
-    options = (
-        choices(exp, plan, usable_traces, allows=refusal, by_device=False) if any_known else []
-    )
     parts: list[RenderableType] = []
     sizes = sorted({choice.micro_batch for choice in options})
     ways = dict.fromkeys(
-        (choice.zero, choice.checkpointing) for choice in sorted(options, key=_choice_order)
+        (choice.zero, choice.checkpointing)
+        for choice in sorted(options, key=lambda choice: choice.intricacy)
     )
     for memory in plan.memory if options else ():
         if not memory.capacity_gib:
@@ -508,12 +484,6 @@ def choice_tables(plan: Plan, exp: Experiment, traces: Traces) -> list[Renderabl
         )
         parts += [Text(f"\n{title}", style="bold"), table]
     return parts
-
-
-def _choice_order(choice: Choice) -> tuple[int, int, int]:
-    names = [*OPTIONS]
-    place = names.index(choice.zero) if choice.zero in names else len(names)
-    return place, *intricacy(choice.ways)
 
 
 def _cell(choice: Choice, device: str) -> Text:
