@@ -1,4 +1,4 @@
-"""Unequal devices: who takes how many samples, so that nobody waits. Pure.
+"""Unequal devices: the samples of each rank, so that none waits for another. Pure.
 
 ``share_out`` plans the micro batches of every rank from what each of them takes for a micro batch
 (``RankSpeed``), ``fit_speed`` finds that from measured times. All in whole numbers: ranks on

@@ -63,7 +63,7 @@ def _solve(batch: BatchConfig, *, seq_len: int, world: int) -> BatchPlan:
         accumulation = batch.accumulation or 1
         return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
     if batch.tokens_per_step is not None and target >= sum(full):
-        # Asked for in tokens, the batch is a round number nobody chose: take the nearest.
+        # Asked for in tokens, the batch is a round number: take the nearest.
         accumulation = max(1, round(target / sum(full)))
         return BatchPlan(sum(full) * accumulation, accumulation, tuple(full), seq_len)
 

@@ -1,4 +1,4 @@
-"""Peak memory of one rank: a traced micro step, played with DeepSpeed's own rules. Pure.
+"""Peak memory of one rank: a traced micro step, simulated by DeepSpeed's own rules. Pure.
 
 What DeepSpeed 0.19.8 allocates and frees while it builds an engine, while gradients come in and
 while it updates is done here on numbers, event by event: partitions with their padding by group of
@@ -153,8 +153,8 @@ def _peak_of(key: _This, rules: StepRules) -> Peaks:
     ranks = sorted({0, rules.world // 2, rules.world - 1})
     if rules.stage in (0, 3):
         ranks = ranks[:1]
-    played = [_play(trace, rules, rank) for rank in ranks]
-    return max(played, key=lambda peaks: peaks.total)
+    peaks_by_rank = [_play(trace, rules, rank) for rank in ranks]
+    return max(peaks_by_rank, key=lambda peaks: peaks.total)
 
 
 def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
