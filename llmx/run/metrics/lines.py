@@ -15,18 +15,13 @@ from llmx.run.tail import LineTail, read_records, record_of
 
 Record = dict[str, Any]
 
-GROUPS = {
-    "tokens_per_s": "perf",
-    "mfu": "perf",
-    "step_time_s": "perf",
-    "data_wait_s": "perf",
-    "memory_gib": "perf",
-    "forward_s": "perf",
-    "backward_s": "perf",
-    "update_s": "perf",
-    "idle_share": "perf",
-    "probe_s": "perf",
-}
+GROUPS = dict.fromkeys(
+    (
+        *("tokens_per_s", "mfu", "step_time_s", "data_wait_s", "memory_gib", "forward_s"),
+        *("backward_s", "update_s", "idle_share", "probe_s"),
+    ),
+    "perf",
+)
 """The trackers' group of a key of a ``train`` line; every other one is ``train``."""
 
 NOT_METRICS = {"kind", "step", "time", "nonfinite"}

@@ -21,9 +21,9 @@ from llmx.run.provenance.content import fingerprints
 from llmx.run.provenance.machine import (
     code_files,
     git_state,
+    machine_facts,
     numeric_environment,
     packages,
-    this_machine,
 )
 from llmx.run.rundir import RunDir
 
@@ -39,7 +39,6 @@ def record(
     parent: RunDir | None = None,
 ) -> dict[str, Any]:
     """The provenance of a run that starts here and now. ``environment``: of its ranks."""
-    facts = this_machine()
     return {
         "created": time.time(),
         "overrides": list(overrides),
@@ -51,11 +50,7 @@ def record(
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": packages(),
         "platform": {"node": platform.node(), "system": platform.platform()},
-        "nvidia_driver": facts.driver,
-        "cuda": facts.cuda,
-        "nccl": facts.nccl,
-        "gpus": facts.gpus,
-        "cpu": facts.cpu,
+        **machine_facts(),
         "environment": numeric_environment(environment),
         "fingerprints": fingerprints(exp.model, exp.data, plan.frozen),
     }

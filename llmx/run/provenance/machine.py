@@ -6,7 +6,6 @@ import hashlib
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -35,28 +34,15 @@ _OTHER = (
 """Variables with such a prefix that say where, not how, or that the plan says already."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Facts of this machine; None or empty where there is none of it."""
-
-    driver: str | None
-    cuda: str | None
-    """The CUDA that torch was built for."""
-    nccl: dict[str, str]
-    gpus: list[str]
-    """Their names, in the driver's order."""
-    cpu: str | None
-
-
-def this_machine() -> Machine:
-    """Read the driver, CUDA, NCCL, GPUs and CPU of this machine."""
-    return Machine(
-        driver=nvidia_driver(),
-        cuda=torch_cuda(),
-        nccl={name: installed for name in NCCL_PACKAGES if (installed := version(name))},
-        gpus=gpu_names(),
-        cpu=cpu_model(),
-    )
+def machine_facts() -> dict[str, Any]:
+    """Driver, CUDA of torch, NCCL by package, names of the GPUs, and CPU of this machine."""
+    return {
+        "nvidia_driver": nvidia_driver(),
+        "cuda": torch_cuda(),
+        "nccl": {name: installed for name in NCCL_PACKAGES if (installed := version(name))},
+        "gpus": gpu_names(),
+        "cpu": cpu_model(),
+    }
 
 
 def packages() -> dict[str, str | None]:
