@@ -33,35 +33,26 @@ from llmx.run.sweepdir import Sweep, is_sweep
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns the exit code (0 also for a run that failed: it is reported)."""
-    paths = [Path(word) for word in options.run_dir]
-    sweeps = [path for path in paths if not RunDir(path).config.is_file() and is_sweep(path)]
-    if not sweeps and len(paths) == 1:
-        _refuse(paths[0], out=options.out, objective=options.objective)
-        return _report(paths[0], width=options.width)
+    paths = list(dict.fromkeys(Path(word) for word in options.run_dir))
     for path in paths:
-        if path not in sweeps:
-            _refuse_among_sweeps(path)
-    sweep = union([load_sweep(path) for path in dict.fromkeys(paths)])
+        if not RunDir(path).config.is_file():
+            if not is_sweep(path):
+                raise ConfigError(no_run(path))
+        elif len(paths) > 1:
+            raise ConfigError(
+                f"{path} is a run: several directories must all be sweeps. For the run: "
+                f"python -m llmx report {path}; two runs side by side: python -m llmx compare A B"
+            )
+        elif options.out or options.objective:
+            flag = "--out" if options.out else "--objective"
+            raise ConfigError(f"{flag} is for sweeps, and {path} is a run. Leave {flag} out.")
+        else:
+            return _report(path, width=options.width)
     return _report_sweep(
-        sweep, out=options.out or (paths[0] if len(set(paths)) == 1 else None),
+        union([load_sweep(path) for path in paths]),
+        out=options.out or (paths[0] if len(paths) == 1 else None),
         objective=options.objective, width=options.width,
     )  # fmt: skip
-
-
-def _refuse(path: Path, *, out: Path | None, objective: str | None) -> None:
-    """ConfigError where a flag of sweeps is given with a run."""
-    flags = [name for name, value in (("--out", out), ("--objective", objective)) if value]
-    if flags and RunDir(path).config.is_file():
-        raise ConfigError(f"{flags[0]} is for sweeps, and {path} is a run. Leave {flags[0]} out.")
-
-
-def _refuse_among_sweeps(path: Path) -> None:
-    if RunDir(path).config.is_file():
-        raise ConfigError(
-            f"{path} is a run: several directories must all be sweeps. For the run: "
-            f"python -m llmx report {path}; two runs side by side: python -m llmx compare A B"
-        )
-    raise ConfigError(no_run(path))
 
 
 def _report_sweep(
