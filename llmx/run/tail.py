@@ -154,7 +154,8 @@ def read_checked(
     except FileNotFoundError:
         return empty, ""
     except (OSError, ValueError, RecursionError) as error:
-        return empty, f"{name} cannot be read, so it is left out: {error}"
+        why = " ".join(str(error).split())  # YAML's are of several lines
+        return empty, f"{name} cannot be read, so it is left out: {why}"
     if not isinstance(content, type(shape)):
         kind = "a list" if isinstance(shape, list) else "a JSON object or a YAML mapping"
         return empty, f"{name} is not {kind}, so it is left out."

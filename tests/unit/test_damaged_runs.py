@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from llmx.cli.main import run_here
 from llmx.errors import ConfigError
+from llmx.observe.report.page import page
+from llmx.observe.report.run_data import load_run
 from llmx.run.metrics.declared import RESERVED
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.tail import SHAPES
@@ -34,6 +37,31 @@ def test_a_value_of_another_kind(
         printed = " ".join(capsys.readouterr().out.split())
         assert "plan.json has a value that llmx does not write" in printed
         assert "batch.accumulation is 'x'" in printed
+
+
+WRONG_KINDS = {
+    "rows": 5, "outcome": 5, "hosts": 5, "tables": 5, "train": 5, "wandb": 5, "loss": "x",
+    "cause": 5, "name": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{\n", bytes(range(256)), b"[1, 2]\n", b'"x"\n', json.dumps(WRONG_KINDS).encode() + b"\n"],
+)
+def test_each_damaged_file_is_named_in_one_line(run: RunDir, content: bytes) -> None:
+    for path in (
+        run.config, run.overrides, run.plan, run.samples, run.tables, run.result, run.data,
+        run.tracking, run.metrics, run.attempts,
+    ):  # fmt: skip
+        former = path.read_bytes() if path.exists() else b""
+        path.write_bytes(content)
+        data = load_run(run.root)
+        named = [warning for warning in data.warnings if path.name in warning]
+        assert len(named) == 1, (path.name, data.warnings)
+        assert "\n" not in named[0]
+        assert "<h1" in page(data)
+        path.write_bytes(former) if former else path.unlink()
 
 
 def test_no_metric_of_a_task_is_taken_for_damage() -> None:
