@@ -282,7 +282,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
         "host": on_host(engine.engine),
         "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "layout": engine.layout,
-        "method": [engine.attention.implementation, engine.attention.isolation],
+        "method": [engine.main.attention.implementation, engine.main.attention.isolation],
     }
 
 

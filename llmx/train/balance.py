@@ -74,7 +74,7 @@ Point = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one micro batch."""
+    """The measured time of one micro batch."""
 
     point: Point
     noise: float
@@ -92,7 +92,7 @@ class Measured:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Measured:
-        """The inverse of ``asdict``."""
+        """Restore from what ``asdict`` gave."""
         return cls(**{**values, "speed": RankSpeed(**values["speed"])})
 
 
@@ -129,14 +129,14 @@ def with_measured_speeds(
     plan = subject.plan
     if plan.balance is None or plan.balance.method != "measured":
         return plan
-    mine = _read(run_dir, plan) if subject.rank == 0 else None
-    balance = all_gather(mine, group=group)[0]
+    stored = _read(run_dir, plan) if subject.rank == 0 else None
+    balance = all_gather(stored, group=group)[0]
     was_measured = False
     if balance is None:
         began = time.perf_counter()
-        found, problem, cached = _speeds(subject, group=group)
+        measurements, problem, cached = _speeds(subject, group=group)
         balance = replace(plan.balance, pending=False)
-        if found is None:
+        if measurements is None:
             by = "as measured in an earlier run" if plan.balance.source else "by the data sheets"
             log(f"balance: not measured ({problem}); samples are split {by}")
         else:
@@ -146,11 +146,11 @@ def with_measured_speeds(
                 log(f"balance: measured{by} in {time.perf_counter() - began:.1f} s")
             balance = replace(
                 balance,
-                speeds=tuple(one.speed for one in found),
-                micro_step_fs=found[0].micro_step_fs,
+                speeds=tuple(m.speed for m in measurements),
+                micro_step_fs=measurements[0].micro_step_fs,
             )
             was_measured = True
-            balance = evened(plan, balance, noise=max(one.noise for one in found))
+            balance = evened(plan, balance, noise=max(m.noise for m in measurements))
         if subject.rank == 0:
             write_json(run_dir.balance, record(with_balance(plan, balance)))
     balanced = with_balance(plan, replace(balance, source=""))
@@ -171,17 +171,17 @@ def described(plan: Plan, *, measured: bool = True) -> str:
     """
     assert plan.balance is not None
     measured = measured and plan.balance.method == "measured"
-    found: dict[str, None] = {}
+    lines: list[str] = []
     for rank, speed in zip(plan.ranks, plan.balance.speeds, strict=True):
         sizes = plan.batch.sizes_of(rank.rank)
         tokens_per_s = plan.batch.seq_len * FS / sample_fs(speed, plan.batch.seq_len)
-        found[
+        lines.append(
             f"{plan.hosts[rank.host].name} ({rank.device}) "
             f"{f'{tokens_per_s:,.0f} tokens/s, ' if measured else ''}"
             f"{plural(sum(sizes), 'sample')} in {plural(len(sizes), 'micro step')}"
-        ] = None
-    shown = list(found)
-    return "; ".join(shown[:8]) + ("; ..." if len(shown) > 8 else "")
+        )
+    unique = list(dict.fromkeys(lines))
+    return "; ".join(unique[:8]) + ("; ..." if len(unique) > 8 else "")
 
 
 def record(plan: Plan) -> dict[str, Any]:
@@ -202,13 +202,13 @@ def _read(run_dir: RunDir, plan: Plan) -> BalancePlan | None:
     """The speeds of ``balance.json``, where it is of these ranks."""
     assert plan.balance is not None
     try:
-        found = read_json(run_dir.balance)
-        speeds = tuple(RankSpeed(**speed) for speed in found["speeds"])
-        micro_step_fs = found.get("micro_step_fs")
-        same = is_of(found, plan)
+        stored = read_json(run_dir.balance)
+        speeds = tuple(RankSpeed(**speed) for speed in stored["speeds"])
+        micro_step_fs = stored.get("micro_step_fs")
+        same_ranks = is_of(stored, plan)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not same or len(speeds) != plan.world_size:
+    if not same_ranks or len(speeds) != plan.world_size:
         return None
     return replace(plan.balance, speeds=speeds, micro_step_fs=micro_step_fs, pending=False)
 
@@ -217,13 +217,13 @@ def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str
     """What is known of every rank, from the caches of all hosts or measured now; or why nothing is.
     Collective."""
     cache = speeds_directory(subject.exp.data) / f"{_key(subject)}.json"
-    mine: Measured | None = None
+    cached_here: Measured | None = None
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        mine = Measured.of(read_json(cache))
-    found = all_gather(mine, group=group)
-    known = [one for one in found if one is not None]
-    if len(known) == len(found) and _still_right(subject, known, group=group):
-        return known, "", True
+        cached_here = Measured.of(read_json(cache))
+    caches = all_gather(cached_here, group=group)
+    cached = [measured for measured in caches if measured is not None]
+    if len(cached) == len(caches) and _still_right(subject, cached, group=group):
+        return cached, "", True
     timings, problem = measure(subject, group=group)
     table = all_gather((timings, problem), group=group)
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(table) if text]
@@ -236,19 +236,22 @@ def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str
     for rank in ranks:
         place = (rank.host, rank.device)
         if subject.rank == 0 and place not in fits:
-            alike = [one for r in ranks if (r.host, r.device) == place for one in table[r.rank][0]]
-            noise = sum(one.noise for one in alike) / len(alike)
-            speed = fit_speed([one.point for one in alike])
+            alike: list[Timing] = []
+            for other in ranks:
+                if (other.host, other.device) == place:
+                    alike += table[other.rank][0]
+            noise = sum(timing.noise for timing in alike) / len(alike)
+            speed = fit_speed([timing.point for timing in alike])
             fits[place] = Measured(speed, noise, micro_step_fs)
     fits = all_gather(fits, group=group)[0]
-    own = ranks[subject.rank]
+    this_rank = ranks[subject.rank]
     with contextlib.suppress(OSError):  # the next run measures again
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cache, asdict(fits[own.host, own.device]))
+        write_json(cache, asdict(fits[this_rank.host, this_rank.device]))
     return [fits[rank.host, rank.device] for rank in ranks], "", False
 
 
-def _still_right(subject: Subject, known: list[Measured], *, group: Any) -> bool:
+def _still_right(subject: Subject, cached: list[Measured], *, group: Any) -> bool:
     """Whether one micro batch of each rank takes what the caches say, up to a factor that is the
     same everywhere: a host may be throttled now, or no longer. Collective."""
     ranks = subject.plan.ranks
@@ -256,8 +259,8 @@ def _still_right(subject: Subject, known: list[Measured], *, group: Any) -> bool
         return True  # whatever its speed, all ranks have it
     timings, problem = measure(subject, group=group, check=True)
     rate = 0.0
-    for tokens, squares, seconds in (one.point for one in timings):
-        rate = seconds * FS / known[subject.rank].speed.time_fs(int(tokens), int(squares))
+    for tokens, squares, seconds in (timing.point for timing in timings):
+        rate = seconds * FS / cached[subject.rank].speed.time_fs(int(tokens), int(squares))
     rates = all_gather(0.0 if problem else rate, group=group)
     return min(rates) > 0 and max(rates) <= OTHER_SPEED * min(rates)
 
@@ -294,25 +297,25 @@ def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
         per_byte = slowest(large) / large
     size = torch.finfo(engine.dtype).bits // 8
     parameters = list(engine.module.parameters())
-    trained = sum(math.prod(whole_shape(one)) for one in parameters if one.requires_grad)
+    trained = sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad)
     moved = float(trained)
     if engine.stage == 3:
-        moved = sum(math.prod(whole_shape(one)) for one in parameters) + trained / 2
+        moved = sum(math.prod(whole_shape(p)) for p in parameters) + trained / 2
     return round(per_byte * moved * size * FS)
 
 
 def _key(subject: Subject) -> str:
     """Of all that a speed depends on, on this host."""
     exp, plan, engine = subject.exp, subject.plan, subject.engine
-    own = plan.ranks[subject.rank]
-    values = to_dict(on_device(exp, own.device))
+    this_rank = plan.ranks[subject.rank]
+    values = to_dict(on_device(exp, this_rank.device))
     task = {key: value for key, value in values["task"].items() if key in ("kind", "options")}
     parts = {
         "format": CACHE_FORMAT,
         "host": socket.gethostname(),
-        "device": own.device,
+        "device": this_rank.device,
         "name": torch.cuda.get_device_name() if plan.on_gpus else "cpu",
-        "ranks": sum(rank.host == own.host for rank in plan.ranks),
+        "ranks": sum(rank.host == this_rank.host for rank in plan.ranks),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "model": {**values["model"], "config": engine.config.to_dict()},
@@ -344,12 +347,12 @@ def measure(subject: Subject, *, group: Any, check: bool = False) -> tuple[list[
     state = random_state()
     before = [model.gradient_scale for model in engine.models.values()]
     timings: list[Timing] = []
-    held = first_blocks(engine, part.stacks, part.held) if part else whole_weights(engine)
-    with held, AtOnce(group) as at_once:
+    weights = first_blocks(engine, part.stacks, part.held) if part else whole_weights(engine)
+    with weights, AtOnce(group) as at_once:
         try:
             seed_step(subject.exp.seed, 0, subject.rank)
             chosen = _places(subject)
-            chosen = [max(chosen, key=lambda one: len(one[1]))] if check else chosen
+            chosen = [max(chosen, key=lambda choice: len(choice[1]))] if check else chosen
             timings = [_timed(subject, places, part, at_once) for places in chosen]
         except Exception as error:  # the run itself may still fit, and says so if it does not
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
@@ -415,13 +418,13 @@ def held_part(subject: Subject) -> tuple[Part | None, str]:
     plan, engine = subject.plan, subject.engine
     if engine.stage != 3:
         return None, ""
-    of_each = torch.finfo(engine.dtype).bits // 8 / 2**30
+    parameter_gib = torch.finfo(engine.dtype).bits // 8 / 2**30
 
     def gib(module: torch.nn.Module) -> float:
-        """Weights and their gradients."""
+        """GiB of the module's weights and their gradients."""
         return sum(
-            (1 + one.requires_grad) * math.prod(whole_shape(one)) * of_each
-            for one in module.parameters()
+            (1 + p.requires_grad) * math.prod(whole_shape(p)) * parameter_gib
+            for p in module.parameters()
         )
 
     whole_gib = gib(engine.module)
@@ -433,31 +436,31 @@ def held_part(subject: Subject) -> tuple[Part | None, str]:
         return None, ""
     no_room = f"the whole model does not fit on a {tightest} beside its activations"
     stacks = [stack_of(model.module) for model in engine.networks.values()]
-    found = tuple(stack for stack in stacks if stack is not None)
-    if len(found) < len(stacks) or len({len(stack.blocks) for stack in found}) != 1:
+    divisible = tuple(stack for stack in stacks if stack is not None)
+    if len(divisible) < len(stacks) or len({len(stack.blocks) for stack in divisible}) != 1:
         return None, f"{no_room}, and its blocks are not alike"
-    blocks, least = len(found[0].blocks), max(stack.least for stack in found)
-    block_gib = sum(gib(stack.blocks[-1]) for stack in found)
-    held = math.floor(blocks - (whole_gib - room_gib) / block_gib)
-    if held <= least:
+    blocks, least = len(divisible[0].blocks), max(stack.least for stack in divisible)
+    block_gib = sum(gib(stack.blocks[-1]) for stack in divisible)
+    num_held = math.floor(blocks - (whole_gib - room_gib) / block_gib)
+    if num_held <= least:
         return None, f"{no_room}, nor do {least + 1} of its {blocks} blocks"
-    return Part(found, least, held, blocks), ""
+    return Part(divisible, least, num_held, blocks), ""
 
 
 def _room_gib(memory: MemoryPlan) -> float:
     """On a device beside the shards, and what a micro batch keeps for its backward pass."""
     shards = memory.parameters_gib + memory.gradients_gib + memory.optimizer_gib
-    kept = memory.activations_gib + memory.logits_gib + memory.context_gib
-    return memory.capacity_gib * 0.9 - shards - kept
+    saved_gib = memory.activations_gib + memory.logits_gib + memory.context_gib
+    return memory.capacity_gib * 0.9 - shards - saved_gib
 
 
-def of_all_blocks(few: Timing, held: Timing, part: Part) -> Timing:
+def of_all_blocks(with_least: Timing, with_held: Timing, part: Part) -> Timing:
     """The time with all blocks, from that with the fewest and that with those that are held: each
     further block takes as long as the others."""
     times = (part.blocks - part.least) / (part.held - part.least)
-    (tokens, squares, least), (_, _, most) = few.point, held.point
-    seconds = max(most, least + times * (most - least))
-    apart = math.hypot((times - 1) * least * few.noise, times * most * held.noise)
+    (tokens, squares, least_s), (_, _, held_s) = with_least.point, with_held.point
+    seconds = max(held_s, least_s + times * (held_s - least_s))
+    apart = math.hypot((times - 1) * least_s * with_least.noise, times * held_s * with_held.noise)
     return Timing((tokens, squares, seconds), apart / seconds)
 
 
@@ -471,25 +474,25 @@ def _places(subject: Subject) -> list[tuple[Any, list[int]]]:
     rows = layout.rows(store, samples)
     by_length = sorted(range(len(samples)), key=lambda at: (-rows.lengths[at], at))
     limit = min(subject.limit, len(samples))
-    found = [by_length[:size] for size in sorted({1, -(-limit // 2), limit})]
+    choices = [by_length[:size] for size in sorted({1, -(-limit // 2), limit})]
     if rows.lengths[by_length[-1]] < 0.7 * rows.lengths[by_length[0]]:
-        found.append(by_length[-limit:])
-    return [(samples, sorted(places)) for places in found]
+        choices.append(by_length[-limit:])
+    return [(samples, sorted(places)) for places in choices]
 
 
 def _timed(
     subject: Subject, chosen: tuple[Any, list[int]], part: Part | None, at_once: AtOnce
 ) -> Timing:
     """The mean time of a micro batch, forward and backward."""
+    with_held = _timed_as_it_is(subject, chosen, at_once)
     if part is None:
-        return _timed_as_it_is(subject, chosen, at_once)
-    held = _timed_as_it_is(subject, chosen, at_once)
+        return with_held
     for stack in part.stacks:
         stack.cut(part.least)
-    few = _timed_as_it_is(subject, chosen, at_once)
+    with_least = _timed_as_it_is(subject, chosen, at_once)
     for stack in part.stacks:
         stack.cut(part.held)
-    return of_all_blocks(few, held, part)
+    return of_all_blocks(with_least, with_held, part)
 
 
 def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]], at_once: AtOnce) -> Timing:

@@ -31,7 +31,7 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples become tensors."""
+    """How samples become the tensors of a batch."""
 
     seq_len: int
     pad_id: int
@@ -108,7 +108,7 @@ def make_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
 
-    mine: Sequence[Sequence[int]] = [
+    micro_batch_places: Sequence[Sequence[int]] = [
         batch.places(rank, number, samples=len(samples))
         for number in range(len(batch.sizes_of(rank)))
     ]
@@ -120,7 +120,7 @@ def make_step(
             seq_len=layout.seq_len,
             pad_to=layout.pad_to,
         )
-        mine = mine if work is None else work[rank]
+        micro_batch_places = micro_batch_places if work is None else work[rank]
     micro_batches = tuple(
         micro_batch(
             store,
@@ -132,7 +132,7 @@ def make_step(
             draws=draws,
             transform=transform,
         )
-        for part in mine
+        for part in micro_batch_places
     )
     squares = [square_tokens(micro) for micro in micro_batches]
     target_tokens = store.num_target_tokens(samples)
@@ -158,12 +158,12 @@ def work_of(
 ) -> int:
     """``Step.work``. ``squares``: squared tokens of the rows of each micro batch."""
     speed = RankSpeed(fixed_fs=0, token_fs=1) if balance is None else balance.speeds[rank]
-    found = 0
+    work = 0
     for micro, of_rows in zip(micro_batches, squares, strict=True):
         lines, length = micro["input_ids"].shape
-        whole = lines * length * length
-        found += speed.time_fs(lines * length, whole if layout.whole_rows else of_rows)
-    return found
+        line_squares = lines * length * length
+        work += speed.time_fs(lines * length, line_squares if layout.whole_rows else of_rows)
+    return work
 
 
 def micro_batch(
@@ -178,14 +178,17 @@ def micro_batch(
     transform: Transform | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of the samples of ``step`` at these places of it."""
-    found = [store[int(samples[place])] for place in places]
+    taken_samples = [store[int(samples[place])] for place in places]
     if transform is not None:
-        found = [transform(one, step, place) for one, place in zip(found, places, strict=True)]
-    tensors = layout.collate(found, columns=store.batch_columns)
+        taken_samples = [
+            transform(sample, step, place)
+            for sample, place in zip(taken_samples, places, strict=True)
+        ]
+    tensors = layout.collate(taken_samples, columns=store.batch_columns)
     if draws:
         seeds = [
             draw_seed(seed, step, place) + number
-            for place, sample in zip(places, found, strict=True)
+            for place, sample in zip(places, taken_samples, strict=True)
             for number in range(len(sample.sequence_starts))
         ]
         tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
@@ -194,9 +197,9 @@ def micro_batch(
 
 def square_tokens(batch: dict[str, torch.Tensor]) -> int:
     """Sum of squared row lengths: each token's position in its row is how far it looks back."""
-    seen = (batch["position_ids"] + 1) * (batch["segment_ids"] > 0)
+    lookback = (batch["position_ids"] + 1) * (batch["segment_ids"] > 0)
     tokens = int((batch["segment_ids"] > 0).sum())
-    return 2 * int(seen.sum()) - tokens  # n^2 = 2 * (1 + ... + n) - n
+    return 2 * int(lookback.sum()) - tokens  # n^2 = 2 * (1 + ... + n) - n
 
 
 def pinned(step: Step) -> Step:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmx.collectives import all_gather
-from llmx.config import CheckpointConfig, TaskConfig
+from llmx.config import TaskConfig
 from llmx.data import EvalPrompt, unreachable_completions
 from llmx.errors import ConfigError
 from llmx.models.generate import generate, stop_ids
@@ -71,33 +71,35 @@ def evaluate_task(
             )
 
     engine.engine.eval()
-    found = task.evaluate(engine.models, batches())
+    measures = task.evaluate(engine.models, batches())
     engine.engine.train()
-    return None if stopped else together(found, device=engine.device)
+    return None if stopped else together(measures, device=engine.device)
 
 
 def together(
-    found: Mapping[str, Mean | Accumulator], *, device: torch.device
+    measures: Mapping[str, Mean | Accumulator], *, device: torch.device
 ) -> dict[str, Mean | Accumulator]:
     """What every rank has measured: means added up, accumulators merged in the order of the ranks.
     Collective."""
-    means = {name: one for name, one in found.items() if isinstance(one, Mean)}
-    whole: dict[str, Mean | Accumulator] = {**summed(means, device=device)}
-    mine = {name: one for name, one in found.items() if isinstance(one, Accumulator)}
-    if mine:
-        first, *others = all_gather(mine)
-        for other in others:
-            for name, one in first.items():
-                one.merge(other[name])
-        whole.update(first)
-    return whole
+    means = {name: measure for name, measure in measures.items() if isinstance(measure, Mean)}
+    merged: dict[str, Mean | Accumulator] = {**summed(means, device=device)}
+    accumulators = {
+        name: measure for name, measure in measures.items() if isinstance(measure, Accumulator)
+    }
+    if accumulators:
+        first, *other_ranks = all_gather(accumulators)
+        for other in other_ranks:
+            for name, accumulator in first.items():
+                accumulator.merge(other[name])
+        merged.update(first)
+    return merged
 
 
-def summed(found: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
+def summed(means: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
     """Sums and weights added up over the ranks, in fp64. Collective."""
-    names = sorted(found)
+    names = sorted(means)
     table = torch.tensor(
-        [value for name in names for value in (found[name].sum, found[name].weight)],
+        [value for name in names for value in (means[name].sum, means[name].weight)],
         dtype=torch.float64,
     ).to(device)
     torch.distributed.all_reduce(table)
@@ -122,17 +124,12 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
         max_new_tokens=limit,
         stop_ids=frozenset(stop_ids(session.engine.main.module, session.task.tokenizer)),
     )
-    found = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
-    completions = [session.task.decode(list(one.text_tokens)) for one in found]
+    generated = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
+    completions = [session.task.decode(list(completion.text_tokens)) for completion in generated]
     scores = session.task.score(prompts, completions)
     if session.rank == 0 and when is not None:
         write_samples(session.run_dir, prompts, completions, scores, when=when)
     return scores
-
-
-def write_tables(run_dir: RunDir, tables: Sequence[Table], *, step: int) -> None:
-    """Rewrite ``tables.json``: what the newest evaluation leaves for the report."""
-    write_json(run_dir.tables, {"step": step, "tables": [asdict(table) for table in tables]})
 
 
 def write_samples(
@@ -149,8 +146,8 @@ def write_samples(
     if when == "after" and run_dir.samples.is_file():
         old = read_json(run_dir.samples)
     # The prompts are the same in the same order; another file is not of this run.
-    known = [row["before"] for row in old["rows"]]
-    earlier_ones = known if len(known) == len(prompts) else [None] * len(prompts)
+    recorded = [row["before"] for row in old["rows"]]
+    earlier_completions = recorded if len(recorded) == len(prompts) else [None] * len(prompts)
     rows = [
         {
             "prompt": prompt.prompt,
@@ -158,7 +155,9 @@ def write_samples(
             "before": completion if when == "before" else earlier,
             "after": completion if when == "after" else None,
         }
-        for prompt, completion, earlier in zip(prompts, completions, earlier_ones, strict=True)
+        for prompt, completion, earlier in zip(
+            prompts, completions, earlier_completions, strict=True
+        )
     ]
     values: dict[str, Any] = {"rows": rows}
     for name, value in scores.items():
@@ -172,8 +171,8 @@ def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
     """Before training, at every multiple of ``task.eval_every_steps``, and after training."""
     if not task.evaluate:
         return False
-    every = task.eval_every_steps
-    return step in (0, total) or bool(every and step % every == 0)
+    interval = task.eval_every_steps
+    return step in (0, total) or bool(interval and step % interval == 0)
 
 
 def evaluate(session: Session, step: int, total: int) -> bool:
@@ -202,14 +201,16 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         return True
     measured: dict[str, float | None] = {}
     tables: list[Table] = []
-    for name, one in result.items():
-        if isinstance(one, Mean):
-            measured[name] = one.value
+    for name, measure in result.items():
+        if isinstance(measure, Mean):
+            measured[name] = measure.value
         else:
-            measured.update(one.values())
-            tables += one.tables()
+            measured.update(measure.values())
+            tables += measure.tables()
     if tables and session.rank == 0:
-        write_tables(session.run_dir, tables, step=step)
+        # What the newest evaluation leaves for the report.
+        values = {"step": step, "tables": [asdict(table) for table in tables]}
+        write_json(session.run_dir.tables, values)
     line: dict[str, Any] = {}
     mean = result.get("loss")
     weight = mean.weight if isinstance(mean, Mean) else measured.pop("weight", None)
@@ -220,7 +221,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     when = {0: "before", total: "after"}.get(step)
     # What was asked for by name, and what the best checkpoint goes by, is measured at every
     # evaluation. So is what may end the training.
-    goes_by = {best_metric(session.exp.checkpoint)}
+    goes_by = {session.exp.checkpoint.metric.removeprefix("eval/")}
     if session.early_stopping:
         goes_by.add(session.early_stopping.name)
     missing = any(name in declared and name not in measured for name in goes_by)
@@ -230,20 +231,15 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     # A metric that this evaluation does not measure is null.
     line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
     session.metrics.write("eval", step=step, **line)
-    shown = [f"loss {line['loss']:.4f}"] if "loss" in line else []
-    shown += [
+    texts = [f"loss {line['loss']:.4f}"] if "loss" in line else []
+    texts += [
         f"{declared[name].title} {declared[name].shown(value)}"
         for name, value in measured.items()
         if value is not None
     ]
-    session.log(f"evaluation at step {step}: {'  '.join(shown)}")
+    session.log(f"evaluation at step {step}: {'  '.join(texts)}")
     session.status.enter("training")
     return True
-
-
-def best_metric(checkpoint: CheckpointConfig) -> str:
-    """The metric of an evaluation that ``checkpoint.metric`` names: ``f1`` of ``eval/f1``."""
-    return checkpoint.metric.removeprefix("eval/")
 
 
 def check_measured(task: Task, measured: Iterable[str]) -> None:

@@ -69,14 +69,14 @@ def write_model(session: Session) -> None:
         "dtype": engine.dtype,
         "files": session.task.export_files(engine.main),
     }
-    own = user_card(session.run_dir.final_model)
+    users_card = user_card(session.run_dir.final_model)
     if engine.main.adapter is not None:
         export_adapter(engine.main.module, engine.main.adapter, engine.config, **common)
     else:
         export_model(engine.main.module, engine.config, **common)
     if session.rank == 0:
         try:
-            write_card(session.run_dir, session.run_dir.final_model, former=own)
+            write_card(session.run_dir, session.run_dir.final_model, former=users_card)
         except OSError as error:  # the model is there
             session.log(f"No model card in {session.run_dir.final_model}: {error}")
 
@@ -154,8 +154,8 @@ def early_stop(session: Session) -> EarlyStop | None:
     rule = session.early_stopping
     if rule is None:
         return None
-    mine = rule.decide(session.metrics.evaluations) if session.rank == 0 else None
-    return all_gather(mine, group=session.consensus.group)[0]
+    decision = rule.decide(session.metrics.evaluations) if session.rank == 0 else None
+    return all_gather(decision, group=session.consensus.group)[0]
 
 
 def end_early(session: Session, why: EarlyStop, *, step: int, total: int) -> None:
@@ -213,8 +213,8 @@ def rebalance(session: Session, step: int, line: Line | None) -> bool:
     session.plan = session.saver.plan = plan
     if session.rank == 0:
         changes = session.rebalance.changes
-        said = record_change(session.run_dir, before, plan, changes, log=session.log)
-        session.metrics.event("rebalanced", step=step, **said)
+        change = record_change(session.run_dir, before, plan, changes, log=session.log)
+        session.metrics.event("rebalanced", step=step, **change)
     return True
 
 
@@ -228,11 +228,10 @@ class Upcoming:
         self.begin(start.step)
 
     def next(self) -> Step:
-        """The next one."""
         return next(self._steps)
 
     def begin(self, step: int) -> None:
-        """The next one is that after ``step``, by the plan of now."""
+        """Continue with the step after ``step``, by the current plan."""
         self.close()
         session, task = self._session, self._session.task
         store = session.train_store
@@ -267,7 +266,6 @@ class Upcoming:
         self._steps = iter(self._ahead)
 
     def close(self) -> None:
-        """End the thread."""
         if self._ahead is not None:
             self._ahead.close()
 

@@ -101,26 +101,26 @@ class Run:
     last_flops: float
 
 
-def with_all_blocks(run: Run, blocks: Sequence[Numbers], kept: int) -> Run | None:
-    """The micro step with all ``blocks``, of which ``run`` has the first ``kept``; without the
-    FLOPs until each event. None where the blocks that are compared do not agree.
+def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | None:
+    """The micro step with all ``blocks``, of which ``run`` has the first ``num_run``; without
+    the FLOPs until each event. None where the blocks that are compared do not agree.
 
     Numbers of modules and parameters in ``run`` are those of the whole network.
     """
-    before, former, one, last = blocks[kept - 4 : kept]
-    forward = [_first(run.events, FETCH, each) for each in (former, one, last)]
-    backward = [_first(run.events, FETCH_BACKWARD, each) for each in (one, former, before)]
+    before, former, repeated, last = blocks[num_run - 4 : num_run]
+    forward = [_first(run.events, FETCH, block) for block in (former, repeated, last)]
+    backward = [_first(run.events, FETCH_BACKWARD, block) for block in (repeated, former, before)]
     places = [place for place in (*forward, *backward) if place is not None]
     if len(places) < 6 or places != sorted(places):
         return None
-    f_former, f_one, f_last, b_one, b_former, b_before = places
-    ahead, back = _Part(run, f_one, f_last), _Part(run, b_one, b_former)
-    if not ahead.agrees(_Part(run, f_former, f_one), one, former):
+    f_former, f_repeated, f_last, b_repeated, b_former, b_before = places
+    ahead, back = _Part(run, f_repeated, f_last), _Part(run, b_repeated, b_former)
+    if not ahead.agrees(_Part(run, f_former, f_repeated), repeated, former):
         return None
-    if not back.agrees(_Part(run, b_former, b_before), one, former):
+    if not back.agrees(_Part(run, b_former, b_before), repeated, former):
         return None
-    more = len(blocks) - kept
-    modules, parameters = len(one.modules), len(one.parameters)
+    num_added = len(blocks) - num_run
+    modules, parameters = len(repeated.modules), len(repeated.parameters)
 
     def moved(events: Iterable[Event], live: int, by: int, whose: Numbers) -> Iterator[Event]:
         """With so many bytes more; and those of a block as of the one that is ``by`` later."""
@@ -130,15 +130,15 @@ def with_all_blocks(run: Run, blocks: Sequence[Numbers], kept: int) -> Run | Non
             yield Event(event.kind, index, event.peak + live, event.live + live)
 
     events = [*run.events[:f_last]]
-    for copy in range(1, more + 1):
-        events += moved(ahead.events, copy * ahead.grows, copy, one)
-    grown = more * ahead.grows
-    events += moved(run.events[f_last:b_one], grown, more, last)
-    for copy in range(more, 0, -1):
-        events += moved(back.events, grown + (more - copy) * back.grows, copy, one)
-    left = grown + more * back.grows
-    events += moved(run.events[b_one:], left, more, last)
-    flops = run.last_flops + more * (ahead.flops + back.flops)
+    for copy in range(1, num_added + 1):
+        events += moved(ahead.events, copy * ahead.grows, copy, repeated)
+    grown = num_added * ahead.grows
+    events += moved(run.events[f_last:b_repeated], grown, num_added, last)
+    for copy in range(num_added, 0, -1):
+        events += moved(back.events, grown + (num_added - copy) * back.grows, copy, repeated)
+    left = grown + num_added * back.grows
+    events += moved(run.events[b_repeated:], left, num_added, last)
+    flops = run.last_flops + num_added * (ahead.flops + back.flops)
     return Run(events, (), run.last_peak + left, flops)
 
 
@@ -160,9 +160,9 @@ class _Part:
         """Bytes that stay when it is over."""
         self.flops = run.flops[end] - run.flops[begin]
 
-    def agrees(self, other: _Part, numbers: Numbers, others: Numbers) -> bool:
+    def agrees(self, other: _Part, numbers: Numbers, other_numbers: Numbers) -> bool:
         """Whether another block does the same, and both do nothing but their own."""
-        return self._own(numbers) is not None and self._own(numbers) == other._own(others)
+        return self._own(numbers) is not None and self._own(numbers) == other._own(other_numbers)
 
     def _own(self, numbers: Numbers) -> list[Event] | None:
         if not all(numbers.has(event) for event in self.events):
@@ -200,23 +200,23 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def run(self) -> Run:
-        """What was seen."""
+        """The micro step that was recorded."""
         return Run(self.events, self.flops_until, self.peak, self.flops)
 
     def mark(self, kind: int, index: int) -> None:
-        """An event now."""
+        """Record an event, and the peak of memory since the one before it."""
         self.events.append(Event(kind, index, self.peak, self.live))
         self.flops_until.append(self.flops)
         self.peak = self.live
 
     def leave_out(self, values: Iterable[torch.Tensor]) -> None:
-        """Do not count these."""
+        """Exclude the storages of these tensors from the count."""
         for value in values:
             storage = value.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
 
     def take(self, values: Any) -> None:
-        """Count these, and what they are views of."""
+        """Count the storages of these tensors."""
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor):
                 self._count(value)
@@ -227,9 +227,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default and not _in_kernel(args[0]):
             return args[0].fake_device  # two thirds of all that comes here
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         counts = function.overloadpacket is torch.ops.aten.arange
-        if (given or counts) and not any(isinstance(x, FakeTensor) for x in given):
+        if (tensors or counts) and not any(isinstance(x, FakeTensor) for x in tensors):
             with unset_fake_temporarily():
                 result = function(*args, **kwargs)
         else:
@@ -293,8 +293,7 @@ def _marked(values: Any, called: Any) -> Any:
         return mark(values, called) if values.requires_grad else values
     if isinstance(values, (tuple, list)):
         marked = [_marked(value, called) for value in values]
-        named = hasattr(values, "_fields")
-        return type(values)(*marked) if named else type(values)(marked)
+        return type(values)(*marked) if hasattr(values, "_fields") else type(values)(marked)
     if isinstance(values, dict):  # what transformers' models return
         for key in values:
             values[key] = _marked(values[key], called)
@@ -314,24 +313,24 @@ def watch(network: nn.Module, recorder: Recorder) -> StepTrace:
 
             parameter.register_post_accumulate_grad_hook(there)
     modules: list[tuple[int, ...]] = []
-    for module, own in _hooked(network):
+    for module, gathered in _hooked(network):
         _watch_module(module, len(modules), recorder)
-        modules.append(tuple(numbers[id(parameter)] for parameter in own))
+        modules.append(tuple(numbers[id(parameter)] for parameter in gathered))
     return StepTrace((), tuple(modules), ())
 
 
 def _hooked(network: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """The modules that DeepSpeed's stage 3 hooks, and what each of them gathers: those without
     parameters, too, since it fetches ahead at each of them; a block with experts as a whole."""
-    wholes, seen = tuple(expert_blocks(network)), set()
+    wholes, visited = tuple(expert_blocks(network)), set()
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        if module in seen:
+        if module in visited:
             return
-        seen.add(module)
-        whole = type(module) in wholes
-        yield module, list(module.parameters(recurse=whole))
-        for child in () if whole else module.children():
+        visited.add(module)
+        is_whole = type(module) in wholes
+        yield module, list(module.parameters(recurse=is_whole))
+        for child in () if is_whole else module.children():
             yield from below(child)
 
     yield from below(network)
@@ -354,12 +353,12 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
 
     def after(_module: Any, _args: Any, output: Any) -> Any:
         recorder.mark(RELEASE, index)
-        seen: list[bool] = []
+        fetched: list[bool] = []
 
         def called() -> None:
-            if not seen:
+            if not fetched:
                 recorder.mark(FETCH_BACKWARD, index)
-                seen.append(True)
+                fetched.append(True)
 
         return _marked(output, called)
 
@@ -376,13 +375,12 @@ def trace_step(
     Raises whatever the network or the task raises where it cannot be run so.
     """
     how = (precision, accelerator, attention, micro_batch)
-    found = None
     with contextlib.suppress(Exception):  # a network may count on all of its blocks
-        found = _trace(exp, *how, by_blocks=True)
-    if found is None:
-        found = _trace(exp, *how, by_blocks=False)
-        assert found is not None, "all blocks were run"
-    return found
+        if trace := _trace(exp, *how, by_blocks=True):
+            return trace
+    trace = _trace(exp, *how, by_blocks=False)
+    assert trace is not None, "all blocks were run"
+    return trace
 
 
 def _trace(
@@ -403,30 +401,34 @@ def _trace(
     if len(specs) > 1:  # distributions over the same tokens
         task = task_class(exp.task.kind)(exp, _tokenizer(exp))
     bases = are_bases(specs, exp.adapter, exp.model)
-    own = {name: spec for name, spec in specs.items() if name not in bases and not spec.precomputes}
+    own_specs = {
+        name: spec for name, spec in specs.items() if name not in bases and not spec.precomputes
+    }
     method = _method(exp, attention)
-    with _fake(), _pretended(accelerator):
+    with FakeTensorMode(allow_non_fake_inputs=True), _pretended(accelerator):
         parts = {
             name: _network(with_source(exp, spec), spec, precision=precision, method=method)
-            for name, spec in own.items()
+            for name, spec in own_specs.items()
         }
         networks = {name: network for name, (network, _) in parts.items()}
-        one = len(networks) == 1
-        frozen = [name for name, spec in own.items() if not spec.trained]
-        whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
-        packed = quantized_layers(whole).values()
+        is_single = len(networks) == 1
+        frozen = [name for name, spec in own_specs.items() if not spec.trained]
+        combined = (
+            next(iter(networks.values())) if is_single else NetworksByName(networks, frozen=frozen)
+        )
+        packed = quantized_layers(combined).values()
         recorder = Recorder()
-        packed_tensors = [one for layer in packed for one in layer.packed_tensors]
-        recorder.leave_out([*whole.parameters(), *whole.buffers(), *packed_tensors])
-        found = watch(whole, recorder)
+        packed_tensors = [tensor for layer in packed for tensor in layer.packed_tensors]
+        recorder.leave_out([*combined.parameters(), *combined.buffers(), *packed_tensors])
+        trace = watch(combined, recorder)
         models = Models()
         for name, (network, config) in parts.items():
-            spec = own[name]
+            spec = own_specs[name]
             models[name] = _TracedModel(
                 name=name,
                 spec=spec,
                 module=network,
-                forward=whole if one else ForwardOf(whole, name, network),
+                forward=combined if is_single else ForwardOf(combined, name, network),
                 config=config,
                 vocab_size=_true_rows(exp, config),
                 attention=method,
@@ -438,32 +440,39 @@ def _trace(
         for name in bases:
             models[name] = base_of(models.main, name=name, spec=specs[name])
         apart = optimizer_of(exp.optim.kind).matrices_apart
-        matrices = hidden_matrices(whole) if apart else set()
-        groups = _groups(exp, whole, [*networks.values()], matrices)
+        matrices = hidden_matrices(combined) if apart else set()
+        groups = _groups(exp, combined, [*networks.values()], matrices)
         parameters = tuple(
             TracedParameter(
-                one.numel(), one.requires_grad, groups.get(id(one), 0), id(one) in matrices
+                parameter.numel(),
+                parameter.requires_grad,
+                groups.get(id(parameter), 0),
+                id(parameter) in matrices,
             )
-            for one in whole.parameters()
+            for parameter in combined.parameters()
         )
-        buffers = sum(one.numel() * one.element_size() for one in whole.buffers())
+        buffers = sum(buffer.numel() * buffer.element_size() for buffer in combined.buffers())
         buffers += sum(layer.packed_bytes for layer in packed)
         num_packed = sum(layer.num_weights for layer in packed)
-        num_beside = sum(one.numel() for name in frozen for one in networks[name].parameters())
+        num_beside = sum(
+            parameter.numel() for name in frozen for parameter in networks[name].parameters()
+        )
         batch = _batch(exp, task, micro_batch, layout=method.layout)
-        whole.train()
+        combined.train()
         # A loss of routers is of all of them.
-        stack = stack_of(whole) if by_blocks and one and not expert_blocks(whole) else None
-        if stack is not None and len(stack.blocks) > (kept := stack.least + BEYOND):
-            blocks = numbers_of(whole, stack)
-            stack.cut(kept)
-            run = with_all_blocks(_run(recorder, task, models, batch), blocks, kept)
+        stack = (
+            stack_of(combined) if by_blocks and is_single and not expert_blocks(combined) else None
+        )
+        if stack is not None and len(stack.blocks) > (num_run := stack.least + BEYOND):
+            blocks = numbers_of(combined, stack)
+            stack.cut(num_run)
+            run = with_all_blocks(_run(recorder, task, models, batch), blocks, num_run)
         else:
             run = _run(recorder, task, models, batch)
     if run is None:
         return None
     return replace(
-        found,
+        trace,
         parameters=parameters,
         events=tuple(run.events),
         last_peak=run.last_peak,
@@ -496,16 +505,16 @@ def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
 def numbers_of(network: nn.Module, stack: Stack) -> list[Numbers]:
     """Of each block of the stack, as ``watch`` numbers modules and parameters."""
     modules = {id(module): number for number, (module, _) in enumerate(_hooked(network))}
-    parameters = {id(one): number for number, one in enumerate(network.parameters())}
+    parameters = {id(parameter): number for number, parameter in enumerate(network.parameters())}
 
     def whole(numbers: Iterable[int]) -> range:
-        found = sorted(numbers)
-        return range(found[0], found[-1] + 1)
+        ordered = sorted(numbers)
+        return range(ordered[0], ordered[-1] + 1)
 
     return [
         Numbers(
             whole(modules[id(module)] for module, _ in _hooked(block)),
-            whole(parameters[id(one)] for one in block.parameters()),
+            whole(parameters[id(parameter)] for parameter in block.parameters()),
         )
         for block in stack.blocks
     ]
@@ -521,12 +530,6 @@ class _TracedModel(Model):
     def sequences_of_targets(self, batch: Any) -> tuple[torch.Tensor, int]:
         with unset_fake_temporarily():
             return super().sequences_of_targets(batch)
-
-
-@contextlib.contextmanager
-def _fake() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
 
 
 @contextlib.contextmanager
@@ -711,27 +714,33 @@ def _unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """``Module._apply``, which swaps fake tensors in place, with new parameters: those that
     something refers to weakly cannot be swapped."""
-    for each in module.modules() if recurse else [module]:
-        for name, one in each._parameters.items():
-            if one is not None:
-                each._parameters[name] = nn.Parameter(function(one.detach()), one.requires_grad)
-        for name, buffer in each._buffers.items():
+    for submodule in module.modules() if recurse else [module]:
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                submodule._parameters[name] = nn.Parameter(
+                    function(parameter.detach()), parameter.requires_grad
+                )
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                each._buffers[name] = function(buffer)
+                submodule._buffers[name] = function(buffer)
     return module
 
 
 def _groups(
-    exp: Experiment, whole: nn.Module, networks: list[nn.Module], matrices: set[int]
+    exp: Experiment, combined: nn.Module, networks: list[nn.Module], matrices: set[int]
 ) -> dict[int, int]:
     """The optimizer's group of each trained parameter, by its id."""
     groups = parameter_groups(
-        whole,
+        combined,
         weight_decay=exp.optim.weight_decay,
         apart=lr_scales(exp.optim, exp.adapter, networks),
         matrices=matrices,
     )
-    return {id(one): number for number, group in enumerate(groups) for one in group["params"]}
+    return {
+        id(parameter): number
+        for number, group in enumerate(groups)
+        for parameter in group["params"]
+    }
 
 
 def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict[str, torch.Tensor]:
@@ -739,16 +748,16 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
     target."""
     length = exp.data.seq_len
     packs = layout == "packed" and exp.data.packing != "none"
-    several = (packs or Preference in task.takes) and length > 1
-    starts = np.array([0, length // 2] if several else [0], dtype=np.int64)
+    two_sequences = (packs or Preference in task.takes) and length > 1
+    starts = np.array([0, length // 2] if two_sequences else [0], dtype=np.int64)
     targets = np.ones(length, dtype=bool)
     targets[starts] = False
-    stored = [one for one in (*task.columns, *task.precomputed) if one.name != "weight"]
+    stored = [column for column in (*task.columns, *task.precomputed) if column.name != "weight"]
     columns = {
-        one.name: np.zeros(
-            (length if one.per == "token" else len(starts), *one.shape), dtype=one.dtype
+        column.name: np.zeros(
+            (length if column.per == "token" else len(starts), *column.shape), dtype=column.dtype
         )
-        for one in stored
+        for column in stored
     }
     sample = Sample(np.zeros(length, dtype=np.uint32), targets, starts, columns=columns)
     with unset_fake_temporarily():
@@ -765,11 +774,11 @@ def main(words: list[str]) -> int:
     job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     exp = experiment_from_dict(job["experiment"])
     answers: list[dict[str, Any]] = []
-    for one in job["traces"]:
-        model = replace(exp.model, activation_checkpointing=one.pop("activation_checkpointing"))
+    for request in job["traces"]:
+        model = replace(exp.model, activation_checkpointing=request.pop("activation_checkpointing"))
         try:
-            found = trace_step(replace(exp, model=model), **one)
-            answers.append({"trace": found.to_dict()})
+            trace = trace_step(replace(exp, model=model), **request)
+            answers.append({"trace": trace.to_dict()})
         except Exception as error:  # whatever a network may raise on fake tensors
             text = str(error).strip().splitlines()
             answers.append({"problem": f"{type(error).__name__}: {text[0] if text else ''}"})

@@ -98,11 +98,11 @@ def truncate_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Replace a metrics file by its lines up to ``step``; returns them. Atomic; untouched where
     nothing is to go."""
     lines = read_metrics(path)
-    kept = lines_until(lines, step)
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
+    remaining = lines_until(lines, step)
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in remaining)
     if path.is_file() and path.read_bytes() != text.encode():
         write_text(path, text)
-    return kept
+    return remaining
 
 
 def context_gib() -> float:

@@ -66,7 +66,6 @@ class FrozenModels:
 
     @property
     def layout(self) -> str:
-        """``packed`` or ``padded``."""
         return layout_of(self.models)
 
 
@@ -85,16 +84,21 @@ def frozen_models(
     device = device_of(plan)
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     built = build_networks(exp, plan, ds_config, specs=specs, tokenizer=tokenizer, device=device)
-    whole = NetworksByName({name: one.network for name, one in built.items()}, frozen=[*specs])
+    combined = NetworksByName({name: part.network for name, part in built.items()}, frozen=[*specs])
     engine = None
     if sharded := ds_config["zero_optimization"]["stage"] == 3:
         import deepspeed
 
-        gather_experts_together(whole)
+        gather_experts_together(combined)
+        # Without an optimizer, so with nothing of optimizers in the config.
+        zero = ds_config["zero_optimization"].items()
+        zero = {key: value for key, value in zero if key != "offload_optimizer"}
         engine, _, _, _ = deepspeed.initialize(
-            model=whole, config=for_inference(ds_config), dist_init_required=False
+            model=combined,
+            config={**ds_config, "zero_optimization": zero},
+            dist_init_required=False,
         )
-    (engine or whole).eval()
+    (engine or combined).eval()
     try:
         models = models_of(
             built,
@@ -102,8 +106,8 @@ def frozen_models(
             tokenizer=tokenizer,
             device=device,
             forwards={
-                name: ForwardOf(engine, name, one.network) if engine else one.network
-                for name, one in built.items()
+                name: ForwardOf(engine, name, part.network) if engine else part.network
+                for name, part in built.items()
             },
         )
         yield FrozenModels(models, sharded)
@@ -112,11 +116,11 @@ def frozen_models(
             engine.destroy()
         # The caller may hold an exception, or the models: the weights go in any case.
         parameter: Any
-        for parameter in whole.parameters():
+        for parameter in combined.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             if hasattr(parameter, "ds_tensor"):  # this rank's part under ZeRO-3
                 parameter.ds_tensor = None
-        del engine, built, whole
+        del engine, built, combined
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -127,16 +131,6 @@ def bases_of(engine: Engine, specs: Mapping[str, ModelSpec]) -> Iterator[FrozenM
     """The trained network of ``engine`` without its adapter, under each name of ``specs``."""
     models = {name: base_of(engine.main, name=name, spec=spec) for name, spec in specs.items()}
     yield FrozenModels(Models(models), sharded=engine.stage == 3)
-
-
-def for_inference(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a ZeRO-3 engine without an optimizer: nothing of optimizers is in it."""
-    zero = {
-        key: value
-        for key, value in ds_config["zero_optimization"].items()
-        if key != "offload_optimizer"
-    }
-    return {**ds_config, "zero_optimization": zero}
 
 
 GROUP_TOKENS = 4096
@@ -201,13 +195,13 @@ def with_precomputed(
             "them: add one to models(), ModelSpec(trained=False, precomputes=True)."
         )
     Schema((*task.columns, *task.precomputed))
-    own = {name: with_source(exp, spec).model for name, spec in specs.items()}
+    model_configs = {name: with_source(exp, spec).model for name, spec in specs.items()}
     source: dict[str, dict[str, Any]] = {}
     if torch.distributed.get_rank() == 0:
         cache = cache_directory(exp.data).absolute()
         source = {
             name: model_identity(model, exp.seed, exp.run_dir, cache=cache)
-            for name, model in own.items()
+            for name, model in model_configs.items()
         }
     # Rank 0 decides: what lies in the Hub's cache may differ from host to host.
     source = all_gather(source, group=group)[0]
@@ -220,21 +214,21 @@ def with_precomputed(
     quantization = Quantization.of(exp.adapter) if engine is not None else None
     if quantization is not None:  # the base of the trained network, as it is kept
         identity["quantization"] = dataclasses.asdict(quantization)
-    wanted = {
+    by_split = {
         split: Precomputed(store, task.precomputed, identity)
         for split, store in stores.items()
         if store is not None
     }
     names = ", ".join(column.name for column in task.precomputed)
     missing = {}
-    for split, one in wanted.items():
-        holders = [rank for rank, has in enumerate(_have(one, group)) if has]
+    for split, precomputed in by_split.items():
+        holders = [rank for rank, has in enumerate(_have(precomputed, group)) if has]
         if len(holders) < plan.world_size:
-            missing[split] = one
+            missing[split] = precomputed
         if holders:
-            log(f"Data ({split}): {names} found in {one.path}")
+            log(f"Data ({split}): {names} found in {precomputed.path}")
             if split in missing:
-                _hand_over(one, source=holders[0], plan=plan, group=group)
+                _hand_over(precomputed, source=holders[0], plan=plan, group=group)
                 del missing[split]
     if missing:
         with (
@@ -242,16 +236,16 @@ def with_precomputed(
             if engine is None
             else bases_of(engine, specs)
         ) as frozen:
-            for split, one in missing.items():
+            for split, precomputed in missing.items():
                 title = f"Precomputing {names} ({split})"
-                compute(one, task, frozen, plan, layout(frozen.layout), group, title, log)
+                compute(precomputed, task, frozen, plan, layout(frozen.layout), group, title, log)
     opened: dict[str, SampleStore | None] = dict(stores)
-    for split, one in wanted.items():
-        opened[split] = one.open()
+    for split, precomputed in by_split.items():
+        opened[split] = precomputed.open()
         if opened[split] is None:
             raise ConfigError(
-                f"{one.path} was written but is missing on this rank: data.cache_dir must be the "
-                "same directory for all ranks of a host."
+                f"{precomputed.path} was written but is missing on this rank: data.cache_dir must "
+                "be the same directory for all ranks of a host."
             )
     return opened, {
         f"{name} (precomputed)": fingerprint_of(of_model)[:32] for name, of_model in source.items()
@@ -266,19 +260,19 @@ def model_identity(model: ModelConfig, seed: int, run_dir: str, *, cache: Path) 
     if model.init == "scratch":
         identity["seed"] = seed
     if model.path is not None:
-        found = fingerprint(
+        content = fingerprint(
             model.path,
             kind="models",
             revision=model.revision,
             digest_of=partial(digest_of, cache=cache),
         )
         # A model that is not there to be looked at is this run's alone.
-        identity["content"] = found["digest"] if found else f"of {run_dir}"
+        identity["content"] = content["digest"] if content else f"of {run_dir}"
     return identity
 
 
 def compute(
-    wanted: Precomputed,
+    precomputed: Precomputed,
     task: Task,
     frozen: FrozenModels,
     plan: Plan,
@@ -288,41 +282,41 @@ def compute(
     log: Callable[[str], None],
 ) -> None:
     """Compute the columns of a store, and publish them on every disk. Collective."""
-    store, rank = wanted.store, torch.distributed.get_rank()
-    done = all_gather(wanted.recorded() if rank == 0 else 0, group=group)[0]
+    store, rank = precomputed.store, torch.distributed.get_rank()
+    done = all_gather(precomputed.recorded() if rank == 0 else 0, group=group)[0]
     rounds = Rounds(
         len(store),
         size=group_size(layout.seq_len),
         shares=(1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches,
         done=done,
     )
-    progress = Progress(title, wanted, done, log if rank == 0 else None)
+    progress = Progress(title, precomputed, done, log if rank == 0 else None)
     at, seconds = 0, 0.0
-    most = max(1, wanted.window // max(1, rounds.samples(0, 1)[1] - done))
+    max_rounds = max(1, precomputed.window // max(1, rounds.samples(0, 1)[1] - done))
     while at < len(rounds):
         began = time.perf_counter()
-        many = max(1, min(most, int(RECORD_S / seconds))) if seconds else 1
-        until = min(len(rounds), at + many)
+        num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds))) if seconds else 1
+        until = min(len(rounds), at + num_rounds)
         first, last = rounds.samples(at, until)
-        values = wanted.zeros(first, last)
+        values = precomputed.zeros(first, last)
         for number in range(at, until):
             for indices in rounds.of_rank(number, rank, even=frozen.sharded):
-                _forward(wanted, task, frozen, layout, indices, values, first)
+                _forward(precomputed, task, frozen, layout, indices, values, first)
             progress.show(rounds.samples(at, number + 1)[1])
         for part in values.values():
             # Zeros where another rank has computed: the sum is exact.
             _sum(part, group)
-        mine = (time.perf_counter() - began) / (until - at)
-        seconds = max(all_gather(mine, group=group))
+        round_s = (time.perf_counter() - began) / (until - at)
+        seconds = max(all_gather(round_s, group=group))
         if rank == 0:
-            wanted.record(values, first, last)
+            precomputed.record(values, first, last)
         at = until
     progress.end()
     if rank == 0:
-        wanted.publish(how={"seconds": round(progress.seconds, 3)})
+        precomputed.publish(how={"seconds": round(progress.seconds, 3)})
     torch.distributed.barrier(group=group)
-    if not all(_have(wanted, group)):
-        _hand_over(wanted, source=0, plan=plan, group=group)
+    if not all(_have(precomputed, group)):
+        _hand_over(precomputed, source=0, plan=plan, group=group)
 
 
 def group_size(seq_len: int) -> int:
@@ -375,15 +369,15 @@ class Progress:
     """A line now and then: how much is done, how fast, and how long it will take."""
 
     def __init__(
-        self, title: str, wanted: Precomputed, done: int, log: Callable[[str], None] | None
+        self, title: str, precomputed: Precomputed, done: int, log: Callable[[str], None] | None
     ) -> None:
-        self._title, self._store, self._from, self._log = title, wanted.store, done, log
+        self._title, self._store, self._from, self._log = title, precomputed.store, done, log
         self._began = self._said = time.perf_counter()
         total = self._store.num_sequences
         if log:
             at = self._sequences(done)
-            kept = f", {at:,} already done" if done else ""
-            log(f"{title}: {total:,} sequences{kept}")
+            already = f", {at:,} already done" if done else ""
+            log(f"{title}: {total:,} sequences{already}")
 
     @property
     def seconds(self) -> float:
@@ -403,7 +397,7 @@ class Progress:
         self._log(f"{self._title}: {done / total:.0%}, {rate:,.1f} sequences/s, {left} left")
 
     def end(self) -> None:
-        """All is done."""
+        """Log how long the computation took."""
         if self._log:
             computed = self._store.num_sequences - self._sequences(self._from)
             rate = computed / max(self.seconds, 1e-3)
@@ -412,7 +406,7 @@ class Progress:
 
 @torch.no_grad()
 def _forward(
-    wanted: Precomputed,
+    precomputed: Precomputed,
     task: Task,
     frozen: FrozenModels,
     layout: Layout,
@@ -421,45 +415,45 @@ def _forward(
     base: int,
 ) -> None:
     """The values of these samples, into ``values``, which begin with those of sample ``base``."""
-    store, columns = wanted.store, wanted.columns
+    store, columns = precomputed.store, precomputed.columns
     batch = layout.collate([store[index] for index in indices], columns=store.batch_columns)
-    found = task.precompute(frozen.models, batch)
+    computed = task.precompute(frozen.models, batch)
     first, last = indices.start, indices.stop
     counts = {}
     for per in ("sequence", "example", "target"):
         span = store.span(per, first, last)
         counts[per] = span.stop - span.start
-    mine = check_values(found, columns, counts, task=task.name)
+    by_column = check_values(computed, columns, counts, task=task.name)
     for column in columns:
-        before = wanted.rows(column, base, first)
+        before = precomputed.rows(column, base, first)
         start = before.stop - before.start
-        values[column.name][start : start + counts[place(column)]] = mine[column.name]
+        values[column.name][start : start + counts[place(column)]] = by_column[column.name]
 
 
-def _have(wanted: Precomputed, group: Any) -> list[bool]:
+def _have(precomputed: Precomputed, group: Any) -> list[bool]:
     """Which ranks see the columns. Collective."""
-    return all_gather(wanted.open() is not None, group=group)
+    return all_gather(precomputed.open() is not None, group=group)
 
 
-def _hand_over(wanted: Precomputed, *, source: int, plan: Plan, group: Any) -> None:
+def _hand_over(precomputed: Precomputed, *, source: int, plan: Plan, group: Any) -> None:
     """Columns that some hosts have come to the others: the first rank of each writes them."""
     rank = torch.distributed.get_rank()
-    found = wanted.open()
-    first_of_host = next(each.rank for each in plan.ranks if each.host == plan.ranks[rank].host)
-    writes = found is None and rank == first_of_host
-    for first in range(0, len(wanted.store), wanted.window):
-        last = min(len(wanted.store), first + wanted.window)
-        values = wanted.zeros(first, last)
-        for column in wanted.columns:
-            if rank == source and found is not None:
-                rows = wanted.rows(column, first, last)
-                values[column.name][...] = found.values_of(column.name)[rows]
+    opened = precomputed.open()
+    first_of_host = next(other.rank for other in plan.ranks if other.host == plan.ranks[rank].host)
+    writes = opened is None and rank == first_of_host
+    for first in range(0, len(precomputed.store), precomputed.window):
+        last = min(len(precomputed.store), first + precomputed.window)
+        values = precomputed.zeros(first, last)
+        for column in precomputed.columns:
+            if rank == source and opened is not None:
+                rows = precomputed.rows(column, first, last)
+                values[column.name][...] = opened.values_of(column.name)[rows]
             _broadcast(values[column.name], source, group)
         if writes:
-            wanted.record(values, first, last)
+            precomputed.record(values, first, last)
     torch.distributed.barrier(group=group)
     if writes:
-        wanted.publish(how={"received": True})
+        precomputed.publish(how={"received": True})
     torch.distributed.barrier(group=group)
 
 

@@ -59,7 +59,7 @@ class Rebalance:
         the last step that an earlier attempt has logged; up to it nothing else is decided."""
         self.plan = plan
         self.changes = list(changes)
-        self._known_until = max([step, trained, *(one.step for one in changes)])
+        self._known_until = max([step, trained, *(change.step for change in changes)])
         self._begin()
 
     def _begin(self) -> None:
@@ -71,9 +71,9 @@ class Rebalance:
 
         ``line``: where this step has a ``train`` line.
         """
-        known = next((change for change in self.changes if change.step == step), None)
-        if known is not None:
-            return self._change(known.speeds)
+        recorded = next((change for change in self.changes if change.step == step), None)
+        if recorded is not None:
+            return self._change(recorded.speeds)
         if line is None or step <= self._known_until:
             return None
         speeds = self._drifted(line)
@@ -103,9 +103,11 @@ class Rebalance:
         if speeds is None:
             return None
         # A pause of another rank is no part of this drift: it would have gained by the opposite.
-        wrong = [at for at, one in enumerate(self._lines) if not _gains_by(self.plan, speeds, one)]
-        if wrong:
-            self._lines = self._lines[wrong[-1] + 1 :]
+        slower = [
+            at for at, logged in enumerate(self._lines) if not _gains_by(self.plan, speeds, logged)
+        ]
+        if slower:
+            self._lines = self._lines[slower[-1] + 1 :]
             return None
         return speeds
 
@@ -123,8 +125,8 @@ def _gain(plan: Plan, lines: Sequence[Line]) -> tuple[RankSpeed, ...] | None:
     if min(seconds) <= 0 or min(work) <= 0:
         return None
     speeds = tuple(corrected_speeds(plan, seconds, work))
-    ours, others = planned_fs(plan, speeds), planned_fs(changed(plan, speeds), speeds)
-    return speeds if others <= (1 - LEAST_GAIN) * ours else None
+    current_fs, changed_fs = planned_fs(plan, speeds), planned_fs(changed(plan, speeds), speeds)
+    return speeds if changed_fs <= (1 - LEAST_GAIN) * current_fs else None
 
 
 def _gains_by(plan: Plan, speeds: tuple[RankSpeed, ...], line: Line) -> bool:
@@ -135,27 +137,29 @@ def _gains_by(plan: Plan, speeds: tuple[RankSpeed, ...], line: Line) -> bool:
 
 def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:
     """The last step with a ``train`` line, before a resume takes lines away. Collective."""
-    found = 0
+    last_step = 0
     if rank == 0:
         steps = [step_of(line) for line in read_metrics(run_dir.metrics) if line["kind"] == "train"]
-        found = max(steps, default=0)
-    return all_gather(found, group=group)[0]
+        last_step = max(steps, default=0)
+    return all_gather(last_step, group=group)[0]
 
 
 def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> list[Change]:
     """Those of ``balance.json``, where it is of these ranks, in the order of steps. Collective."""
-    found: list[Change] = []
+    changes: list[Change] = []
     if rank == 0:
         try:
             values = read_json(run_dir.balance)
             if is_of(values, plan):
-                found = [
-                    Change(int(one["step"]), tuple(RankSpeed(**speed) for speed in one["speeds"]))
-                    for one in values.get("changes", ())
+                changes = [
+                    Change(
+                        int(change["step"]), tuple(RankSpeed(**speed) for speed in change["speeds"])
+                    )
+                    for change in values.get("changes", ())
                 ]
         except (OSError, ValueError, KeyError, TypeError):
-            found = []
-    return sorted(all_gather(found, group=group)[0], key=lambda change: change.step)
+            changes = []
+    return sorted(all_gather(changes, group=group)[0], key=lambda change: change.step)
 
 
 def record_change(
@@ -176,9 +180,10 @@ def record_change(
     values["changes"] = [asdict(change) for change in changes]
     write_json(run_dir.balance, values)
     write_json(run_dir.plan, plan.to_dict())
-    old, new = (planned_fs(one, plan.balance.speeds) for one in (before, plan))
-    log(f"rebalance: a step should take {new / old:.2f} of the time. {described(plan)}")
+    speeds = plan.balance.speeds
+    factor = planned_fs(plan, speeds) / planned_fs(before, speeds)
+    log(f"rebalance: a step should take {factor:.2f} of the time. {described(plan)}")
     return {
         "sizes": [list(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)],
-        "time_factor": round(new / old, 4),
+        "time_factor": round(factor, 4),
     }

@@ -88,7 +88,12 @@ def identity(*, seed: int, seq_len: int, plan: Plan, store: Any) -> dict[str, An
 
 
 def find_resume_point(
-    run_dir: RunDir, mine: dict[str, Any], *, topology: StorageTopology, stage: int, group: Any
+    run_dir: RunDir,
+    run_identity: dict[str, Any],
+    *,
+    topology: StorageTopology,
+    stage: int,
+    group: Any,
 ) -> ResumePoint:
     """Select the checkpoint to resume from, or step 0. Collective over ``group``.
 
@@ -102,24 +107,26 @@ def find_resume_point(
     lines = read_metrics(run_dir.metrics) if topology.rank == 0 else []
     saved = {line["step"] for line in lines if line.get("event") == "saved"}
     request, saved = all_gather((request, saved), group=group)[0]
-    wanted = request.get("step")
+    requested = request.get("step")
     rollbacks = [int(step) for step in request.get("went_back") or ()]
     chosen: Assessment | None = None
     damaged: tuple[Damaged, ...] = ()
-    if wanted != 0:
+    if requested != 0:
         chosen, damaged = select_checkpoint(
-            topology, wanted=wanted, saved=saved, rollbacks=rollbacks, group=group
+            topology, requested=requested, saved=saved, rollbacks=rollbacks, group=group
         )
     state, files = (
-        load_state(topology, chosen, mine, stage=stage, group=group) if chosen else ({}, ())
+        load_state(topology, chosen, run_identity, stage=stage, group=group) if chosen else ({}, ())
     )
     step = int(state.get("step", 0))
-    kept = lines_until(lines, step)
-    known: dict[str, Any] = {
-        "is_first": not any(line["kind"] == "start" for line in kept),
-        "evaluated": frozenset(line["step"] for line in kept if line["kind"] == "eval"),
+    remaining = lines_until(lines, step)
+    logged: dict[str, Any] = {
+        "is_first": not any(line["kind"] == "start" for line in remaining),
+        "evaluated": frozenset(line["step"] for line in remaining if line["kind"] == "eval"),
         "losses": tuple(
-            line["loss"] for line in kept if line["kind"] == "train" and line["loss"] is not None
+            line["loss"]
+            for line in remaining
+            if line["kind"] == "train" and line["loss"] is not None
         )[-SPIKE_WINDOW:],
     }
     return ResumePoint(
@@ -130,20 +137,20 @@ def find_resume_point(
         state=state,
         files=files,
         damaged=damaged,
-        **all_gather(known, group=group)[0],
+        **all_gather(logged, group=group)[0],
     )
 
 
 def select_checkpoint(
     topology: StorageTopology,
     *,
-    wanted: int | None,
+    requested: int | None,
     saved: set[int],
     rollbacks: Sequence[int] = (),
     group: Any,
 ) -> tuple[Assessment | None, tuple[Damaged, ...]]:
-    """The newest usable checkpoint, or the one of step ``wanted``, and the damaged ones that were
-    newer. None where the run starts at step 0. Collective.
+    """The newest usable checkpoint, or the one of step ``requested``, and the damaged ones that
+    were newer. None where the run starts at step 0. Collective.
 
     Args:
         saved: steps that were committed, as far as the metrics know.
@@ -157,15 +164,15 @@ def select_checkpoint(
     ]
     steps = sorted(set(itertools.chain.from_iterable(all_gather(here, group=group))), reverse=True)
     damaged: list[Damaged] = []
-    for step in [step for step in steps if wanted in (None, step)]:
+    for step in [step for step in steps if requested in (None, step)]:
         assessment = assess_step(topology, step, rollbacks=rollbacks, group=group)
         if assessment.usable:
             return assessment, tuple(damaged)
         damaged.append(Damaged(step, assessment.reason))
     reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
-    if wanted is not None:
+    if requested is not None:
         raise CheckpointError(
-            f"resume.json requests the checkpoint of step {wanted}, "
+            f"resume.json requests the checkpoint of step {requested}, "
             + (f"which cannot be used ({reasons})" if damaged else f"but only {steps} exist")
             + f". Choose another step, or remove resume.json from {topology.directory.parent}."
         )
@@ -180,7 +187,12 @@ def select_checkpoint(
 
 
 def load_state(
-    topology: StorageTopology, chosen: Assessment, mine: dict[str, Any], *, stage: int, group: Any
+    topology: StorageTopology,
+    chosen: Assessment,
+    run_identity: dict[str, Any],
+    *,
+    stage: int,
+    group: Any,
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
     """``state.json`` of the checkpoint, and its tensor files on this storage. Collective.
 
@@ -192,16 +204,11 @@ def load_state(
     state: Any = all_gather(
         read_json(directory / STATE) if topology.rank == holder else None, group=group
     )[holder]
-    check_identity(state, mine)
+    check_identity(state, run_identity)
     transfer_missing(topology, chosen, state, stage=stage)
     assert chosen.manifest is not None
-    files = [directory / name for name in sorted(chosen.manifest.files) if is_tensors(name)]
-    return state, tuple(path for path in files if path.exists())
-
-
-def is_tensors(name: str) -> bool:
-    """Whether a file of the manifest holds fragments."""
-    return name.endswith(".safetensors")
+    files = [directory / name for name in sorted(chosen.manifest.files)]
+    return state, tuple(path for path in files if path.suffix == ".safetensors" and path.exists())
 
 
 def is_abandoned(topology: StorageTopology, step: int, rollbacks: Sequence[int]) -> bool:
@@ -227,16 +234,16 @@ def assess_step(
     return assess(all_gather(report, group=group))
 
 
-def check_identity(state: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_identity(state: dict[str, Any], run_identity: dict[str, Any]) -> None:
     """Raise ConfigError that lists what differs between the checkpoint and this run."""
     different = [
         f"{name} is {state.get(name)} in the checkpoint and {value} in this run"
-        for name, value in mine.items()
+        for name, value in run_identity.items()
         if state.get(name) != value and name != PREPARED
     ]
     if not different:
         return
-    then, now = state.get(PREPARED), mine.get(PREPARED)
+    then, now = state.get(PREPARED), run_identity.get(PREPARED)
     if then != now and all(text.startswith(("data_", "num_")) for text in different):
         raise ConfigError(
             f"The checkpoint of step {state['step']} was saved by a version of llmx with another "
@@ -255,12 +262,12 @@ def check_samples(state: dict[str, Any], length: RunLength) -> None:
     """Raise ConfigError where the checkpoint's last step was the short one of a shorter run
     (``data.last_batch=short``): a longer run has a whole batch there."""
     step = int(state.get("step", 0))
-    seen, wanted = int(state.get("samples", 0)), length.samples_at(step)
-    if state and step <= length.steps and seen != wanted:
+    saved, expected = int(state.get("samples", 0)), length.samples_at(step)
+    if state and step <= length.steps and saved != expected:
         raise ConfigError(
-            f"The checkpoint of step {step} was saved after {plural(seen, 'sample')}: the run "
+            f"The checkpoint of step {step} was saved after {plural(saved, 'sample')}: the run "
             "ended there with a short batch (data.last_batch=short). With "
-            f"{length.steps} steps the same step ends at sample {wanted:,}. Resume from an "
+            f"{length.steps} steps the same step ends at sample {expected:,}. Resume from an "
             f"earlier checkpoint (step=N, N below {step}), or keep the length of the run."
         )
 
@@ -280,9 +287,9 @@ def restore_from(start: ResumePoint, engine: Engine) -> None:
         index.close()
     saved = start.state.get("weights_hash")
     if saved and start.state.get("precision") == engine.precision:
-        found = weights_hash(engine)
-        if found != saved:
+        restored = weights_hash(engine)
+        if restored != saved:
             raise CheckpointError(
-                f"The weights restored from step {start.step} have the hash {found}; the saved "
+                f"The weights restored from step {start.step} have the hash {restored}; the saved "
                 f"weights had {saved}. This is a bug in llmx or a memory fault of a host."
             )

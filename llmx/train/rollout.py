@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -51,48 +51,43 @@ def rollout_step(
     indices = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
-    found = [prompts_of(store[int(index)], store.columns) for index in indices]
-    prompts = [prompt for sample in found for prompt in sample]
+    by_sample = [prompts_of(store[int(index)], store.columns) for index in indices]
+    prompts = list(chain.from_iterable(by_sample))
     engine.engine.eval()
     with torch.no_grad():
-        made = task.rollout(engine.models, prompts, RolloutKey(seed, step))
+        rollouts = task.rollout(engine.models, prompts, RolloutKey(seed, step))
     engine.engine.train()
-    if len(made) != len(prompts):
+    if len(rollouts) != len(prompts):
         raise ConfigError(
-            f"task={task.name}: rollout() gave {len(made)} lists of examples for {len(prompts)} "
-            "prompts; it gives one list for each."
+            f"task={task.name}: rollout() gave {len(rollouts)} lists of examples for "
+            f"{len(prompts)} prompts; it gives one list for each."
         )
     schema = Schema(task.rollout_columns)
-    samples = _checked(
-        made, schema, task=task, seq_len=layout.seq_len, vocab_size=engine.vocab_size
+    by_prompt = _checked(
+        rollouts, schema, task=task, seq_len=layout.seq_len, vocab_size=engine.vocab_size
     )
-    _check_alike(samples, task=task)
-    ends = np.cumsum([0, *(len(sample) for sample in found)])
-    by_sample = [
-        [one for examples in samples[first:last] for one in examples]
-        for first, last in pairwise(ends.tolist())
-    ]
+    _check_alike(by_prompt, task=task)
+    ends = np.cumsum([0, *map(len, by_sample)]).tolist()
+    drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
     def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
-        mine = batch.places(rank, micro_step, samples=len(indices))
-        tensors = layout.collate(
-            [one for position in mine for one in by_sample[position]], columns=schema.columns
-        )
+        places = batch.places(rank, micro_step, samples=len(indices))
+        samples = [sample for place in places for sample in drawn[place]]
+        tensors = layout.collate(samples, columns=schema.columns)
         if task.draws:
             seeds = [
-                draw_seed(seed, step, position) + number
-                for position in mine
-                for number in range(sum(len(one.sequence_starts) for one in by_sample[position]))
+                draw_seed(seed, step, place) + number
+                for place in places
+                for number in range(sum(len(sample.sequence_starts) for sample in drawn[place]))
             ]
             tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
         return tensors
 
     micro_batches = tuple(micro_batch(number) for number in range(len(batch.sizes_of(rank))))
-    whole = [one for sample in by_sample for one in sample]
-    target_tokens = sum(int(np.count_nonzero(one.targets)) for one in whole)
+    samples = list(chain.from_iterable(drawn))
     weights = {
-        "tokens": float(sum(_token_weight(one) for one in whole)),
-        "examples": float(len(whole)),
+        "tokens": float(sum(_token_weight(sample) for sample in samples)),
+        "examples": float(len(samples)),
         "batch": 0.0,
     }
     squares = [square_tokens(micro) for micro in micro_batches]
@@ -100,8 +95,8 @@ def rollout_step(
         step=step,
         micro_batches=micro_batches,
         weight=weights[task.normaliser],
-        target_tokens=target_tokens,
-        tokens=sum(len(one.tokens) for one in whole),
+        target_tokens=sum(int(np.count_nonzero(sample.targets)) for sample in samples),
+        tokens=sum(len(sample.tokens) for sample in samples),
         square_tokens=sum(squares),
         work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
     )
@@ -114,7 +109,7 @@ def prompts_of(sample: Sample, columns: Sequence[Column] = ()) -> list[Prompt]:
     Args:
         columns: those of the store.
     """
-    schema, found = Schema(tuple(columns)), []
+    schema, prompts = Schema(tuple(columns)), []
     rows = list(sample.sequences())
     first = 0
     for number, size in enumerate(sample.example_sizes()):
@@ -131,9 +126,9 @@ def prompts_of(sample: Sample, columns: Sequence[Column] = ()) -> list[Prompt]:
             for column in schema.per("example")
         }
         completions = tuple(completion for _, completion in parts)
-        found.append(Prompt(parts[0][0], completions, {**by_sequence, **of_example}))
+        prompts.append(Prompt(parts[0][0], completions, {**by_sequence, **of_example}))
         first += size
-    return found
+    return prompts
 
 
 def _plain(value: Any) -> Any:
@@ -142,14 +137,14 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(
-    made: list[list[Example]], schema: Schema, *, task: Task, seq_len: int, vocab_size: int
+    rollouts: list[list[Example]], schema: Schema, *, task: Task, seq_len: int, vocab_size: int
 ) -> list[list[Sample]]:
     """What ``rollout`` gave, as samples; raises ConfigError where it is something else."""
-    found = []
-    for examples in made:
+    by_prompt = []
+    for examples in rollouts:
         samples = []
-        for one in examples:
-            right = checked(one, schema, task=task.name, by="rollout()")
+        for example in examples:
+            right = checked(example, schema, task=task.name, by="rollout()")
             sample = in_memory(right, schema, task=task.name, vocab_size=vocab_size)
             if (length := len(sample.tokens)) > seq_len:
                 raise ConfigError(
@@ -158,22 +153,22 @@ def _checked(
                     f"tokens (max_new_tokens), or set data.seq_len={length}."
                 )
             samples.append(sample)
-        found.append(samples)
-    return found
+        by_prompt.append(samples)
+    return by_prompt
 
 
-def _check_alike(made: list[list[Sample]], *, task: Task) -> None:
+def _check_alike(by_prompt: list[list[Sample]], *, task: Task) -> None:
     """Raise ConfigError unless all ranks have made the same tokens: each trains its part of them.
     Collective."""
     digest = hashlib.blake2b(digest_size=16)
-    for samples in made:
+    for samples in by_prompt:
         digest.update(f"{len(samples)};".encode())
-        for one in samples:
-            for values in (one.tokens, one.targets, one.sequence_starts):
+        for sample in samples:
+            for values in (sample.tokens, sample.targets, sample.sequence_starts):
                 digest.update(f"{len(values)},".encode() + np.ascontiguousarray(values).tobytes())
-    found = all_gather(digest.hexdigest())
-    if len(set(found)) > 1:
-        other = next(rank for rank, value in enumerate(found) if value != found[0])
+    digests = all_gather(digest.hexdigest())
+    if len(set(digests)) > 1:
+        other = next(rank for rank, value in enumerate(digests) if value != digests[0])
         raise ConfigError(
             f"task={task.name}: rollout() gave other examples on rank {other} than on rank 0. It "
             "must be a function of its arguments alone: draw random numbers from key.of(prompt, "

@@ -142,7 +142,7 @@ def small_files(
 ) -> dict[str, bytes]:
     """Relative path -> content: the run's config and plan, and the model's description with its
     tokenizer and ``files`` (``Task.export_files``). They stay the same through an attempt."""
-    found = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
+    contents = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
     with scratch_directory() as directory:
         write_description(
             directory,
@@ -157,8 +157,8 @@ def small_files(
             write_adapter_config(directory, engine.main.adapter)
         for path in sorted(directory.rglob("*")):
             if path.is_file():
-                found[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
-    return found
+                contents[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()
+    return contents
 
 
 class SaveReport:
@@ -169,7 +169,7 @@ class SaveReport:
         self._log = log
 
     def saved(self, job: SaveJob, reason: str) -> None:
-        """A checkpoint is committed."""
+        """Report a checkpoint that is committed."""
         self._metrics.event(
             "saved",
             step=job.step,
@@ -187,7 +187,7 @@ class SaveReport:
             self._log(f"WARNING: older checkpoints could not be removed: {job.warning}")
 
     def failed(self, job: SaveJob, *, last: int | None) -> None:
-        """A save has failed. ``last``: the step of the newest checkpoint."""
+        """Report a save that failed. ``last``: the step of the newest checkpoint."""
         self._metrics.event("save_failed", step=job.step, reason=str(job.error))
         newest = "no checkpoint yet" if last is None else f"the newest checkpoint is step {last}"
         self._log(
@@ -196,7 +196,7 @@ class SaveReport:
         )
 
     def passed_over(self, step: int) -> None:
-        """A save was skipped, since the one before is still being written."""
+        """Report a save that was skipped, since the one before is still being written."""
         self._metrics.event("passed_over", step=step)
         self._log(
             f"WARNING: no checkpoint at step {step}: the previous one is still being written. The "
@@ -204,7 +204,7 @@ class SaveReport:
         )
 
     def in_foreground(self) -> None:
-        """A copy of the state does not fit."""
+        """Report that a copy of the state does not fit into memory."""
         self._log(
             "training pauses while a checkpoint is written: a host has too little free memory for "
             "a copy of the state (checkpoint.background=always copies it anyway)"
@@ -257,18 +257,14 @@ class Saver:
         self.saved_step: int | None = resume_point.step if resume_point.state else None
         self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         """Used by the thread that saves, and by nothing else."""
-        ours = None
+        shared: tuple[str, dict[str, bytes]] = "", {}
         if ever_saves(config):
             state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
-        if ever_saves(config) and topology.rank == 0:
-            known = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
-            ours = (
-                str(known.get("run_id", "")),
-                small_files(run_dir, engine, tokenizer, files=files),
-            )
-        shared = all_gather(ours, group=consensus.group)
-        given: tuple[str, dict[str, bytes]] = shared[0] or ("", {})
-        self._run_id, self._small = given
+            if topology.rank == 0:
+                names = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
+                contents = small_files(run_dir, engine, tokenizer, files=files)
+                shared = str(names.get("run_id", "")), contents
+        self._run_id, self._small = all_gather(shared, group=consensus.group)[0]
         self._damaged = {bad.step for bad in resume_point.damaged}
         self._copies = HostCopies()
         self._job: SaveJob | None = None
@@ -279,7 +275,7 @@ class Saver:
     # Flags: exchanged at every step.
 
     def flags(self) -> Flags:
-        """Of this rank."""
+        """The flags of this rank."""
         minutes = self.config.every_minutes
         due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
         return Flags(
@@ -306,8 +302,8 @@ class Saver:
     def at_boundary(self, step: int, flags: Flags, progress: TrainingProgress) -> None:
         """After each step but the last: save where one is due. Collective."""
         self._raise_if_broken()
-        every = self.config.every_steps
-        if every and step % every == 0:
+        interval = self.config.every_steps
+        if interval and step % interval == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
                 self.report.passed_over(step)
@@ -326,8 +322,8 @@ class Saver:
             DiskFull, SaveFailed: it could not be saved.
         """
         self.wait()
-        every = self.config.every_steps
-        due = self.config.at_end or bool(every and step % every == 0)
+        interval = self.config.every_steps
+        due = self.config.at_end or bool(interval and step % interval == 0)
         if not due or step in (self.saved_step, 0):
             return
         job = self._save(step, "end", progress, wait=True)
@@ -404,11 +400,11 @@ class Saver:
 
     def _may_copy(self, num_bytes: int) -> bool:
         """Whether every host has memory for the copies. Collective."""
-        wanted = self.config.background
-        if wanted != "auto":
-            return wanted == "always"
-        more = max(0, num_bytes - self._copies.held_bytes)
-        room = fits(more, group=self.consensus.group)
+        background = self.config.background
+        if background != "auto":
+            return background == "always"
+        extra_bytes = max(0, num_bytes - self._copies.held_bytes)
+        room = fits(extra_bytes, group=self.consensus.group)
         if not room and not self._reported_foreground:
             self._reported_foreground = True
             self.report.in_foreground()
@@ -443,7 +439,7 @@ class Saver:
             raise error
 
     def _ended(self, job: SaveJob, reason: str) -> None:
-        """Called by the thread that saved."""
+        """Record how a save ended; the thread that saved calls it."""
         if job.error is not None:
             self.report.failed(job, last=self.saved_step)
             return

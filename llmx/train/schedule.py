@@ -49,21 +49,20 @@ def run_length(
             "task.steps and task.epochs are both null: the length of the run is unknown. "
             "Set one of them, e.g. task.epochs=3."
         )
-    wanted = task.epochs * num_samples
+    total = task.epochs * num_samples
+    if last_batch == "short":
+        # Rounded first: 0.1 epochs of 70 samples are 7, not 7.000000000000001.
+        samples = max(1, math.ceil(round(total, 6)))
+        return RunLength(math.ceil(samples / global_batch), samples, global_batch)
+    steps = max(1, math.ceil(total / global_batch))
     if last_batch == "drop":
-        steps = math.floor(wanted / global_batch)
+        steps = math.floor(total / global_batch)
         if steps < 1:
             raise ConfigError(
                 f"data.last_batch=drop: {plural(task.epochs, 'epoch')} of "
                 f"{plural(num_samples, 'sample')} do not fill one batch of {global_batch:,}, so no "
                 "step is left. Use data.last_batch=short, more epochs or a smaller batch."
             )
-        return RunLength(steps, steps * global_batch, global_batch)
-    steps = max(1, math.ceil(wanted / global_batch))
-    if last_batch == "short":
-        # Rounded first: 0.1 epochs of 70 samples are 7, not 7.000000000000001.
-        samples = max(1, math.ceil(round(wanted, 6)))
-        return RunLength(math.ceil(samples / global_batch), samples, global_batch)
     return RunLength(steps, steps * global_batch, global_batch)
 
 

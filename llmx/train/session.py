@@ -106,7 +106,7 @@ class Session:
 
     @property
     def length(self) -> RunLength:
-        """Of the whole run."""
+        """Steps and samples of the whole run."""
         return length_of(self.exp.task, self.exp.data, self.plan, self.train_store)
 
     def log(self, text: str) -> None:
@@ -278,7 +278,8 @@ def layout_for(exp: Experiment, plan: Plan, task: Task, name: str) -> Layout:
     """How sequences become the rows of a batch: ``packed`` or ``padded``."""
     return Layout(
         seq_len=exp.data.seq_len,
-        pad_id=pad_id(task.tokenizer),
+        # Any token does, since padding is known by its position.
+        pad_id=task.tokenizer.pad_token_id or 0,
         layout=name,
         pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
     )
@@ -299,9 +300,9 @@ def open_rebalance(
         return plan, None
     rank = torch.distributed.get_rank()
     changes = recorded_changes(run_dir, plan, rank=rank, group=group)
-    if made := [change for change in changes if change.step <= step]:
-        plan = changed(plan, made[-1].speeds)
-        log(f"balance: as changed at step {made[-1].step}. {described(plan)}")
+    if past := [change for change in changes if change.step <= step]:
+        plan = changed(plan, past[-1].speeds)
+        log(f"balance: as changed at step {past[-1].step}. {described(plan)}")
         if rank == 0:
             write_json(run_dir.plan, plan.to_dict())
     trained = trained_until(run_dir, rank=rank, group=group)
@@ -321,9 +322,9 @@ def length_of(task: TaskConfig, data: DataConfig, plan: Plan, train_store: Any) 
 def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
     """``metrics.jsonl`` as it was at the resume point, open for appending."""
     writes = torch.distributed.get_rank() == 0
-    kept = truncate_metrics(run_dir.metrics, resume_point.step) if writes else []
+    lines = truncate_metrics(run_dir.metrics, resume_point.step) if writes else []
     writer = MetricsWriter(run_dir.metrics, enabled=writes)
-    writer.remember(kept)
+    writer.remember(lines)
     for bad in resume_point.damaged:
         writer.event("damaged", step=resume_point.step, checkpoint=bad.step, reason=bad.reason)
         log(f"WARNING: the checkpoint of step {bad.step} is damaged and is not used: {bad.reason}")
@@ -347,11 +348,6 @@ def open_stores(
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
     splits = ["train", "eval"] if has_eval(data) else ["train"]
-    own = plan.ranks[torch.distributed.get_rank()].host
-    stores = prepare_together(data, seed, tokenizer, task, splits, hosts=hosts, host=own)
+    own_host = plan.ranks[torch.distributed.get_rank()].host
+    stores = prepare_together(data, seed, tokenizer, task, splits, hosts=hosts, host=own_host)
     return stores[0], stores[1] if len(stores) > 1 else None
-
-
-def pad_id(tokenizer: Any) -> int:
-    """Any token does for padding, since padding is known by its position; 0 without one."""
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)

@@ -58,7 +58,7 @@ RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def random_state() -> RandomState:
-    """As they are now."""
+    """The states of these generators now."""
     cuda = None
     if torch.cuda.is_initialized():
         cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
@@ -66,7 +66,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """As they were."""
+    """Set these generators to an earlier state."""
     cpu, cuda = state
     torch.default_generator.set_state(cpu)
     if cuda is not None:
@@ -77,17 +77,12 @@ LossOf = Callable[[Models, dict[str, torch.Tensor]], Loss]
 """The loss of a micro batch (``Task.loss``)."""
 
 
-def of_next_tokens(models: Models, batch: dict[str, torch.Tensor]) -> Loss:
-    """The loss of language modelling."""
-    return next_token_loss(models.main, batch)
-
-
 def train_step(
     engine: Engine,
     step: Step,
     *,
     world: int,
-    loss_of: LossOf = of_next_tokens,
+    loss_of: LossOf = lambda models, batch: next_token_loss(models.main, batch),
     metrics: StepMetrics | None = None,
     before_update: Callable[[], None] = lambda: None,
     timed: StepTimes | None = None,
@@ -144,11 +139,11 @@ def with_weight(step: Step, task: Task, *, group: Any = None) -> Step:
     Collective then, in a gloo ``group``: nothing waits for a GPU."""
     if task.normaliser != "batch":
         return step
-    mine = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
+    weight_here = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
     targets = sum(int((micro["labels"] != IGNORE).sum()) for micro in step.micro_batches)
-    both = torch.tensor([mine, targets], dtype=torch.float64)
-    torch.distributed.all_reduce(both, group=group)
-    weight, target_tokens = both.tolist()
+    sums = torch.tensor([weight_here, targets], dtype=torch.float64)
+    torch.distributed.all_reduce(sums, group=group)
+    weight, target_tokens = sums.tolist()
     return replace(step, weight=weight, target_tokens=int(target_tokens))
 
 
@@ -161,7 +156,7 @@ class StepMetrics:
         """By name: [sum, weight], fp64 where the device has it."""
 
     def add(self, loss: Loss) -> None:
-        """Of one micro batch."""
+        """Add what the loss of one micro batch measures."""
         for name, value in loss.metrics.items():
             total, weight = value if isinstance(value, tuple) else (value, loss.weight)
             pair = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -233,28 +228,28 @@ class JointStep:
         self._next = 0
 
     def __call__(self, models: Models, batch: Batch) -> Loss:
-        """Of the next micro batch. Its value is that of its examples; its gradient is that of the
-        whole step with regard to its outputs."""
+        """The loss of the next micro batch. Its value is that of its examples; its gradient is that
+        of the whole step with regard to its outputs."""
         number, self._next = self._next, self._next + 1
         if len(self._micro_batches) == 1:
-            own = self._task.outputs(models, batch)
-            self._compute([own.detach()])
+            outputs = self._task.outputs(models, batch)
+            self._compute([outputs.detach()])
         else:
             if self._whole is None:
                 self._compute(self._first_pass())
             set_random_state(self._states[number])
-            own = self._task.outputs(models, batch)
-        whole, found, gradient = self._whole, self._found, self._gradient
-        assert whole is not None
-        assert found is not None
+            outputs = self._task.outputs(models, batch)
+        whole_step, joint, gradient = self._whole, self._found, self._gradient
+        assert whole_step is not None
+        assert joint is not None
         assert gradient is not None
-        through = (own * gradient[whole.sequences[number]]).sum()
-        examples = whole.examples[number]
-        value = found.losses[examples].sum()
+        through = (outputs * gradient[whole_step.sequences[number]]).sum()
+        examples = whole_step.examples[number]
+        value = joint.losses[examples].sum()
         return Loss(
             through + (value - through.detach()),
             float(examples.stop - examples.start),
-            {name: _sum_over(values, examples) for name, values in found.metrics.items()},
+            {name: _sum_over(values, examples) for name, values in joint.metrics.items()},
         )
 
     @torch.no_grad()
@@ -268,12 +263,12 @@ class JointStep:
 
     def _compute(self, outputs: list[torch.Tensor]) -> None:
         parts = [part_of(self._task, batch) for batch in self._micro_batches]
-        whole = gathered(outputs, parts, group=self._group)
+        whole_step = gathered(outputs, parts, group=self._group)
         with torch.enable_grad():
-            found = self._task.joint_loss(whole.outputs, whole.columns)
-            (self._gradient,) = torch.autograd.grad(found.losses.sum(), whole.outputs)
-        self._whole = whole
-        self._found = JointLoss(found.losses.detach(), found.metrics)
+            joint = self._task.joint_loss(whole_step.outputs, whole_step.columns)
+            (self._gradient,) = torch.autograd.grad(joint.losses.sum(), whole_step.outputs)
+        self._whole = whole_step
+        self._found = JointLoss(joint.losses.detach(), joint.metrics)
 
 
 def _sum_over(
@@ -301,18 +296,18 @@ def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = Non
         outputs: of this rank, by micro batch; without a graph.
     """
     rank = torch.distributed.get_rank()
-    everyone = all_gather([_on_host(part) for part in parts], group=group)
-    by_rank = _gathered_outputs(torch.cat(outputs), [_count(each) for each in everyone])
-    places = [0] * len(everyone)
-    found: list[torch.Tensor] = []
+    parts_by_rank = all_gather([_on_host(part) for part in parts], group=group)
+    counts = [sum(part.sequences for part in rank_parts) for rank_parts in parts_by_rank]
+    by_rank = _gathered_outputs(torch.cat(outputs), counts)
+    places = [0] * len(parts_by_rank)
+    ordered_outputs: list[torch.Tensor] = []
     columns: dict[str, list[torch.Tensor]] = {name: [] for name in parts[0].columns}
     own_sequences, own_examples = [], []
     sequences = examples = 0
     for number in range(len(parts)):
-        for other, theirs in enumerate(everyone):
-            part = theirs[number]
+        for other, part in enumerate(rank_parts[number] for rank_parts in parts_by_rank):
             stop = places[other] + part.sequences
-            found.append(by_rank[other][places[other] : stop])
+            ordered_outputs.append(by_rank[other][places[other] : stop])
             places[other] = stop
             for name, values in part.columns.items():
                 columns[name].append(values + examples if name == EXAMPLES else values)
@@ -323,7 +318,7 @@ def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = Non
             examples += part.examples
     device = outputs[0].device
     return Whole(
-        torch.cat(found).requires_grad_(),
+        torch.cat(ordered_outputs).requires_grad_(),
         {name: _moved(torch.cat(values), device) for name, values in columns.items()},
         own_sequences,
         own_examples,
@@ -331,29 +326,21 @@ def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = Non
 
 
 def _moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without a wait of the host."""
+    """The values on ``device``; the host does not wait for the copy."""
     pinned = values.pin_memory() if device.type == "cuda" else values
     return pinned.to(device, non_blocking=True)
 
 
 def _on_host(part: Part) -> Part:
-    """Plain memory, whatever it was: it is pickled."""
-    return Part(
-        part.sequences,
-        part.examples,
-        {name: values.cpu().clone() for name, values in part.columns.items()},
-    )
+    """With columns in plain memory, whatever they were: they are pickled."""
+    columns = {name: values.cpu().clone() for name, values in part.columns.items()}
+    return replace(part, columns=columns)
 
 
-def _count(parts: list[Part]) -> int:
-    return sum(part.sequences for part in parts)
-
-
-def _gathered_outputs(own: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-    """The outputs of every rank, of which there are so many."""
-    most = max(counts)
-    padded = own.new_zeros((most, *own.shape[1:]))
-    padded[: len(own)] = own
-    everyone = [torch.empty_like(padded) for _ in counts]
-    torch.distributed.all_gather(everyone, padded)
-    return [each[:count] for each, count in zip(everyone, counts, strict=True)]
+def _gathered_outputs(outputs: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+    """The outputs of every rank. ``counts``: how many each rank has. Collective."""
+    padded = outputs.new_zeros((max(counts), *outputs.shape[1:]))
+    padded[: len(outputs)] = outputs
+    by_rank = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(by_rank, padded)
+    return [rank_outputs[:count] for rank_outputs, count in zip(by_rank, counts, strict=True)]

@@ -57,18 +57,18 @@ class StepLog:
             )
             for model in session.engine.models.values()
         ]
-        plan = session.plan
+        plan, engine = session.plan, session.engine
+        measures = plan.world_size > 1 and session.exp.batch.balance != "off"
+        # A rank's forward passes wait for no other rank.
+        independent = measures and engine.stage < 3 and not session.task.joint
         # Before the first restart, which empties it.
-        self.timed = StepTimes(
-            session.engine.device, active=plan.world_size > 1 and _times(session)
-        )
-        # Where a rank's forward passes wait for others, it times a piece of work of its own.
-        probed = plan.world_size > 1 and not self.timed.active
+        self.timed = StepTimes(engine.device, active=independent)
+        # Where they wait for others, it times a piece of work of its own.
         self.probe = SpeedProbe(
-            session.engine.device,
-            getattr(session.engine, "dtype", torch.float32),
-            width=getattr(getattr(session.engine, "config", None), "hidden_size", 0),
-            active=probed and session.exp.batch.balance != "off",
+            engine.device,
+            engine.dtype,
+            width=getattr(engine.config, "hidden_size", 0),
+            active=measures and not independent,
         )
         self.drift = drift_watch(plan) if self.probe.active else None
         self.watch_split()
@@ -136,7 +136,7 @@ class StepLog:
         """
         assert self.loss_sum is not None
         session, engine = self.session, self.session.engine
-        mine = torch.tensor(
+        row = torch.tensor(
             [
                 float(self.loss_sum),
                 self.squares,
@@ -154,9 +154,9 @@ class StepLog:
             dtype=torch.float64,
             device=engine.device,
         )
-        everyone = [torch.empty_like(mine) for _ in range(session.plan.world_size)]
-        torch.distributed.all_gather(everyone, mine)
-        table = torch.stack(everyone).cpu()
+        rows = [torch.empty_like(row) for _ in range(session.plan.world_size)]
+        torch.distributed.all_gather(rows, row)
+        table = torch.stack(rows).cpu()
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
         loss_mean = float(table[:, 6].sum()) / (self.interval_weight or 1)
         elapsed = time.perf_counter() - self.began
@@ -172,13 +172,13 @@ class StepLog:
         totals = table[:, 14:].sum(dim=0).tolist()
         clock, probe_s = float(table[0, 11]), table[:, 12].tolist()
         probed = self.drift is not None and min(probe_s) > 0
-        forward_s, *others, work = table[:, 7:11].T.tolist()
+        forward_s, *other_phases, work = table[:, 7:11].T.tolist()
         waits: dict[str, Any] = {}
         if engine.device.type == "cuda":
             waits["context_gib"] = [round(value, 3) for value in table[:, 13].tolist()]
         if self.timed.active:
             idle = idle_share(forward_s)
-            for name, seconds in zip(PHASES, (forward_s, *others), strict=True):
+            for name, seconds in zip(PHASES, (forward_s, *other_phases), strict=True):
                 waits[f"{name}_s"] = [round(value, 6) for value in seconds]
             waits["idle_share"] = round(idle, 4)
         if probed:
@@ -234,12 +234,6 @@ class StepLog:
         return Line(forward_s, work, clock) if self.timed.active else None
 
 
-def _times(session: Session) -> bool:
-    """Whether forward passes of a rank wait for no other rank, and are to be timed."""
-    engine, task = session.engine, session.task
-    return engine.stage < 3 and not task.joint and session.exp.batch.balance != "off"
-
-
 def expected_work(plan: Plan) -> list[float]:
     """What each rank should compute in a step, in any unit."""
     ranks = range(plan.world_size)
@@ -283,7 +277,7 @@ def report_straggler(
     how = "To measure the speeds again: remove balance.json and resume with batch.balance=measured."
     if session.rebalance is not None:
         how = "batch.rebalance splits the batch anew where that is faster."
-    said = (
+    finding = (
         f"takes {factor:.1f} times as long for a matrix product as at the start or as other ranks "
         f"of its device type; all ranks wait for it ({by_rank(seconds)})"
         if probed
@@ -291,16 +285,16 @@ def report_straggler(
         f"ranks wait for it (forward passes of a step: {by_rank(seconds)})"
     )
     session.log(
-        f"WARNING: rank {rank} ({host}) {said}. Check whether its device is throttled or used by "
-        f"another program. {how}"
+        f"WARNING: rank {rank} ({host}) {finding}. Check whether its device is throttled or used "
+        f"by another program. {how}"
     )
 
 
 def by_rank(seconds: list[float]) -> str:
     """Times of all ranks, of many the longest: ``rank 3 0.412 s, rank 0 0.201 s``."""
     order = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))
-    shown = [f"rank {rank} {seconds[rank]:.3g} s" for rank in order[:SHOWN_RANKS]]
+    times = [f"rank {rank} {seconds[rank]:.3g} s" for rank in order[:SHOWN_RANKS]]
     if order[SHOWN_RANKS:]:
         usual = sorted(seconds)[len(seconds) // 2]
-        shown.append(f"median {usual:.3g} s")
-    return ", ".join(shown)
+        times.append(f"median {usual:.3g} s")
+    return ", ".join(times)

@@ -75,7 +75,7 @@ class StepTimes:
 def idle_share(seconds: Sequence[float]) -> float:
     """The mean part of the slowest rank's time that ranks wait for it."""
     slowest = max(seconds)
-    return sum(1.0 - each / slowest for each in seconds) / len(seconds) if slowest > 0 else 0.0
+    return sum(1.0 - rank_s / slowest for rank_s in seconds) / len(seconds) if slowest > 0 else 0.0
 
 
 class StragglerWatch:
@@ -100,9 +100,9 @@ class StragglerWatch:
         factors = _times_longer(seconds, self._expected)
         if work:
             factors = [
-                min(both) for both in zip(factors, _times_longer(seconds, work), strict=True)
+                min(pair) for pair in zip(factors, _times_longer(seconds, work), strict=True)
             ]
-        found = []
+        stragglers = []
         for rank, factor in enumerate(factors):
             if factor <= TIMES_LONGER:
                 self._lines[rank] = 0
@@ -114,14 +114,15 @@ class StragglerWatch:
             lasts = self._lines[rank] >= LINES and now - self._since[rank] >= LEAST_S
             if lasts and rank not in self._named:
                 self._named.add(rank)
-                found.append((rank, factor))
-        return found
+                stragglers.append((rank, factor))
+        return stragglers
 
 
 def _times_longer(seconds: Sequence[float], expected: Sequence[float]) -> list[float]:
     """Than the median rank, each against what is expected of it; 0 where nothing is known."""
     rates = [
-        each / planned if planned else 0.0 for each, planned in zip(seconds, expected, strict=True)
+        rank_s / planned if planned else 0.0
+        for rank_s, planned in zip(seconds, expected, strict=True)
     ]
     usual = sorted(rates)[(len(rates) - 1) // 2]
     return [rate / usual if usual > 0 else 0.0 for rate in rates]
@@ -156,12 +157,12 @@ class SpeedProbe:
         self._one = values.view(size, size).to(dtype)
         self._other, self._product = self._one.t().contiguous(), torch.empty_like(self._one)
         self._seconds()  # a kernel is chosen
-        wanted = PIECE_S[device.type] / max(self._seconds(), 1e-7)
-        self._products = min(MOST_PRODUCTS, max(1, round(wanted)))
+        products = PIECE_S[device.type] / max(self._seconds(), 1e-7)
+        self._products = min(MOST_PRODUCTS, max(1, round(products)))
 
     @torch.no_grad()
     def _seconds(self) -> float:
-        """Of one product."""
+        """Seconds that one product takes now."""
         if self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -210,15 +211,15 @@ class DriftWatch:
         else:
             usual = [_typical(values) for values in zip(*self._first, strict=True)]
             changed = [now_ / then for now_, then in zip(seconds, usual, strict=True)]
-        rates = [each / planned for each, planned in zip(seconds, self._expected, strict=True)]
+        rates = [rank_s / planned for rank_s, planned in zip(seconds, self._expected, strict=True)]
         alike = {
             name: _typical([r for r, d in zip(rates, self._devices, strict=True) if d == name])
             for name in dict.fromkeys(self._devices)
         }
-        whole = _typical(changed)
+        typical_change = _typical(changed)
         factors = [
-            max(own / whole, rate / alike[name])
-            for own, rate, name in zip(changed, rates, self._devices, strict=True)
+            max(change / typical_change, rate / alike[name])
+            for change, rate, name in zip(changed, rates, self._devices, strict=True)
         ]
         return self._watch.see(factors, now=now)
 

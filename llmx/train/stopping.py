@@ -119,7 +119,7 @@ class SpikeWatch:
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Why training stops."""
+    """Why training stops early: the metric that no longer improves."""
 
     metric: str
     """``eval/loss``."""
@@ -151,7 +151,7 @@ class EarlyStopping:
     @classmethod
     def of(
         cls,
-        wanted: EarlyStoppingConfig,
+        config: EarlyStoppingConfig,
         checkpoint: CheckpointConfig,
         metrics: Mapping[str, Metric],
         *,
@@ -162,14 +162,14 @@ class EarlyStopping:
         Raises:
             ConfigError: the task does not measure the metric, or does not say what is better.
         """
-        if wanted.patience is None:
+        if config.patience is None:
             return None
-        name = wanted.metric or checkpoint.metric
+        name = config.metric or checkpoint.metric
         mode = checkpoint.mode if name == checkpoint.metric else "auto"
         better = check_checkpoint_metric(
             name, mode, metrics, task=task, key="task.early_stopping.metric"
         )
-        return cls(name, better == "max", wanted.patience, wanted.min_delta)
+        return cls(name, better == "max", config.patience, config.min_delta)
 
     @property
     def name(self) -> str:

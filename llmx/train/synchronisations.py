@@ -23,8 +23,10 @@ class SynchronisationWatch:
     """Counts what torch's debug mode of synchronisations warns of; does nothing unasked."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        wanted = os.environ.get(VARIABLE, "")
-        self._begin = int(wanted) if wanted.isdigit() and torch.cuda.is_available() else None
+        first_step = os.environ.get(VARIABLE, "")
+        self._begin = (
+            int(first_step) if first_step.isdigit() and torch.cuda.is_available() else None
+        )
         self._end = last_step - 1
         self._path = path
         self._counts: Counter[str] = Counter()

@@ -11,7 +11,7 @@ import torch
 from llmx.errors import ConfigError
 from llmx.models.model import ModelSpec
 from llmx.plan import ds_config, make_plan
-from llmx.train.engine.build import _build_named, check_spec, check_tokenizer, with_source
+from llmx.train.engine.build import build_networks, check_spec, check_tokenizer, with_source
 from tests.reference import VOCABULARY, word_tokenizer, write_pretrained
 from tests.rundirs import experiment
 
@@ -51,15 +51,15 @@ def test_a_source_brings_its_own_config_and_no_trust(tmp_path: Path) -> None:
 def build(exp: Any, spec: ModelSpec) -> Any:
     plan = make_plan(exp)
     config = ds_config(exp.model, exp.zero, exp.optim, plan)
-    return _build_named(
-        "judge",
+    networks = build_networks(
         exp,
         plan,
         config,
-        spec=spec,
+        specs={"judge": spec},
         tokenizer=word_tokenizer(),
         device=torch.device("cpu"),
     )
+    return networks["judge"]
 
 
 def test_a_frozen_network_of_another_architecture(

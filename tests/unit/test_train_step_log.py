@@ -53,6 +53,9 @@ def session_of(lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     )
     engine = SimpleNamespace(
         device=torch.device("cpu"),
+        dtype=torch.float32,
+        stage=0,
+        config=SimpleNamespace(hidden_size=1),
         precision="fp32",
         main=main,
         models={"policy": main},
@@ -64,7 +67,10 @@ def session_of(lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     session: Any = SimpleNamespace(
         engine=engine,
         exp=SimpleNamespace(
-            task=SimpleNamespace(spike_factor=None), optim=OptimConfig(), adapter=AdapterConfig()
+            task=SimpleNamespace(spike_factor=None),
+            optim=OptimConfig(),
+            adapter=AdapterConfig(),
+            batch=SimpleNamespace(balance="off"),
         ),
         plan=SimpleNamespace(world_size=1, peak_tflops=0.0),
         resume_point=SimpleNamespace(tokens_seen=0, target_tokens_seen=0, losses=[]),

@@ -74,12 +74,12 @@ def gradient_order(network: nn.Module, forward: Callable[[], Any]) -> list[str]:
     ``forward`` passes the network forward. Gradients are dropped one by one, so that it takes no
     memory for all of them. The network is as it was afterwards, but for random numbers drawn.
     """
-    found: list[str] = []
+    names: list[str] = []
     handles = []
 
     def record(name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
-            found.append(name)
+            names.append(name)
             parameter.grad = None
 
         return hook
@@ -89,28 +89,31 @@ def gradient_order(network: nn.Module, forward: Callable[[], Any]) -> list[str]:
             handles.append(parameter.register_post_accumulate_grad_hook(record(name)))
     try:
         with torch.enable_grad():
-            parts = [one.float().square().sum() for one in _differentiable(forward())]
+            parts = [output.float().square().sum() for output in _differentiable(forward())]
             torch.stack(parts).sum().backward()
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return names
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
     """What of an output a loss may see: logits or hidden states, an auxiliary loss."""
     values = output.values() if hasattr(output, "keys") else [output]
-    found = [one for one in values if isinstance(one, torch.Tensor) and one.requires_grad]
-    if not found:
+    differentiable = [
+        value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    if not differentiable:
         raise ValueError("its forward pass has no output with a gradient")
-    return found
+    return differentiable
 
 
 def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
     """Deterministic algorithms where set; by default on CPU, where they cost nothing."""
-    wanted = deterministic if deterministic is not None else not ACCELERATORS[accelerator].is_gpu
+    by_default = not ACCELERATORS[accelerator].is_gpu
+    use_deterministic = by_default if deterministic is None else deterministic
     # A missing deterministic kernel is an error where they were set, else a warning.
-    torch.use_deterministic_algorithms(wanted, warn_only=deterministic is None)
+    torch.use_deterministic_algorithms(use_deterministic, warn_only=deterministic is None)
     # Would fill every new buffer of DeepSpeed with NaN first.
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     torch.manual_seed(seed)
@@ -139,18 +142,11 @@ class Engine:
 
     @property
     def config(self) -> Any:
-        """Of the main network."""
         return self.main.config
 
     @property
     def vocab_size(self) -> int:
-        """Of the main network."""
         return self.main.vocab_size
-
-    @property
-    def attention(self) -> AttentionMethod:
-        """Of the main network."""
-        return self.main.attention
 
     @property
     def layout(self) -> str:
@@ -227,8 +223,8 @@ class Engine:
         That is stage 0 in fp32, where every rank has all reduced gradients after the
         last backward of a step.
         """
-        whole = self.stage == 0 and self.precision == "fp32"
-        if whole and self.engine.is_gradient_accumulation_boundary():
+        computes_none = self.stage == 0 and self.precision == "fp32"
+        if computes_none and self.engine.is_gradient_accumulation_boundary():
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
@@ -239,8 +235,8 @@ class Engine:
             return self._norm
         norm: torch.Tensor | float | None = self.engine.get_global_grad_norm()
         # FusedAdam's wrapper divides by the scale itself, the other one of stage 0 does not.
-        whole = type(self.engine.optimizer).__name__ != "FP16_UnfusedOptimizer"
-        return norm if whole or norm is None else norm / self._scale
+        is_unscaled = type(self.engine.optimizer).__name__ != "FP16_UnfusedOptimizer"
+        return norm if is_unscaled or norm is None else norm / self._scale
 
     def grad_norm(self) -> float | None:
         """The same as a number. Waits for the device."""
@@ -291,24 +287,28 @@ def build_engine(
         check_quantized_gradients(exp.zero, plan, visible=torch.cuda.device_count())
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     bases = are_bases(specs, exp.adapter, exp.model)
-    own = {name: spec for name, spec in specs.items() if name not in bases}
-    parts = build_networks(exp, plan, ds_config, specs=own, tokenizer=tokenizer, device=device)
+    own_specs = {name: spec for name, spec in specs.items() if name not in bases}
+    parts = build_networks(
+        exp, plan, ds_config, specs=own_specs, tokenizer=tokenizer, device=device
+    )
     networks = {name: part.network for name, part in parts.items()}
     for name, network in networks.items():
-        if not own[name].dropout:
+        if not own_specs[name].dropout:
             turn_dropout_off(network)
-    frozen = [name for name, spec in own.items() if not spec.trained]
-    one = len(networks) == 1
-    whole = next(iter(networks.values())) if one else NetworksByName(networks, frozen=frozen)
+    frozen = [name for name, spec in own_specs.items() if not spec.trained]
+    is_single = len(networks) == 1
+    combined = (
+        next(iter(networks.values())) if is_single else NetworksByName(networks, frozen=frozen)
+    )
     if ds_config["zero_optimization"]["stage"] == 3:
-        gather_experts_together(whole)
+        gather_experts_together(combined)
     if computes_by_device(plan) and ds_config["zero_optimization"]["stage"] in (1, 2):
         check_gradient_order(parts, plan, device=device)
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
     optimizer = build_optimizer(
-        whole,
+        combined,
         exp.optim,
         apart=lr_scales(exp.optim, exp.adapter, [part.network for part in parts.values()]),
         accelerator=plan.accelerator,
@@ -316,10 +316,10 @@ def build_engine(
     )
     stage = ds_config["zero_optimization"]["stage"]
     check_states(optimizer, partitioned=stage > 0)
-    matrices = hidden_matrices(whole) if isinstance(optimizer, Muon) else set()
-    shapes = {name: whole_shape(p) for name, p in whole.named_parameters() if id(p) in matrices}
+    matrices = hidden_matrices(combined) if isinstance(optimizer, Muon) else set()
+    shapes = {name: whole_shape(p) for name, p in combined.named_parameters() if id(p) in matrices}
     engine, _, _, _ = deepspeed.initialize(
-        model=whole,
+        model=combined,
         optimizer=optimizer,
         config=ds_config,
         dist_init_required=False,
@@ -333,18 +333,17 @@ def build_engine(
         )
     models = models_of(
         parts,
-        specs=own,
+        specs=own_specs,
         tokenizer=tokenizer,
         device=device,
         forwards={
-            name: engine if one else ForwardOf(engine, name, part.network)
+            name: engine if is_single else ForwardOf(engine, name, part.network)
             for name, part in parts.items()
         },
     )
     for model in models.values():
         if model.spec.head in LANGUAGE_MODELS:
-            wanted = fused_loss(exp.model, plan.accelerator)
-            model.fused_loss = wanted and _can_fuse(
+            model.fused_loss = fused_loss(exp.model, plan.accelerator) and _can_fuse(
                 model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
             )
     for name in sorted(bases):
@@ -374,22 +373,23 @@ def check_gradient_order(
         if not any(parameter.requires_grad for parameter in network.parameters()):
             continue
         order, problem = _order_of(part, device=device)
-        found = all_gather((order, problem))
-        if all(one == (found[0][0], "") for one in found):
+        orders = all_gather((order, problem))
+        expected = (orders[0][0], "")
+        differing = [rank for rank, of_rank in enumerate(orders) if of_rank != expected]
+        if not differing:
             continue
-        rank, (other, why) = next(
-            (rank, one) for rank, one in enumerate(found) if one != (found[0][0], "")
-        )
+        rank = differing[0]
+        other, why = orders[rank]
         kind = type(network).__name__
         if why and not plan.checkpointing:
             if torch.distributed.get_rank() == 0:
                 print(f"Cannot check the order of the gradients of {kind}: {why}", flush=True)
             continue
-        wrong = why or _first_other(found[0][0], other)
         raise ConfigError(
             f"{kind}: ZeRO stages 1 and 2 need gradients in the same order on all ranks. Rank "
-            f"{rank} and rank 0 differ: {wrong}. Set one model.activation_checkpointing (null for "
-            "each type of device) and one model.attention (segments, sdpa or eager) for all ranks."
+            f"{rank} and rank 0 differ: {why or _difference(orders[0][0], other)}. Set one "
+            "model.activation_checkpointing (null for each type of device) and one "
+            "model.attention (segments, sdpa or eager) for all ranks."
         )
 
 
@@ -417,11 +417,12 @@ def _order_of(part: BuiltNetwork, *, device: torch.device) -> tuple[list[str], s
         network.train(was_training)
 
 
-def _first_other(order: list[str], other: list[str]) -> str:
-    """Where two orders part."""
-    for place, (one, two) in enumerate(zip_longest(order, other, fillvalue="none"), start=1):
-        if one != two:
-            return f"gradient {place} is {two} there and {one} on rank 0"
+def _difference(order: list[str], other: list[str]) -> str:
+    """The first place at which two orders of gradients differ."""
+    pairs = zip_longest(order, other, fillvalue="none")
+    for place, (name, other_name) in enumerate(pairs, start=1):
+        if name != other_name:
+            return f"gradient {place} is {other_name} there and {name} on rank 0"
     return "the order is the same"
 
 
@@ -439,42 +440,6 @@ class BuiltNetwork:
     vocab_rows: int
     """Of the vocabulary, without those that pad it."""
     adapter: Adapter | None = None
-
-
-def _build_named(
-    name: str,
-    exp: Experiment,
-    plan: Plan,
-    ds_config: dict[str, Any],
-    *,
-    spec: ModelSpec,
-    tokenizer: Any,
-    device: torch.device,
-) -> BuiltNetwork:
-    """The network that the task calls ``name``. Collective.
-
-    Raises:
-        ConfigError: it cannot be built so; of a network with a source of its own, the message says
-            which one.
-    """
-    try:
-        check_spec(spec, precision=plan.precision)
-        own = with_source(exp, spec)
-        if spec.source is not None:
-            check_source(own.model)
-            check_tokenizer(own.model, tokenizer)
-        return _build_one(own, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device)
-    except ConfigError as error:
-        if spec.source is None and spec.precision is None:
-            raise
-        raise ConfigError(f"The model {name!r} of the task, {_said(spec)}: {error}") from error
-
-
-def _said(spec: ModelSpec) -> str:
-    """What a task says of a network beside its head."""
-    said = {"source": spec.source, "revision": spec.revision, "precision": spec.precision}
-    words = [f"{key}={value}" for key, value in said.items() if value is not None]
-    return f"ModelSpec({', '.join([*words, f'trained={spec.trained}'])})"
 
 
 def check_spec(spec: ModelSpec, *, precision: str) -> None:
@@ -529,25 +494,25 @@ def check_tokenizer(model: ModelConfig, tokenizer: Any) -> None:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(
+        source_ids = AutoTokenizer.from_pretrained(
             model.path,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
         ).get_vocab()
     except Exception:  # the Hub client's errors have no common base
         return
-    ours: dict[str, int] = tokenizer.get_vocab()
-    ids = set(found.values())
-    other = [
-        token for token, number in ours.items() if number in ids and found.get(token) != number
+    run_ids: dict[str, int] = tokenizer.get_vocab()
+    ids = set(source_ids.values())
+    differing = [
+        t for t, number in run_ids.items() if number in ids and source_ids.get(t) != number
     ]
-    if other:
-        token = min(other, key=lambda one: ours[one])
+    if differing:
+        token = min(differing, key=run_ids.__getitem__)
         raise ConfigError(
-            f"its tokenizer differs from that of the run: {len(other)} of {len(ours)} tokens have "
-            f"different ids, e.g. {token!r} is {ours[token]} in the run and "
-            f"{found.get(token, 'missing')} in the source. All networks of a task read the same "
-            "token ids: choose a source with the tokenizer of the run."
+            f"its tokenizer differs from that of the run: {len(differing)} of {len(run_ids)} "
+            f"tokens have different ids, e.g. {token!r} is {run_ids[token]} in the run and "
+            f"{source_ids.get(token, 'missing')} in the source. All networks of a task read the "
+            "same token ids: choose a source with the tokenizer of the run."
         )
 
 
@@ -560,13 +525,36 @@ def build_networks(
     tokenizer: Any,
     device: torch.device,
 ) -> dict[str, BuiltNetwork]:
-    """The networks of ``specs`` by name. Collective."""
-    return {
-        name: _build_named(
-            name, exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
-        )
-        for name, spec in specs.items()
-    }
+    """The networks of ``specs`` by name. Collective.
+
+    Raises:
+        ConfigError: one cannot be built; the message names one that has a source of its own.
+    """
+    networks = {}
+    for name, spec in specs.items():
+        try:
+            check_spec(spec, precision=plan.precision)
+            own_exp = with_source(exp, spec)
+            if spec.source is not None:
+                check_source(own_exp.model)
+                check_tokenizer(own_exp.model, tokenizer)
+            networks[name] = _build_network(
+                own_exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
+            )
+        except ConfigError as error:
+            if spec.source is None and spec.precision is None:
+                raise
+            settings = {
+                "source": spec.source,
+                "revision": spec.revision,
+                "precision": spec.precision,
+            }
+            words = [f"{key}={value}" for key, value in settings.items() if value is not None]
+            words.append(f"trained={spec.trained}")
+            raise ConfigError(
+                f"The model {name!r} of the task, ModelSpec({', '.join(words)}): {error}"
+            ) from error
+    return networks
 
 
 def models_of(
@@ -602,7 +590,7 @@ def models_of(
     return models
 
 
-def _build_one(
+def _build_network(
     exp: Experiment,
     plan: Plan,
     ds_config: dict[str, Any],
@@ -611,7 +599,7 @@ def _build_one(
     tokenizer: Any,
     device: torch.device,
 ) -> BuiltNetwork:
-    """Collective."""
+    """One network with its weights, adapter and frozen parts. Collective."""
     config = model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp.model, exp.data, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
@@ -665,11 +653,11 @@ def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
 
 def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
     """Whether head and loss of this model can be computed together; logs why not. Collective."""
-    tried = model.inputs(_few_tokens(seq_len))
-    found = first_problem(fused_loss_problem(model.forward, *tried))
-    if found is None:
+    inputs = model.inputs(_few_tokens(seq_len))
+    rank_and_problem = first_problem(fused_loss_problem(model.forward, *inputs))
+    if rank_and_problem is None:
         return True
-    problem = found[1]
+    _, problem = rank_and_problem
     kind = type(model.module).__name__
     if required:
         raise ConfigError(
@@ -712,8 +700,8 @@ def _without_backward_hooks(network: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own in hooks:
-            module._backward_hooks = own
+        for module, backward_hooks in hooks:
+            module._backward_hooks = backward_hooks
 
 
 @contextlib.contextmanager

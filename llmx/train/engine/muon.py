@@ -118,10 +118,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "fused": fused, MATRICES: False})
         self.momentum, self.adjust = momentum, adjust
-        others = [group for group in self.param_groups if not group[MATRICES]]
+        adamw_groups = [group for group in self.param_groups if not group[MATRICES]]
         # It shares the groups, which DeepSpeed changes in place, and the states.
         self._adamw = (
-            torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=fused) if others else None
+            torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, eps=eps, fused=fused)
+            if adamw_groups
+            else None
         )
         self._device: torch.device | None = None
         self._owners: dict[int, int] = {}
@@ -146,22 +148,22 @@ class Muon(torch.optim.Optimizer):
         """
         number = {id(owner): index for index, owner in enumerate(layout.owners)}
         pieces = [piece for piece in layout.trained if piece.name in matrices]
-        mine = [(number[id(p.owner)], p.name, p.start, p.length, p.offset) for p in pieces]
+        local_pieces = [(number[id(p.owner)], p.name, p.start, p.length, p.offset) for p in pieces]
         holders: dict[str, set[int]] = {}
-        everyone: list[Any] = [mine]
+        pieces_by_rank: list[Any] = [local_pieces]
         if layout.partitioned and dist.get_world_size() > 1:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            pieces_by_rank = [None] * dist.get_world_size()
+            dist.all_gather_object(pieces_by_rank, local_pieces)
         place: dict[str, int] = {}
-        for rank, parts in enumerate(everyone):
+        for rank, parts in enumerate(pieces_by_rank):
             for index, name, *_ in parts:
                 holders.setdefault(name, set()).add(rank)
                 place[name] = index
         self._device = device
         self._owners = {id(owner.tensor): index for index, owner in enumerate(layout.owners)}
-        own = {name: Part(shapes[name], *where) for _, name, *where in mine}
+        local_parts = {name: Part(shapes[name], *where) for _, name, *where in local_pieces}
         for name in sorted(place):
-            part = own.get(name, Part(shapes[name]))
+            part = local_parts.get(name, Part(shapes[name]))
             if len(holders[name]) > 1:
                 self._split.setdefault(place[name], []).append(part)
             elif part.length:
@@ -181,9 +183,9 @@ class Muon(torch.optim.Optimizer):
             for tensor in group["params"] if group[MATRICES] else ():
                 if tensor.grad is not None:
                     self._update(tensor, lr=group["lr"], decay=group["weight_decay"])
-        others = [group for group in self.param_groups if not group[MATRICES]]
-        if self._adamw is not None and others:
-            self._adamw.param_groups, self._adamw.state = others, self.state
+        adamw_groups = [group for group in self.param_groups if not group[MATRICES]]
+        if self._adamw is not None and adamw_groups:
+            self._adamw.param_groups, self._adamw.state = adamw_groups, self.state
             self._adamw.step()
         return loss
 
@@ -192,21 +194,21 @@ class Muon(torch.optim.Optimizer):
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(tensor)
         assert tensor.grad is not None
-        values, kept = tensor.data.view(-1), state[MOMENTUM].view(-1)
-        gradient = tensor.grad.to(kept.dtype).reshape(-1)
-        kept.lerp_(gradient, 1 - self.momentum)
+        values, momentum = tensor.data.view(-1), state[MOMENTUM].view(-1)
+        gradient = tensor.grad.to(momentum.dtype).reshape(-1)
+        momentum.lerp_(gradient, 1 - self.momentum)
         values.mul_(1 - lr * decay)
         index = self._owners.get(id(tensor))
         if index is None:  # not in an engine: the parameter itself
-            mine = [Part(tuple(tensor.shape), 0, tensor.numel(), 0)] if tensor.dim() > 1 else []
+            whole = [Part(tuple(tensor.shape), 0, tensor.numel(), 0)] if tensor.dim() > 1 else []
             split: list[Part] = []
         else:
-            mine, split = self._mine.get(index, []), self._split.get(index, [])
+            whole, split = self._mine.get(index, []), self._split.get(index, [])
 
         def ahead(part: Part) -> torch.Tensor:
             """Nesterov's, where the next step would look."""
             there = slice(part.offset, part.offset + part.length)
-            return gradient[there].lerp(kept[there], self.momentum).to(torch.bfloat16)
+            return gradient[there].lerp(momentum[there], self.momentum).to(torch.bfloat16)
 
         def apply(part: Part, update: torch.Tensor) -> None:
             there = values[part.offset : part.offset + part.length]
@@ -214,7 +216,7 @@ class Muon(torch.optim.Optimizer):
             there.add_(update.to(there.device, there.dtype), alpha=-lr * scale)
 
         device = self._device or tensor.device
-        for part in mine:
+        for part in whole:
             apply(part, orthogonal(ahead(part).view(part.shape).to(device)).reshape(-1))
         if split:
             self._exchange(split, ahead, apply, device=device)
@@ -234,17 +236,17 @@ class Muon(torch.optim.Optimizer):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         for first in range(0, len(parts), world):
             together = parts[first : first + world]
-            found = []
+            matrices = []
             for owner, part in enumerate(together):
-                whole = torch.zeros(math.prod(part.shape), dtype=dtype, device=device)
+                matrix = torch.zeros(math.prod(part.shape), dtype=dtype, device=device)
                 if part.length:
-                    whole[part.start : part.start + part.length] = ahead(part).to(device, dtype)
-                dist.reduce(whole, dst=owner)
-                found.append(whole)
+                    matrix[part.start : part.start + part.length] = ahead(part).to(device, dtype)
+                dist.reduce(matrix, dst=owner)
+                matrices.append(matrix)
             if rank < len(together):
                 shape = together[rank].shape
-                found[rank].copy_(orthogonal(found[rank].view(shape)).reshape(-1))
+                matrices[rank].copy_(orthogonal(matrices[rank].view(shape)).reshape(-1))
             for owner, part in enumerate(together):
-                dist.broadcast(found[owner], src=owner)
+                dist.broadcast(matrices[owner], src=owner)
                 if part.length:
-                    apply(part, found[owner][part.start : part.start + part.length])
+                    apply(part, matrices[owner][part.start : part.start + part.length])

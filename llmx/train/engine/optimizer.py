@@ -102,7 +102,7 @@ def parameter_groups(
     apart = apart or {}
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for scale in dict.fromkeys((1.0, *apart.values())):
-        own = {} if scale == 1.0 else {LR_SCALE: scale}
+        lr_scale = {} if scale == 1.0 else {LR_SCALE: scale}
         for by_muon in (True, False) if matrices else (False,):
             mark = {MATRICES: by_muon} if matrices else {}
             for decays in (True, False):
@@ -110,7 +110,7 @@ def parameter_groups(
                 groups[scale, by_muon, decays] = {
                     "params": [],
                     "weight_decay": decay,
-                    **own,
+                    **lr_scale,
                     **mark,
                 }
     for parameter in model.parameters():
@@ -136,9 +136,9 @@ def build_optimizer(
     offload, where it is eight times as fast. A run on CPU ranks keeps the plain one: its results
     are those that were recorded.
     """
-    optimizer = optimizer_of(optim.kind)
-    matrices = hidden_matrices(model) if optimizer.matrices_apart else set()
-    if optimizer.matrices_apart and not matrices:
+    kind = optimizer_of(optim.kind)
+    matrices = hidden_matrices(model) if kind.matrices_apart else set()
+    if kind.matrices_apart and not matrices:
         raise ConfigError(
             f"optim.kind={optim.kind}: {type(model).__name__} has no trained matrix inside a "
             "numbered layer. Set optim.kind=adamw."
@@ -146,21 +146,21 @@ def build_optimizer(
     groups = parameter_groups(
         model, weight_decay=optim.weight_decay, apart=apart, matrices=matrices
     )
-    module, _, name = optimizer.factory.partition(":")
+    module, _, name = kind.factory.partition(":")
     make = getattr(importlib.import_module(module), name)
+    if kind.compiled:
+        _need_compiler(optim.kind)
     fused = ACCELERATORS[accelerator].is_gpu or offloaded
-    if not optimizer.compiled:
-        made: torch.optim.Optimizer = make(groups, optim, fused=fused)
-        return made
-    _need_compiler(optim.kind)
     try:
-        made = make(groups, optim, fused=fused)
+        optimizer: torch.optim.Optimizer = make(groups, optim, fused=fused)
     except (RuntimeError, OSError, ImportError) as error:
+        if not kind.compiled:
+            raise
         raise ConfigError(
             f"DeepSpeed could not build its extension for optim.kind={optim.kind}: {error} "
             "Set optim.kind=adamw, which is PyTorch's own and needs no build."
         ) from error
-    return made
+    return optimizer
 
 
 def adamw(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
@@ -192,15 +192,15 @@ def adam8bit(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.
             f"optim.kind=adam8bit needs the package bitsandbytes, which cannot be imported here "
             f"({error}). Run `pip install llmx[qlora]` in the Python of every host."
         ) from error
-    made: torch.optim.Optimizer = AdamW8bit(groups, **_adam(optim))
-    return made
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **_adam(optim))
+    return optimizer
 
 
 def cpu_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **_adam(optim), adamw_mode=True)
-    return made
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **_adam(optim), adamw_mode=True)
+    return optimizer
 
 
 def fused_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
@@ -208,8 +208,8 @@ def fused_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.opti
         raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
     from deepspeed.ops.adam import FusedAdam
 
-    made: torch.optim.Optimizer = FusedAdam(groups, **_adam(optim), adam_w_mode=True)
-    return made
+    optimizer: torch.optim.Optimizer = FusedAdam(groups, **_adam(optim), adam_w_mode=True)
+    return optimizer
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -240,37 +240,37 @@ def lr_scales(
             layers for ``optim.layer_decay``.
     """
     networks = list(networks)
-    named = [
+    trained_parameters = [
         (name, parameter, network)
         for network in networks
         for name, parameter in network.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     ]
-    _check_patterns(optim, [name for name, _, _ in named])
-    trained = {id(network): network for _, _, network in named}
+    _check_patterns(optim, [name for name, _, _ in trained_parameters])
+    trained = {id(network): network for _, _, network in trained_parameters}
     decays = {key: LayerDecay(network, optim) for key, network in trained.items()}
     beside_adapter = 1.0
     if adapter.kind != "none" and adapter.lr is not None:
         beside_adapter = optim.lr / adapter.lr
     matrices: set[int] = set()
     if optim.kind == "muon" and optim.muon_lr is not None:
-        matrices = {one for network in networks for one in hidden_matrices(network)}
-    found: dict[int, float] = {}
-    for name, parameter, network in named:
+        matrices = {matrix for network in networks for matrix in hidden_matrices(network)}
+    factors: dict[int, float] = {}
+    for name, parameter, network in trained_parameters:
         factor = decays[id(network)].factor(name)
         factor *= 1.0 if is_added(name) else beside_adapter
         if id(parameter) in matrices and optim.muon_lr is not None:
-            own = adapter.lr if is_added(name) else None
-            factor *= optim.muon_lr / (own or optim.lr)
+            adapter_lr = adapter.lr if is_added(name) else None
+            factor *= optim.muon_lr / (adapter_lr or optim.lr)
         for pattern, scale in optim.lr_scale.items():
             factor *= scale if fnmatchcase(name, pattern) else 1.0
         # A tied weight is looked up by its first name: an embedding, where it is the head, too.
-        found.setdefault(id(parameter), factor)
-    return {key: factor for key, factor in found.items() if factor != 1.0}
+        factors.setdefault(id(parameter), factor)
+    return {key: factor for key, factor in factors.items() if factor != 1.0}
 
 
 class LayerDecay:
-    """``optim.layer_decay`` over one network."""
+    """The factors of ``optim.layer_decay`` for the parameters of one network."""
 
     def __init__(self, network: nn.Module, optim: OptimConfig) -> None:
         self._decay = optim.layer_decay
@@ -304,9 +304,9 @@ def _check_patterns(optim: OptimConfig, names: list[str]) -> None:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         near = did_you_mean(pattern.strip("*.")[:100], names)
-        some = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
+        examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
         raise ConfigError(
             f"optim.lr_scale: {pattern} matches none of the {len(names)} trained parameters: "
-            f"{', '.join(some)}.{near} A star stands for any characters, as in "
+            f"{', '.join(examples)}.{near} A star stands for any characters, as in "
             "'*.embed_tokens.*'."
         )

@@ -90,9 +90,9 @@ class ByGradients:
         have other ids by then."""
         if not self._current.is_invalid_trace():
             self._current._invalidate_trace()
-        for one in (self._training, self._other):
-            if one is not self._current and one.is_record_trace():
-                one.reset_step()
+        for coordinator in (self._training, self._other):
+            if coordinator is not self._current and coordinator.is_record_trace():
+                coordinator.reset_step()
 
     def is_invalid_trace(self) -> bool:
         """Whether nothing is known, nor being learned."""

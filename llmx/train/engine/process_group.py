@@ -45,10 +45,10 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    found = get_accelerator().device_name()
-    if found != plan.accelerator:
+    accelerator = get_accelerator().device_name()
+    if accelerator != plan.accelerator:
         raise ConfigError(
-            f"The plan is for {plan.accelerator}, DeepSpeed found {found} on this host "
+            f"The plan is for {plan.accelerator}, DeepSpeed found {accelerator} on this host "
             f"(DS_ACCELERATOR={os.environ.get('DS_ACCELERATOR', '')!r}). Check the driver and "
             "CUDA_VISIBLE_DEVICES there, or choose another hardware group."
         )
@@ -123,7 +123,14 @@ def choose_gpu(plan: Plan, *, rank: int, local_rank: int) -> int:
         raise ConfigError("\n".join(problems))
     slots = plan.hosts[plan.ranks[rank].host].slots
     index = gpu_index(gpus, local_rank=local_rank, slots=slots, host=host)
-    check_precision(plan.precision, gpus, index, host=host)
+    # torch says that a V100 supports bf16, too, which it emulates.
+    capability = gpus.capabilities[index] if index < len(gpus.capabilities) else 0.0
+    if plan.precision == "bf16" and 0 < capability < LEAST_BF16:
+        raise ConfigError(
+            f"precision=bf16: the {gpus.names[index]} of {host} has compute capability "
+            f"{capability:g} and emulates bf16, many times slower than fp16. Set precision=fp16, "
+            "or precision=auto with the true device of that host in the hardware file."
+        )
     return index
 
 
@@ -142,17 +149,6 @@ def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
         "number of GPUs; under Slurm check --gpus-per-task and --gpu-bind in "
         "launch.slurm.extra_args."
     )
-
-
-def check_precision(precision: str, gpus: Gpus, index: int, *, host: str) -> None:
-    """bf16 only where the GPU computes it: torch says so of a V100, too, which emulates it."""
-    capability = gpus.capabilities[index] if index < len(gpus.capabilities) else 0.0
-    if precision == "bf16" and 0 < capability < LEAST_BF16:
-        raise ConfigError(
-            f"precision=bf16: the {gpus.names[index]} of {host} has compute capability "
-            f"{capability:g} and emulates bf16, many times slower than fp16. Set precision=fp16, "
-            "or precision=auto with the true device of that host in the hardware file."
-        )
 
 
 def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> None:
@@ -177,8 +173,8 @@ def gpus_here() -> Gpus:
     return Gpus(
         visible=visible,
         installed=_installed(),
-        names=tuple(each.name for each in properties),
-        capabilities=tuple(float(f"{each.major}.{each.minor}") for each in properties),
+        names=tuple(gpu.name for gpu in properties),
+        capabilities=tuple(float(f"{gpu.major}.{gpu.minor}") for gpu in properties),
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
         driver=_driver(),
