@@ -99,8 +99,8 @@ def write_manifest(checkpoints: Path, step: int, manifest: Manifest, *, disk: Di
         name, size = path.relative_to(partial).as_posix(), path.stat().st_size
         entry = manifest.files.get(name)
         if entry is None or entry.bytes != size:
-            wanted = "is not in the manifest" if entry is None else f"should have {entry.bytes}"
-            raise CheckpointError(f"{path} has {size} bytes and {wanted}. Nothing was committed.")
+            problem = "is not in the manifest" if entry is None else f"should have {entry.bytes}"
+            raise CheckpointError(f"{path} has {size} bytes and {problem}. Nothing was committed.")
     write_file(disk, partial / MANIFEST, manifest.to_text().encode())
     for directory in directories:
         disk.sync_directory(directory)

@@ -34,18 +34,18 @@ class Disk:
             allocate(descriptor, num_bytes)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """As ``write(2)``: some bytes of ``data``, at least one; how many."""
+        """Write some bytes of ``data``, at least one; returns how many (``write(2)``)."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Until the content is on the disk itself."""
+        """Wait until the content is on the disk itself."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Until the names in ``path`` are on the disk itself."""
+        """Wait until the names in ``path`` are on the disk itself."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -84,29 +84,22 @@ def allocate(descriptor: int, num_bytes: int) -> None:
 
 @functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int]:
-    """The C library's; it reports through ``ctypes.get_errno``."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).fallocate
-    except AttributeError:  # no Linux
-
-        def unsupported(*_: int) -> int:
-            ctypes.set_errno(errno.EOPNOTSUPP)
-            return -1
-
-        return unsupported
+    """The C library's, on Linux; it reports through ``ctypes.get_errno``."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     call.restype = ctypes.c_int
     return call
 
 
 def write_all(disk: Disk, descriptor: int, data: memoryview) -> None:
-    """All of ``data`` (bytes), however many calls it takes."""
+    """Write all of ``data`` (bytes), in as many calls as it takes."""
     while len(data):
         data = data[disk.write(descriptor, data) :]
 
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:
-    """A new file with its content on the disk; its name is durable with its directory."""
+    """Write a new file and wait until its content is on the disk. Its name is durable with its
+    directory."""
     descriptor = disk.create(path)
     try:
         write_all(disk, descriptor, memoryview(data))
@@ -116,7 +109,7 @@ def write_file(disk: Disk, path: Path, data: bytes) -> None:
 
 
 def make_directories(disk: Disk, path: Path) -> None:
-    """``path`` and what lies above it, each name durable; nothing where it is there."""
+    """Make ``path`` and its parents where they are missing, each name durable."""
     if path.is_dir():
         return
     make_directories(disk, path.parent)
@@ -128,7 +121,7 @@ def make_directories(disk: Disk, path: Path) -> None:
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """A directory with all its content; links are removed, not followed.
+    """Remove a directory with all its content; links are removed, not followed.
 
     Absent files are fine, also those that another process removes at this moment.
     """

@@ -53,9 +53,9 @@ def remove_mark(checkpoints: Path, rank: int, *, token: str, disk: Disk = DISK) 
     remove_tree(disk, _mark(checkpoints, rank, token))
 
 
-def storage_leaders(seen: Sequence[frozenset[int]]) -> list[int]:
+def storage_leaders(visible_marks: Sequence[frozenset[int]]) -> list[int]:
     """For each rank the lowest rank on its storage. ``seen[r]``: what rank ``r`` saw."""
-    return [min(ranks | {rank}) for rank, ranks in enumerate(seen)]
+    return [min(ranks | {rank}) for rank, ranks in enumerate(visible_marks)]
 
 
 def _mark(checkpoints: Path, rank: int, token: str) -> Path:
@@ -100,11 +100,13 @@ def find_topology(directory: Path, *, create: bool, group: Any) -> StorageTopolo
     leave_mark(directory, rank, token=token)
     torch.distributed.barrier(group=group)
     try:
-        seen = all_gather(marks_seen(directory, range(world), token=token), group=group)
+        visible_marks = all_gather(marks_seen(directory, range(world), token=token), group=group)
     finally:
         # Only after every rank has looked: the all-gather was the barrier.
         remove_mark(directory, rank, token=token)
-    return StorageTopology(directory=directory, rank=rank, leaders=tuple(storage_leaders(seen)))
+    return StorageTopology(
+        directory=directory, rank=rank, leaders=tuple(storage_leaders(visible_marks))
+    )
 
 
 class ReceivedFile:
@@ -135,11 +137,11 @@ class ReceivedFile:
 
     def finish(self) -> None:
         """Give the file its name, durably. CheckpointError: it has another size or hash."""
-        found = FileEntry(self._written, self._digest.hexdigest())
-        if found != self._entry:
+        received = FileEntry(self._written, self._digest.hexdigest())
+        if received != self._entry:
             raise CheckpointError(
-                f"{self._target.name} was received with {found.bytes} bytes and hash "
-                f"{found.blake2b[:16]}…, expected {self._entry.bytes} and "
+                f"{self._target.name} was received with {received.bytes} bytes and hash "
+                f"{received.blake2b[:16]}…, expected {self._entry.bytes} and "
                 f"{self._entry.blake2b[:16]}…. It was not put in place."
             )
         self._disk.sync(self._descriptor)

@@ -20,7 +20,7 @@ MASTER, FROZEN, BUFFER = "master", "frozen", "buffer"
 
 
 def fragment_key(state: str, name: str, start: int) -> str:
-    """``master|model.embed_tokens.weight|4096``."""
+    """The key of a fragment in a file, as ``master|model.embed_tokens.weight|4096``."""
     if "|" in state:
         raise ValueError(f"the name of a state has no |: {state!r}")
     return f"{state}|{name}|{start}"
@@ -28,8 +28,8 @@ def fragment_key(state: str, name: str, start: int) -> str:
 
 def parse_key(key: str) -> tuple[str, str, int]:
     """State, parameter, first element. CheckpointError for what is no fragment's key."""
-    state, _, rest = key.partition("|")
-    name, _, start = rest.rpartition("|")
+    state, _, name_and_start = key.partition("|")
+    name, _, start = name_and_start.rpartition("|")
     if not (state and name and start.isascii() and start.isdigit()):
         raise CheckpointError(f"{key!r} is no fragment's key (state|parameter|start)")
     return state, name, int(start)
@@ -60,10 +60,10 @@ def cover_of(files: Mapping[str, Iterable[TensorSpec]]) -> Cover:
             if spec.num_elements == 0:
                 continue
             stop = start + spec.num_elements
-            found = Range(start, stop, spec.dtype, file, spec.key)
-            cover.setdefault((state, name), []).append(found)
+            elements = Range(start, stop, spec.dtype, file, spec.key)
+            cover.setdefault((state, name), []).append(elements)
     for ranges in cover.values():
-        ranges.sort(key=lambda each: (each.start, each.stop))
+        ranges.sort(key=lambda r: (r.start, r.stop))
     return cover
 
 
@@ -86,25 +86,25 @@ def check_cover(
             parameter -> state -> shape.
     """
     optimizer = {state for state, _ in cover} - {MASTER, FROZEN, BUFFER}
-    wanted: dict[tuple[str, str], Sequence[int]] = {}
+    shapes: dict[tuple[str, str], Sequence[int]] = {}
     for name, entry in parameters.items():
         if entry.get("tied_to"):
             continue
         if entry["trained"] and states is not None:
-            wanted[MASTER, name] = entry["shape"]
-            wanted.update({(state, name): shape for state, shape in states[name].items()})
+            shapes[MASTER, name] = entry["shape"]
+            shapes.update({(state, name): shape for state, shape in states[name].items()})
             continue
         for state in (MASTER, *sorted(optimizer)) if entry["trained"] else (FROZEN,):
-            wanted[state, name] = entry["shape"]
+            shapes[state, name] = entry["shape"]
     for name, entry in (buffers or {}).items():
-        wanted[BUFFER, name] = entry["shape"]
+        shapes[BUFFER, name] = entry["shape"]
     for (state, name), ranges in cover.items():
-        if (state, name) not in wanted:
+        if (state, name) not in shapes:
             raise CheckpointError(
                 f"{ranges[0].file} holds {ranges[0].key}, but the model has no such "
                 f"{'buffer' if state == BUFFER else 'parameter'} with that state."
             )
-    for (state, name), shape in wanted.items():
+    for (state, name), shape in shapes.items():
         problem = uncovered(cover.get((state, name), []), shape)
         # A buffer may well be empty; a parameter of no elements was saved from one shard alone.
         if problem is None and state != BUFFER and math.prod(shape) == 0:
@@ -116,15 +116,15 @@ def check_cover(
 def uncovered(ranges: Sequence[Range], shape: Sequence[int]) -> str | None:
     """What is wrong with sorted ranges that should cover ``shape`` once; None if nothing."""
     total, reached = math.prod(shape), 0
-    for each in ranges:
-        if each.start > reached:
-            return f"lacks elements {reached} to {each.start} of {total}"
-        if each.start < reached:
-            end = min(reached, each.stop)
-            return f"has elements {each.start} to {end} twice (again in {each.file})"
-        if each.dtype != ranges[0].dtype:
-            return f"is {ranges[0].dtype} in {ranges[0].file} and {each.dtype} in {each.file}"
-        reached = each.stop
+    for piece in ranges:
+        if piece.start > reached:
+            return f"lacks elements {reached} to {piece.start} of {total}"
+        if piece.start < reached:
+            end = min(reached, piece.stop)
+            return f"has elements {piece.start} to {end} twice (again in {piece.file})"
+        if piece.dtype != ranges[0].dtype:
+            return f"is {ranges[0].dtype} in {ranges[0].file} and {piece.dtype} in {piece.file}"
+        reached = piece.stop
     if reached < total:
         return f"lacks elements {reached} to {total} of {total}"
     if reached > total:
@@ -153,7 +153,7 @@ class FragmentIndex:
         buffers: Mapping[str, Mapping[str, Any]] | None = None,
         states: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
     ) -> None:
-        """See ``check_cover``."""
+        """Check that the files hold everything once (``check_cover``)."""
         check_cover(self.cover, parameters, buffers, states)
 
     def read_range(self, state: str, name: str, start: int, stop: int, out: Any) -> None:
@@ -174,7 +174,7 @@ class FragmentIndex:
                 f"{len(view)} bytes"
             )
         at = start
-        number = bisect_right(ranges, start, key=lambda each: each.start) - 1
+        number = bisect_right(ranges, start, key=lambda r: r.start) - 1
         while at < stop:
             if (
                 number < 0
@@ -184,12 +184,12 @@ class FragmentIndex:
                 raise CheckpointError(
                     f"{state} of {name}: element {at} is in none of {len(self._files)} files."
                 )
-            each = ranges[number]
-            end = min(stop, each.stop)
-            self._files[each.file].read_into(
-                each.key,
-                at - each.start,
-                end - each.start,
+            piece = ranges[number]
+            end = min(stop, piece.stop)
+            self._files[piece.file].read_into(
+                piece.key,
+                at - piece.start,
+                end - piece.start,
                 view[(at - start) * width : (end - start) * width],
             )
             at, number = end, number + 1

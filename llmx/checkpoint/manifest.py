@@ -121,13 +121,12 @@ def make_manifest(
         files: relative path -> entry, of all files but the manifest itself.
         hosts: relative path -> the host that wrote it.
     """
-    moment = time.time() if created is None else created
     return Manifest(
         step=step,
         run_id=run_id,
         files=files,
         hosts=hosts,
-        created=moment,
+        created=time.time() if created is None else created,
         num_rollbacks=num_rollbacks,
     )
 
@@ -187,7 +186,7 @@ def digest_bytes(data: bytes | memoryview) -> FileEntry:
 
 
 def step_name(step: int) -> str:
-    """``step-00000120``."""
+    """The name of a checkpoint's directory, as ``step-00000120``."""
     return f"step-{step:08d}"
 
 
@@ -200,7 +199,7 @@ def step_of(name: str) -> int | None:
 
 
 def rank_file(rank: int) -> str:
-    """``rank-00000.safetensors``."""
+    """The name of a rank's file, as ``rank-00000.safetensors``."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -150,12 +150,12 @@ def seal(directory: Path) -> None:
     write_text(directory / MANIFEST, manifest.to_text())
 
 
-def check_sealed(directory: Path, *, fix: str, whole: bool = False) -> None:
+def check_sealed(directory: Path, *, fix: str, rehash: bool = False) -> None:
     """CheckpointError where a file is not as it was written; nothing without a manifest.
 
     Args:
         fix: a sentence that says how to get the model again.
-        whole: hash every file, also those that were verified before.
+        rehash: hash every file, also those that were verified before.
     """
     if not selection.is_present(directory / MANIFEST):
         return
@@ -164,16 +164,16 @@ def check_sealed(directory: Path, *, fix: str, whole: bool = False) -> None:
     except (OSError, UnicodeDecodeError, CheckpointError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: {error}. {fix}") from error
     note = _note_of(directory, manifest)
-    verified = {} if whole else read_mapping(note)
+    verified = {} if rehash else read_mapping(note)
     now = {name: _identity(directory / name) for name in manifest.files}
     changed = [name for name, identity in now.items() if identity != verified.get(name, 0)]
     if not changed:
         return
     problems = _problems(directory, manifest, changed, hashes=False)  # at once
     if problems or (problems := _problems(directory, manifest, changed, hashes=True)):
-        more = f" ({len(problems) - 1} more files differ)" if len(problems) > 1 else ""
+        count = f" ({len(problems) - 1} more files differ)" if len(problems) > 1 else ""
         raise CheckpointError(
-            f"{directory}/{problems[0]}{more}. {fix} To use the files as they are, remove "
+            f"{directory}/{problems[0]}{count}. {fix} To use the files as they are, remove "
             f"{directory / MANIFEST}."
         )
     with contextlib.suppress(OSError):  # then they are hashed again the next time

@@ -41,12 +41,12 @@ def to_prune(
         metrics: step -> value, where there is one.
         mode: ``min`` or ``max`` is best.
     """
-    known = sorted(set(steps))
-    kept = set(known[-max(last, 1) :])
-    kept |= set(best_steps(known, metrics or {}, mode=mode)[:best])
+    ordered = sorted(set(steps))
+    retained = set(ordered[-max(last, 1) :])
+    retained |= set(best_steps(ordered, metrics or {}, mode=mode)[:best])
     if every > 0:
-        kept |= {step for step in known if step % every == 0}
-    return [step for step in known if step not in kept]
+        retained |= {step for step in ordered if step % every == 0}
+    return [step for step in ordered if step not in retained]
 
 
 def best_steps(
@@ -78,15 +78,15 @@ class StoredPart:
 
 def stored_parts(checkpoints: Path) -> dict[int, StoredPart | None]:
     """Step -> its files on this storage; None where its manifest cannot be read."""
-    found: dict[int, StoredPart | None] = {}
+    parts: dict[int, StoredPart | None] = {}
     for step in list_steps(checkpoints):
         directory = committed_dir(checkpoints, step)
         manifest = read_manifest(directory)
-        found[step] = None
+        parts[step] = None
         if isinstance(manifest, Manifest):
             here = frozenset(name for name in manifest.files if is_present(directory / name))
-            found[step] = StoredPart(manifest.digest, here, frozenset(manifest.files))
-    return found
+            parts[step] = StoredPart(manifest.digest, here, frozenset(manifest.files))
+    return parts
 
 
 def complete_steps(storages: Sequence[Mapping[int, StoredPart | None]]) -> list[int]:
@@ -122,14 +122,14 @@ def plan_removals(
     def outside_policy(steps: Collection[int]) -> set[int]:
         return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
 
-    there = {each for storage in storages for each in storage} - set(damaged)
-    complete = {each for each in complete_steps(storages) if each in there and each <= step}
-    later = {each for each in there if each > step}
-    gone = later | outside_policy(complete)
+    there = {other for storage in storages for other in storage} - set(damaged)
+    complete = {other for other in complete_steps(storages) if other in there and other <= step}
+    later = {other for other in there if other > step}
+    removals = later | outside_policy(complete)
     # Incomplete ones are not counted among the complete, and are removed when they are older.
-    gone |= outside_policy(there - later) - complete
+    removals |= outside_policy(there - later) - complete
     ranked = best_steps(complete, metrics, mode=mode)
-    return sorted(gone), ranked[0] if ranked else None
+    return sorted(removals), ranked[0] if ranked else None
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def take_inventory(checkpoints: Path, *, metric: str) -> Inventory:
 
 def apply_retention(
     checkpoints: Path,
-    found: Sequence[Inventory | None],
+    inventories: Sequence[Inventory | None],
     step: int,
     *,
     damaged: Collection[int],
@@ -161,12 +161,12 @@ def apply_retention(
     """Set ``latest`` and ``best`` and remove the rest, on this storage.
 
     Args:
-        found: by rank, of those that lead a storage.
+        inventories: by rank, of those that lead a storage.
         step: the one that was committed just now.
     """
-    keep, storages = config.keep, [each for each in found if each is not None]
+    keep, storages = config.keep, [inventory for inventory in inventories if inventory is not None]
     pointers.set_pointer(checkpoints, pointers.LATEST, step)
-    gone, best = plan_removals(
+    removals, best = plan_removals(
         [storage.parts for storage in storages],
         step=step,
         damaged=damaged,
@@ -180,7 +180,7 @@ def apply_retention(
         pointers.set_pointer(checkpoints, pointers.BEST, best)
     # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
     pins = {at for storage in storages for at in storage.pinned if at <= step}
-    commit.prune(checkpoints, [at for at in gone if at not in pins])
+    commit.prune(checkpoints, [at for at in removals if at not in pins])
 
 
 def metrics_of(checkpoints: Path, steps: Iterable[int], *, name: str) -> dict[int, float | None]:

@@ -71,7 +71,7 @@ class HostCopies:
 
     @property
     def held_bytes(self) -> int:
-        """What a copy needs no more: it is here from the last one."""
+        """Bytes that the last copy took, which the next one uses again."""
         return sum(block.nbytes for block in self._blocks)
 
     def copy(self, fragments: Iterable[StateTensor]) -> list[StateTensor]:
@@ -90,7 +90,7 @@ class HostCopies:
             self._devices, self._blocks = (), []
             return [_own_copy(fragment) for fragment in fragments]
         finally:
-            for device in {each.tensor.device for each in fragments}:
+            for device in {fragment.tensor.device for fragment in fragments}:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
         return copies
@@ -140,15 +140,16 @@ def fits(num_bytes: int, *, group: Any = None) -> bool:
     """
     host = Path("/proc/sys/kernel/random/boot_id")
     name = (socket.gethostname(), host.read_text() if host.exists() else "")
-    everyone = all_gather((name, num_bytes, available_bytes()), group=group)
-    return all(room_for(everyone, host) for host in {entry[0] for entry in everyone})
+    by_rank = all_gather((name, num_bytes, available_bytes()), group=group)
+    return all(room_for(by_rank, host) for host in {entry[0] for entry in by_rank})
 
 
-def room_for(everyone: Sequence[tuple[Any, int, int]], host: Any) -> bool:
-    """``everyone``: (host, bytes to copy, bytes available) of each rank."""
-    wanted = sum(entry[1] for entry in everyone if entry[0] == host)
-    available = min(entry[2] for entry in everyone if entry[0] == host)
-    return wanted <= (1 - RESERVE) * available
+def room_for(by_rank: Sequence[tuple[Any, int, int]], host: Any) -> bool:
+    """Whether the copies of all ranks of ``host`` fit into its memory. ``by_rank``: (host, bytes to
+    copy, bytes available)."""
+    num_bytes = sum(entry[1] for entry in by_rank if entry[0] == host)
+    available = min(entry[2] for entry in by_rank if entry[0] == host)
+    return num_bytes <= (1 - RESERVE) * available
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,8 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         first = "memory" in controllers.split(",")
         if first or not controllers:
             base, files = (mounted / "memory", _FIRST) if first else (mounted, _SECOND)
-            own = PurePosixPath(name.lstrip("/"))
-            for group in (own, *own.parents):
+            own_group = PurePosixPath(name.lstrip("/"))
+            for group in (own_group, *own_group.parents):
                 yield base / group, files
 
 
@@ -220,7 +221,7 @@ class SaveFailed(LlmxError, RuntimeError):
 
 @dataclass
 class SaveJob:
-    """What is saved, and where."""
+    """A checkpoint that is being saved: its content, and the thread that writes it."""
 
     step: int
     fragments: Sequence[StateTensor]
@@ -251,7 +252,6 @@ class SaveJob:
     _thread: threading.Thread | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -263,8 +263,9 @@ class SaveJob:
 
     def _run(self) -> None:
         began = time.perf_counter()
-        if not self.in_foreground:
-            lower_priority()
+        if not self.in_foreground:  # where cores are scarce, training goes first
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             self._save()
         except BaseException as error:
@@ -283,12 +284,13 @@ class SaveJob:
 
     def _save(self) -> None:
         directory, step, topology = self.topology.directory, self.step, self.topology
-        writer = commit.rank_writer(directory, step, topology.rank, specs_of(self.fragments))
+        specs = [TensorSpec(f.key, f.dtype, f.tensor.numel()) for f in self.fragments]
+        writer = commit.rank_writer(directory, step, topology.rank, specs)
         manifest: Manifest | None = None
         try:
             self._on_leaders(lambda: commit.begin(directory, step))
-            specs = self._on_all_ranks(lambda: self._reserve(writer))
-            self._on_rank_0(lambda: self._check_cover(specs))
+            orders = self._on_all_ranks(lambda: self._reserve(writer))
+            self._on_rank_0(lambda: self._check_cover(orders))
             written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments))
             # Rank 0's, so that hosts with disks of their own write the same bytes.
             state = self._on_rank_0(lambda: self._with_hash([sums for _, sums in written]))
@@ -311,10 +313,12 @@ class SaveJob:
         self.num_bytes = manifest.num_bytes
         # From here on the checkpoint counts, whatever happens.
         try:
-            found = self._on_leaders(lambda: take_inventory(directory, metric=self.config.metric))
+            inventories = self._on_leaders(
+                lambda: take_inventory(directory, metric=self.config.metric)
+            )
             self._on_leaders(
                 lambda: apply_retention(
-                    directory, found, step, damaged=self.damaged, config=self.config
+                    directory, inventories, step, damaged=self.damaged, config=self.config
                 )
             )
         except SaveFailed as error:
@@ -336,11 +340,11 @@ class SaveJob:
         return [value for value, _ in outcomes]
 
     def _on_leaders(self, act: Callable[[], Any]) -> list[Any]:
-        """The same with ``act`` on the ranks that act for a storage, None of the others."""
+        """Call ``act`` on the ranks that act for a storage; the results by rank, else None."""
         return self._on_all_ranks(lambda: act() if self.topology.leads else None)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T:
-        """The same with ``act`` on rank 0 alone; its result, on all ranks."""
+        """Call ``act`` on rank 0 alone; its result, on all ranks."""
         result: T = self._on_all_ranks(lambda: act() if self.topology.rank == 0 else None)[0]
         return result
 
@@ -348,8 +352,8 @@ class SaveJob:
         writer.reserve()
         return writer.order
 
-    def _check_cover(self, specs: list[list[TensorSpec]]) -> None:
-        cover = cover_of({rank_file(rank): order for rank, order in enumerate(specs)})
+    def _check_cover(self, orders: list[list[TensorSpec]]) -> None:
+        cover = cover_of({rank_file(rank): order for rank, order in enumerate(orders)})
         states = self.state.get("optimizer", {}).get("states")
         check_cover(cover, self.state["parameters"], self.state.get("buffers"), states)
 
@@ -358,7 +362,8 @@ class SaveJob:
         return {**self.state, "weights_hash": hash_of_weights(self.state["parameters"], sums)}
 
     def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
-        files = {**self.small_files, STATE: state_text(state).encode()}
+        text = json.dumps(state, indent=1, ensure_ascii=False) + "\n"
+        files = {**self.small_files, STATE: text.encode()}
         return {
             name: commit.add_file(self.topology.directory, self.step, name, data)
             for name, data in files.items()
@@ -367,7 +372,7 @@ class SaveJob:
     def _manifest(
         self, files: dict[str, FileEntry], small: list[dict[str, FileEntry] | None]
     ) -> Manifest:
-        """One for all; made by rank 0, which leads its storage."""
+        """The manifest for all storages; made by rank 0, which leads its storage."""
         first = small[0]
         assert first is not None
         for rank, entries in enumerate(small):
@@ -375,26 +380,18 @@ class SaveJob:
                 raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
         hosts.update(dict.fromkeys(first, self.hosts[0]))
-        everything = {**files, **first}
         return make_manifest(
-            self.step, everything, hosts=hosts, run_id=self.run_id, num_rollbacks=self.num_rollbacks
+            self.step,
+            {**files, **first},
+            hosts=hosts,
+            run_id=self.run_id,
+            num_rollbacks=self.num_rollbacks,
         )
-
-
-def lower_priority() -> None:
-    """Where cores are scarce, training goes first. Linux gives each thread a priority."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 WEIGHTS = (MASTER, FROZEN)
 Sums = dict[str, list[int]]
 """Parameter -> two sums over the elements of one rank (``llmx.checkpoint.state.engine_state``)."""
-
-
-def specs_of(fragments: Sequence[StateTensor]) -> list[TensorSpec]:
-    """What will be in the file."""
-    return [TensorSpec(each.key, each.dtype, each.tensor.numel()) for each in fragments]
 
 
 def write_fragments(
@@ -407,16 +404,16 @@ def write_fragments(
         OSError: the disk is full or broken.
     """
     sums: Sums = {}
-    by_key = {each.key: each for each in fragments}
+    by_key = {fragment.key: fragment for fragment in fragments}
 
     def values() -> Iterator[Fragment]:
         for spec in writer.order:
             fragment = by_key[spec.key]
             tensor = fragment.tensor.detach().cpu()
             if fragment.state in WEIGHTS:
-                two = sums.setdefault(fragment.name, [0, 0])
+                pair = sums.setdefault(fragment.name, [0, 0])
                 for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
-                    two[lane] += value
+                    pair[lane] += value
             # What is not trained may be infinite (masks are).
             if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
                 raise CheckpointError(f"{fragment.state} of {fragment.name} is not finite")
@@ -438,7 +435,7 @@ def hash_of_weights(parameters: Mapping[str, Mapping[str, Any]], sums: Sequence[
     for row, name in enumerate(names):
         for lane in range(2):
             # Sums wrap around at 64 bits, as they do on a device.
-            value = sum(each[name][lane] for each in sums if name in each) % 2**64
+            value = sum(rank_sums[name][lane] for rank_sums in sums if name in rank_sums) % 2**64
             total[row, lane] = value - 2**64 if value >= 2**63 else value
     return combine(names, total)
 
@@ -449,8 +446,3 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) and torch.isfinite(high))
-
-
-def state_text(state: Any) -> str:
-    """``state.json``."""
-    return json.dumps(state, indent=1, ensure_ascii=False) + "\n"

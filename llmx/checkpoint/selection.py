@@ -60,20 +60,20 @@ def verify(
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return [manifest]
-    wanted = manifest.files if files is None else {name: manifest.files[name] for name in files}
+    entries = manifest.files if files is None else {name: manifest.files[name] for name in files}
     # Large files first: the threads end together.
-    names = sorted(wanted, key=lambda name: (-wanted[name].bytes, name))
+    names = sorted(entries, key=lambda name: (-entries[name].bytes, name))
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        small = sum(wanted[name].bytes for name in names) <= CHUNK_BYTES
-        found = list(
+        small = sum(entries[name].bytes for name in names) <= CHUNK_BYTES
+        outcomes = list(
             (map if small else pool.map)(
                 lambda name: check_file(
-                    directory, name, wanted[name], hashes=hashes, on_bytes=on_bytes
+                    directory, name, entries[name], hashes=hashes, on_bytes=on_bytes
                 ),
                 names,
             )
         )
-    return sorted((each for each in found if each), key=lambda each: each.file)
+    return sorted((problem for problem in outcomes if problem), key=lambda problem: problem.file)
 
 
 def is_present(path: Path) -> bool:
@@ -96,7 +96,7 @@ def check_file(
     hashes: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Problem | None:
-    """One file against its entry."""
+    """Compare one file with its entry; None where size and hash agree."""
     path = directory / name
     try:
         size = path.stat().st_size
@@ -124,13 +124,9 @@ def hash_file(path: Path, *, on_bytes: Callable[[int], None] = lambda count: Non
     return digest.hexdigest()
 
 
-def usable(directory: Path, files: Collection[str] | None = None) -> bool:
-    """Whether everything (or each of ``files``) is there, with its size and hash."""
-    return not verify(directory, files)
-
-
 def newest_usable(checkpoints: Path, *, hashes: bool = True) -> int | None:
-    """Its step, in a directory that holds all files: one machine, or a shared file system."""
+    """The step of the newest checkpoint that can be used, in a directory that holds all files: on
+    one machine, or a shared file system."""
     for step in reversed(list_steps(checkpoints)):
         if not verify(committed_dir(checkpoints, step), hashes=hashes):
             return step
@@ -166,10 +162,10 @@ def inspect(
     if isinstance(manifest, Problem):
         return Report(step, storage, None, problems=(manifest,))
     here = [name for name in manifest.files if is_present(directory / name)]
-    mine = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
-    problems = verify(directory, mine)
+    assigned = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
+    problems = verify(directory, assigned)
     bad = {problem.file for problem in problems}
-    return Report(step, storage, manifest, frozenset(set(mine) - bad), tuple(problems))
+    return Report(step, storage, manifest, frozenset(set(assigned) - bad), tuple(problems))
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ class Assessment:
 
     @property
     def reason(self) -> str:
-        """One line: what is wrong."""
+        """The problems, on one line."""
         return describe(self.problems)
 
 
@@ -198,8 +194,8 @@ ABSENT = "is on none of the hosts"
 def assess(reports: Sequence[Report]) -> Assessment:
     """The same assessment on every rank from the same reports (one of each rank, same step)."""
     step = reports[0].step
-    manifests = {each.manifest.digest: each.manifest for each in reports if each.manifest}
-    problems = [problem for each in reports for problem in each.problems]
+    manifests = {report.manifest.digest: report.manifest for report in reports if report.manifest}
+    problems = [problem for report in reports for problem in report.problems]
     if len(manifests) != 1:
         if manifests:
             problems.append(Problem(MANIFEST, "one on all hosts", f"{len(manifests)} different"))
@@ -207,11 +203,11 @@ def assess(reports: Sequence[Report]) -> Assessment:
             problems.append(Problem(MANIFEST, "a checkpoint", ABSENT))
         return Assessment(step, False, None, tuple(dict.fromkeys(problems)), {}, {})
     manifest = next(iter(manifests.values()))
-    good: dict[int, set[str]] = {each.storage: set() for each in reports}
-    for each in reports:
-        good[each.storage] |= each.good
-        if each.manifest:
-            good[each.storage].add(MANIFEST)
+    good: dict[int, set[str]] = {report.storage: set() for report in reports}
+    for report in reports:
+        good[report.storage] |= report.good
+        if report.manifest:
+            good[report.storage].add(MANIFEST)
     holder: dict[str, int] = {}
     for storage in sorted(good, reverse=True):
         holder.update(dict.fromkeys(good[storage], storage))
@@ -219,17 +215,19 @@ def assess(reports: Sequence[Report]) -> Assessment:
     for name in sorted(set(manifest.files) - set(holder) - bad):
         size = manifest.files[name].bytes
         problems.append(Problem(name, f"{size} bytes from {manifest.hosts[name]}", ABSENT))
-    wanted = {MANIFEST, *manifest.files}
-    lacking = {storage: sorted(wanted - names) for storage, names in good.items() if wanted - names}
-    complete = wanted <= set(holder)
+    expected = {MANIFEST, *manifest.files}
+    lacking = {
+        storage: sorted(expected - names) for storage, names in good.items() if expected - names
+    }
+    complete = expected <= set(holder)
     return Assessment(step, complete, manifest, tuple(dict.fromkeys(problems)), lacking, holder)
 
 
 def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
-    """One line for a message."""
+    """The first ``limit`` problems and the number of others, on one line."""
     words = [str(problem) for problem in problems]
-    more = f"; and {len(words) - limit} more" if len(words) > limit else ""
-    return "; ".join(words[:limit]) + more
+    omitted = f"; and {len(words) - limit} more" if len(words) > limit else ""
+    return "; ".join(words[:limit]) + omitted
 
 
 LINE_EVERY_S = 10.0
@@ -273,7 +271,7 @@ def explain(directory: Path, problems: Sequence[Problem]) -> str:
     manifest = read_manifest(directory)
     if not isinstance(manifest, Manifest):
         return words
-    absent = [each.file for each in problems if each.found == MISSING]
+    absent = [problem.file for problem in problems if problem.found == MISSING]
     hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
     if hosts and len(set(manifest.hosts.values())) > 1:
         words += (
@@ -293,7 +291,7 @@ class ProgressLine:
         self._live = stream.isatty()
 
     def add(self, count: int) -> None:
-        """``count`` more bytes are done."""
+        """Count ``count`` more bytes as done, and rewrite the line where it is time."""
         self._done += count
         now = time.monotonic()
         if now - self._said >= (0.1 if self._live else LINE_EVERY_S):
@@ -308,6 +306,6 @@ class ProgressLine:
                   file=self._stream, flush=True)  # fmt: skip
 
     def end(self) -> None:
-        """Clear the line."""
+        """Remove the line from the terminal."""
         if self._live:
             print("\r\033[K", end="", file=self._stream, flush=True)

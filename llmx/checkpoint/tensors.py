@@ -94,7 +94,7 @@ class TensorWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file, header included."""
         return len(self._header) + sum(spec.num_bytes for spec in self.order)
 
     def reserve(self) -> None:
@@ -124,9 +124,9 @@ class TensorWriter:
             self.reserve()
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         self._put(memoryview(self._header), digest)
-        given = iter(fragments)
+        pending = iter(fragments)
         for spec in self.order:
-            fragment = next(given, None)
+            fragment = next(pending, None)
             if fragment is None or fragment.spec != spec:
                 raise ValueError(f"{self.path.name}: {spec} was announced, {fragment!r:.200} came")
             buffer, size = fragment.buffer, 0
@@ -141,7 +141,7 @@ class TensorWriter:
                     f"{spec.key} is {spec.num_elements} x {spec.dtype}, {spec.num_bytes} bytes; "
                     f"its buffer has {size}"
                 )
-        extra = next(given, None)
+        extra = next(pending, None)
         if extra is not None:
             raise ValueError(f"{self.path.name}: {extra.key} was not announced")
         self._disk.sync(self._descriptor)
@@ -155,7 +155,7 @@ class TensorWriter:
             write_all(self._disk, self._descriptor, chunk)
 
     def close(self) -> None:
-        """Close the file. Twice is fine."""
+        """Close the file; does nothing where it is closed already."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._disk.close(descriptor)
@@ -175,8 +175,10 @@ def write_tensors(
     disk: Disk = DISK,
 ) -> FileEntry:
     """Reserve, write, hash and sync one new file. Fragments in any order."""
-    with TensorWriter(path, [each.spec for each in tensors], metadata=metadata, disk=disk) as file:
-        by_key = {each.key: each for each in tensors}
+    with TensorWriter(
+        path, [tensor.spec for tensor in tensors], metadata=metadata, disk=disk
+    ) as file:
+        by_key = {tensor.key: tensor for tensor in tensors}
         return file.write(by_key[spec.key] for spec in file.order)
 
 
@@ -283,7 +285,6 @@ class TensorFile:
             view, position = view[count:], position + count
 
     def close(self) -> None:
-        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -119,7 +119,7 @@ def check_models(models: Sequence[Path], *, start: Path) -> int:
     for path in models:
         name = os.path.relpath(path, start)
         try:
-            check_sealed(path, fix=COPY_AGAIN, whole=True)
+            check_sealed(path, fix=COPY_AGAIN, rehash=True)
             print(f"{name}  as it was written")
         except CheckpointError as error:
             print(f"{name}  damaged: {printable(str(error))}")

@@ -86,7 +86,7 @@ def write(model: Any, directory: Path) -> None:
     directory.mkdir()
     shards = ShardWriter(directory)
     for name, tensor in exporting._as_files_have_it(
-        model, vocab_size=size, padded=size, wanted=True
+        model, vocab_size=size, padded=size, writes=True
     ):
         shards.add(whole_tensor(name, tensor.detach().clone()))
     shards.finish()

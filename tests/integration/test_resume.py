@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.checkpoint.selection import list_steps, usable
+from llmx.checkpoint.selection import list_steps, verify
 from llmx.launch.supervision.hang import main_stack
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.forked_ranks import Server
@@ -61,7 +61,7 @@ def test_an_undisturbed_run_saves_what_it_should(undisturbed: dict[str, RunDir])
     steps = list(range(EVERY, STEPS + 1, EVERY))
     assert [event["step"] for event in events(run, "saved")] == steps
     assert list_steps(run.checkpoints) == steps[-2:]
-    assert all(usable(run.checkpoint(step)) for step in steps[-2:])
+    assert all(not verify(run.checkpoint(step)) for step in steps[-2:])
     assert (run.checkpoints / "latest").read_text() == f"{run.checkpoint(STEPS).name}\n"
     state = read_json(run.checkpoint(STEPS) / "state.json")
     last = measurements(run)[-1]

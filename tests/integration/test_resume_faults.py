@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.checkpoint.selection import list_steps, usable
+from llmx.checkpoint.selection import list_steps, verify
 from llmx.run.rundir import RunDir, write_json
 from tests.forked_ranks import Server
 from tests.resumed_runs import EVERY, STEPS, events, has_saved, measurements, saving_run
@@ -54,7 +54,7 @@ def test_a_full_disk_is_survived_until_the_end(
     assert [event["step"] for event in failed] == [3 * EVERY, 4 * EVERY, STEPS]
     assert all("No space left on device" in event["reason"] for event in failed)
     assert list_steps(run.checkpoints) == [EVERY, 2 * EVERY]
-    assert all(usable(run.checkpoint(step)) for step in (EVERY, 2 * EVERY))
+    assert all(not verify(run.checkpoint(step)) for step in (EVERY, 2 * EVERY))
     assert not list(run.checkpoints.glob(".step-*")), "what was begun gives its room back"
     for rank in range(2):
         error = first.status(rank)["error"]
@@ -109,7 +109,7 @@ def test_hosts_without_a_shared_file_system(
     before = STEPS - EVERY
     for run in runs:
         assert len(list(run.checkpoint(before).glob("rank-*"))) == 2
-        assert usable(run.checkpoint(before)), "complete now"
+        assert not verify(run.checkpoint(before)), "complete now"
 
 
 def test_divergence_names_its_step_and_saves_nothing_bad(ranks: Server, tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def test_the_old_or_the_new_checkpoint_survives_every_fault(
         # Old ones were removed only after the new one was there on all hosts.
         if chosen == 1:
             assert all(
-                selection.usable(commit.committed_dir(path, 1), ["state.json"]) for path in storages
+                not selection.verify(commit.committed_dir(path, 1), ["state.json"])
+                for path in storages
             )
         assert not [name for path in storages for name in tree(path) if name.startswith(".")]
         assert save(storages, 3), context

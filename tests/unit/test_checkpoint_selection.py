@@ -109,8 +109,8 @@ def test_damage_is_named_and_the_older_one_chosen(saved: Path, file, damage, wor
 def test_sizes_alone_do_not_see_a_flipped_bit(saved: Path) -> None:
     flip_bit(saved / "step-00000002" / RANK_FILE, -1)
     assert selection.newest_usable(saved, hashes=False) == 2
-    assert not selection.usable(saved / "step-00000002")
-    assert selection.usable(saved / "step-00000002", ["state.json"])
+    assert selection.verify(saved / "step-00000002")
+    assert not selection.verify(saved / "step-00000002", ["state.json"])
 
 
 def test_where_nothing_is(tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_each_host_lacks_what_the_other_wrote_and_gets_it(hosts: list[Path]) -> 
     bring(hosts, 2)
     assert assessment(hosts, 2).lacking == {}
     for path in hosts:
-        assert selection.usable(path / "step-00000002")
+        assert not selection.verify(path / "step-00000002")
 
 
 def test_a_new_host_gets_all_of_it(hosts: list[Path], memory: Path) -> None:
     hosts.append(memory / "c" / "checkpoints")
     assert len(assessment(hosts, 2).lacking[2]) == 5
     bring(hosts, 2)
-    assert selection.usable(hosts[2] / "step-00000002")
+    assert not selection.verify(hosts[2] / "step-00000002")
     assert not [name for name in tree(hosts[2]) if "." in (name[0], Path(name).name[0])]
 
 
@@ -228,10 +228,10 @@ def test_giving_up_takes_back_only_what_this_save_published(saved: Path) -> None
     manifest = read(saved)
     commit.begin(saved, 2)
     commit.abandon(saved, 2)
-    assert selection.usable(usable_before)
+    assert not selection.verify(usable_before)
     other = make_manifest(2, manifest.files, hosts=manifest.hosts, run_id="x")
     commit.abandon(saved, 2, published=other)
-    assert selection.usable(usable_before)
+    assert not selection.verify(usable_before)
     commit.abandon(saved, 2, published=manifest)
     assert selection.list_steps(saved) == [1]
 

@@ -81,7 +81,7 @@ def test_verified_files_are_not_hashed_again(model: Path, monkeypatch: pytest.Mo
     check_sealed(model, fix="")
     assert hashed == []
     with pytest.raises(CheckpointError):
-        check_sealed(model, fix="", whole=True)
+        check_sealed(model, fix="", rehash=True)
     assert "model.safetensors" in hashed
 
 

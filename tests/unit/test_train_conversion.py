@@ -43,7 +43,7 @@ def loaded(directory: Path) -> Any:
 def written(model: Any) -> dict[str, torch.Tensor]:
     """What ``export_model`` writes."""
     size = model.config.get_text_config().vocab_size
-    found = exporting._as_files_have_it(model, vocab_size=size, padded=size, wanted=True)
+    found = exporting._as_files_have_it(model, vocab_size=size, padded=size, writes=True)
     return {name: tensor.clone() for name, tensor in found}
 
 

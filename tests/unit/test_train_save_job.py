@@ -25,7 +25,7 @@ from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
 from llmx.checkpoint.save import SaveFailed, SaveJob
-from llmx.checkpoint.selection import list_steps, newest_usable, usable
+from llmx.checkpoint.selection import list_steps, newest_usable, verify
 from llmx.checkpoint.state.engine_state import StateTensor, combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
 from llmx.plan import make_plan
@@ -140,7 +140,7 @@ def test_what_is_saved_is_chosen_and_reads_back(alone: None, tmp_path: Path) -> 
     job = save(run, 4, values=values)
     assert job.error is None
     directory = run.checkpoint(4)
-    assert usable(directory)
+    assert not verify(directory)
     assert job.num_bytes == sum(
         path.stat().st_size
         for path in directory.rglob("*")
@@ -186,7 +186,7 @@ def test_what_is_not_trained_may_be_infinite(alone: None, tmp_path: Path) -> Non
     job.start()
     assert job.wait(60)
     assert [each.error for each in ended] == [None]
-    assert usable(run.checkpoint(4))
+    assert not verify(run.checkpoint(4))
 
 
 def test_a_shape_that_is_not_covered_is_never_committed(
@@ -429,7 +429,7 @@ def test_an_exchange_that_breaks_takes_nothing_back(
             break
         assert isinstance(job.error, RuntimeError)
         steps = list_steps(run.checkpoints)
-        assert steps == [step for step in steps if usable(run.checkpoint(step))]
+        assert steps == [step for step in steps if not verify(run.checkpoint(step))]
         assert steps in ([4], [4, 8], [8])
         seen.append(steps)
         for step in steps:

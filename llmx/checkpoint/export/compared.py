@@ -56,7 +56,7 @@ def questions(model: Any, names: tuple[str, ...]) -> list[dict[str, torch.Tensor
     """Inputs of each of ``SHAPES``: random tokens; the last rows are padded at their end."""
     generator = torch.Generator().manual_seed(0)
     pad = model.config.pad_token_id
-    asked = []
+    batches = []
     longest = int(getattr(model.config, "max_position_embeddings", None) or 2**30)
     for batch, length in SHAPES:
         length = min(length, longest)
@@ -68,31 +68,31 @@ def questions(model: Any, names: tuple[str, ...]) -> list[dict[str, torch.Tensor
             mask[-1, -3:] = 0
             ids[-1, -3:] = pad or 0
         values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-        asked.append({name: values[name] for name in names})
-    return asked
+        batches.append({name: values[name] for name in names})
+    return batches
 
 
 def compare(
-    asked: list[dict[str, torch.Tensor]], wanted: list[torch.Tensor], answer: Answer,
-    *, precision: str, what: str,
+    batches: list[dict[str, torch.Tensor]], references: list[torch.Tensor], answer: Answer,
+    *, precision: str, name: str,
 ) -> str:  # fmt: skip
     """Raise CheckpointError where ``answer`` is another model; else say by how much it differs."""
     worst = 0.0
-    for inputs, right in zip(asked, wanted, strict=True):
-        found = answer(inputs).float()
-        if found.shape != right.shape:
+    for inputs, reference in zip(batches, references, strict=True):
+        output = answer(inputs).float()
+        if output.shape != reference.shape:
             raise CheckpointError(
-                f"{what} gives {tuple(found.shape)}, where transformers gives "
-                f"{tuple(right.shape)}. Nothing was left there."
+                f"{name} gives {tuple(output.shape)}, where transformers gives "
+                f"{tuple(reference.shape)}. Nothing was left there."
             )
-        if right.dim() == 3 and "attention_mask" in inputs:  # what padding says does not count
-            kept = inputs["attention_mask"].bool()
-            found, right = found[kept], right[kept]
-        difference = float((found - right).norm() / right.norm().clamp_min(1e-12))
+        if reference.dim() == 3 and "attention_mask" in inputs:  # what padding says does not count
+            is_token = inputs["attention_mask"].bool()
+            output, reference = output[is_token], reference[is_token]
+        difference = float((output - reference).norm() / reference.norm().clamp_min(1e-12))
         worst = max(worst, difference if difference == difference else float("inf"))
     if worst > LIMITS[precision]:
         raise CheckpointError(
-            f"{what} answers otherwise than transformers: the outputs differ by {worst:.2g} of "
+            f"{name} answers otherwise than transformers: the outputs differ by {worst:.2g} of "
             f"their norm, and {LIMITS[precision]:g} is the limit for {precision}. Nothing was left "
             "there."
         )
@@ -102,23 +102,26 @@ def compare(
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the chatter of libraries: warnings, progress bars, notes of missing packages."""
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as transformers_logging
 
-    bars, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    bars, level = (
+        transformers_logging.is_progress_bar_enabled(),
+        transformers_logging.get_verbosity(),
+    )
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "gguf")]
-    others = {logger: logger.level for logger in loggers}
-    for logger in others:
+    levels = {logger: logger.level for logger in loggers}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)
-    theirs.disable_progress_bar()
-    theirs.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        theirs.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            theirs.enable_progress_bar()
-        for logger, before in others.items():
+            transformers_logging.enable_progress_bar()
+        for logger, before in levels.items():
             logger.setLevel(before)
         gc.collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,10 @@ def write_converted(
         OSError: the disk is full or broken.
         LlmxError: a value does not fit the dtype; another version of transformers is needed.
     """
-    empty = _architecture(model, trust_remote_code=trust_remote_code)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    empty = empty_network(config, trust_remote_code=trust_remote_code)
     transforms = conversions_in_words(empty, conversions)
     by_name = {weight.name: weight for weight in weights}
     shapes = {weight.name: weight.shape for weight in weights}
@@ -63,15 +67,10 @@ def write_converted(
         shards.finish()
 
 
-def _architecture(directory: Path, *, trust_remote_code: bool) -> torch.nn.Module:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+def empty_network(config: Any, *, trust_remote_code: bool) -> Any:
+    """The network of a config, without memory for its weights."""
     with torch.device("meta"):
-        model: torch.nn.Module = auto_class(head_of(config)).from_config(
-            config, trust_remote_code=trust_remote_code
-        )
-    return model
+        return auto_class(head_of(config)).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _whole(

@@ -56,17 +56,22 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
         raise ConfigError(f"--to gguf: {source} has no *.safetensors, whose weights it takes.")
     path = target / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name) or 'model'}-{precision}.gguf"
     model = load_model(source)
-    asked = [{"input_ids": each["input_ids"]} for each in questions(model, ("input_ids",))]
+    batches = [{"input_ids": batch["input_ids"]} for batch in questions(model, ("input_ids",))]
     with torch.no_grad(), quiet():
-        wanted = [model(**each, use_cache=False).logits for each in asked]
+        references = [model(**batch, use_cache=False).logits for batch in batches]
         frequencies = model.model.rotary_emb.inv_freq.clone()
     del model
     writer = gguf.GGUFWriter(str(path), kind, use_temp_file=True)
     with quiet():
         _write_config(writer, config, name=name, precision=precision)
-        said = _write_tokenizer(writer, source, rows=config.vocab_size)
+        remarks = _write_tokenizer(writer, source, rows=config.vocab_size)
         if (factors := _rope_factors(config)) is not None:
-            _check_rope(config, factors, frequencies)
+            size = _head_dim(config)
+            plain = float(_rope(config)["rope_theta"]) ** -(np.arange(0, size, 2) / size)
+            if not np.allclose(plain / factors, frequencies.double().numpy(), rtol=1e-4):
+                raise ConfigError(
+                    "--to gguf: the rope factors are not those of transformers (llama3)."
+                )
             writer.add_tensor("rope_freqs.weight", factors)
         for tensor, values in _tensors(source, config, kind):
             _write_tensor(writer, tensor, values, precision)
@@ -76,15 +81,15 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
         writer.close()
     # What transformers reads of no GGUF: rope factors, biases of Llama, qwen3's head size.
     biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    given = {"config": config} if kind == "qwen3" or factors is not None or biased else {}
-    back = _load_back(path, given)
+    options = {"config": config} if kind == "qwen3" or factors is not None or biased else {}
+    back = _load_back(path, options)
 
     def answer(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad(), quiet():
             logits: torch.Tensor = back(**inputs, use_cache=False).logits
         return logits
 
-    return [*said, compare(asked, wanted, answer, precision=precision, what=path.name)]
+    return [*remarks, compare(batches, references, answer, precision=precision, name=path.name)]
 
 
 def check_architecture(source: Path) -> tuple[Any, str]:
@@ -101,11 +106,11 @@ def check_architecture(source: Path) -> tuple[Any, str]:
         )
     config: Any = AutoConfig.from_pretrained(source)
     rope = _rope(config).get("rope_type", "default")
-    wrong = {
+    unsupported = {
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
         f"rope_type={rope}": rope not in ("default", "llama3"),
     }
-    if refused := [what for what, is_so in wrong.items() if is_so]:
+    if refused := [setting for setting, is_so in unsupported.items() if is_so]:
         raise ConfigError(
             f"--to gguf: {source.name} has {' and '.join(refused)}, which this export does not "
             "write (it knows hidden_act silu, rope_type default and llama3). Use --to onnx."
@@ -166,20 +171,13 @@ def _rope_factors(config: Any) -> np.ndarray | None:
         float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
     original = rope["original_max_position_embeddings"]
-    found = []
+    factors = []
     for index in range(0, size, 2):
         wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (index / size)
         smooth = (original / wavelength - low) / (high - low)
         smooth = min(max(smooth, 0.0), 1.0)
-        found.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(found, dtype=np.float32)
-
-
-def _check_rope(config: Any, factors: np.ndarray, frequencies: torch.Tensor) -> None:
-    size = _head_dim(config)
-    plain = float(_rope(config)["rope_theta"]) ** -(np.arange(0, size, 2) / size)
-    if not np.allclose(plain / factors, frequencies.double().numpy(), rtol=1e-4):
-        raise ConfigError("--to gguf: the rope factors are not those of transformers (llama3).")
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
 
 
 def _tensors(source: Path, config: Any, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,24 +193,24 @@ def _tensors(source: Path, config: Any, kind: str) -> Iterator[tuple[str, torch.
             for key in opened.keys():  # noqa: SIM118 - no mapping
                 if key == "lm_head.weight" and config.tie_word_embeddings:
                     continue
-                named = names.get_name(key, try_suffixes=(".weight", ".bias"))
-                if named is None:
+                gguf_name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+                if gguf_name is None:
                     raise ConfigError(f"--to gguf: llama.cpp has no name for {key}.")
                 value = opened.get_tensor(key).float()
                 count = next((heads[part] for part in heads if f".{part}." in key), None)
                 if kind in PERMUTED and count:
                     halves = value.reshape(count, 2, value.shape[0] // count // 2, *value.shape[1:])
                     value = halves.swapaxes(1, 2).reshape(value.shape)
-                yield named, value
+                yield gguf_name, value
 
 
 def _write_tensor(writer: Any, name: str, value: torch.Tensor, precision: str) -> None:
     import gguf
 
-    wanted = TYPES[precision] if value.dim() > 1 else "F32"
-    if wanted == "Q8_0" and value.shape[-1] % 32:
-        wanted = "F16"  # a block has 32 values
-    kind = getattr(gguf.GGMLQuantizationType, wanted)
+    type_name = TYPES[precision] if value.dim() > 1 else "F32"
+    if type_name == "Q8_0" and value.shape[-1] % 32:
+        type_name = "F16"  # a block has 32 values
+    kind = getattr(gguf.GGMLQuantizationType, type_name)
     data = gguf.quants.quantize(value.contiguous().numpy(), kind)
     writer.add_tensor(name, data, raw_dtype=kind)
 
@@ -244,7 +242,7 @@ def _write_tokenizer(writer: Any, source: Path, *, rows: int) -> list[str]:
             f"--to gguf: the tokenizer has {max(tokens) + 1} tokens, and the model rows for {rows}."
         )
     listed = [tokens.get(number, f"[PAD{number}]") for number in range(rows)]
-    said: list[str] = []
+    remarks: list[str] = []
     if pieces:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -254,13 +252,15 @@ def _write_tokenizer(writer: Any, source: Path, *, rows: int) -> list[str]:
             left, right = merge if isinstance(merge, list) else merge.split(" ")
             rank.setdefault(left + right, position)
         writer.add_token_scores([-float(rank.get(token, len(rank) + 1)) for token in listed])
-        writer.add_add_space_prefix(_prefixes_space(values))
+        parts = json.dumps([values.get("normalizer"), values.get("pre_tokenizer")])
+        prepends = re.search('"Prepend"|"prepend_scheme": "(always|first)"', parts)
+        writer.add_add_space_prefix(prepends is not None)
     else:
         writer.add_tokenizer_model("gpt2")
-        known = _pre_tokenizer(values)
-        writer.add_tokenizer_pre(known or "default")
-        if known is None:
-            said.append(
+        pre_tokenizer = _pre_tokenizer(values)
+        writer.add_tokenizer_pre(pre_tokenizer or "default")
+        if pre_tokenizer is None:
+            remarks.append(
                 "llama.cpp knows no name for how this tokenizer cuts texts: it will cut some "
                 "otherwise. Give it token ids, or compare its tokens with transformers'."
             )
@@ -268,13 +268,7 @@ def _write_tokenizer(writer: Any, source: Path, *, rows: int) -> list[str]:
     writer.add_token_types([types.get(number, UNUSED) for number in range(rows)])
     special = gguf.SpecialVocab(source, load_merges=not pieces, n_vocab=rows)
     special.add_to_gguf(writer, quiet=True)
-    return said
-
-
-def _prefixes_space(values: dict[str, Any]) -> bool:
-    """Whether a text gets a space before its first word."""
-    text = json.dumps([values.get("normalizer"), values.get("pre_tokenizer")])
-    return '"Prepend"' in text or bool(re.search('"prepend_scheme": "(always|first)"', text))
+    return remarks
 
 
 def _pre_tokenizer(values: dict[str, Any]) -> str | None:
@@ -291,13 +285,13 @@ def _pre_tokenizer(values: dict[str, Any]) -> str | None:
     return PRE_TOKENIZERS.get(str(pattern)) if len(cuts) == 1 else None
 
 
-def _load_back(path: Path, given: dict[str, Any]) -> Any:
+def _load_back(path: Path, options: dict[str, Any]) -> Any:
     """The model as transformers' own GGUF reader has it."""
     from transformers import AutoModelForCausalLM
 
     # It draws a bar of its own there.
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, **given
+            path.parent, gguf_file=path.name, dtype=torch.float32, **options
         )
     return model.eval()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from llmx.checkpoint.export.converted import empty_network
 from llmx.checkpoint.export.weights import ShardWriter
 from llmx.checkpoint.state.engine_state import TORCH_DTYPES, whole_tensor
 from llmx.config import ModelConfig
@@ -34,7 +35,6 @@ from llmx.models.adapter_names import (
 from llmx.models.conversion import Group, plan_load
 from llmx.models.factory import plain_config
 from llmx.models.load import Checkpoint, checkpoint_files
-from llmx.models.model import auto_class, head_of
 from llmx.models.parameters import persistent_buffers
 from llmx.models.quantized import Quantization, is_quantized, rounded, trained_dtype
 
@@ -119,34 +119,27 @@ def write_merged(
         if described
         else plain_config(source)
     )
-    network = _architecture(config, source)
+    network = empty_network(config, trust_remote_code=source.trust_remote_code)
     shards = ShardWriter(directory, shard_bytes=shard_bytes)
     elements = 0
     for name, tensor in _merged_tensors(network, files, base, source):
-        kept = tensor.to(TORCH_DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        shards.add(whole_tensor(name, kept.contiguous().clone()))
-        elements += kept.numel()
-        on_bytes(kept.numel() * kept.element_size())
+        value = tensor.to(TORCH_DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        shards.add(whole_tensor(name, value.contiguous().clone()))
+        elements += value.numel()
+        on_bytes(value.numel() * value.element_size())
     shards.finish()
     config.dtype = TORCH_DTYPES[dtype]
     config.architectures = [type(network).__name__]
     config.save_pretrained(directory)
-    own = Path(source.path or "").expanduser()
-    for path in sorted(own.glob("*.py")) if own.is_dir() else ():
+    code_directory = Path(source.path or "").expanduser()
+    for path in sorted(code_directory.glob("*.py")) if code_directory.is_dir() else ():
         shutil.copy2(path, directory / path.name)  # the code of a model that brought its own
-    for path in sorted(each for each in adapter.rglob("*") if each.is_file()):
+    for path in sorted(path for path in adapter.rglob("*") if path.is_file()):
         place = path.relative_to(adapter)
         if place.as_posix() not in NOT_OF_A_MODEL:
             (directory / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, directory / place)
     return elements
-
-
-def _architecture(config: Any, source: ModelConfig) -> Any:
-    with torch.device("meta"):
-        return auto_class(head_of(config)).from_config(
-            config, trust_remote_code=source.trust_remote_code
-        )
 
 
 def _merged_tensors(
@@ -156,10 +149,12 @@ def _merged_tensors(
     parameters = dict(network.named_parameters(remove_duplicate=False))
     targets = {**parameters, **dict(persistent_buffers(network))}
     plan = plan_load(network, base.shapes, targets)
-    layers, whole = files.layers, files.whole
+    layers, trained_whole = files.layers, files.whole
     # A weight of several names was trained under each of them.
-    trained = {id(parameters[name]): whole[name] for name in whole if name in parameters}
-    unknown = [name for name in whole if name not in parameters]
+    trained = {
+        id(parameters[name]): trained_whole[name] for name in trained_whole if name in parameters
+    }
+    unknown = [name for name in trained_whole if name not in parameters]
     unknown += [name for name in layers if f"{name}.weight" not in parameters]
     if unknown:
         raise ConfigError(
@@ -182,27 +177,24 @@ def _merged_tensors(
         (name,), (_, on_disk) = group.targets, group.sources[0]
         value = base.tensor(on_disk)
         layer = name.removesuffix(".weight")
-        if files.quantization is not None and name.endswith(".weight"):
-            value = _as_trained(network.get_submodule(layer), layer, value, files.quantization)
+        quantization = files.quantization
+        if (
+            quantization is not None
+            and name.endswith(".weight")
+            and is_quantized(layer, network.get_submodule(layer), quantization)
+        ):  # as training has multiplied with it
+            value = value.to(trained_dtype(quantization))
+            value = rounded(value, Quantization.read(quantization))
         if id(targets[name]) in trained:
             value = files.tensors.tensor(trained[id(targets[name])])
         elif name.endswith(".weight") and layer in layers:
             transposed = type(network.get_submodule(layer)).__name__ == "Conv1D"
             value = files.merged(layer, value, transposed=transposed)
         yield on_disk, value
-    for name, exported in whole.items():
+    for name, exported in trained_whole.items():
         if id(parameters[name]) not in written:  # a new head
             written.add(id(parameters[name]))
             yield name, files.tensors.tensor(exported)
-
-
-def _as_trained(
-    module: Any, layer: str, value: torch.Tensor, quantization: dict[str, Any]
-) -> torch.Tensor:
-    """The weight of a layer as training has multiplied with it."""
-    if not is_quantized(layer, module, quantization):
-        return value
-    return rounded(value.to(trained_dtype(quantization)), Quantization.read(quantization))
 
 
 def _changed(

@@ -83,12 +83,12 @@ def export_model(
         partial.mkdir(parents=True)
     shards = ShardWriter(partial, shard_bytes=shard_bytes)
     for name, tensor in _as_files_have_it(
-        model, vocab_size=vocab_size, padded=config.vocab_size, wanted=writes
+        model, vocab_size=vocab_size, padded=config.vocab_size, writes=writes
     ):
         # Counters and the like among the buffers keep their dtype. A copy: the gathered value is
         # gone with the next one.
-        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        shards.add(whole_tensor(name, kept.detach().to("cpu", copy=True)))
+        value = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        shards.add(whole_tensor(name, value.detach().to("cpu", copy=True)))
     if not writes:
         return
     shards.finish()
@@ -122,15 +122,15 @@ def export_adapter(
     """
     writes = torch.distributed.get_rank() == 0
     partial = directory.with_name(f".{directory.name}.partial")
-    named = [
+    adapter_parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name in adapter.trained
     ]
     tensors = []
     tables = vocabulary_parameters(model)
-    for part in _parts([[each] for each in named]):
-        flat = [each for group in part for each in group]
+    for part in _parts([[pair] for pair in adapter_parameters]):
+        flat = [pair for group in part for pair in group]
         with torch.no_grad(), whole(list({id(p): p for _, p in flat}.values())):
             for name, parameter in flat if writes else ():
                 value = parameter.detach()
@@ -210,13 +210,13 @@ def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
 
 
 def _as_files_have_it(
-    model: nn.Module, *, vocab_size: int, padded: int, wanted: bool
+    model: nn.Module, *, vocab_size: int, padded: int, writes: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and whole values as files of the Hub have them: fused experts apart. Collective.
 
     Tied weights once, persistent buffers too; rows of an embedding or a head beyond ``vocab_size``
-    are left out. A value is valid until the next one is taken. Nothing is yielded where it is
-    not ``wanted``.
+    are left out. A value is valid until the next one is taken. Nothing is yielded on a rank
+    that does not write (``writes``).
     """
     trim = _Trim(model, vocab_size=vocab_size, padded=padded)
     parameters, buffers = dict(model.named_parameters()), dict(persistent_buffers(model))
@@ -230,16 +230,16 @@ def _as_files_have_it(
         [(name, parameters[name]) for _, name in group.sources if name in parameters]
         for group in groups
     ]
-    for part in _parts([each for each in sharded if each]):
-        with torch.no_grad(), whole([parameter for each in part for _, parameter in each]):
-            for each in part if wanted else ():
-                group = by_name[next(name for name, _ in each)]
-                values = {name: trim.value(name, parameter) for name, parameter in each}
+    for part in _parts([members for members in sharded if members]):
+        with torch.no_grad(), whole([parameter for members in part for _, parameter in members]):
+            for members in part if writes else ():
+                group = by_name[next(name for name, _ in members)]
+                values = {name: trim.value(name, parameter) for name, parameter in members}
                 values.update((n, buffers[n]) for _, n in group.sources if n in buffers)
                 if group.key:  # what is put together anew is so on the host
                     values = {name: value.cpu() for name, value in values.items()}
                 yield from convert_export(group, values, stand_in).items()
-    for group in groups if wanted else ():
+    for group in groups if writes else ():
         if all(name in buffers for _, name in group.sources):
             yield from convert_export(group, buffers, stand_in).items()
 
@@ -307,19 +307,19 @@ def check_export(directory: Path, model: nn.Module, config: Any) -> None:
     conversions = conversions_to_revert(model)
     stand_in = WholeShapes(empty, conversions)
     values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    wanted = {
+    expected = {
         name: list(tensor.shape)
         for group in plan_export(empty, shapes, conversions)
         for name, tensor in convert_export(group, values, stand_in).items()
     }
-    wrong = {
+    differing = {
         name: (on_disk.get(name), shape)
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if on_disk.get(name) != shape
     }
-    if wrong:
-        name, (found, shape) = next(iter(wrong.items()))
+    if differing:
+        name, (shape_on_disk, shape) = next(iter(differing.items()))
         raise RuntimeError(
-            f"The exported model is wrong in {len(wrong)} of {len(wanted)} weights, e.g. "
-            f"{name}: {found} on disk, {shape} in the model. Nothing was put in place."
+            f"The exported model is wrong in {len(differing)} of {len(expected)} weights, e.g. "
+            f"{name}: {shape_on_disk} on disk, {shape} in the model. Nothing was put in place."
         )

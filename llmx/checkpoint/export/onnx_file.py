@@ -42,14 +42,14 @@ def write_onnx(
         )
     model = load_model(source, trust_remote_code=trust_remote_code)
     names = _inputs_of(model)
-    asked = questions(model, names)
+    batches = questions(model, names)
     with torch.no_grad(), quiet():
-        wanted = [_output(model, each) for each in asked]
+        references = [_output(model, batch) for batch in batches]
     graph = _Graph(model.to(PRECISIONS[precision]))
     traced = tuple(torch.ones(TRACED, dtype=torch.int64) for _ in names)
     free = tuple({0: "batch", 1: "sequence"} for _ in names)
-    size = sum(each.numel() * each.element_size() for each in model.parameters())
-    name = "logits" if wanted[0].dim() != 3 or hasattr(model, "lm_head") else None
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    name = "logits" if references[0].dim() != 3 or hasattr(model, "lm_head") else None
     name = name or ("logits" if model.get_output_embeddings() is not None else "last_hidden_state")
     try:
         with torch.no_grad(), quiet():
@@ -70,7 +70,11 @@ def write_onnx(
             shutil.copyfile(path, target / path.name)
     del program, graph, model
     return compare(
-        asked, wanted, _session(target / FILE), precision=precision, what=f"{FILE} (ONNX Runtime)"
+        batches,
+        references,
+        _session(target / FILE),
+        precision=precision,
+        name=f"{FILE} (ONNX Runtime)",
     )
 
 
@@ -94,8 +98,8 @@ class _Graph(torch.nn.Module):
 
 
 def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    more = {"use_cache": False} if "use_cache" in _parameters(model) else {}
-    output: torch.Tensor = model(**inputs, **more, return_dict=True)[0]
+    options = {"use_cache": False} if "use_cache" in _parameters(model) else {}
+    output: torch.Tensor = model(**inputs, **options, return_dict=True)[0]
     return output
 
 

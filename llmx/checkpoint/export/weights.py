@@ -48,13 +48,19 @@ def convert(values: np.ndarray, source: str, target: str) -> np.ndarray:
     """
     if source == target or source not in TORCH_NAMES:
         return values
-    wide = _to_float32(values, source)
+    if source == "BF16":
+        wide = (values.astype(np.uint32) << 16).view(np.float32)
+    else:
+        wide = values.astype(np.float32, copy=False)
     if target == "F32":
         return wide
     if target == "F16":
         with np.errstate(over="ignore"):
             return wide.astype(np.float16)
-    return _to_bfloat16(wide)
+    bits = np.ascontiguousarray(wide).view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    rounded[np.isnan(wide)] = 0x7FC0
+    return rounded
 
 
 def converted(source: str, target: str) -> str:
@@ -67,21 +73,6 @@ def num_infinite(values: np.ndarray, dtype: str) -> int:
     if dtype == "BF16":
         return int(np.count_nonzero((values & 0x7F80) == 0x7F80))
     return int(values.size - np.count_nonzero(np.isfinite(values)))
-
-
-def _to_float32(values: np.ndarray, source: str) -> np.ndarray:
-    if source == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded: np.ndarray = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(
-        np.uint16
-    )
-    rounded[np.isnan(values)] = 0x7FC0
-    return rounded
 
 
 SHARD_BYTES = 2 * 2**30
@@ -97,7 +88,6 @@ class ShardWriter:
     def __init__(
         self, directory: Path, *, shard_bytes: int = SHARD_BYTES, disk: Disk = DISK
     ) -> None:
-        """``directory`` exists."""
         self._directory, self._limit, self._disk = directory, shard_bytes, disk
         self._open: list[Fragment] = []
         self._open_bytes = self._total_bytes = 0
@@ -131,9 +121,9 @@ class ShardWriter:
 
     def _write(self) -> None:
         path = self._directory / f"part-{len(self._files)}.safetensors"
-        tensors = sorted(self._open, key=lambda each: each.key)
+        tensors = sorted(self._open, key=lambda tensor: tensor.key)
         write_tensors(path, tensors, metadata={"format": "pt"}, disk=self._disk)
-        self._files.append((path, [each.key for each in self._open]))
+        self._files.append((path, [tensor.key for tensor in self._open]))
         self._open, self._open_bytes = [], 0
 
 
@@ -176,7 +166,7 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
     rows, padded = state["vocab_size"], state["padded_vocab_size"]
     tables = set(state["vocabulary"])
     prefix = state.get("main_prefix", "")
-    found = []
+    tensors = []
     for name, entry in state["parameters"].items():
         if entry["tied_to"] or not name.startswith(prefix):
             continue
@@ -184,8 +174,8 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
         if name in tables and shape and shape[0] == padded:
             # Elements are counted row by row, so the padding is what comes last.
             shape = (rows, *shape[1:])
-        found.append((name, MASTER if entry["trained"] else FROZEN, shape))
-    found += [
+        tensors.append((name, MASTER if entry["trained"] else FROZEN, shape))
+    tensors += [
         (name, BUFFER, tuple(entry["shape"]))
         for name, entry in state.get("buffers", {}).items()
         if name.startswith(prefix)
@@ -194,7 +184,7 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
         Weight(
             name.removeprefix(prefix), kind, shape, stored, converted(stored, dtype), prefix=prefix
         )
-        for name, kind, shape in found
+        for name, kind, shape in tensors
         for stored in (index.dtype(kind, name),)
     ]
 
@@ -249,9 +239,6 @@ def pieces(
         on_bytes(written.nbytes)
 
 
-METADATA = {"format": "pt"}
-
-
 def write_adapter(
     directory: Path,
     state: Mapping[str, Any],
@@ -290,5 +277,5 @@ def write_adapter(
         for weight in weights
         for name in names[weight.name]
     ]
-    write_tensors(directory / WEIGHTS_FILE, tensors, metadata=METADATA)
+    write_tensors(directory / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
     return sum(weight.num_elements for weight in weights)

@@ -210,7 +210,7 @@ STAGING_BYTES = 32 * 2**20
 
 
 class Engine(Protocol):
-    """What is read of ``llmx.train.engine.build.Engine``, which this room cannot import."""
+    """What is read of ``llmx.train.engine.build.Engine``, which this package cannot import."""
 
     engine: Any
     """DeepSpeed's."""
@@ -251,7 +251,7 @@ class StateTensor:
 
     @property
     def dtype(self) -> str:
-        """As safetensors calls it."""
+        """safetensors' name of the dtype."""
         return DTYPE_NAMES[self.tensor.dtype]
 
 
@@ -284,23 +284,23 @@ def capture(engine: Engine, *, world: int) -> list[StateTensor]:
     trained = _trained(layout, rank=rank, world=world)
     values = {id(owner): owner.values() for owner in layout.owners}
     states = {state for of_owner in values.values() for state in of_owner} - {MASTER}
-    found = [
+    tensors = [
         StateTensor(state, piece.name, piece.start, piece.of(values[id(piece.owner)][state]))
         for state in (MASTER, *sorted(states))
         for piece in trained
         if state in values[id(piece.owner)]
     ]
-    found += [
+    tensors += [
         StateTensor(state, piece.name, 0, value.view(-1))
         for number, piece in enumerate(layout.trained)
         if number % world == rank
         for state, value in sorted(piece.owner.whole_states().items())
     ]
     frozen = _frozen(layout, rank=rank, world=world)
-    found += [StateTensor(FROZEN, part.name, part.start, part.values) for part in frozen]
+    tensors += [StateTensor(FROZEN, part.name, part.start, part.values) for part in frozen]
     buffers = share(layout.buffers, rank=rank, world=world)
-    found += [StateTensor(BUFFER, part.name, part.start, part.values) for part in buffers]
-    return found
+    tensors += [StateTensor(BUFFER, part.name, part.start, part.values) for part in buffers]
+    return tensors
 
 
 P = TypeVar("P", Piece, UntrainedPiece)
@@ -310,13 +310,13 @@ def share(pieces: list[P], *, rank: int, world: int) -> list[P]:
     """This rank's equal part of the elements of ``pieces``, laid end to end."""
     total = sum(piece.length for piece in pieces)
     first, last = total * rank // world, total * (rank + 1) // world
-    mine, offset = [], 0
+    parts, offset = [], 0
     for piece in pieces:
         begin, end = max(first - offset, 0), min(last - offset, piece.length)
         if begin < end:
-            mine.append(piece.part(begin, end))
+            parts.append(piece.part(begin, end))
         offset += piece.length
-    return mine
+    return parts
 
 
 def _trained(layout: StateLayout, *, rank: int, world: int) -> list[Piece]:
@@ -344,13 +344,13 @@ def states_table(layout: StateLayout, parameters: Table) -> dict[str, dict[str, 
         return {name: dict.fromkeys(names(name), shape) for name, shape in shapes.items()}
     if not any(owner.whole_states() for owner in layout.owners):
         return None
-    found: dict[str, dict[str, list[int]]] = {}
+    table: dict[str, dict[str, list[int]]] = {}
     for piece in layout.trained:
-        kept = [state for state in piece.owner.values() if state != MASTER]
-        found[piece.name] = dict.fromkeys(kept, shapes[piece.name])
+        states = [state for state in piece.owner.values() if state != MASTER]
+        table[piece.name] = dict.fromkeys(states, shapes[piece.name])
         for state, value in piece.owner.whole_states().items():
-            found[piece.name][state] = list(value.shape)
-    return found
+            table[piece.name][state] = list(value.shape)
+    return table
 
 
 def state_values(engine: Engine) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     layout = state_layout(engine.engine)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parts = _frozen(layout, rank=rank, world=world)
-    found = {}
+    fingerprints = {}
     for name in names:
         prefix = f"{name}." if len(engine.networks) > 1 else ""
         of_model = [
@@ -424,16 +424,18 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
             for n, _ in engine.module.named_parameters()
             if n.startswith(prefix) and not engine.is_saved(n)
         ]
-        wanted = set(of_model)
-        own = [(p.name, p.start, p.values) for p in parts if p.name in wanted]
+        of_this_model = set(of_model)
+        parts_of_model = [(p.name, p.start, p.values) for p in parts if p.name in of_this_model]
         # Weights in 4 bits are no parameters, and every rank holds them whole.
         packed = {
-            f"{prefix}{layer}.packed": each.packed.flatten()
-            for layer, each in quantized_layers(engine.networks[name].module).items()
+            f"{prefix}{layer}.packed": quantized.packed.flatten()
+            for layer, quantized in quantized_layers(engine.networks[name].module).items()
         }
-        own += [(layer, 0, packed[layer]) for layer in list(packed)[rank::world]]
-        found[name] = hash_parts(own, names=[*of_model, *packed], device=engine.device)
-    return found
+        parts_of_model += [(layer, 0, packed[layer]) for layer in list(packed)[rank::world]]
+        fingerprints[name] = hash_parts(
+            parts_of_model, names=[*of_model, *packed], device=engine.device
+        )
+    return fingerprints
 
 
 def check_frozen(engine: Engine, state: dict[str, Any]) -> None:
@@ -478,8 +480,8 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     for owner in layout.owners:
         pieces = [piece for piece in layout.trained if piece.owner is owner]
         with owner.swap.loaded() if owner.swap else contextlib.nullcontext():
-            mine, whole = _states_of(pieces, saved, state)
-            _fill_owner(owner, pieces, index, mine, scalars, whole)
+            elementwise, other_shapes = _states_of(pieces, saved, state)
+            _fill_owner(owner, pieces, index, elementwise, scalars, other_shapes)
     for part in layout.frozen:
         _fill(part.values, index, FROZEN, part)
     for part in layout.buffers:
@@ -499,10 +501,10 @@ def _states_of(
     table = state["optimizer"].get("states")
     if table is None:
         return saved, {}
-    own = table[pieces[0].name] if pieces else {}
+    shapes = table[pieces[0].name] if pieces else {}
     shape = state["parameters"][pieces[0].name]["shape"] if pieces else []
-    whole = {name: of for name, of in own.items() if of != shape}
-    return [name for name in own if name not in whole], whole
+    other_shapes = {name: of for name, of in shapes.items() if of != shape}
+    return [name for name in shapes if name not in other_shapes], other_shapes
 
 
 def _fill_owner(
@@ -511,7 +513,7 @@ def _fill_owner(
     index: FragmentIndex,
     saved: list[str],
     scalars: dict[str, float],
-    whole: dict[str, list[int]],
+    other_shapes: dict[str, list[int]],
 ) -> None:
     """Values of one tensor of the optimizer, and its states.
 
@@ -519,26 +521,26 @@ def _fill_owner(
     among them is 0, as it would be after any number of steps.
 
     Args:
-        whole: shapes of the states of another shape.
+        other_shapes: shapes of the states that have another shape than the parameter.
     """
-    if not saved and not whole and (not scalars or not pieces):
+    if not saved and not other_shapes and (not scalars or not pieces):
         owner.optimizer.state.pop(owner.tensor, None)  # saved before the first step
     else:
-        kept = owner.optimizer.state[owner.tensor]
+        states = owner.optimizer.state[owner.tensor]
         for state in saved:
-            if state not in kept:
+            if state not in states:
                 # DeepSpeedCPUAdam keeps fp32 moments of a half-precision master.
                 wide = getattr(owner.optimizer, "fp32_optimizer_states", False)
                 dtype = torch.float32 if wide else owner.tensor.dtype
                 stored = TORCH_DTYPES[index.dtype(state, pieces[0].name)] if pieces else dtype
                 if not stored.is_floating_point:  # moments in 8 bits
                     dtype = stored
-                kept[state] = torch.zeros_like(owner.tensor.data, dtype=dtype)
-        for state, shape in whole.items():
+                states[state] = torch.zeros_like(owner.tensor.data, dtype=dtype)
+        for state, shape in other_shapes.items():
             dtype = TORCH_DTYPES[index.dtype(state, pieces[0].name)]
-            kept[state] = torch.zeros(shape, dtype=dtype, device=owner.tensor.device)
-            everything = replace(pieces[0], start=0, length=kept[state].numel())
-            _fill(kept[state].view(-1), index, state, everything)
+            states[state] = torch.zeros(shape, dtype=dtype, device=owner.tensor.device)
+            all_elements = replace(pieces[0], start=0, length=states[state].numel())
+            _fill(states[state].view(-1), index, state, all_elements)
         write_scalars(owner, scalars)
     values = replace(owner, swap=None).values()
     for piece in pieces:

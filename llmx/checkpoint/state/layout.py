@@ -35,12 +35,12 @@ class SwappedGroup:
         Good until the next step: copy them before.
         """
         master, *states = self._info.tensors
-        found = {MASTER: self._map(master.swap_path)}
+        tensors = {MASTER: self._map(master.swap_path)}
         for state in states:
             # "exp_avg-<sub-group>", see _get_state_tensors in DeepSpeed's optimizer_utils.py.
             key = state.compute_tensor.ds_id.removesuffix(f"-{self._flat.ds_id}")
-            found[key] = self._map(state.swap_path)
-        return found
+            tensors[key] = self._map(state.swap_path)
+        return tensors
 
     def _map(self, path: str) -> torch.Tensor:
         size = self.optimizer.fp16_partitioned_groups_flat_numel[self.number]
@@ -84,11 +84,11 @@ class Owner:
         """``master`` and what the optimizer keeps for each element, each flat. Live memory."""
         if self.swap is not None:
             return self.swap.mapped()
-        kept = self.optimizer.state.get(self.tensor, {})
-        other = states_of_another_shape(kept, self.tensor)
+        state = self.optimizer.state.get(self.tensor, {})
+        other = states_of_another_shape(state, self.tensor)
         states = {
             key: value.detach().view(-1)
-            for key, value in kept.items()
+            for key, value in state.items()
             if torch.is_tensor(value) and not is_scalar(key, value) and key not in other
         }
         return {MASTER: self.tensor.detach().view(-1), **states}
@@ -96,8 +96,8 @@ class Owner:
     def whole_states(self) -> dict[str, torch.Tensor]:
         """States of another shape than the parameter: a row and a column of Adafactor's. They are
         the optimizer's own tensors, and belong to one whole parameter (``check_states``)."""
-        kept = {} if self.swap is not None else self.optimizer.state.get(self.tensor, {})
-        return {key: kept[key].detach() for key in states_of_another_shape(kept, self.tensor)}
+        state = {} if self.swap is not None else self.optimizer.state.get(self.tensor, {})
+        return {key: state[key].detach() for key in states_of_another_shape(state, self.tensor)}
 
 
 def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dict[str, list[int]]:
@@ -109,12 +109,12 @@ def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dic
     }
 
 
-def wrong_states(optimizer: torch.optim.Optimizer, wrong: dict[str, list[int]]) -> ConfigError:
+def wrong_states(optimizer: torch.optim.Optimizer, shapes: dict[str, list[int]]) -> ConfigError:
     """Of an optimizer whose states cannot be cut and put together again."""
-    found = ", ".join(f"{key} of shape {shape}" for key, shape in wrong.items())
+    listed = ", ".join(f"{key} of shape {shape}" for key, shape in shapes.items())
     return ConfigError(
         f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
-        f"parameter ({found}). ZeRO cuts parameters into flat parts, of which such states cannot "
+        f"parameter ({listed}). ZeRO cuts parameters into flat parts, of which such states cannot "
         "be kept. Set zero.stage=0, or optim.kind=adamw."
     )
 

@@ -55,24 +55,24 @@ def buffer_table(module: nn.Module) -> Table:
 
 def check_tables(parameters: Table, buffers: Table, saved: Table, saved_buffers: Table) -> None:
     """Raise ConfigError unless the checkpoint is one of this very model."""
-    for what, mine, theirs in (
+    for kind, of_model, of_checkpoint in (
         ("parameter", parameters, saved),
         ("buffer", buffers, saved_buffers),
     ):
-        if extra := [name for name in theirs if name not in mine]:
+        if extra := [name for name in of_checkpoint if name not in of_model]:
             raise ConfigError(
-                f"The checkpoint has {len(extra)} {what}s that the model lacks, e.g. {extra[0]}. "
+                f"The checkpoint has {len(extra)} {kind}s that the model lacks, e.g. {extra[0]}. "
                 "Resume with the model.* of the run that wrote it."
             )
-        if absent := [name for name in mine if name not in theirs]:
+        if absent := [name for name in of_model if name not in of_checkpoint]:
             raise ConfigError(
-                f"The model has {len(absent)} {what}s that the checkpoint lacks, e.g. {absent[0]}. "
+                f"The model has {len(absent)} {kind}s that the checkpoint lacks, e.g. {absent[0]}. "
                 "Resume with the model.* of the run that wrote it."
             )
-        for name, entry in mine.items():
-            if entry != theirs[name]:
+        for name, entry in of_model.items():
+            if entry != of_checkpoint[name]:
                 raise ConfigError(
-                    f"{name} is {_described(theirs[name])} in the checkpoint and "
+                    f"{name} is {_described(of_checkpoint[name])} in the checkpoint and "
                     f"{_described(entry)} in the model. Resume with the model.* of the run that "
                     "wrote it."
                 )
@@ -102,23 +102,23 @@ def check_states(optimizer: torch.optim.Optimizer, *, partitioned: bool) -> None
     """
     if not partitioned or type(optimizer).__name__ in {*KINDS} - {"Adafactor", "AdamW8bit"}:
         return
-    tried = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
-    trial = type(optimizer)(tried, **optimizer.defaults)
-    for parameter in tried:
+    parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
+    trial = type(optimizer)(parameters, **optimizer.defaults)
+    for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     trial.step()
-    for parameter in tried:
-        if wrong := states_of_another_shape(trial.state[parameter], parameter):
-            raise wrong_states(optimizer, wrong)
+    for parameter in parameters:
+        if shapes := states_of_another_shape(trial.state[parameter], parameter):
+            raise wrong_states(optimizer, shapes)
 
 
-def check_kind(saved: str, mine: str) -> None:
-    """Raise ConfigError unless ``mine`` can resume from the states of ``saved``."""
+def check_kind(saved: str, current: str) -> None:
+    """Raise ConfigError unless ``current`` can resume from the states of ``saved``."""
     adam = {"adamw", "cpu_adam", "fused_adam"}
-    if saved != mine and not {saved, mine} <= adam:
+    if saved != current and not {saved, current} <= adam:
         raise ConfigError(
-            f"The checkpoint was written with optim.kind={saved}, this run has optim.kind={mine}, "
-            f"which keeps other states. Resume with optim.kind={saved}."
+            f"The checkpoint was written with optim.kind={saved}, this run has "
+            f"optim.kind={current}, which keeps other states. Resume with optim.kind={saved}."
         )
 
 
@@ -128,14 +128,14 @@ def read_scalars(owners: list[Owner]) -> dict[str, float]:
     The greatest: DeepSpeed's FusedAdam counts the steps of a group on its last tensor alone.
     Empty before the first step.
     """
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     for owner in owners:
         for key, value in owner.optimizer.state.get(owner.tensor, {}).items():
             if is_scalar(key, value):
                 number = value.item() if torch.is_tensor(value) else value
                 number = int(number) if float(number).is_integer() else number
-                found[key] = max(found.get(key, number), number)
-    return found
+                scalars[key] = max(scalars.get(key, number), number)
+    return scalars
 
 
 def write_scalars(owner: Owner, scalars: dict[str, float]) -> None:
