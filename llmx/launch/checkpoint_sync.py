@@ -68,9 +68,8 @@ class CheckpointSync:
         self._stop.set()
         self._pool.terminate()
         if self._thread is not None:
-            self._thread.join(
-                timeout=2
-            )  # no longer: it may be hashing, and the shutdown must go on
+            # No longer: it may be hashing, and the shutdown must go on.
+            self._thread.join(timeout=2)
 
     def pull_rest(self, connections: list[Connection]) -> None:
         """After the ranks have exited: pull what is missing from the hosts that answer."""
@@ -138,7 +137,7 @@ class CheckpointSync:
         return set(manifest.files) - (written - of_host if same_ranks else set())
 
     def _push(self, connection: Connection, directory: Path, names: list[str]) -> None:
-        """No rank runs at that time."""
+        """Send these files of a checkpoint to a host, where no rank runs now."""
         target = f"{connection.name}:{directory}"
         parents = [str((directory / name).parent) for name in names]
         connection.request("mkdir", paths=sorted({str(directory), *parents}), timeout_s=60)
@@ -147,7 +146,7 @@ class CheckpointSync:
             if set(part) & set(names):
                 self._pool.run(
                     ["--files-from=-", f"{directory}/", f"{target}/"],
-                    what=f"{directory.name} to {connection.name}",
+                    label=f"{directory.name} to {connection.name}",
                     stdin="\n".join(part),
                 )
 
@@ -161,7 +160,7 @@ class CheckpointSync:
             path = self.spec.run_dir.root / name
             if path.exists() and path.stat().st_size > files_there.get(name, -1):
                 self._pool.run(
-                    [str(path), f"{connection.name}:{path}"], what=f"{name} to {connection.name}"
+                    [str(path), f"{connection.name}:{path}"], label=f"{name} to {connection.name}"
                 )
 
     def _loop(self) -> None:
@@ -220,7 +219,7 @@ class CheckpointSync:
         beside.mkdir(parents=True, exist_ok=True)
         source = self.private[0].name
         self._pool.run(
-            [f"{source}:{target}/{MANIFEST}", f"{beside}/"], what=f"{step} from {source}"
+            [f"{source}:{target}/{MANIFEST}", f"{beside}/"], label=f"{step} from {source}"
         )
         manifest = read_manifest(beside)
         return isinstance(manifest, Manifest) and manifest.is_abandoned(self._rollbacks)
@@ -247,7 +246,7 @@ class CheckpointSync:
             link = [f"--link-dest={target}"] if target.is_dir() else []
             self._pool.run(
                 [*rate, *link, f"{connection.name}:{target}/", f"{beside}/"],
-                what=f"{step} from {connection.name}",
+                label=f"{step} from {connection.name}",
             )
         manifest = read_manifest(beside)
         if isinstance(manifest, Problem):

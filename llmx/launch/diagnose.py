@@ -19,7 +19,7 @@ from llmx.config.schema import FAILURES
 
 @dataclass(frozen=True)
 class Known:
-    """One known failure."""
+    """How a known failure is recognised in a text, and what to say of it."""
 
     name: str
     outcome: str
@@ -490,23 +490,16 @@ def diagnose(failure: Failure) -> Diagnosis:
     if row is None and not text:
         row = _match(failure.log)
         text = failure.log
-    if row is not None and _agrees(row, failure.category):
+    # A rank's own typed outcome stands; a row may only make ``crash`` more precise.
+    if row is not None and failure.category in ("", "crash", row.outcome):
         return _from_row(row, text, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
-    cause = (
-        _headline(failure)
-        or _last_line(failure.log)
-        or "the process ended without an error message"
-    )
+    last_line = (failure.log.strip().splitlines() or [""])[-1].strip()
+    cause = _headline(failure) or last_line or "the process ended without an error message"
     if failure.error_type in OWN_ERRORS and failure.message:
         return Diagnosis(outcome, failure.message, "")
     fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(outcome, NOTES["crash"])
     return Diagnosis(outcome, cause, fix)
-
-
-def _agrees(row: Known, category: str) -> bool:
-    """A rank's own typed outcome stands; a row may only make ``crash`` more precise."""
-    return category in ("", "crash", row.outcome)
 
 
 def _match(text: str) -> Known | None:
@@ -621,16 +614,11 @@ def _line_of(text: str, match: re.Match[str]) -> str:
     return text[start : end if end >= 0 else len(text)].strip()
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
 def _short(text: str, limit: int = 300) -> str:
     text = text.splitlines()[0] if text else ""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 if __name__ == "__main__":
-    found = diagnose(Failure(log=sys.stdin.read()))
-    print(f"{found.outcome}: {found.cause}\nfix: {found.fix}")
+    diagnosis = diagnose(Failure(log=sys.stdin.read()))
+    print(f"{diagnosis.outcome}: {diagnosis.cause}\nfix: {diagnosis.fix}")

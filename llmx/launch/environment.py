@@ -157,8 +157,8 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
 
 def _prepended(first: str, paths: str) -> str:
     """``paths`` with ``first`` at the front, once."""
-    rest = [path for path in paths.split(":") if path and path != first]
-    return ":".join([first, *rest])
+    remaining = [path for path in paths.split(":") if path and path != first]
+    return ":".join([first, *remaining])
 
 
 def _interfaces(spec: LaunchSpec) -> dict[str, str]:

@@ -13,6 +13,7 @@ and there, is not looked at again (``HostRecord``): the next trial of a sweep co
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import glob
@@ -25,7 +26,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -38,6 +39,7 @@ from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
 from llmx.hardware.remote import survey_source
 from llmx.launch.agents.agent import tree_stamp
+from llmx.launch.agents.connection import AgentError, Connection, Message
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan
@@ -90,17 +92,17 @@ class HostRecord:
     def _note(self, part: str, key: str, value: Any) -> None:
         with contextlib.suppress(OSError), _lock(self.path.with_suffix(".lock"), lambda: False):
             values = read_mapping(self.path)
-            kept = {name: stamp for name, stamp in self._read(part).items() if name != key}
+            entries = {name: stamp for name, stamp in self._read(part).items() if name != key}
             if value is not None:
-                kept[key] = value
+                entries[key] = value
             if part == "surveys":
-                kept = dict(list(kept.items())[-MAX_SURVEYS:])
-            write_json(self.path, {**values, part: kept})
+                entries = dict(list(entries.items())[-MAX_SURVEYS:])
+            write_json(self.path, {**values, part: entries})
 
 
-def survey_request(python: str, asked: Mapping[str, Any]) -> str:
+def survey_request(python: str, questions: Mapping[str, Any]) -> str:
     """Names a survey: another program, Python or question has other facts."""
-    text = json.dumps([survey_source(), python, asked], sort_keys=True)
+    text = json.dumps([survey_source(), python, questions], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -157,19 +159,6 @@ class SyncPath:
         return Path(self.path).is_dir()
 
 
-@dataclass(frozen=True)
-class SyncHost:
-    """What a host that is synced is asked, through its agent; each raises LaunchError."""
-
-    private_run_dir: bool
-    record: HostRecord
-    make_dirs: Callable[[list[str]], None]
-    stamps: Callable[[list[tuple[str, list[str]]]], dict[str, str | None]]
-    """Of paths with what is left out of each."""
-    put: Callable[[str, dict[str, bytes]], None]
-    """Small files into a directory."""
-
-
 def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     """What the ranks read, in the order of sending. ``run_dir``: whether that is private, too."""
     extra = tuple(spec.exp.launch.sync_exclude)
@@ -185,8 +174,8 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [
-        SyncPath(path, (*(DENIED if Path(path).is_dir() else ()), *extra), what)
-        for path, what in _configured_paths(
+        SyncPath(path, (*(DENIED if Path(path).is_dir() else ()), *extra), kind)
+        for path, kind in _configured_paths(
             spec.exp.model, spec.exp.data, spec.exp.task, spec.exp.launch
         )
     ]
@@ -246,7 +235,7 @@ def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
             files, num_bytes = len(sizes), sum(sizes)
         else:
             arguments, names = _source(item)
-            output = pool.run(["--list-only", "--stats", *arguments], what=item.path, stdin=names)
+            output = pool.run(["--list-only", "--stats", *arguments], label=item.path, stdin=names)
             files = _number(output, r"Number of files:.*?\breg: ([\d,]+)")
             num_bytes = _number(output, r"Total file size: ([\d,]+)")
         rows.append((item.what, item.path, f"{plural(files, 'file')}, {size(num_bytes)}"))
@@ -274,30 +263,39 @@ def _configured_paths(
         *((value, "model of the task") for value in task.options.values() if _is_model(value)),
         *((path, "launch.sync_extra") for path in launch.sync_extra),
     ]
-    for path, what in paths:
+    for path, kind in paths:
         if not path or not Path(path).expanduser().is_absolute():
             continue
         full = os.path.normpath(Path(path).expanduser())
         matches = [full]
         if not Path(full).exists():
             matches = sorted(glob.glob(full, recursive=True))  # noqa: PTH207 (absolute patterns)
-        if not matches and what == "launch.sync_extra":
+        if not matches and kind == "launch.sync_extra":
             raise LaunchError(f"launch.sync_extra: {path} does not exist on this machine.")
         for match in matches:
-            yield match, what
+            yield match, kind
 
 
-def push(spec: LaunchSpec, hosts: Mapping[str, SyncHost], *, notify: Callable[[str], None]) -> None:
-    """Copy everything to ``hosts``, in parallel. LaunchError has host, path and rsync's message."""
+def push(
+    spec: LaunchSpec, connections: Sequence[Connection], notify: Callable[[str], None]
+) -> None:
+    """``launch.sync=rsync``: copy everything that the ranks read to every other host, in parallel.
+
+    LaunchError has host, path and the message of rsync or of the agent.
+    """
+    remote = [connection for connection in connections if connection.is_remote]
+    if spec.exp.launch.sync != "rsync" or not remote:
+        return
     pool = RsyncPool(spec.run_dir.ssh_config)
 
-    def push_host(name: str) -> str:
-        with hosts[name].record.alone(cancelled=lambda: pool.terminated):
-            return _push_host(spec, pool, name, hosts[name], notify)
+    def push_host(connection: Connection) -> str:
+        record = HostRecord(spec.plan.hosts[connection.hosts[0]])
+        with record.alone(cancelled=lambda: pool.terminated):
+            return _push_host(spec, pool, connection, record, notify)
 
-    with ThreadPoolExecutor(max_workers=min(8, len(hosts))) as threads:
+    with ThreadPoolExecutor(max_workers=8) as threads:
         try:
-            for line in threads.map(push_host, hosts):
+            for line in threads.map(push_host, remote):
                 notify(line)
         except BaseException:  # a host failed, or the user requested the shutdown
             pool.terminate()
@@ -307,27 +305,44 @@ def push(spec: LaunchSpec, hosts: Mapping[str, SyncHost], *, notify: Callable[[s
 def _push_host(
     spec: LaunchSpec,
     pool: RsyncPool,
-    name: str,
-    host: SyncHost,
+    connection: Connection,
+    record: HostRecord,
     notify: Callable[[str], None],
 ) -> str:
-    items = paths_to_push(spec, run_dir=host.private_run_dir)
+    name, private_run_dir = connection.name, not connection.shared
+
+    def ask(action: str, cmd: str, *, timeout_s: float = 60, **values: Any) -> Message:
+        try:
+            return connection.request(cmd, timeout_s=timeout_s, **values)
+        except AgentError as error:
+            raise LaunchError(
+                f"launch.sync=rsync: {name}: cannot {action}: {error}. The same paths must be "
+                "writable on every host."
+            ) from error
+
+    def stamps(items: list[SyncPath]) -> dict[str, str | None]:
+        paths = [(item.path, list(item.excludes)) for item in items]
+        reply = ask("look at its files", "stamp", timeout_s=600, paths=paths)
+        return dict(reply["stamps"])
+
+    items = paths_to_push(spec, run_dir=private_run_dir)
     parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
-    outputs = [spec.run_dir.logs, spec.run_dir.ranks] if host.private_run_dir else []
-    host.make_dirs([*parents, *map(str, outputs)])
+    outputs = [spec.run_dir.logs, spec.run_dir.ranks] if private_run_dir else []
+    ask("create the directories", "mkdir", paths=[*parents, *map(str, outputs)])
     trees = [item for item in items if not item.only]
-    stamped = [(item.path, list(item.excludes)) for item in trees]
-    here, there = {path: tree_stamp(path, names) for path, names in stamped}, host.stamps(stamped)
+    here = {item.path: tree_stamp(item.path, list(item.excludes)) for item in trees}
+    there = stamps(trees)
     changed = [
         item
         for item in trees
-        if not host.record.is_synced(item.path, here[item.path], there.get(item.path))
+        if not record.is_synced(item.path, here[item.path], there.get(item.path))
     ]
     files = sent = 0
     for item in items:
         if item.only:
             contents = {file: Path(item.path, file).read_bytes() for file in _there(item)}
-            host.put(item.path, contents)
+            encoded = {file: base64.b64encode(data).decode() for file, data in contents.items()}
+            ask("write the run's files", "put", path=item.path, files=encoded)
             files, sent = files + len(contents), sent + sum(map(len, contents.values()))
         elif item in changed:
             notify(f"sync: {name}: {item.what} {item.path}")
@@ -335,9 +350,9 @@ def _push_host(
             _verify(pool, name, item)
             files, sent = files + new_files, sent + new_bytes
     if changed:
-        there = host.stamps([(item.path, list(item.excludes)) for item in changed])
+        there = stamps(changed)
         for item in changed:
-            host.record.note_synced(item.path, here[item.path], there.get(item.path))
+            record.note_synced(item.path, here[item.path], there.get(item.path))
     unchanged = len(trees) - len(changed)
     return (
         f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
@@ -358,7 +373,7 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
     arguments, names = _source(item)
     output = pool.run(
         ["--stats", *delete, *arguments, _target(host, item)],
-        what=f"{item.path} to {host}",
+        label=f"{item.path} to {host}",
         stdin=names,
     )
     return _number(output, r"transferred: ([\d,]+)"), _bytes_received(output)
@@ -371,14 +386,14 @@ def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
     arguments, names = _source(item)
     output = pool.run(
         ["--dry-run", "--itemize-changes", *mode, *arguments, _target(host, item)],
-        what=item.path,
+        label=item.path,
         stdin=names,
     )
-    wrong = differing(output, by_content=by_content)
-    if wrong:
+    lines = differing(output, by_content=by_content)
+    if lines:
         raise LaunchError(
-            f"launch.sync=rsync: {item.path} on {host} differs after the copy ({wrong[0].strip()}, "
-            f"{len(wrong)} in all). If something writes there, leave it out, e.g. "
+            f"launch.sync=rsync: {item.path} on {host} differs after the copy ({lines[0].strip()}, "
+            f"{len(lines)} in all). If something writes there, leave it out, e.g. "
             "launch.sync_exclude=[*.log]."
         )
 
@@ -407,7 +422,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     for mode, patterns in (["--append-verify"], logs), ([], names):
         include = [f"--include={name}" for name in patterns]
         words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
-        received += _bytes_received(pool.run(words, what=f"{root} from {host}"))
+        received += _bytes_received(pool.run(words, label=f"{root} from {host}"))
     return received
 
 
@@ -430,14 +445,14 @@ class RsyncPool:
         self._lock = threading.Lock()
         self._terminated = False
 
-    def run(self, arguments: list[str], *, what: str, stdin: str = "") -> str:
-        """The output; LaunchError says ``what`` where it fails."""
+    def run(self, arguments: list[str], *, label: str, stdin: str = "") -> str:
+        """The output; LaunchError names ``label`` where it fails."""
         argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
         argv += ["-e", f"ssh -F {self.ssh_config}", *arguments]
         pipe = subprocess.PIPE
         with self._lock:
             if self._terminated:
-                raise LaunchError(f"launch.sync=rsync: {what}: cancelled.")
+                raise LaunchError(f"launch.sync=rsync: {label}: cancelled.")
             process = subprocess.Popen(
                 argv,
                 stdin=pipe,
@@ -459,7 +474,7 @@ class RsyncPool:
                 self._running.discard(process)
         if process.returncode != 0:
             raise LaunchError(
-                f"launch.sync=rsync: {what}: rsync exited with code {process.returncode}: "
+                f"launch.sync=rsync: {label}: rsync exited with code {process.returncode}: "
                 f"{error.strip()[-500:] or 'no message'}. Both hosts need rsync (apt-get install "
                 "rsync), and the path must be writable on the other host."
             )

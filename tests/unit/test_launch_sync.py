@@ -5,28 +5,23 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents.agent import tree_stamp
+from llmx.launch.agents.connection import AgentError
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import (
-    HostRecord,
-    SyncHost,
-    _source,
-    differing,
-    paths_to_push,
-    push,
-    sync_sizes,
-)
+from llmx.launch.sync import _source, differing, paths_to_push, push, sync_sizes
 from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -40,19 +35,23 @@ def spec(tmp_path: Path, **data: object) -> LaunchSpec:
     return spec_of(exp)
 
 
-def sync_host(made: LaunchSpec, host: int = 1) -> SyncHost:
-    """A host whose files are those of this machine."""
+class Host:
+    """Stands for the connection to a host whose files are those of this machine."""
 
-    def make_dirs(paths: list[str]) -> None:
-        pass
+    is_remote, shared = True, False
 
-    return SyncHost(
-        private_run_dir=True,
-        record=HostRecord(made.plan.hosts[host]),
-        make_dirs=make_dirs,
-        stamps=lambda paths: {path: tree_stamp(path, names) for path, names in paths},
-        put=lambda path, files: None,
-    )
+    def __init__(self, name: str = "node-b", index: int = 1) -> None:
+        self.name, self.hosts = name, (index,)
+        self.has_files = True
+        self.received: dict[str, dict[str, bytes]] = {}
+
+    def request(self, cmd: str, *, timeout_s: float, **values: Any) -> dict[str, Any]:
+        if cmd == "put":
+            files = {name: base64.b64decode(data) for name, data in values["files"].items()}
+            self.received[values["path"]] = files
+        paths = values["paths"] if cmd == "stamp" else []
+        stamps = {path: tree_stamp(path, names) for path, names in paths if self.has_files}
+        return {"stamps": stamps}
 
 
 def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
@@ -201,27 +200,18 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
 
-    def asked(host: str) -> None:
-        deadline = time.monotonic() + 20
-        while host == "node-a" and not (tmp_path / "began").exists():
-            assert time.monotonic() < deadline, "rsync has not started"
-            time.sleep(0.01)
-        if host == "node-a":
-            raise LaunchError("node-a is away")
+    class Away(Host):
+        def request(self, cmd: str, **values: Any) -> dict[str, Any]:
+            deadline = time.monotonic() + 20
+            while not (tmp_path / "began").exists():
+                assert time.monotonic() < deadline, "rsync has not started"
+                time.sleep(0.01)
+            raise AgentError("it is away")
 
-    made = spec(tmp_path)
+    hosts: list[Any] = [Away("node-a", 0), Host("node-b", 1)]
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="node-a is away"):
-        push(
-            made,
-            {
-                host: dataclasses.replace(
-                    sync_host(made, index), make_dirs=lambda _, host=host: asked(host)
-                )
-                for index, host in enumerate(("node-a", "node-b"))
-            },
-            notify=lambda text: None,
-        )
+    with pytest.raises(LaunchError, match="node-a: cannot create the directories: it is away"):
+        push(spec(tmp_path), hosts, lambda text: None)
     assert time.monotonic() - began < 20
 
 
@@ -265,17 +255,16 @@ def test_what_has_not_changed_is_not_sent_again(
     )
     made.run_dir.root.mkdir(parents=True)
     made.run_dir.config.write_text("seed: 1\n")
-    files: dict[str, dict[str, bytes]] = {}
-    host = dataclasses.replace(sync_host(made), put=files.__setitem__)
+    host: Any = Host()
 
-    def sync(host: SyncHost = host) -> int:
+    def sync() -> int:
         said.clear()
-        push(made, {"node-b": host}, notify=said.append)
+        push(made, [host], said.append)
         return rsync.calls()
 
     # Code and the model are sent and compared.
     assert sync() == 2 + 2
-    assert files == {str(made.run_dir.root): {"config.yaml": b"seed: 1\n"}}
+    assert host.received == {str(made.run_dir.root): {"config.yaml": b"seed: 1\n"}}
     assert sync() == 0
     assert said == [
         "sync: node-b: 1 file sent, 0.0 MiB; 0 paths verified, 2 unchanged since the last sync"
@@ -286,8 +275,9 @@ def test_what_has_not_changed_is_not_sent_again(
     (tmp_path / "code/llmx/__pycache__").mkdir()
     assert sync() == 0
     # A disk that was lost there, an old agent that is asked something new, no cache here.
-    away = dataclasses.replace(host, stamps=lambda paths: dict.fromkeys(p for p, _ in paths))
-    assert sync(away) == 4
+    host.has_files = False
+    assert sync() == 4
+    host.has_files = True
     assert sync() == 4
     assert sync() == 0
 

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     Message = dict[str, Any]  # not at run time: hosts may have an old Python
 SCAN_S = 0.5
 CHUNK = 65536
-STREAM_BYTES = (
-    1 << 20
-)  # of one file in one poll: much output in one log must not delay the other files
+# Of one file in one poll: much output in one log must not delay the other files.
+STREAM_BYTES = 1 << 20
 SUSPENDED_S = 5.0  # between two polls: this process itself was suspended
 ORPHAN_GRACE_S = 15.0  # for the ranks to save a checkpoint after the supervisor disappeared
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
@@ -150,12 +149,12 @@ def terminate_processes(
     Returns how many processes were found, how many were killed, and how many are left (0, unless
     one is blocked in the kernel).
     """
-    seen: set[int] = set()
+    found_pids: set[int] = set()
     killed: set[int] = set()
 
     def alive() -> list[Process]:
         processes = table.find(fresh=True)
-        seen.update(process.pid for process in processes)
+        found_pids.update(process.pid for process in processes)
         for process in processes:
             if process.is_runner:
                 _signal(process.pid, signal.SIGKILL)
@@ -185,7 +184,7 @@ def terminate_processes(
             _signal(process.pid, signal.SIGKILL)
         time.sleep(0.05)
         left = alive()
-    return {"ended": len(seen), "killed": len(killed), "left": len(left)}
+    return {"ended": len(found_pids), "killed": len(killed), "left": len(left)}
 
 
 def rank_processes(processes: list[Process]) -> list[Process]:
@@ -326,8 +325,8 @@ class Agent:
 
     def do_reserve_port(self, message: Message) -> Message:
         """A free port, reserved against other runs as long as this process lives."""
-        wanted = message.get("want", 0)
-        candidates = [wanted] if wanted else random.sample(PORTS, 200)
+        fixed = message.get("want", 0)
+        candidates = [fixed] if fixed else random.sample(PORTS, 200)
         for port in candidates:
             claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -606,16 +605,16 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
     def add(where: str, relative: str) -> None:
         status = os.lstat(where)
         if stat.S_ISLNK(status.st_mode):
-            what = f"{relative}\0{os.readlink(where)}"
+            entry = f"{relative}\0{os.readlink(where)}"
         elif stat.S_ISREG(status.st_mode):
-            what = f"{relative}\0{status.st_size}\0{status.st_mtime_ns}"
+            entry = f"{relative}\0{status.st_size}\0{status.st_mtime_ns}"
         elif stat.S_ISDIR(status.st_mode):
             digest.update(f"{relative}/\n".encode("utf-8", "surrogateescape"))
             below(where, relative)
             return
         else:
             return
-        digest.update(f"{what}\n".encode("utf-8", "surrogateescape"))
+        digest.update(f"{entry}\n".encode("utf-8", "surrogateescape"))
 
     def below(directory: str, relative: str) -> None:
         for name in sorted(os.listdir(directory)):

@@ -1,18 +1,16 @@
-"""The preflight of an attempt: agents, checks of every host, port, interfaces, input files.
+"""The preflight of an attempt: agents, checks of every host, port, interfaces.
 
 Each step that fails raises LaunchError with the host, the problem and the fix.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import queue
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.compare import (
@@ -40,7 +38,7 @@ from llmx.launch.files import write_rendered
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.supervision.console import RunLog
-from llmx.launch.sync import HostRecord, SyncHost, push, survey_request
+from llmx.launch.sync import HostRecord, survey_request
 from llmx.launch.transports import transport_of
 from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
@@ -288,7 +286,7 @@ def _check_disks(
     return (*errors, *warnings)
 
 
-def _check_this_machine(spec: LaunchSpec, asked: Message, here: Message) -> tuple[str, ...]:
+def _check_this_machine(spec: LaunchSpec, questions: Message, here: Message) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *other_hosts = spec.plan.hosts
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus
@@ -298,9 +296,9 @@ def _check_this_machine(spec: LaunchSpec, asked: Message, here: Message) -> tupl
         storage = storage_of(spec.plan, host.name)
         text = "" if storage is None else ram_problem(storage, host.name, here)
         return (text,) if text else ()
-    asked = {**asked, "torch": False}
-    record, name = HostRecord(host), survey_request(spec.python, asked)
-    request = json.dumps({**asked, "known": record.survey(name)})
+    questions = {**questions, "torch": False}
+    record, name = HostRecord(host), survey_request(spec.python, questions)
+    request = json.dumps({**questions, "known": record.survey(name)})
     arguments = [str(spec.run_dir.root), "", request]
     try:
         facts = run_survey([spec.python, "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
@@ -394,39 +392,3 @@ def _interfaces(spec: LaunchSpec, connections: list[Connection]) -> tuple[str | 
                     "the address of the host to one that the other hosts can reach."
                 ) from error
     return tuple(interfaces)
-
-
-def push_inputs(
-    spec: LaunchSpec, connections: list[Connection], notify: Callable[[str], None]
-) -> None:
-    """``launch.sync=rsync``: copy everything that the ranks read to every other host."""
-    remote = [connection for connection in connections if connection.is_remote]
-    if spec.exp.launch.sync == "rsync" and remote:
-        hosts = {connection.name: _sync_host(spec, connection) for connection in remote}
-        push(spec, hosts, notify=notify)
-
-
-def _sync_host(spec: LaunchSpec, connection: Connection) -> SyncHost:
-    def ask(what: str, cmd: str, timeout_s: float, **values: Any) -> Message:
-        try:
-            return connection.request(cmd, timeout_s=timeout_s, **values)
-        except AgentError as error:
-            raise LaunchError(
-                f"launch.sync=rsync: {connection.name}: cannot {what}: {error}. The same paths "
-                "must be writable on every host."
-            ) from error
-
-    def make_dirs(paths: list[str]) -> None:
-        ask("create the directories", "mkdir", 60, paths=paths)
-
-    def put(path: str, files: dict[str, bytes]) -> None:
-        encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
-        ask("write the run's files", "put", 60, path=path, files=encoded)
-
-    return SyncHost(
-        private_run_dir=not connection.shared,
-        record=HostRecord(spec.plan.hosts[connection.hosts[0]]),
-        make_dirs=make_dirs,
-        stamps=lambda paths: ask("look at its files", "stamp", 600, paths=paths)["stamps"],
-        put=put,
-    )

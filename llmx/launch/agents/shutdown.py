@@ -50,14 +50,14 @@ def shut_down(
             for connection in connections
         ]
     alive = [connection for connection in connections if connection.lost_at is None]
-    pending = [(each, each.send("stop", grace_s=grace_s, save=save)) for each in alive]
+    pending = [(agent, agent.send("stop", grace_s=grace_s, save=save)) for agent in alive]
     # The first request started the shutdown; a second one may have arrived before it began.
-    seen, deadline = min(requests(), 1), time.monotonic() + grace_s + REPLY_S
+    handled, deadline = min(requests(), 1), time.monotonic() + grace_s + REPLY_S
     for connection, reply in pending:
         counts: Message | None = None
         while counts is None:
-            if requests() > seen:
-                seen = requests()
+            if requests() > handled:
+                handled = requests()
                 for other in alive:
                     other.send("stop", grace_s=0)  # a further stop ends the grace
             try:

@@ -19,7 +19,6 @@ from llmx.launch.agents.preflight import (
     check_environments,
     handshake,
     kill_leftovers,
-    push_inputs,
     resolve_network,
     start_agents,
 )
@@ -34,6 +33,7 @@ from llmx.launch.supervision.monitor import RankMonitor
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
 from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
+from llmx.launch.sync import push
 from llmx.launch.transports import transport_of
 from llmx.run.rundir import RunDir
 from llmx.text import plural
@@ -73,7 +73,7 @@ class Attempt:
         self.checkpoints: CheckpointSync | None = None
 
     def run(self) -> AttemptRecord:
-        """All of it, in order."""
+        """Run the attempt to its end."""
         outcome = self._outcome()
         progress, new = self.monitor.progress if self.monitor else None, self._new_checkpoint()
         first = progress.first_step if progress else None
@@ -117,12 +117,12 @@ class Attempt:
         progress = self.monitor.progress if self.monitor else None
         if progress is None or progress.first_step is None:
             return None
-        found = [] if progress.saved_step is None else [progress.saved_step]
+        steps = [] if progress.saved_step is None else [progress.saved_step]
         for path in self.spec.run_dir.checkpoints.glob("step-*/manifest.json"):
             with contextlib.suppress(OSError, ValueError):  # it may be pruned meanwhile
                 if path.stat().st_mtime >= self.started:
-                    found.append(int(path.parent.name.removeprefix("step-")))
-        return max((step for step in found if step > progress.first_step), default=None)
+                    steps.append(int(path.parent.name.removeprefix("step-")))
+        return max((step for step in steps if step > progress.first_step), default=None)
 
     def _prepare(self) -> None:
         spec, log = self.spec, self.log
@@ -135,7 +135,7 @@ class Attempt:
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
         self.spec = spec = resolve_network(spec, self.connections)
-        push_inputs(spec, self.connections, log.debug if self.is_restart else log.info)
+        push(spec, self.connections, log.debug if self.is_restart else log.info)
         self.checkpoints = CheckpointSync(spec, self.connections, log)
         self.checkpoints.push_missing()
         self.monitor = RankMonitor(spec, self.connections, self.inbox, log)
@@ -166,29 +166,25 @@ class Attempt:
             self.checkpoints.start()
 
     def _monitor_ranks(self) -> None:
-        """Until the attempt is over, or its end is requested."""
+        """Poll until the attempt is over, or its end is requested."""
         assert self.monitor is not None
         assert self.runner is not None
+        monitor = self.monitor
         with contextlib.closing(RunPlace(self.spec.run_dir, self.log, self.shutdown)) as place:
-            self._poll_until_over(self.monitor, self.runner, place)
-
-    def _poll_until_over(
-        self, monitor: RankMonitor, runner: subprocess.Popen[bytes], place: RunPlace
-    ) -> None:
-        while True:
-            place.check()
-            monitor.poll()
-            self.journal.heartbeat()
-            if self.shutdown.count:
-                monitor.evidence.interrupted_at = self.shutdown.time
-                monitor.evidence.interrupted_by = self.shutdown.source
-                self.log.info(
-                    f"{self.shutdown.source}: ranks save a checkpoint and exit within "
-                    f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
-                )
-                return
-            if monitor.is_over(runner.poll()):
-                return
+            while True:
+                place.check()
+                monitor.poll()
+                self.journal.heartbeat()
+                if self.shutdown.count:
+                    break
+                if monitor.is_over(self.runner.poll()):
+                    return
+        monitor.evidence.interrupted_at = self.shutdown.time
+        monitor.evidence.interrupted_by = self.shutdown.source
+        self.log.info(
+            f"{self.shutdown.source}: ranks save a checkpoint and exit within "
+            f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
+        )
 
     def _finish(self) -> Outcome:
         """Shut down on every host, then classify what was observed and written."""

@@ -248,18 +248,18 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
         raise ConfigError("launch.elastic: no host is left.")
     master = exp.hardware.master_addr
     # What only the lost hosts have is no stray key.
-    gone_types = {host.device for host in exp.hardware.hosts} - {host.device for host in left}
+    lost_types = {host.device for host in exp.hardware.hosts} - {host.device for host in left}
     devices = {
-        name: device for name, device in exp.hardware.devices.items() if name not in gone_types
+        name: device for name, device in exp.hardware.devices.items() if name not in lost_types
     }
-    gone = {host.address or host.name for host in exp.hardware.hosts if host.name in lost}
+    lost_addresses = {host.address or host.name for host in exp.hardware.hosts if host.name in lost}
     smaller = dataclasses.replace(
         exp,
         hardware=dataclasses.replace(
             exp.hardware,
             hosts=left,
             devices=devices,
-            master_addr=None if master in gone else master,
+            master_addr=None if master in lost_addresses else master,
         ),
         batch=dataclasses.replace(
             exp.batch,

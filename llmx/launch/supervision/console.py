@@ -63,13 +63,9 @@ class Console:
         self._in_traceback = False
         self._in_warning = False
 
-    def print(self, text: str) -> None:
-        """One message of the supervisor."""
-        self._print(text)
-
     def rank_line(self, line: str) -> None:
-        """One line of rank 0's log. Tracebacks are left out: the end of the run shows that of the
-        rank which failed first."""
+        """Show one line of rank 0's log. Tracebacks are left out: the end of the run shows that of
+        the rank which failed first."""
         if _STACK.match(line):
             self._in_traceback = True
         elif self._in_traceback:
@@ -80,10 +76,10 @@ class Console:
         else:
             self._in_warning = bool(_WARNING.search(line))
             if not self._in_warning and not _NOISE.search(line):
-                self._print(f"  {redact(_COLOUR.sub('', line))}")
+                self.print(f"  {redact(_COLOUR.sub('', line))}")
 
     def record(self, record: dict[str, Any]) -> None:
-        """One record of ``metrics.jsonl``."""
+        """Show one record of ``metrics.jsonl``."""
         kind = record.get("kind")
         if is_declaration(record):
             self._declared = declared_in(record)
@@ -94,7 +90,7 @@ class Console:
         elif kind == "train":
             self._train(record)
         elif kind == "eval":
-            self._print(eval_line(record, self._declared))
+            self.print(eval_line(record, self._declared))
         elif record.get("event") == "resumed":
             self._total = int(record.get("total_steps") or 0) or self._total
             if self._stream.isatty():
@@ -122,7 +118,7 @@ class Console:
         self._first = self._first or (step, now)
         left_s = self._left_s(step, now)
         if self._progress is None or self._task is None:
-            self._print(train_line(record, self._declared, total=self._total, left_s=left_s))
+            self.print(train_line(record, self._declared, total=self._total, left_s=left_s))
             return
         left = "" if left_s is None else clock(left_s)
         values = [printable(value) for value in _values(record, self._declared)]
@@ -158,8 +154,8 @@ class Console:
         self._task = self._progress.add_task("", total=self._total, values="", left="")
         self._progress.start()
 
-    def _print(self, text: str) -> None:
-        # A closed terminal or a finished `| head` must not end a training.
+    def print(self, text: str) -> None:
+        """Print a text; a closed terminal or a finished `| head` must not end a training."""
         text = printable(text)  # data, libraries and names of metrics may hold anything
         with contextlib.suppress(OSError):
             text = for_terminal(text, self._stream)

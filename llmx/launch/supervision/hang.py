@@ -54,28 +54,26 @@ class HangDetector:
         """The last step that finished in this attempt, and when."""
 
     def update(self, statuses: Statuses, now: float) -> None:
-        """The current statuses."""
-        seen = {
+        """Compare the current statuses with the last ones."""
+        states = {
             rank: (str(status.get("state")), int(status.get("step") or 0))
             for rank, status in statuses.items()
         }
-        if seen != self._seen:
+        if states != self._seen:
             if any(
                 step > self._seen[rank][1] and self._seen[rank][0] in _WATCHED
-                for rank, (_, step) in seen.items()
+                for rank, (_, step) in states.items()
                 if rank in self._seen
             ):
-                self._step_done(max(step for _, step in seen.values()), now)
-            self._seen, self._progress_at = seen, now
-
-    def _step_done(self, step: int, now: float) -> None:
-        """Measures steps that are not logged."""
-        if self._step is not None and step > self._step[0]:
-            self.add_step_time((now - self._step[1]) / (step - self._step[0]), now)
-        self._step = (step, now)
+                # Measures steps that are not logged.
+                newest = max(step for _, step in states.values())
+                if self._step is not None and newest > self._step[0]:
+                    self.add_step_time((now - self._step[1]) / (newest - self._step[0]), now)
+                self._step = (newest, now)
+            self._seen, self._progress_at = states, now
 
     def add_step_time(self, step_time_s: float, now: float) -> None:
-        """A logged step: progress that the statuses (every 5 s) may not show yet."""
+        """Take a logged step: progress that the statuses (every 5 s) may not show yet."""
         self._progress_at = now
         self._step_times_s = [*self._step_times_s[-200:], step_time_s]
 
@@ -214,7 +212,7 @@ class AttemptProgress:
         return last if first is not None and last > first else None
 
     def take_record(self, record: Record) -> None:
-        """A new record of this attempt."""
+        """Take a new record of this attempt."""
         self._remember(record)
         kind, event = record.get("kind"), record.get("event")
         if kind == "start":
@@ -229,7 +227,7 @@ class AttemptProgress:
                 self.hang.add_step_time(float(record["step_time_s"]), time.monotonic())
 
     def update(self, statuses: Mapping[int, Record]) -> None:
-        """The current statuses of the ranks."""
+        """Take the current statuses of the ranks."""
         self.hang.update(statuses, time.monotonic())
         for status in statuses.values():
             self._step = max(int(status.get("step") or 0), self._step)

@@ -39,7 +39,7 @@ SILENT_DISK_FULL = "disk_full_silent"
 
 @dataclass(frozen=True)
 class RankExit:
-    """A rank's process ended."""
+    """The end of a rank's process, as its agent reported it."""
 
     time: float
     """On the supervisor's clock."""
@@ -191,20 +191,20 @@ def classify(evidence: Evidence, plan: Plan) -> Outcome:
             candidates,
             key=lambda c: (c.diagnosis.consequence, c.diagnosis.name != SILENT_DISK_FULL, c.time),
         )
-        found = first.diagnosis
-        if found.consequence and signal_in_log(evidence.launcher_log):
+        diagnosis = first.diagnosis
+        if diagnosis.consequence and signal_in_log(evidence.launcher_log):
             # Without agents (Slurm) only the launcher's log shows which rank was killed.
             return _from_launcher(evidence, plan)
         error = evidence.statuses.get(-1 if first.rank is None else first.rank, {}).get("error")
         step = (error or {}).get("step")
         return Outcome(
-            found.outcome,
-            found.cause,
-            found.fix,
+            diagnosis.outcome,
+            diagnosis.cause,
+            diagnosis.fix,
             first.rank,
             first.host,
             first.traceback,
-            name=found.name,
+            name=diagnosis.name,
             step=int(step) if isinstance(step, int) else None,
             lost_hosts=tuple(evidence.lost_hosts),
         )
@@ -238,14 +238,14 @@ def _hung(hang: Hang, plan: Plan) -> Outcome:
 
 
 def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
-    found: list[_Candidate] = []
+    candidates: list[_Candidate] = []
     for rank in plan.ranks:
         status = evidence.statuses.get(rank.rank, {})
         host = plan.hosts[rank.host].name
         offset = evidence.offsets_s.get(rank.rank, 0.0)
         if status.get("state") == "failed":
             error = status.get("error") or {}
-            found.append(
+            candidates.append(
                 _Candidate(
                     float(error.get("time") or status.get("time") or 0.0) - offset,
                     diagnose(
@@ -262,14 +262,18 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                 )
             )
         elif rank.rank in evidence.exits and status.get("state") not in FINAL_STATES:
-            gone = evidence.exits[rank.rank]
+            rank_exit = evidence.exits[rank.rank]
             log = evidence.rank_logs.get(rank.rank, "")
-            failure = Failure(signal=signal_of_silent_death(log), oom_kills=gone.oom_kills, log=log)
-            full = gone.disk_free is not None and gone.disk_free < FULL_BYTES
+            failure = Failure(
+                signal=signal_of_silent_death(log), oom_kills=rank_exit.oom_kills, log=log
+            )
+            full = rank_exit.disk_free is not None and rank_exit.disk_free < FULL_BYTES
             diagnosis = _disk_full(rank.rank, host) if full else diagnose(failure)
-            found.append(_Candidate(gone.time, diagnosis, rank.rank, host, _traceback_in(log)))
+            candidates.append(
+                _Candidate(rank_exit.time, diagnosis, rank.rank, host, _traceback_in(log))
+            )
         elif status.get("state") == "interrupted" and evidence.interrupted_at is None:
-            found.append(
+            candidates.append(
                 _Candidate(
                     float(status.get("time") or 0.0) - offset,
                     Diagnosis(
@@ -291,25 +295,25 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             f"check that {name} is up and reachable: ssh -F RUN_DIR/ssh_config {name} uptime; then "
             "resume the run, or resume it without the host (launch.elastic=true)",
         )
-        found.append(_Candidate(time, diagnosis, None, name))
-    return found
+        candidates.append(_Candidate(time, diagnosis, None, name))
+    return candidates
 
 
 def _never_started(evidence: Evidence, plan: Plan) -> Outcome:
     missing = [rank for rank in plan.ranks if rank.rank not in evidence.statuses]
     hosts = sorted({plan.hosts[rank.host].name for rank in missing})
-    found = diagnose(Failure(log=evidence.launcher_log))
+    diagnosis = diagnose(Failure(log=evidence.launcher_log))
     numbers = ", ".join(str(rank.rank) for rank in missing)
     cause = f"rank {numbers} on {', '.join(hosts)} did not start within "
     cause += f"{evidence.start_timeout_s:.0f} s (launch.start_timeout_s)"
-    if found.name:
+    if diagnosis.name:
         return Outcome(
-            found.outcome,
-            f"{cause}: {found.cause}",
-            found.fix,
+            diagnosis.outcome,
+            f"{cause}: {diagnosis.cause}",
+            diagnosis.fix,
             missing[0].rank,
             hosts[0],
-            name=found.name,
+            name=diagnosis.name,
         )
     return Outcome(
         "comm",
@@ -326,16 +330,18 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Outcome:
     log = evidence.launcher_log
     rank = _rank_in_log(log, plan)
     signal = signal_in_log(log)
-    found = diagnose(Failure(signal=signal, log=log))
-    cause = found.cause
-    if not found.name:
+    diagnosis = diagnose(Failure(signal=signal, log=log))
+    cause = diagnosis.cause
+    if not diagnosis.name:
         code = evidence.runner_code
         exited = "exited" if code is None else f"exited with code {code}"
         cause = f"deepspeed {exited} before every rank had finished"
         last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
         cause += f": {last[0]}" if last else ""
     host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
-    return Outcome(found.outcome, cause, found.fix, rank, host, _traceback_in(log), found.name)
+    return Outcome(
+        diagnosis.outcome, cause, diagnosis.fix, rank, host, _traceback_in(log), diagnosis.name
+    )
 
 
 def _rank_in_log(log: str, plan: Plan) -> int | None:
@@ -406,7 +412,7 @@ class Result:
 
 
 def exit_code_of(outcome: str, *, launched: bool) -> int:
-    """What the shell gets."""
+    """The exit code of the command for an outcome (``result.json``)."""
     if not launched and outcome not in OUTCOME_EXIT_CODES:
         return LaunchError.exit_code
     return OUTCOME_EXIT_CODES.get(outcome, RunFailed.exit_code)

@@ -50,7 +50,7 @@ class RunPlace:
         self._follow()
 
     def _follow(self) -> None:
-        """The path no longer leads to the directory."""
+        """Link the old path to the directory, which it no longer leads to."""
         root = self._run_dir.root
         with contextlib.suppress(OSError):
             place = Path(f"/proc/self/fd/{self._descriptor}").readlink()
@@ -64,7 +64,7 @@ class RunPlace:
                 return
         self._restore("the run directory was removed, or moved to another disk,")
 
-    def _restore(self, what: str) -> None:
+    def _restore(self, event: str) -> None:
         if self._shutdown.count:
             return
         root = self._run_dir.root
@@ -78,5 +78,5 @@ class RunPlace:
             end = f"{root} was created again with its config; its metrics and checkpoints are lost."
         except OSError as error:
             end = f"{root} cannot be created again ({error.strerror})."
-        self._log.warning(f"{what} while the run trained. {end} The run ends with a checkpoint.")
+        self._log.warning(f"{event} while the run trained. {end} The run ends with a checkpoint.")
         self._shutdown.request(REMOVED)

@@ -32,7 +32,7 @@ _KILLED = frozenset({"killed", "kernel_oom"})
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt."""
+    """What follows an attempt: a restart, or the end of the run."""
 
     action: str
     """``restart``, ``stop`` or ``finished``."""
@@ -121,19 +121,19 @@ def _recurring_failure(history: Sequence[AttemptRecord]) -> str:
         return ""
     if last.last_step is None and not any(record.last_step is not None for record in earlier):
         return "it failed before the first step, and would fail there again"
-    same = [record for record in earlier if _same_failure(record, last)]
-    if same and not last.new_checkpoint:
+    alike = [record for record in earlier if _same_failure(record, last)]
+    if alike and not last.new_checkpoint:
         at = "before the first step" if last.last_step is None else f"at step {last.last_step}"
-        return f"the same failure {at} in {len(same) + 1} attempts: it would occur again"
+        return f"the same failure {at} in {len(alike) + 1} attempts: it would occur again"
     return ""
 
 
-def _same_failure(one: AttemptRecord, other: AttemptRecord) -> bool:
+def _same_failure(record: AttemptRecord, other: AttemptRecord) -> bool:
     def key(outcome: Outcome) -> tuple[str, str]:
         # Process numbers, addresses and seconds differ by chance.
         return outcome.kind, re.sub(r"0x[0-9a-f]+|\d+", "#", outcome.cause)
 
-    return key(one.outcome) == key(other.outcome) and one.last_step == other.last_step
+    return key(record.outcome) == key(other.outcome) and record.last_step == other.last_step
 
 
 def _diverged_before(history: Sequence[AttemptRecord]) -> bool:

@@ -58,7 +58,7 @@ class ShutdownRequest:
                 signal.signal(number, handler)
 
     def request(self, source: str) -> None:
-        """Ask for the shutdown."""
+        """Record a request for the shutdown; ``source`` is shown for the first one."""
         self.count += 1
         self.source = self.source or source
         self.time = self.time or time.time()

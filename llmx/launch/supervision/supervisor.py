@@ -64,7 +64,7 @@ def supervise(
 
 
 class Supervisor:
-    """One run. Used once."""
+    """Runs the attempts of one run, and writes its result. Used once."""
 
     def __init__(
         self, spec: LaunchSpec, *, stream: TextIO | None = None, is_trial: bool = False
@@ -90,7 +90,7 @@ class Supervisor:
         self.tracker: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Result:
-        """All of it, in order; the run directory holds ``result.json`` afterwards."""
+        """Run to the end of the run; the run directory holds ``result.json`` afterwards."""
         with (
             supervisor_lock(self.run_dir, self.spec.token),
             self.shutdown.handle_signals(self.log.info),
@@ -167,7 +167,8 @@ class Supervisor:
         """Wait for what the next attempt needs. An outcome where there is no next attempt."""
         outcome = record.outcome
         where = "" if record.last_step is None else f" after step {record.last_step}"
-        where += _on_rank(outcome.rank, outcome.host)
+        where += "" if outcome.rank is None else f", rank {outcome.rank}"
+        where += f" on {outcome.host}" if outcome.host else ""
         cause = shorten(outcome.cause, CAUSE_CHARACTERS, placeholder=" …")
         self.log.info(f"{outcome.kind}{where}: {cause}")
         saved = "no checkpoint yet"
@@ -260,7 +261,3 @@ class Supervisor:
         line = restarts_line(self.journal.attempts)
         if line:
             self.log.info(line)
-
-
-def _on_rank(rank: int | None, host: str | None) -> str:
-    return ("" if rank is None else f", rank {rank}") + (f" on {host}" if host else "")

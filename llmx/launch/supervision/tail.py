@@ -64,10 +64,8 @@ class StatusReader:
 
     def clear(self) -> None:
         """Remove the statuses of an earlier attempt."""
-        stale = list(
-            self._run_dir.ranks.glob(".rank-*.tmp")
-        )  # of ranks that were killed during a write
-        for path in [*self._paths.values(), *stale]:
+        # Temporary files are of ranks that were killed during a write.
+        for path in [*self._paths.values(), *self._run_dir.ranks.glob(".rank-*.tmp")]:
             path.unlink(missing_ok=True)
 
     def read(self) -> dict[int, dict[str, Any]]:

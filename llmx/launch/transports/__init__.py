@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from llmx.config.plugins import TRANSPORTS
@@ -64,7 +64,7 @@ class Transport:
         return None
 
     def argv(self, spec: LaunchSpec) -> list[str]:
-        """The exact ``deepspeed`` command."""
+        """The ``deepspeed`` command, with all of its arguments."""
         raise NotImplementedError
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
@@ -76,7 +76,11 @@ class Transport:
         return render_ds_env(env, shell=self.ds_env_for_shell, transport=self.name)
 
     def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        """The lines of ``RUN_DIR/hostfile``."""
+        """The lines of ``RUN_DIR/hostfile``. Where GPUs are chosen (``include_argv``), DeepSpeed
+        needs slots up to the highest index."""
+        devices = {} if self.device_choice else chosen_devices(spec)
+        if devices:
+            return [HostSlots(name, max(indices) + 1) for name, indices in devices.items()]
         return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
 
     def further_files(self, spec: LaunchSpec) -> dict[str, str]:
@@ -169,14 +173,8 @@ def _among_visible(visible: str, host: HostPlan, indices: list[int]) -> list[int
     return [gpus[index] for index in indices or range(host.slots)]
 
 
-def include_argv(devices: Mapping[str, Sequence[int]]) -> list[str]:
+def include_argv(spec: LaunchSpec) -> list[str]:
     """``--include`` of ``deepspeed`` for the chosen GPUs: its launcher makes only them visible."""
-    if not devices:
-        return []
-    parts = (f"{name}:{','.join(map(str, chosen))}" for name, chosen in devices.items())
-    return [f"--include={'@'.join(parts)}"]
-
-
-def slots_for(devices: Mapping[str, Sequence[int]]) -> list[HostSlots]:
-    """The hostfile for ``include_argv``: DeepSpeed needs slots up to the highest index."""
-    return [HostSlots(name, max(chosen) + 1) for name, chosen in devices.items()]
+    devices = chosen_devices(spec)
+    parts = (f"{name}:{','.join(map(str, indices))}" for name, indices in devices.items())
+    return [f"--include={'@'.join(parts)}"] if devices else []

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
-from llmx.hardware.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports import (
-    Transport,
-    chosen_devices,
-    deepspeed_argv,
-    include_argv,
-    module_argv,
-    slots_for,
-)
+from llmx.launch.transports import Transport, deepspeed_argv, include_argv, module_argv
 from llmx.plan.types import Plan
 
 
@@ -38,8 +30,4 @@ class LocalTransport(Transport):
         return len(os.sched_getaffinity(0)), None
 
     def argv(self, spec: LaunchSpec) -> list[str]:
-        return deepspeed_argv(spec, [*include_argv(chosen_devices(spec)), *module_argv(spec)])
-
-    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        devices = chosen_devices(spec)
-        return slots_for(devices) if devices else super().hostfile(spec)
+        return deepspeed_argv(spec, [*include_argv(spec), *module_argv(spec)])

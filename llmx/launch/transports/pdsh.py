@@ -3,18 +3,8 @@ have different numbers of slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from llmx.hardware.hostfile import HostSlots
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports import (
-    Transport,
-    chosen_devices,
-    deepspeed_argv,
-    include_argv,
-    module_argv,
-    slots_for,
-)
+from llmx.launch.transports import Transport, deepspeed_argv, include_argv, module_argv
 
 
 class PdshTransport(Transport):
@@ -26,12 +16,8 @@ class PdshTransport(Transport):
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         # --force_multi: DeepSpeed runs a hostfile of one host on this machine otherwise.
-        launcher = ["--launcher=pdsh", "--force_multi", *include_argv(chosen_devices(spec))]
+        launcher = ["--launcher=pdsh", "--force_multi", *include_argv(spec)]
         return deepspeed_argv(spec, [*launcher, *module_argv(spec)])
-
-    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        devices = chosen_devices(spec)
-        return slots_for(devices) if devices else super().hostfile(spec)
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
         return {

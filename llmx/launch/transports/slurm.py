@@ -125,12 +125,12 @@ def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
 
 def chosen_options(slurm: SlurmConfig) -> list[str]:
     """What ``launch.slurm`` says, as options of ``srun`` and ``sbatch`` alike."""
-    named = {
+    options = {
         "partition": slurm.partition,
         "account": slurm.account,
         "time": slurm.time_limit,
     }
-    return [*(f"--{name}={value}" for name, value in named.items() if value), *slurm.extra_args]
+    return [*(f"--{name}={value}" for name, value in options.items() if value), *slurm.extra_args]
 
 
 def share_of_cores(cores: int | None, slots: int) -> int | None:
