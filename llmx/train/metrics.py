@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -124,6 +123,4 @@ def memory_gib(device_type: str) -> float:
         return torch.cuda.max_memory_allocated() / GIB
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts KiB, macOS bytes.
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

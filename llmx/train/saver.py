@@ -161,56 +161,6 @@ def small_files(
     return contents
 
 
-class SaveReport:
-    """Events in ``metrics.jsonl`` and lines of the log about saves. Only rank 0 writes them."""
-
-    def __init__(self, metrics: MetricsWriter, log: Callable[[str], None]) -> None:
-        self._metrics = metrics
-        self._log = log
-
-    def saved(self, job: SaveJob, reason: str) -> None:
-        """Report a checkpoint that is committed."""
-        self._metrics.event(
-            "saved",
-            step=job.step,
-            reason=reason,
-            stall_s=round(job.blocking_s, 4),
-            background_s=round(job.background_s, 4),
-            bytes=job.num_bytes,
-        )
-        self._log(
-            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
-            f"{job.blocking_s + job.background_s:.1f} s "
-            f"(training paused for {job.blocking_s:.2f} s)"
-        )
-        if job.warning:
-            self._log(f"WARNING: older checkpoints could not be removed: {job.warning}")
-
-    def failed(self, job: SaveJob, *, last: int | None) -> None:
-        """Report a save that failed. ``last``: the step of the newest checkpoint."""
-        self._metrics.event("save_failed", step=job.step, reason=str(job.error))
-        newest = "no checkpoint yet" if last is None else f"the newest checkpoint is step {last}"
-        self._log(
-            f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
-            f"continues; {newest}."
-        )
-
-    def passed_over(self, step: int) -> None:
-        """Report a save that was skipped, since the one before is still being written."""
-        self._metrics.event("passed_over", step=step)
-        self._log(
-            f"WARNING: no checkpoint at step {step}: the previous one is still being written. The "
-            "disk is too slow for checkpoint.every_steps; raise it."
-        )
-
-    def in_foreground(self) -> None:
-        """Report that a copy of the state does not fit into memory."""
-        self._log(
-            "training pauses while a checkpoint is written: a host has too little free memory for "
-            "a copy of the state (checkpoint.background=always copies it anyway)"
-        )
-
-
 PATIENCE_S = 10.0
 """How long training waits for the last save when the next one is due, but not twice in a row: then
 the disk is slower than the interval, and saves are skipped."""
@@ -270,7 +220,6 @@ class Saver:
         self._job: SaveJob | None = None
         self._began = time.monotonic()
         self._passed_over = self._reported_foreground = False
-        self.report = SaveReport(metrics, log)
 
     # Flags: exchanged at every step.
 
@@ -306,7 +255,11 @@ class Saver:
         if interval and step % interval == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
-                self.report.passed_over(step)
+                self.metrics.event("passed_over", step=step)
+                self.log(
+                    f"WARNING: no checkpoint at step {step}: the previous one is still being "
+                    "written. The disk is too slow for checkpoint.every_steps; raise it."
+                )
                 return
             self._passed_over = False
             self._save(step, "interval", progress)
@@ -407,7 +360,10 @@ class Saver:
         room = fits(extra_bytes, group=self.consensus.group)
         if not room and not self._reported_foreground:
             self._reported_foreground = True
-            self.report.in_foreground()
+            self.log(
+                "training pauses while a checkpoint is written: a host has too little free memory "
+                "for a copy of the state (checkpoint.background=always copies it anyway)"
+            )
         return room
 
     def _in_time(self) -> bool:
@@ -439,11 +395,32 @@ class Saver:
             raise error
 
     def _ended(self, job: SaveJob, reason: str) -> None:
-        """Record how a save ended; the thread that saved calls it."""
+        """Record how a save ended, and report it; the thread that saved calls it."""
         if job.error is not None:
-            self.report.failed(job, last=self.saved_step)
+            newest = "no checkpoint yet"
+            if self.saved_step is not None:
+                newest = f"the newest checkpoint is step {self.saved_step}"
+            self.metrics.event("save_failed", step=job.step, reason=str(job.error))
+            self.log(
+                f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
+                f"continues; {newest}."
+            )
             return
         self.saved_step = job.step
         self._damaged.discard(job.step)  # replaced by this one
         self.status.saved(job.step)
-        self.report.saved(job, reason)
+        self.metrics.event(
+            "saved",
+            step=job.step,
+            reason=reason,
+            stall_s=round(job.blocking_s, 4),
+            background_s=round(job.background_s, 4),
+            bytes=job.num_bytes,
+        )
+        self.log(
+            f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
+            f"{job.blocking_s + job.background_s:.1f} s "
+            f"(training paused for {job.blocking_s:.2f} s)"
+        )
+        if job.warning:
+            self.log(f"WARNING: older checkpoints could not be removed: {job.warning}")

@@ -32,46 +32,31 @@ from llmx.train.schedule import RunLength, optim_of, run_length
 from llmx.train.status import RankStatus, ShutdownRequest
 from llmx.train.stopping import EarlyStopping
 
-
-def write_inputs(
-    run_dir: RunDir, *, tokenizer: Any, train_store: Any, eval_store: Any, model_config: Any
-) -> None:
-    """Write ``inputs.json``; called by rank 0 alone."""
-    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
-
-    write_json(
-        run_dir.inputs,
-        {
-            "data": train_store.fingerprint,
-            "eval_data": None if eval_store is None else eval_store.fingerprint,
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            # Of a model from the Hub: the commit that was loaded.
-            "model": getattr(model_config, "_commit_hash", None),
-        },
-    )
-
-
 PREPARATION = ("encoder", "time")
 """Lines about how the data was prepared, which another run may have done."""
 
 
-def write_data(run_dir: RunDir, *, train_store: Any, eval_store: Any) -> None:
-    """Write ``data.json``: (name, value) lines of each split. Called by rank 0 alone."""
+def write_inputs(
+    run_dir: RunDir, *, tokenizer: Any, train_store: Any, eval_store: Any, model_config: Any
+) -> None:
+    """Write ``inputs.json``, and ``data.json`` with lines about each split. By rank 0 alone."""
     from llmx.data.store.summary import report
+    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 
-    stores = {"train": train_store, "eval": eval_store}
-    write_json(
-        run_dir.data,
-        {
-            split: [
-                [name, value]
-                for name, value in report(store.meta, was_prepared=True)
-                if name not in PREPARATION
-            ]
-            for split, store in stores.items()
-            if store is not None
-        },
-    )
+    inputs = {
+        "data": train_store.fingerprint,
+        "eval_data": None if eval_store is None else eval_store.fingerprint,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        # Of a model from the Hub: the commit that was loaded.
+        "model": getattr(model_config, "_commit_hash", None),
+    }
+    write_json(run_dir.inputs, inputs)
+    lines = {}
+    for split, store in {"train": train_store, "eval": eval_store}.items():
+        if store is not None:
+            rows = report(store.meta, was_prepared=True)
+            lines[split] = [[name, value] for name, value in rows if name not in PREPARATION]
+    write_json(run_dir.data, lines)
 
 
 @dataclass
@@ -182,7 +167,6 @@ def open_session(
             eval_store=eval_store,
             model_config=engine.config,
         )
-        write_data(run_dir, train_store=train_store, eval_store=eval_store)
     saver = Saver(
         checkpoint,
         plan,
