@@ -114,7 +114,7 @@ def check_cover(
 
 
 def uncovered(ranges: Sequence[Range], shape: Sequence[int]) -> str | None:
-    """What is wrong with sorted ranges that should cover ``shape`` once; None if nothing."""
+    """The problem of sorted ranges that should cover ``shape`` once; None where they do."""
     total, reached = math.prod(shape), 0
     for piece in ranges:
         if piece.start > reached:

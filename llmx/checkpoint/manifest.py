@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: file names, sizes, hashes, and the manifest that lists them."""
+"""The manifest of a checkpoint: the names, sizes and hashes of its files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one file of a checkpoint."""
+    """The problem of one file of a checkpoint."""
 
     file: str
     """Relative to the checkpoint."""
@@ -80,7 +80,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def entry(self, name: str) -> FileEntry:
-        """Of any file of the checkpoint, the manifest itself among them."""
+        """Size and hash of any file of the checkpoint, the manifest itself included."""
         return digest_bytes(self.to_text().encode()) if name == MANIFEST else self.files[name]
 
     def to_json(self) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def _problems(
 
 
 def _identity(path: Path) -> list[int] | None:
-    """What changes with a file's content; None where it cannot be looked at."""
+    """Values that change with a file's content; None where it cannot be read."""
     try:
         status = path.stat()
     except OSError:
@@ -200,7 +200,7 @@ def _identity(path: Path) -> list[int] | None:
 
 
 def _note_of(directory: Path, manifest: Manifest) -> Path:
-    """Where it is remembered what was verified of this directory and this manifest."""
+    """The file in the cache that remembers the verified files of this directory and manifest."""
     root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
     text = f"{os.path.realpath(directory)}\0{manifest.digest}"
     name = hashlib.blake2b(os.fsencode(text), digest_size=16).hexdigest()

@@ -52,7 +52,7 @@ def to_prune(
 def best_steps(
     steps: Iterable[int], metrics: Mapping[int, float | None], *, mode: str = "min"
 ) -> list[int]:
-    """Those with a finite value, best first; of equals the older first.
+    """The steps with a finite value, best first; of equals the older first.
 
     A checkpoint has the newest value that was measured before it, so of those between two
     evaluations the first one is what was evaluated.
@@ -111,7 +111,7 @@ def plan_removals(
     metrics: Mapping[int, float | None],
     mode: str,
 ) -> tuple[list[int], int | None]:
-    """What is removed once ``step`` is committed, the same on every storage; and the best step.
+    """The steps to remove once ``step`` is committed, the same on every storage; and the best step.
 
     Args:
         step: later ones are of an abandoned branch: the run was rolled back.

@@ -75,7 +75,7 @@ class HostCopies:
         return sum(block.nbytes for block in self._blocks)
 
     def copy(self, fragments: Iterable[StateTensor]) -> list[StateTensor]:
-        """The same elements, those from a device perhaps cut into more fragments. Waits for it."""
+        """Copy all elements, those from a device perhaps as more fragments. Waits for the copy."""
         fragments = list(fragments)
         try:
             copies, at = [], 0

@@ -50,7 +50,7 @@ def verify(
     hashes: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[Problem]:
-    """What is wrong with a checkpoint directory; empty if nothing.
+    """The problems of a checkpoint directory; empty where it can be used.
 
     Args:
         files: only these of the manifest; default all, as on a storage that holds them all.
@@ -135,7 +135,7 @@ def newest_usable(checkpoints: Path, *, hashes: bool = True) -> int | None:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank found of one checkpoint on its storage."""
+    """The findings of one rank about one checkpoint on its storage."""
 
     step: int
     storage: int
@@ -192,7 +192,7 @@ ABSENT = "is on none of the hosts"
 
 
 def assess(reports: Sequence[Report]) -> Assessment:
-    """The same assessment on every rank from the same reports (one of each rank, same step)."""
+    """Assess a checkpoint by the reports of all ranks; the result is the same on every rank."""
     step = reports[0].step
     manifests = {report.manifest.digest: report.manifest for report in reports if report.manifest}
     problems = [problem for report in reports for problem in report.problems]

@@ -259,7 +259,7 @@ class TensorFile:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """In the order of the file."""
+        """All tensors of the file, in its order."""
         return [entry.spec for entry in self._entries.values()]
 
     def read_into(self, key: str, start: int, stop: int, out: Any) -> None:

@@ -270,7 +270,7 @@ class CheckpointSync:
         self.log.debug(f"checkpoints: {step} pulled and verified, {plural(len(present), 'file')}")
 
     def _prune(self, names_there: set[str]) -> None:
-        """On a machine without ranks: remove copies of checkpoints that the hosts have pruned."""
+        """Remove copies of checkpoints that the hosts have pruned, on a machine without ranks."""
         newest = max(self._verified, default="")
         for path in self.spec.run_dir.checkpoints.glob("step-*"):
             if path.name not in names_there and path.name < newest:

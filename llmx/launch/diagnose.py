@@ -1,4 +1,4 @@
-"""From what a failed rank left behind to a typed outcome, its cause and the fix.
+"""Finds the typed outcome, cause and fix of a failure in the logs and errors of a rank.
 
 Pure: text in, ``Diagnosis`` out. Each row of ``KNOWN_FAILURES`` was seen on real clusters or
 provoked on purpose; the tests hold the message as it is printed. Earlier rows win, so the specific
@@ -453,7 +453,7 @@ NOTES_OF_ERRORS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of one failure. Everything may be empty."""
+    """The facts about one failure. Everything may be empty."""
 
     error_type: str = ""
     message: str = ""
@@ -470,7 +470,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What it was, for ``result.json`` and the console."""
+    """The outcome, cause and fix of a failure, for ``result.json`` and the console."""
 
     outcome: str
     cause: str

@@ -106,7 +106,7 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
 
 
 def launcher_env(spec: LaunchSpec) -> dict[str, str]:
-    """What ``deepspeed`` and its launcher need on this machine beside ``rank_env``."""
+    """Variables that ``deepspeed`` and its launcher need on this machine beside ``rank_env``."""
     return {
         name: value
         for name, value in sorted(spec.environ.items())

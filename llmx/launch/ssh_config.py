@@ -99,6 +99,6 @@ def _check(host: HostPlan) -> None:
 
 
 def _path(path: str) -> str:
-    """As one word: ssh expands ``%h``, and ``#`` begins a comment."""
+    """The path as one word: ssh expands ``%h``, and ``#`` begins a comment."""
     path = path.replace("%", "%%")
     return path if re.fullmatch(r"[\w@%+=:,./~-]+", path, re.ASCII) else f'"{path}"'

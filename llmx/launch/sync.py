@@ -160,7 +160,7 @@ class SyncPath:
 
 
 def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
-    """What the ranks read, in the order of sending. ``run_dir``: whether that is private, too."""
+    """The paths that the ranks read, in the order of sending. ``run_dir``: with its own files."""
     extra = tuple(spec.exp.launch.sync_exclude)
     items: list[SyncPath] = []
     if spec.code_root is not None:
@@ -219,7 +219,7 @@ def _without(item: SyncPath, left_out: Iterable[Path]) -> SyncPath:
 
 
 def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
-    """What the launch will copy to each other host: what it is, its path, files and bytes as text.
+    """The paths that a launch copies to each other host: kind, path, files and bytes as text.
 
     rsync itself counts, by the patterns of the copy. Empty where nothing is copied.
     """

@@ -1,4 +1,4 @@
-"""What each rank takes for a micro batch, measured at the start, and the split that follows.
+"""The time of a micro batch on each rank, measured at the start, and the split that follows.
 
 Each rank passes a few micro batches of real samples forward and backward, with the task's loss and
 the engine's own networks, and without communication: gradients are computed and dropped
@@ -83,7 +83,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of one rank."""
+    """The speed of one rank, from a measurement or a cache."""
 
     speed: RankSpeed
     noise: float = 0.0
@@ -98,7 +98,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, on this rank."""
+    """The engine, task and data of a measurement on this rank."""
 
     exp: Experiment
     plan: Plan
@@ -214,7 +214,7 @@ def _read(run_dir: RunDir, plan: Plan) -> BalancePlan | None:
 
 
 def _speeds(subject: Subject, *, group: Any) -> tuple[list[Measured] | None, str, bool]:
-    """What is known of every rank, from the caches of all hosts or measured now; or why nothing is.
+    """The speed of every rank, from the caches of all hosts or measured now; or why it is unknown.
     Collective."""
     cache = speeds_directory(subject.exp.data) / f"{_key(subject)}.json"
     cached_here: Measured | None = None
@@ -266,7 +266,7 @@ def _still_right(subject: Subject, cached: list[Measured], *, group: Any) -> boo
 
 
 def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
-    """What ranks exchange in each micro step, by the time that an exchange of some megabytes takes;
+    """The time of the exchanges in each micro step, by that of an exchange of some megabytes;
     None where they meet once a step. Collective.
 
     At stage 2 gradients are summed over all ranks in every micro step; at stage 3 weights are
@@ -305,7 +305,7 @@ def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
 
 
 def _key(subject: Subject) -> str:
-    """Of all that a speed depends on, on this host."""
+    """A digest of everything that the speed of this rank depends on."""
     exp, plan, engine = subject.exp, subject.plan, subject.engine
     this_rank = plan.ranks[subject.rank]
     values = to_dict(on_device(exp, this_rank.device))
@@ -413,7 +413,7 @@ class Part:
 
 
 def held_part(subject: Subject) -> tuple[Part | None, str]:
-    """What of the networks every rank holds while it measures, None: all; or why that cannot be.
+    """The blocks that every rank holds while it measures, None: all; or why that cannot be.
     The same on every rank."""
     plan, engine = subject.plan, subject.engine
     if engine.stage != 3:
@@ -448,7 +448,7 @@ def held_part(subject: Subject) -> tuple[Part | None, str]:
 
 
 def _room_gib(memory: MemoryPlan) -> float:
-    """On a device beside the shards, and what a micro batch keeps for its backward pass."""
+    """Memory of a device left beside the shards and the values saved for the backward pass."""
     shards = memory.parameters_gib + memory.gradients_gib + memory.optimizer_gib
     saved_gib = memory.activations_gib + memory.logits_gib + memory.context_gib
     return memory.capacity_gib * 0.9 - shards - saved_gib
@@ -496,7 +496,7 @@ def _timed(
 
 
 def _timed_as_it_is(subject: Subject, chosen: tuple[Any, list[int]], at_once: AtOnce) -> Timing:
-    """With the blocks that the networks have now."""
+    """The time of a micro batch with the blocks that the networks have now."""
     engine, task = subject.engine, subject.task
     samples, places = chosen
     tensors = micro_batch(

@@ -55,7 +55,7 @@ class Layout:
         )
 
     def rows(self, store: Any, samples: np.ndarray) -> Rows:
-        """What each of the samples takes."""
+        """Lines, lengths and squared tokens of each sample."""
         lines, lengths, squares = store.row_shapes(samples, packed=self.layout == "packed")
         return Rows(lines, lengths, None if self.whole_rows else squares)
 
@@ -203,7 +203,7 @@ def square_tokens(batch: dict[str, torch.Tensor]) -> int:
 
 
 def pinned(step: Step) -> Step:
-    """The same in page-locked memory: from any other, a copy to a GPU waits for all that the GPU
+    """Move a step to page-locked memory: from any other, a copy to a GPU waits for all that the GPU
     has been given to do."""
     micro_batches = tuple(
         {name: values.pin_memory() for name, values in micro.items()}

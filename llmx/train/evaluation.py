@@ -49,7 +49,7 @@ def evaluate_task(
     layout: Layout,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Mean | Accumulator] | None:
-    """What the task measures on ``store``, over all ranks: ``loss`` and its metrics. Collective.
+    """The loss and the metrics of the task on ``store``, over all ranks. Collective.
 
     ``interrupted`` is called before each micro batch, and returns the same on every rank; None
     where it returned True.
@@ -79,7 +79,7 @@ def evaluate_task(
 def together(
     measures: Mapping[str, Mean | Accumulator], *, device: torch.device
 ) -> dict[str, Mean | Accumulator]:
-    """What every rank has measured: means added up, accumulators merged in the order of the ranks.
+    """The measures of all ranks: means added up, accumulators merged in the order of the ranks.
     Collective."""
     means = {name: measure for name, measure in measures.items() if isinstance(measure, Mean)}
     merged: dict[str, Mean | Accumulator] = {**summed(means, device=device)}

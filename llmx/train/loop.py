@@ -82,7 +82,7 @@ def write_model(session: Session) -> None:
 
 
 def train(session: Session) -> None:
-    """All steps from the resume point, with evaluations and checkpoints where they are due."""
+    """Train all steps from the resume point, with the evaluations and checkpoints that are due."""
     exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
     total, optim = session.length.steps, optim_of(exp.optim, exp.adapter)
     last = max(start.step, min(total, exp.task.stop_at_step or total))

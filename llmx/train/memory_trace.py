@@ -1,4 +1,4 @@
-"""What a micro step allocates, on fake tensors: ``python -m llmx.train.memory_trace JOB.json OUT``.
+"""Traces a micro step on fake tensors: ``python -m llmx.train.memory_trace JOB.json OUT``.
 
 The real network of the experiment, its adapter, activation checkpointing, attention and the loss of
 its task are run forward and backward on tensors that have a shape and no memory; each storage is
@@ -123,7 +123,7 @@ def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | 
     modules, parameters = len(repeated.modules), len(repeated.parameters)
 
     def moved(events: Iterable[Event], live: int, by: int, whose: Numbers) -> Iterator[Event]:
-        """With so many bytes more; and those of a block as of the one that is ``by`` later."""
+        """Events with ``live`` bytes more; those of the block ``whose`` numbered ``by`` later."""
         for event in events:
             step = parameters if event.kind == GRADIENT else modules
             index = event.index + (by * step if whose.has(event) else 0)
@@ -143,7 +143,7 @@ def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | 
 
 
 def _first(events: Sequence[Event], kind: int, block: Numbers) -> int | None:
-    """Where the block itself, not a module of it, has its first event of a kind."""
+    """The place of the first event of a kind of the block itself, not of a module in it."""
     for place, event in enumerate(events):
         if event.kind == kind and event.index == block.modules[0]:
             return place
@@ -286,8 +286,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _marked(values: Any, called: Any) -> Any:
-    """With a mark on each tensor that has a gradient, as DeepSpeed wraps what modules take and
-    give."""
+    """Mark each tensor that has a gradient, as DeepSpeed wraps inputs and outputs of modules."""
     if isinstance(values, torch.Tensor):
         mark: Any = _Mark.apply
         return mark(values, called) if values.requires_grad else values
@@ -503,7 +502,7 @@ def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
 
 
 def numbers_of(network: nn.Module, stack: Stack) -> list[Numbers]:
-    """Of each block of the stack, as ``watch`` numbers modules and parameters."""
+    """The numbers of each block of the stack, as ``watch`` counts modules and parameters."""
     modules = {id(module): number for number, (module, _) in enumerate(_hooked(network))}
     parameters = {id(parameter): number for number, parameter in enumerate(network.parameters())}
 
@@ -521,7 +520,7 @@ def numbers_of(network: nn.Module, stack: Stack) -> list[Numbers]:
 
 
 class _TracedModel(Model):
-    """Its inputs are made for real: whoever makes them looks at the micro batch."""
+    """A model whose inputs are real tensors: the code that makes them reads the micro batch."""
 
     def inputs(self, batch: Any) -> Any:
         with unset_fake_temporarily():
@@ -584,7 +583,7 @@ def _attention_on_cuda(
 def _dropout_on_cuda(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """With a mask of a byte an element, as the kernel of CUDA keeps it."""
+    """Dropout with a mask of one byte per element, as the kernel of CUDA keeps it."""
     if not training or p == 0.0:
         return input
     result: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
@@ -592,7 +591,7 @@ def _dropout_on_cuda(
 
 
 def _method(exp: Experiment, attention: str) -> AttentionMethod:
-    """How the ranks will most likely give a micro batch to the network."""
+    """The attention method that the ranks will most likely use."""
     layout = "padded" if exp.data.layout == "padded" else "packed"
     implementation = IMPLEMENTATIONS.get(attention, attention)
     return methods(implementation, layout, causal=True)[0]
@@ -614,7 +613,7 @@ def _config(exp: Experiment, spec: ModelSpec) -> Any:
 
 
 def _plain_config(model: ModelConfig) -> Any:
-    """Of the weights where they are on this machine, else of the values of ``model.config``."""
+    """The config of the weights where they are on this machine, else of ``model.config``."""
     kind = str(model.config.get("model_type", "")) if model.kind == "hf" else model.kind
     values = {key: value for key, value in model.config.items() if key != "model_type"}
     try:

@@ -68,7 +68,7 @@ class MetricsWriter:
         self.write("event", event=event, step=step, **values)
 
     def sync(self) -> None:
-        """What was written survives a power cut."""
+        """Sync the lines to the disk, so that they survive a power cut."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
             # Its name, too: a resumed run has replaced the file (``truncate_metrics``).
@@ -105,7 +105,7 @@ def truncate_metrics(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def context_gib() -> float:
-    """What the device holds outside PyTorch's allocator, GiB: the CUDA context, NCCL's buffers, and
+    """Memory of the device outside PyTorch's allocator, GiB: the CUDA context, NCCL's buffers, and
     whatever other processes have there; 0 without CUDA."""
     import torch
 

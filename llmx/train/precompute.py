@@ -253,7 +253,7 @@ def with_precomputed(
 
 
 def model_identity(model: ModelConfig, seed: int, run_dir: str, *, cache: Path) -> dict[str, Any]:
-    """What the weights and the architecture come from: the ``model`` group, and every byte of its
+    """The source of the weights and the architecture: the ``model`` group, and every byte of its
     files or the commit in the Hub's cache. ``cache``: where the digests of files are kept."""
     values = dataclasses.asdict(model)
     identity = {key: value for key, value in values.items() if key not in NOT_OF_VALUES}
@@ -326,7 +326,7 @@ def group_size(seq_len: int) -> int:
 
 
 class Rounds:
-    """Who computes what: groups of samples, dealt to the ranks round by round.
+    """Deals groups of samples to the ranks, round by round.
 
     Args:
         size: samples of a group.

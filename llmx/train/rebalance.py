@@ -31,7 +31,7 @@ bits of a sum of gradients."""
 
 @dataclass(frozen=True)
 class Change:
-    """Of the split, after a step."""
+    """A change of the split after a step."""
 
     step: int
     speeds: tuple[RankSpeed, ...]
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Line:
-    """What all ranks have measured since the last ``train`` line; the same on every rank."""
+    """The measurements of all ranks since the last ``train`` line; the same on every rank."""
 
     seconds: Sequence[float]
     """Of forward passes in a step, one a rank."""
@@ -145,7 +145,7 @@ def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:
 
 
 def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> list[Change]:
-    """Those of ``balance.json``, where it is of these ranks, in the order of steps. Collective."""
+    """The changes in ``balance.json``, where it is of these ranks, by step. Collective."""
     changes: list[Change] = []
     if rank == 0:
         try:

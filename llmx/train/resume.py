@@ -74,7 +74,7 @@ class ResumePoint:
 
 
 def identity(*, seed: int, seq_len: int, plan: Plan, store: Any) -> dict[str, Any]:
-    """What must be the same for the samples of a step, and so the run, to be the same."""
+    """The values that decide the samples of a step: a resumed run must have the same."""
     from llmx.data.store.spec import PREPARATION
 
     return {

@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 def _checked(
     rollouts: list[list[Example]], schema: Schema, *, task: Task, seq_len: int, vocab_size: int
 ) -> list[list[Sample]]:
-    """What ``rollout`` gave, as samples; raises ConfigError where it is something else."""
+    """The rollouts as samples; raises ConfigError where they are no valid examples."""
     by_prompt = []
     for examples in rollouts:
         samples = []

@@ -1,4 +1,4 @@
-"""When the training state is saved, with what files, and what training waits for.
+"""Decides when the training state is saved, and when training waits for that.
 
 At a boundary between two steps the state is copied to host memory and a thread writes it
 (``llmx.checkpoint.save``) while training continues; where memory does not allow a copy, training
@@ -96,7 +96,7 @@ class Consensus:
 
 
 class TrainingProgress(Protocol):
-    """What the loop knows and a checkpoint records (``llmx.train.step_log``)."""
+    """The loop's counters that a checkpoint records (``llmx.train.step_log``)."""
 
     tokens_seen: int
     target_tokens_seen: int

@@ -17,7 +17,7 @@ from llmx.text import plural
 
 @dataclass(frozen=True)
 class RunLength:
-    """How many optimizer steps a run has, and over how many samples they go."""
+    """The optimizer steps of a run, and the samples that they train."""
 
     steps: int
     samples: int
@@ -74,7 +74,7 @@ def warmup_steps(optim: OptimConfig, *, total: int) -> int:
 
 
 def optim_of(optim: OptimConfig, adapter: AdapterConfig) -> OptimConfig:
-    """With the peak learning rate of what is trained: an adapter may have its own."""
+    """``optim`` with the peak learning rate that applies: an adapter may have its own."""
     if adapter.kind == "none" or adapter.lr is None:
         return optim
     return dataclasses.replace(optim, lr=adapter.lr)

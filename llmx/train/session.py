@@ -1,4 +1,4 @@
-"""What one rank works with: data, engine, task, and where it writes.
+"""The session of one rank: its data, engine, task and writers.
 
 Made once at the start by ``open_session``; the loop only reads it.
 """
@@ -61,7 +61,7 @@ def write_inputs(
 
 @dataclass
 class Session:
-    """What one rank works with."""
+    """Everything that the loop of one rank uses."""
 
     exp: Experiment
     plan: Plan
@@ -86,7 +86,7 @@ class Session:
 
     @property
     def declared_metrics(self) -> dict[str, Any]:
-        """As the ``start`` line has them."""
+        """The task's metrics as the ``start`` line has them."""
         return {name: metric.to_dict() for name, metric in self.task.metrics.items()}
 
     @property
@@ -259,7 +259,7 @@ def _open_engine(
 
 
 def layout_for(exp: Experiment, plan: Plan, task: Task, name: str) -> Layout:
-    """How sequences become the rows of a batch: ``packed`` or ``padded``."""
+    """The layout of batches. ``name``: ``packed`` or ``padded``."""
     return Layout(
         seq_len=exp.data.seq_len,
         # Any token does, since padding is known by its position.

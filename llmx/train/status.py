@@ -185,12 +185,12 @@ class ShutdownRequest:
         self._requested = ""
 
     def enable(self, can_save: bool) -> None:
-        """From now on the loop checks for a request at every step, saves and exits."""
+        """Let the loop handle requests: it checks at every step, saves and exits."""
         with self._lock:
             self._enabled = can_save
 
     def disable(self) -> str:
-        """From now on a request ends the rank at once. Returns the signal of an earlier request,
+        """Let a request end the rank at once. Returns the signal of an earlier request,
         else an empty string."""
         with self._lock:
             self._enabled = False
@@ -216,7 +216,7 @@ class TermSignals:
         self._first_s: float | None = None
 
     def is_second(self, now_s: float) -> bool:
-        """Of a SIGTERM received now (monotonic clock)."""
+        """Whether a SIGTERM received now (monotonic clock) is a second request."""
         if self._first_s is None:
             self._first_s = now_s
         return now_s - self._first_s > SAME_REQUEST_S

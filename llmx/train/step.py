@@ -135,7 +135,7 @@ def transform_of(task: Task, *, seed: int) -> Transform | None:
 
 
 def with_weight(step: Step, task: Task, *, group: Any = None) -> Step:
-    """With the step's weight and target tokens, where the task knows them from its micro batches.
+    """Set the step's weight and target tokens, where the task knows them from its micro batches.
     Collective then, in a gloo ``group``: nothing waits for a GPU."""
     if task.normaliser != "batch":
         return step
@@ -148,7 +148,7 @@ def with_weight(step: Step, task: Task, *, group: Any = None) -> Step:
 
 
 class StepMetrics:
-    """What losses measure beside themselves, summed on the device: nothing here waits for it."""
+    """Sums of the metrics that losses measure, on the device: nothing here waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -188,7 +188,7 @@ def loss_of_step(task: Task, models: Models, step: Step, *, group: Any = None) -
 
 @dataclass(frozen=True)
 class Part:
-    """What a micro batch of a rank has beside its outputs."""
+    """The sequences, examples and columns of one micro batch of a rank."""
 
     sequences: int
     examples: int
@@ -332,7 +332,7 @@ def _moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _on_host(part: Part) -> Part:
-    """With columns in plain memory, whatever they were: they are pickled."""
+    """The part with its columns in plain memory, where they can be pickled."""
     columns = {name: values.cpu().clone() for name, values in part.columns.items()}
     return replace(part, columns=columns)
 

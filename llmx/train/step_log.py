@@ -235,7 +235,7 @@ class StepLog:
 
 
 def expected_work(plan: Plan) -> list[float]:
-    """What each rank should compute in a step, in any unit."""
+    """The work of each rank in a step, in any unit."""
     ranks = range(plan.world_size)
     if plan.balance is None:
         return [float(sum(plan.batch.sizes_of(rank))) for rank in ranks]

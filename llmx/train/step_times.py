@@ -1,4 +1,4 @@
-"""How long a rank computes: wall times of all ranks are equal, since they wait for each other.
+"""Times how long a rank computes: wall times of all ranks are equal, as they wait for each other.
 
 The three phases of a step are timed: forward passes, backward passes, updates. Up to ZeRO stage 2
 forward passes communicate nothing, so a rank that takes longer for them is a slower one; in the
@@ -119,7 +119,7 @@ class StragglerWatch:
 
 
 def _times_longer(seconds: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Than the median rank, each against what is expected of it; 0 where nothing is known."""
+    """How many times as long each rank takes as the median one, for its expected work; else 0."""
     rates = [
         rank_s / planned if planned else 0.0
         for rank_s, planned in zip(seconds, expected, strict=True)

@@ -173,7 +173,7 @@ class EarlyStopping:
 
     @property
     def name(self) -> str:
-        """Of the metric in an ``eval`` line."""
+        """The key of the metric in an ``eval`` line."""
         return self.metric.partition("/")[2]
 
     def decide(self, lines: Iterable[Mapping[str, Any]]) -> EarlyStop | None:

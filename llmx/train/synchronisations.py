@@ -1,4 +1,4 @@
-"""Where training waits for the GPU: counted by line of code, for ``benchmarks/gpu``.
+"""Counts where training waits for the GPU, by line of code, for ``benchmarks/gpu``.
 
 ``LLMX_WATCH_SYNCHRONISATIONS=3`` (in ``launch.env``) counts from after step 3 to before the last
 step, where no line is logged, and writes ``RUN_DIR/ranks/synchronisations-NNN.json``: place ->

@@ -1,4 +1,4 @@
-"""What a model in another format answers, beside what transformers answers: the check of an export.
+"""Checks an export: compares the outputs of the model in another format with transformers'.
 
 Imports torch. Tried by ``python -m pytest tests/unit/test_export_formats.py``.
 """
@@ -101,7 +101,7 @@ def compare(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the chatter of libraries: warnings, progress bars, notes of missing packages."""
+    """Inside, libraries print no warnings, progress bars and notes of missing packages."""
     from transformers.utils import logging as transformers_logging
 
     bars, level = (

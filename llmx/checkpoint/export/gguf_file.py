@@ -162,7 +162,7 @@ def _write_config(writer: Any, config: Any, *, name: str, precision: str) -> Non
 
 
 def _rope_factors(config: Any) -> np.ndarray | None:
-    """What llama.cpp divides the frequencies by (Llama 3.1 and later); None elsewhere."""
+    """The divisors of the frequencies in llama.cpp (Llama 3.1 and later); None elsewhere."""
     rope = _rope(config)
     if rope.get("rope_type", "default") != "llama3":
         return None

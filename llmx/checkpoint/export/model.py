@@ -173,7 +173,7 @@ def write_description(
     dtype: torch.dtype,
     files: Mapping[str, str] = NO_FILES,
 ) -> None:
-    """All that a Hugging Face directory holds besides the weights, and ``files``."""
+    """Write the files of a Hugging Face directory besides the weights, and ``files``."""
     final = exported_config(config, vocab_size=vocab_size, dtype=dtype)
     write_config(directory, model, final)
     if output_embedding(model) is not None:  # a classifier generates nothing
@@ -183,7 +183,7 @@ def write_description(
 
 
 def write_files(directory: Path, files: Mapping[str, str]) -> None:
-    """By relative path: their text."""
+    """Write texts into files by their relative paths."""
     for name, text in files.items():
         place = directory / name
         place.parent.mkdir(parents=True, exist_ok=True)

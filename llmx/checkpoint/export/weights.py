@@ -69,7 +69,7 @@ def converted(source: str, target: str) -> str:
 
 
 def num_infinite(values: np.ndarray, dtype: str) -> int:
-    """How many of ``convert``'s result are infinite or NaN: too large for the dtype."""
+    """The number of values that are infinite or NaN: too large for the dtype."""
     if dtype == "BF16":
         return int(np.count_nonzero((values & 0x7F80) == 0x7F80))
     return int(values.size - np.count_nonzero(np.isfinite(values)))

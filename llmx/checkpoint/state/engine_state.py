@@ -210,7 +210,7 @@ STAGING_BYTES = 32 * 2**20
 
 
 class Engine(Protocol):
-    """What is read of ``llmx.train.engine.build.Engine``, which this package cannot import."""
+    """The part of ``llmx.train.engine.build.Engine`` that is used here, without an import of it."""
 
     engine: Any
     """DeepSpeed's."""
@@ -246,7 +246,7 @@ class StateTensor:
 
     @property
     def key(self) -> str:
-        """In a rank's file (docs/development/contracts.md)."""
+        """The key in a rank's file (docs/development/contracts.md)."""
         return fragment_key(self.state, self.name, self.start)
 
     @property
@@ -256,7 +256,7 @@ class StateTensor:
 
 
 def saved_layout(engine: Engine) -> StateLayout:
-    """What of the state a checkpoint holds: all but frozen models, which come from their source."""
+    """The layout of the saved state: all but frozen models, which come from their source."""
     layout = state_layout(engine.engine)
     return replace(
         layout,
@@ -266,7 +266,7 @@ def saved_layout(engine: Engine) -> StateLayout:
 
 
 def _tables(engine: Engine) -> tuple[Table, Table]:
-    """Of what is saved: ``parameter_table`` and ``buffer_table``."""
+    """``parameter_table`` and ``buffer_table`` of the saved state."""
     parameters, buffers = parameter_table(engine.module), buffer_table(engine.module)
     return (
         {name: about for name, about in parameters.items() if engine.is_saved(name)},
@@ -320,7 +320,7 @@ def share(pieces: list[P], *, rank: int, world: int) -> list[P]:
 
 
 def _trained(layout: StateLayout, *, rank: int, world: int) -> list[Piece]:
-    """What this rank answers for: elements that no other rank does."""
+    """The trained pieces that this rank saves, and no other."""
     return layout.trained if layout.partitioned else share(layout.trained, rank=rank, world=world)
 
 
@@ -354,7 +354,7 @@ def states_table(layout: StateLayout, parameters: Table) -> dict[str, dict[str, 
 
 
 def state_values(engine: Engine) -> dict[str, Any]:
-    """What of the state is no tensor, in the form of ``state.json``. The same on every rank."""
+    """The state besides the tensors, as in ``state.json``. The same on every rank."""
     layout = state_layout(engine.engine)
     base = layout.owners[0].optimizer
     parameters, buffers = _tables(engine)
@@ -495,7 +495,7 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
 def _states_of(
     pieces: list[Piece], saved: list[str], state: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[int]]]:
-    """What a tensor of the optimizer has in a checkpoint: states with a value for each element, and
+    """The saved states of a tensor of the optimizer: those with a value for each element, and
     the shapes of others. Where parameters differ, one of nothing but padding has none until the
     next step."""
     table = state["optimizer"].get("states")

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's state, and where DeepSpeed keeps it.
+"""The part of a model's state that a rank holds, and where DeepSpeed keeps it.
 
 Every wrapper of an optimizer lays out the fp32 master values in its own way; here each becomes a
 list of ``Piece``s, named as in ``module.named_parameters()`` and without padding. They are views
@@ -110,7 +110,7 @@ def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dic
 
 
 def wrong_states(optimizer: torch.optim.Optimizer, shapes: dict[str, list[int]]) -> ConfigError:
-    """Of an optimizer whose states cannot be cut and put together again."""
+    """The error for an optimizer whose states cannot be cut and put together again."""
     listed = ", ".join(f"{key} of shape {shape}" for key, shape in shapes.items())
     return ConfigError(
         f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
@@ -168,7 +168,7 @@ class UntrainedPiece:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """All that a rank holds of a model's state. Names in the model's order."""
+    """The part of a model's state on one rank. Names in the model's order."""
 
     trained: list[Piece]
     frozen: list[UntrainedPiece]
@@ -234,7 +234,7 @@ Reader = Callable[[Any, dict[int, str]], "tuple[list[Owner], list[Piece]]"]
 
 
 def _readers() -> dict[type, Reader]:
-    """By exact class: a subclass (ZenFlow, SuperOffload) keeps its states elsewhere."""
+    """Readers by exact class: a subclass (ZenFlow, SuperOffload) keeps its states elsewhere."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer

@@ -1,4 +1,4 @@
-"""What of an engine's state is no tensor: step counts, the loss scaler, the engine's counters.
+"""The state of an engine besides tensors: step counts, the loss scaler, the engine's counters.
 
 All of it goes into ``state.json`` (docs/development/contracts.md, "Checkpoints"). Tried by
 ``python -m pytest tests/unit/test_train_state_values.py``.
@@ -189,7 +189,7 @@ def read_loss_scaler(engine: Any) -> dict[str, float] | None:
 
 
 def write_loss_scaler(engine: Any, values: dict[str, float] | None) -> None:
-    """What this engine's scaler knows of ``values``; from another wrapper it may be less."""
+    """Set the values that this engine's scaler has; those of another wrapper may be fewer."""
     scaler = loss_scaler(engine)
     if scaler is None or values is None:
         return

@@ -590,9 +590,9 @@ class Agent:
 
 
 def tree_stamp(path: str, excludes: list[str]) -> str | None:
-    """The same as long as no file of the path is changed, added or removed: of names, sizes and
-    times. None where it is not there, or where ``excludes`` has a pattern of rsync that is more
-    than a name (``*.pyc``) or a path from the top (``/runs/a``).
+    """A digest of names, sizes and times, which stays as long as no file of the path is changed,
+    added or removed. None where the path is missing, or where ``excludes`` has a pattern of rsync
+    that is more than a name (``*.pyc``) or a path from the top (``/runs/a``).
     """
     names = [pattern for pattern in excludes if "/" not in pattern]
     tops = {pattern for pattern in excludes if pattern not in names}
@@ -701,7 +701,7 @@ def _python_info(python: str, modules: list[str]) -> Message:
 
 
 def _printed(argv: list[str], *, timeout_s: float) -> bytes:
-    """What a program prints; ValueError with its last line on stderr where it fails."""
+    """The output of a program; ValueError with its last line on stderr where it fails."""
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
@@ -719,7 +719,7 @@ def _disk_free(path: str) -> int | None:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel's OOM killer has ended since this host booted."""
+    """The number of processes that the kernel's OOM killer has ended since this host booted."""
     for line in _bytes("/proc/vmstat").splitlines():
         if line.startswith(b"oom_kill "):
             return int(line.split()[1])

@@ -118,7 +118,7 @@ def handshake(spec: LaunchSpec, connections: list[Connection]) -> None:
 
 
 def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> Message:
-    """What an agent needs to know of its run. ``nonce``: a file in the run directory by which it
+    """The handshake of an agent with its run. ``nonce``: a file in the run directory by which it
     finds out whether it shares it."""
     launch = spec.exp.launch
     message: Message = {
@@ -155,7 +155,7 @@ def _unreachable(connection: Connection, stderr: str) -> str:
 
 
 def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
-    """What prevents ranks from starting on a host that answered."""
+    """Problems that prevent ranks from starting on a host that answered."""
     if not connection.is_remote:
         return []
     name, info, problems = connection.name, connection.host_info, []
@@ -374,7 +374,7 @@ def _master_port(spec: LaunchSpec, connections: list[Connection]) -> int:
 
 
 def _interfaces(spec: LaunchSpec, connections: list[Connection]) -> tuple[str | None, ...]:
-    """As configured; otherwise the interface on the route to another host."""
+    """The interface of each host: as configured, else the one on the route to another host."""
     hosts = spec.plan.hosts
     interfaces: list[str | None] = [host.interface for host in hosts]
     if len(hosts) == 1 or all(interfaces):

@@ -1,4 +1,4 @@
-"""What a supervisor says: messages, the log of rank 0 and the progress of training.
+"""The console of a supervisor: messages, the log of rank 0 and the progress of training.
 
 On a terminal a bar with loss, tokens/s, MFU and the time left; elsewhere one line a logged
 step. Both come from ``metrics.jsonl``, the truth.
@@ -97,7 +97,7 @@ class Console:
                 self._begin_bar()  # rank 0 logs the message
 
     def countdown(self, text: str, left_s: float) -> None:
-        """On a terminal, one line that is overwritten; an empty text clears it."""
+        """Overwrite a line of a terminal with a text and the time left; an empty text clears it."""
         if not self._stream.isatty():
             return
         line = f"\r\033[K{text} {clock(left_s)}" if text else "\r\033[K"

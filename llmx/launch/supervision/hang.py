@@ -190,7 +190,7 @@ Record = Mapping[str, Any]
 
 
 class AttemptProgress:
-    """From ``metrics.jsonl`` and the statuses. ``earlier``: records of earlier attempts."""
+    """Progress by ``metrics.jsonl`` and the statuses. ``earlier``: records of earlier attempts."""
 
     def __init__(self, *, hang_timeout_s: float | None, earlier: Iterable[Record]) -> None:
         self.first_step: int | None = None

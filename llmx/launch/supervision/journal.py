@@ -103,7 +103,7 @@ class Journal:
 
     @property
     def restarts(self) -> int:
-        """How many automatic restarts there were."""
+        """The number of automatic restarts."""
         return sum(line.get("decision") == "restart" for line in self.attempts)
 
     def state(self, state: str, *, attempt: int, why: str = "", until: float | None = None) -> None:
@@ -120,7 +120,7 @@ class Journal:
         self._write()
 
     def heartbeat(self) -> None:
-        """Called often; refreshes the time in ``supervisor.json`` every few seconds."""
+        """Refresh the time in ``supervisor.json`` every few seconds; call it often."""
         if self._now and time.monotonic() - self._written_at > REFRESH_S:
             self._now["time"] = time.time()
             self._write()
@@ -164,7 +164,7 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 
 
 def overwrite_json(path: Path, value: dict[str, Any]) -> None:
-    """On a full disk, where no second file can be written: into the block that the file has.
+    """Write into the block that the file has, for a full disk, where no second file can be written.
 
     In one write, padded with spaces: a reader sees the old content or the new.
     """

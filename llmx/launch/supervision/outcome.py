@@ -1,4 +1,4 @@
-"""How an attempt ended: its evidence is classified into one ``Outcome``. Pure.
+"""Classifies the evidence of an attempt that has ended into one ``Outcome``. Pure.
 
 The *earliest* failure is the cause, by clocks corrected for each host. A failure that usually
 follows from another one (a broken connection, a rank that received SIGTERM) is the cause only
@@ -67,7 +67,7 @@ class Hang:
 
 @dataclass
 class Evidence:
-    """What the supervisor observed during an attempt."""
+    """The observations of the supervisor during an attempt."""
 
     statuses: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Rank -> content of its status file, of this attempt only."""
@@ -92,7 +92,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt, or the run, ended: what kind of end, why, and on which rank."""
+    """The end of an attempt, or of the run: its kind, its cause, and the rank."""
 
     kind: str
     """As in ``result.json``: ``ok``, ``oom``, ``nan``, ``comm``, ``host_lost``, ..."""

@@ -18,7 +18,7 @@ REMOVED = "the removal of the run directory"
 
 
 class RunPlace:
-    """Where the directory of a run is. ``close`` it at the end."""
+    """Watches the directory of a run. ``close`` it at the end."""
 
     def __init__(self, run_dir: RunDir, log: RunLog, shutdown: ShutdownRequest) -> None:
         self._run_dir, self._log, self._shutdown = run_dir, log, shutdown

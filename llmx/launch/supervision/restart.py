@@ -32,7 +32,7 @@ _KILLED = frozenset({"killed", "kernel_oom"})
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt: a restart, or the end of the run."""
+    """The decision after an attempt: a restart, or the end of the run."""
 
     action: str
     """``restart``, ``stop`` or ``finished``."""

@@ -1,4 +1,4 @@
-"""How ranks are started on hosts: one file for each transport, and here what they have in common.
+"""The transports, which start ranks on hosts: one file for each, and here their common part.
 
 ``local``: this machine; ``pdsh``: ssh to every host in parallel; ``openmpi``: ``mpirun``;
 ``slurm``: ``srun``. Each renders the argv and the environment of ``deepspeed`` from a
@@ -59,7 +59,7 @@ class Transport:
         return None, None
 
     def is_queued(self, line: str) -> bool | None:
-        """What a line of the launcher's log says: whether the run waits for an allocation of its
+        """Whether the run waits, by this line of the launcher's log, for an allocation of its
         hosts. None where it says nothing of it."""
         return None
 
@@ -68,7 +68,7 @@ class Transport:
         raise NotImplementedError
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
-        """What the transport adds to the environment of ``deepspeed``."""
+        """Variables that the transport adds to the environment of ``deepspeed``."""
         return {"DS_ENV_FILE": str(spec.run_dir.ds_env)}
 
     def ds_env(self, env: Mapping[str, str]) -> str:

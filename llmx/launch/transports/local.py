@@ -1,4 +1,4 @@
-"""All ranks on this machine, without ssh."""
+"""Starts all ranks on this machine, without ssh."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _to_steps(spec: LaunchSpec, *words: str) -> list[str]:
 
 
 def chosen_options(slurm: SlurmConfig) -> list[str]:
-    """What ``launch.slurm`` says, as options of ``srun`` and ``sbatch`` alike."""
+    """The options of ``srun`` and ``sbatch`` by ``launch.slurm``."""
     options = {
         "partition": slurm.partition,
         "account": slurm.account,

@@ -98,7 +98,7 @@ def gradient_order(network: nn.Module, forward: Callable[[], Any]) -> list[str]:
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
-    """What of an output a loss may see: logits or hidden states, an auxiliary loss."""
+    """The tensors of an output that a loss may see: logits or hidden states, an auxiliary loss."""
     values = output.values() if hasattr(output, "keys") else [output]
     differentiable = [
         value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """All that DeepSpeed holds: the network, or several by name (``NetworksByName``)."""
+        """The module inside DeepSpeed: the network, or several by name (``NetworksByName``)."""
         module: nn.Module = self.engine.module
         return module
 
@@ -194,7 +194,7 @@ class Engine:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
     def set_micro_steps(self, count: int) -> None:
-        """How many micro steps of this rank the next update takes, said before its first. Ranks may
+        """Set the micro steps of this rank for the next update, before its first one. Ranks may
         differ at ZeRO stages 0 and 1, which communicate in the last one only."""
         engine = self.engine
         if engine.gradient_accumulation_steps() == count:
@@ -239,7 +239,7 @@ class Engine:
         return norm if is_unscaled or norm is None else norm / self._scale
 
     def grad_norm(self) -> float | None:
-        """The same as a number. Waits for the device."""
+        """``last_norm`` as a number. Waits for the device."""
         norm = self.last_norm()
         return None if norm is None else float(norm)
 
@@ -457,8 +457,8 @@ def check_spec(spec: ModelSpec, *, precision: str) -> None:
 
 
 def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
-    """With the ``model`` group of this network: its own source, and neither the overrides of
-    ``model.config`` nor the trust in remote code, which are for ``model.path``."""
+    """The experiment with the ``model`` group of this network: its source, without the overrides of
+    ``model.config`` and the trust in remote code, which are for ``model.path``."""
     if spec.source is None:
         return exp
     model = replace(
@@ -565,7 +565,7 @@ def models_of(
     device: torch.device,
     forwards: Mapping[str, Any],
 ) -> Models:
-    """What a task computes with. ``forwards``: what is called for each (``Model.forward``)."""
+    """The models that a task computes with. ``forwards``: name -> ``Model.forward``."""
     models = Models(
         {
             name: Model(

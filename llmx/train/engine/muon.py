@@ -77,7 +77,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def update_scale(shape: Sequence[int], *, adjust: str) -> float:
-    """What the learning rate of a matrix is multiplied by (``optim.muon_adjust_lr``)."""
+    """The factor of a matrix's learning rate (``optim.muon_adjust_lr``)."""
     rows, columns = shape[-2:]
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

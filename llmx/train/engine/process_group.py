@@ -164,7 +164,7 @@ def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> 
 
 
 def gpus_here() -> Gpus:
-    """From torch; a missing driver, or one that is too old, is no error here."""
+    """The GPUs as torch reports them; none where the driver is missing or too old."""
     try:
         visible = torch.cuda.device_count()
         properties = [torch.cuda.get_device_properties(index) for index in range(visible)]
