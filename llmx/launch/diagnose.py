@@ -23,17 +23,11 @@ class Known:
 
     name: str
     outcome: str
-    pattern: re.Pattern[str]
+    pattern: str
     cause: str
     fix: str
     consequence: bool = False
     """Usually follows from another rank's death; never the first thing to look at."""
-
-
-def _known(
-    name: str, outcome: str, pattern: str, cause: str, fix: str, *, consequence: bool = False
-) -> Known:
-    return Known(name, outcome, re.compile(pattern, re.MULTILINE), cause, fix, consequence)
 
 
 MEMORY_LADDER = (
@@ -45,7 +39,7 @@ MEMORY_LADDER = (
 
 KNOWN_FAILURES: tuple[Known, ...] = (
     # Memory and disk.
-    _known(
+    Known(
         "cuda_oom",
         "oom",
         r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
@@ -53,7 +47,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "the GPU's memory is full",
         MEMORY_LADDER,
     ),
-    _known(
+    Known(
         "shm_full",
         "disk_full",
         r"(/dev/shm|shm_open|shared memory).{0,200}(No space left|Bus error|Errno 28)"
@@ -62,14 +56,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "give containers more of it (docker run --shm-size=8g), or remove what dead runs left: "
         "ls -la /dev/shm",
     ),
-    _known(
+    Known(
         "disk_full",
         "disk_full",
         r"No space left on device|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]|ENOSPC",
         "the disk is full (or the quota is used up)",
         "free some space or set run_dir and data.cache_dir to a larger disk; `df -h` shows them",
     ),
-    _known(
+    Known(
         "host_oom",
         "oom",
         r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|\[Errno 12\]"
@@ -78,7 +72,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "offload less (zero.offload_optimizer, zero.offload_param), zero.pin_memory=false, fewer "
         "ranks on the host, or zero=infinity to use an NVMe disk",
     ),
-    _known(
+    Known(
         "open_files",
         "config",
         r"Too many open files|\[Errno 24\]",
@@ -86,7 +80,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "raise it (ulimit -n 65536) or use fewer processes: data.num_workers=4",
     ),
     # Files, modules and versions that differ between hosts.
-    _known(
+    Known(
         "worker_missing",
         "config",
         r"can't open file '(?P<path>[^']*worker\.py)'"
@@ -95,21 +89,21 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "a host does not see the code or the run directory",
         "there is no shared file system: set launch.sync=rsync, or put run_dir on a shared one",
     ),
-    _known(
+    Known(
         "python_missing",
         "config",
         r"(?P<python>/\S*python[\d.]*): (No such file|not found|command not found)",
         "{python} does not exist on a host",
         "install the same environment at the same path on every host, or set launch.python",
     ),
-    _known(
+    Known(
         "ninja",
         "config",
         r"Ninja is required to load C\+\+ extensions",
         "DeepSpeed cannot build an extension: ninja is missing",
         "pip install ninja on that host, or use optim=adamw, which needs no extension",
     ),
-    _known(
+    Known(
         "compiler",
         "config",
         r"No such file or directory: '(?P<a>g\+\+|c\+\+|gcc|cc)'"
@@ -118,7 +112,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "DeepSpeed cannot build an extension: a C++ compiler is missing",
         "apt-get install g++ on that host, or use optim=adamw, which needs no extension",
     ),
-    _known(
+    Known(
         "cuda_home",
         "config",
         r"CUDA_HOME environment variable is not set|CUDA_HOME does not exist|nvcc: not found"
@@ -126,7 +120,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "DeepSpeed cannot build a CUDA extension: the CUDA toolkit is missing",
         "install the toolkit and export CUDA_HOME, or use optim=adamw, which needs no extension",
     ),
-    _known(
+    Known(
         "cuda_mismatch",
         "config",
         r"CUDAMismatchException|Installed CUDA version (?P<a>\S+) does not match",
@@ -134,7 +128,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "install the toolkit of torch.version.cuda, or export DS_SKIP_CUDA_CHECK=1 for a minor "
         "difference",
     ),
-    _known(
+    Known(
         "cuda_library",
         "config",
         r"(?P<lib>lib(cudart|nccl|cublas|cublasLt|cudnn|cusparse|curand|nvrtc)[^:\s]*\.so[.\d]*): "
@@ -143,14 +137,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "reinstall torch with the CUDA wheels of this host, and rebuild the extension: "
         "rm -r ~/.cache/torch_extensions",
     ),
-    _known(
+    Known(
         "stale_extension",
         "config",
         r"undefined symbol: \S+.{0,300}|cannot open shared object file: .{0,200}torch_extensions",
         "an extension was built against another version of torch",
         "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host",
     ),
-    _known(
+    Known(
         "module",
         "config",
         r"(ModuleNotFoundError|ImportError): No module named '?(?P<module>[\w.]+)|"
@@ -159,14 +153,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "install the same environment on every host; for the code itself launch.sync=rsync",
     ),
     # ssh and launchers.
-    _known(
+    Known(
         "ssh_refused",
         "comm",
         r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
         "nothing listens for ssh on {host} port {port}",
         "start sshd there, or set the right port of the host (hardware.hosts[i].ssh_port)",
     ),
-    _known(
+    Known(
         "ssh_route",
         "comm",
         r"connect to host (?P<host>\S+) port (?P<port>\d+): "
@@ -174,28 +168,28 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "{host} does not answer ({why})",
         "check that it is up and that a firewall lets port {port} through",
     ),
-    _known(
+    Known(
         "ssh_name",
         "config",
         r"Could not resolve hostname (?P<host>[^\s:]+)",
         "the name {host} cannot be resolved",
         "set the address of the host (hardware.hosts[i].address), or add it to /etc/hosts",
     ),
-    _known(
+    Known(
         "ssh_key",
         "config",
         r"Permission denied \((?P<methods>publickey[^)]*)\)|Too many authentication failures",
         "the host does not accept this user's key",
         "ssh-copy-id to it, or set hardware.hosts[i].user and hardware.hosts[i].identity_file",
     ),
-    _known(
+    Known(
         "ssh_host_key",
         "config",
         r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
         "the host key has changed",
         "if it was reinstalled: ssh-keygen -R HOST; else another machine answers",
     ),
-    _known(
+    Known(
         "launcher_missing",
         "config",
         r"launcher '(?P<launcher>\w+)' not installed|(?P<program>pdsh|mpirun|srun|orted): "
@@ -203,14 +197,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "the launcher is not installed on every host",
         "scripts/install-system-packages.sh, or choose another launch.transport",
     ),
-    _known(
+    Known(
         "mpi_slots",
         "config",
         r"There are not enough slots available in the system",
         "mpirun counts fewer slots than ranks",
         "correct the slots of the hosts, or launch.openmpi_args=[--oversubscribe]",
     ),
-    _known(
+    Known(
         "mpi_daemons",
         "comm",
         r"ORTE was unable to reliably start one or more daemons|ORTE has lost communication with "
@@ -219,7 +213,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "install the same OpenMPI on every host; set hardware.hosts[i].interface to the network "
         "between them",
     ),
-    _known(
+    Known(
         "slurm_request",
         "config",
         r"srun: error: (?P<why>.*(Requested node configuration is not available|"
@@ -229,7 +223,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "compare the hosts and slots with `sinfo -N -o '%N %G %c %T'`; launch.slurm.partition and "
         "launch.slurm.account name the right ones",
     ),
-    _known(
+    Known(
         "slurm_memory",
         "oom",
         r"Detected \d+ oom[-_]kill event|task \d+: Out Of Memory|cgroup out-of-memory handler",
@@ -237,21 +231,21 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "ask for more (launch.slurm.extra_args=[--mem=0] takes all of a host), offload less, or "
         "fewer ranks on the host",
     ),
-    _known(
+    Known(
         "slurm_time",
         "interrupted",
         r"CANCELLED AT \S+ DUE TO (?P<why>TIME LIMIT|PREEMPTION)",
         "Slurm ended the job: {why}",
         "python -m llmx resume continues it; ask for more time with launch.slurm.time_limit",
     ),
-    _known(
+    Known(
         "slurm_node",
         "host_lost",
         r"CANCELLED AT \S+ DUE TO NODE FAILURE|[Nn]ode failure on (?P<host>\S+)",
         "Slurm lost a host of the job",
         "`sinfo -R` says which and why; launch.slurm.extra_args=[--exclude=HOST] leaves it out",
     ),
-    _known(
+    Known(
         "slurm_busy",
         "config",
         r"step creation (temporarily|still) disabled|Requested nodes are busy",
@@ -259,14 +253,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "start llmx in the batch script itself, not under srun, or "
         "launch.slurm.extra_args=[--overlap]",
     ),
-    _known(
+    Known(
         "slurm_unreachable",
         "comm",
         r"Unable to contact slurm controller|slurm_receive_msg.*Zero Bytes|Munge decode failed",
         "Slurm's controller does not answer",
         "`scontrol ping`; munged must run on every host with one key and one clock",
     ),
-    _known(
+    Known(
         "arguments",
         "crash",
         r"error: unrecognized arguments: (?P<arguments>.+)",
@@ -274,7 +268,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "compare RUN_DIR/command.txt with `deepspeed --help`; DeepSpeed 0.19.8 or newer is needed",
     ),
     # The network between ranks.
-    _known(
+    Known(
         "port_in_use",
         "comm",
         r"(server socket has failed to (listen|bind)|EADDRINUSE|[Aa]ddress already in use"
@@ -283,7 +277,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "set launch.master_port=0, which takes a free one; a dead run may hold it: "
         "ss -ltnp | grep PORT",
     ),
-    _known(
+    Known(
         "nccl_two_builds",
         "config",
         r"Invalid config blocking attribute value",
@@ -291,14 +285,14 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "pip list | grep nvidia-nccl on every host; uninstall the one that torch does not name "
         "(torch.cuda.nccl.version())",
     ),
-    _known(
+    Known(
         "gloo_loopback",
         "comm",
         r"connectFullMesh failed|gloo.{0,200}Connection refused, remote=\[?127\.",
         "gloo connects over the wrong interface: a host's name resolves to its loopback",
         "set the interface towards the other hosts (hardware.interface, or of each host)",
     ),
-    _known(
+    Known(
         "gloo_interface",
         "config",
         r"Unable to find address for: (?P<name>\S+)|Unable to find interface for: (?P<b>\S+)"
@@ -306,7 +300,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "a host does not have the configured network interface",
         "correct hardware.hosts[i].interface; `ip -br addr` on the host lists them",
     ),
-    _known(
+    Known(
         "nccl_system",
         "comm",
         r"ncclSystemError|ncclInternalError|NCCL.{0,80}(internal error|unhandled system error)",
@@ -314,7 +308,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "set the interface of the hosts; without InfiniBand hardware.env.NCCL_IB_DISABLE=1, in "
         "containers hardware.env.NCCL_P2P_DISABLE=1; launch.env.NCCL_DEBUG=INFO tells more",
     ),
-    _known(
+    Known(
         "rendezvous",
         "comm",
         r"client socket has timed out|timed out.{0,60}(waiting for clients|to connect to)"
@@ -323,7 +317,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "set hardware.master_addr to an address of the first host that the others reach; a "
         "firewall must let the ports between the hosts through",
     ),
-    _known(
+    Known(
         "collective_timeout",
         "comm",
         r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
@@ -333,7 +327,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "more time, raise launch.comm_timeout_s",
         consequence=True,
     ),
-    _known(
+    Known(
         "peer_died",
         "comm",
         r"Connection reset by peer|Connection closed by peer|Broken pipe|Socket closed"
@@ -343,7 +337,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         consequence=True,
     ),
     # The device.
-    _known(
+    Known(
         "index",
         "data",
         r"device-side assert triggered|index out of range in self|srcIndex < srcSelectDimSize",
@@ -351,7 +345,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "model.tokenizer must be the model's own, and data.seq_len within its limit; "
         "launch.env.CUDA_LAUNCH_BLOCKING=1 makes the traceback name the operation",
     ),
-    _known(
+    Known(
         "precision",
         "config",
         r"Type (?P<type>fp16|bf16) is not supported on your device",
@@ -359,7 +353,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "precision=fp32, or describe the device in hardware.devices (precisions), so that the plan "
         "knows",
     ),
-    _known(
+    Known(
         "cuda_build",
         "config",
         r"no kernel image is available",
@@ -368,7 +362,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "https://download.pytorch.org/whl/cu126 for V100s and older, cu130 in both places for "
         "newer ones; torch.cuda.get_arch_list() must have the GPU's compute capability",
     ),
-    _known(
+    Known(
         "gpu_twice",
         "config",
         r"Duplicate GPU detected",
@@ -376,7 +370,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "set slots of the host to the number of its GPUs; under Slurm look at --gpus-per-task and "
         "--gpu-bind in launch.slurm.extra_args",
     ),
-    _known(
+    Known(
         "cuda_driver",
         "config",
         r"CUDA driver version is insufficient|The NVIDIA driver on your system is too old"
@@ -386,7 +380,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "`nvidia-smi` must list the GPUs; the driver must be new enough for torch.version.cuda, "
         "and slots no more than its GPUs",
     ),
-    _known(
+    Known(
         "cuda_hardware",
         "crash",
         r"uncorrectable ECC error|CUDA error: (unspecified launch failure|an illegal memory access"
@@ -395,7 +389,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "`nvidia-smi -q -d ECC` and `dmesg | grep Xid` on the host; reboot it or leave it out",
     ),
     # The model and its data.
-    _known(
+    Known(
         "hub_offline",
         "data",
         r"couldn't connect to '?https?://[^ ]*huggingface|LocalEntryNotFoundError"
@@ -404,7 +398,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "download before the run and give the directory (model.path=/abs/dir), with "
         "launch.sync=rsync to bring it to every host",
     ),
-    _known(
+    Known(
         "hub_gated",
         "data",
         r"gated repo|401 Client Error|403 Client Error"
@@ -412,7 +406,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "the model does not exist on the Hub or needs a login; ranks never see a token",
         "`hf download MODEL --local-dir DIR` once, then model.path=DIR",
     ),
-    _known(
+    Known(
         "nan",
         "nan",
         r"loss is (nan|inf|not finite)|non-?finite loss|minimum loss scale already reached"
@@ -421,7 +415,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         "a lower optim.lr, a longer warm-up, optim.clip_norm=1.0, or precision=bf16 (fp32) where "
         "the devices can",
     ),
-    _known(
+    Known(
         "permission",
         "config",
         r"PermissionError: \[Errno 13\][^\n]*?'(?P<path>[^']+)'",
@@ -484,15 +478,14 @@ class Diagnosis:
 def diagnose(failure: Failure) -> Diagnosis:
     """The outcome, cause and fix of a failure; never raises, always has a cause."""
     text = "\n".join(part for part in (_headline(failure), failure.traceback) if part)
-    row = _match(text)
-    if row is None and failure.signal:
+    known = _find(text)
+    if known is None and failure.signal:
         return _killed(failure)
-    if row is None and not text:
-        row = _match(failure.log)
-        text = failure.log
+    if known is None and not text:
+        known = _find(failure.log)
     # A rank's own typed outcome stands; a row may only make ``crash`` more precise.
-    if row is not None and failure.category in ("", "crash", row.outcome):
-        return _from_row(row, text, failure)
+    if known is not None and failure.category in ("", "crash", known[0].outcome):
+        return _from_row(*known, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
     last_line = (failure.log.strip().splitlines() or [""])[-1].strip()
     cause = _headline(failure) or last_line or "the process ended without an error message"
@@ -502,16 +495,19 @@ def diagnose(failure: Failure) -> Diagnosis:
     return Diagnosis(outcome, cause, fix)
 
 
-def _match(text: str) -> Known | None:
-    return next((row for row in KNOWN_FAILURES if row.pattern.search(text)), None) if text else None
+def _find(text: str) -> tuple[Known, re.Match[str]] | None:
+    """The first known failure in a text, and where it is."""
+    for row in KNOWN_FAILURES:
+        if match := re.search(row.pattern, text, re.MULTILINE):
+            return row, match
+    return None
 
 
-def _from_row(row: Known, text: str, failure: Failure) -> Diagnosis:
-    match = row.pattern.search(text)
-    groups = {key: value for key, value in (match.groupdict() if match else {}).items() if value}
+def _from_row(row: Known, match: re.Match[str], failure: Failure) -> Diagnosis:
+    groups = {key: value for key, value in match.groupdict().items() if value}
     cause = _fill(row.cause, groups)
-    headline = _headline(failure) or (_line_of(text, match) if match else "")
-    if headline and headline not in cause:
+    headline = _headline(failure) or _line_of(match)
+    if headline not in cause:
         cause = f"{cause} ({_short(headline)})"
     return Diagnosis(row.outcome, cause, _fill(row.fix, groups), row.name, row.consequence)
 
@@ -530,10 +526,10 @@ def _killed(failure: Failure) -> Diagnosis:
             "loads the model in shards), or zero=infinity",
             "kernel_oom",
         )
-    limit = _match(failure.log) if number == signals.SIGKILL else None
-    if limit is not None and limit.name == "slurm_memory":
-        return _from_row(limit, failure.log, failure)
+    known = _find(failure.log)
     if number == signals.SIGKILL:
+        if known is not None and known[0].name == "slurm_memory":
+            return _from_row(*known, failure)
         return Diagnosis(
             "crash",
             "the process was killed (SIGKILL) without a traceback: by hand, or by the memory limit "
@@ -556,9 +552,8 @@ def _killed(failure: Failure) -> Diagnosis:
             "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host",
             "illegal_instruction",
         )
-    row = _match(failure.log)
-    if row is not None:
-        return _from_row(row, failure.log, failure)
+    if known is not None:
+        return _from_row(*known, failure)
     return Diagnosis("crash", f"the process died of {name}", NOTES["crash"], "signal")
 
 
@@ -608,7 +603,8 @@ def _fill(text: str, groups: dict[str, str]) -> str:
     return text
 
 
-def _line_of(text: str, match: re.Match[str]) -> str:
+def _line_of(match: re.Match[str]) -> str:
+    text = match.string
     start = text.rfind("\n", 0, match.start()) + 1
     end = text.find("\n", match.end())
     return text[start : end if end >= 0 else len(text)].strip()
