@@ -440,3 +440,10 @@ def auto_class(head: str) -> Any:
     import transformers
 
     return getattr(transformers, AUTO_CLASSES[head])
+
+
+def empty_network(config: Any, *, trust_remote_code: bool) -> Any:
+    """The network of an exported config, without memory for its weights."""
+    with torch.device("meta"):
+        loader = auto_class(head_of(config))
+        return loader.from_config(config, trust_remote_code=trust_remote_code)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from llmx.models.conversion import (
     convert_export,
     plan_export,
 )
-from llmx.models.model import auto_class, head_of
+from llmx.models.model import empty_network
 
 
 def write_converted(
@@ -65,12 +64,6 @@ def write_converted(
             for name, tensor in convert_export(group, values, stand_in).items():
                 shards.add(whole_tensor(name, tensor.to("cpu", copy=True)))
         shards.finish()
-
-
-def empty_network(config: Any, *, trust_remote_code: bool) -> Any:
-    """The network of a config, without memory for its weights."""
-    with torch.device("meta"):
-        return auto_class(head_of(config)).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _whole(

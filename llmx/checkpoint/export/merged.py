@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.export.converted import empty_network
 from llmx.checkpoint.export.weights import ShardWriter
 from llmx.checkpoint.state.engine_state import TORCH_DTYPES, whole_tensor
 from llmx.config import ModelConfig
@@ -35,6 +34,7 @@ from llmx.models.adapter_names import (
 from llmx.models.conversion import Group, plan_load
 from llmx.models.factory import plain_config
 from llmx.models.load import Checkpoint, checkpoint_files
+from llmx.models.model import empty_network
 from llmx.models.parameters import persistent_buffers
 from llmx.models.quantized import Quantization, is_quantized, rounded, trained_dtype
 
