@@ -57,10 +57,11 @@ def convert(values: np.ndarray, source: str, target: str) -> np.ndarray:
     if target == "F16":
         with np.errstate(over="ignore"):
             return wide.astype(np.float16)
-    bits = np.ascontiguousarray(wide).view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    rounded[np.isnan(wide)] = 0x7FC0
-    return rounded
+    bits: np.ndarray = np.ascontiguousarray(wide).view(np.uint32)
+    # To nearest, ties to even.
+    bits = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    bits[np.isnan(wide)] = 0x7FC0
+    return bits.astype(np.uint16)
 
 
 def converted(source: str, target: str) -> str:
