@@ -18,7 +18,7 @@ import numpy as np
 from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
-from llmx.checkpoint.manifest import FileEntry, Manifest, make_manifest, rank_file
+from llmx.checkpoint.manifest import FileEntry, Manifest, rank_file
 from llmx.checkpoint.retention import plan_removals, stored_parts
 from llmx.checkpoint.tensors import Fragment
 
@@ -70,7 +70,7 @@ def save(
         finally:
             for writer in writers:
                 writer.close()
-        manifest = make_manifest(step, entries, hosts=owners, run_id="run", created=float(step))
+        manifest = Manifest(step, entries, hosts=owners, run_id="run", created=float(step))
         for path, disk in hosts:
             commit.write_manifest(path, step, manifest, disk=disk)
             commit.publish(path, step, disk=disk)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,13 @@ class Manifest:
     """The files of one checkpoint over all hosts."""
 
     step: int
-    run_id: str
     files: Mapping[str, FileEntry]
-    """Relative path -> size and hash."""
+    """Relative path -> size and hash, of all files but the manifest itself."""
     hosts: Mapping[str, str]
     """Relative path -> the host that wrote it."""
-    created: float
-    """Seconds since the epoch; the same on all hosts, so it is given, not taken."""
+    run_id: str
+    created: float = field(default_factory=time.time)
+    """Seconds since the epoch; the same on all hosts, so one rank makes the manifest for all."""
     num_rollbacks: int = 0
     """How many rollbacks to an earlier step the run had by then; ``course`` in the file."""
 
@@ -104,31 +104,6 @@ class Manifest:
 
     def to_text(self) -> str:
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
-
-
-def make_manifest(
-    step: int,
-    files: Mapping[str, FileEntry],
-    *,
-    hosts: Mapping[str, str],
-    run_id: str,
-    created: float | None = None,
-    num_rollbacks: int = 0,
-) -> Manifest:
-    """The manifest of a checkpoint. Over several ranks one makes it and sends it to the others.
-
-    Args:
-        files: relative path -> entry, of all files but the manifest itself.
-        hosts: relative path -> the host that wrote it.
-    """
-    return Manifest(
-        step=step,
-        run_id=run_id,
-        files=files,
-        hosts=hosts,
-        created=time.time() if created is None else created,
-        num_rollbacks=num_rollbacks,
-    )
 
 
 def parse_manifest(text: str, *, step: int | None = None) -> Manifest:

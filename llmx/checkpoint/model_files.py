@@ -27,7 +27,6 @@ from llmx.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Problem,
-    make_manifest,
     parse_manifest,
 )
 from llmx.errors import ConfigError
@@ -146,7 +145,7 @@ def seal(directory: Path) -> None:
 
     with ThreadPoolExecutor(selection.HASH_THREADS) as pool:
         entries = dict(zip(names, pool.map(entry, names), strict=True))
-    manifest = make_manifest(0, entries, hosts={}, run_id="", created=0.0)
+    manifest = Manifest(0, entries, hosts={}, run_id="", created=0.0)
     write_text(directory / MANIFEST, manifest.to_text())
 
 

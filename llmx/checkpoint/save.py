@@ -33,7 +33,6 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     Manifest,
-    make_manifest,
     rank_file,
 )
 from llmx.checkpoint.retention import apply_retention, take_inventory
@@ -123,13 +122,13 @@ RESERVE = 0.2
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may still take: of the host, and of its control groups (which is
     what a container or a job is killed by)."""
-    free = [_meminfo(root / "proc/meminfo")]
-    for group, files in _control_groups(root):
-        limit = _number(group / files.limit)
+    free = [_stat(root / "proc/meminfo", "MemAvailable:") * 1024]
+    for group, (limit_file, used_file, cached_name) in _control_groups(root):
+        limit = _number(group / limit_file)
         if limit is not None:
             # The kernel frees pages of files before it kills anything.
-            cached = _stat(group / "memory.stat", files.cached)
-            free.append(limit - (_number(group / files.used) or 0) + cached)
+            cached = _stat(group / "memory.stat", cached_name)
+            free.append(limit - (_number(group / used_file) or 0) + cached)
     return max(0, min(free))
 
 
@@ -152,23 +151,13 @@ def room_for(by_rank: Sequence[tuple[Any, int, int]], host: Any) -> bool:
     return num_bytes <= (1 - RESERVE) * available
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The files of a control group with its limit and usage."""
-
-    limit: str
-    used: str
-    cached: str
-    """A line of its ``memory.stat``."""
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files with the limit and the usage of a control group, and a line of its ``memory.stat``."""
 
 
-_SECOND = _Files("memory.max", "memory.current", "inactive_file")
-_FIRST = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""By version of the kernel's interface."""
-
-
-def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """This process's own and those above it, each with its limit: a job of Slurm or a service is
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """This process's own and those above it, each with its files: a job of Slurm or a service is
     in a group far below the root. In a container the names may be those of the host, and only
     the root is there."""
     mounted = root / "sys/fs/cgroup"
@@ -178,19 +167,12 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, _Files]]:
         lines = ["0::/"]
     for line in lines:
         _, controllers, name = line.split(":", 2)
-        first = "memory" in controllers.split(",")
-        if first or not controllers:
-            base, files = (mounted / "memory", _FIRST) if first else (mounted, _SECOND)
+        is_first = "memory" in controllers.split(",")
+        if is_first or not controllers:
+            base, files = (mounted / "memory", _VERSION_1) if is_first else (mounted, _VERSION_2)
             own_group = PurePosixPath(name.lstrip("/"))
             for group in (own_group, *own_group.parents):
                 yield base / group, files
-
-
-def _meminfo(path: Path) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _number(path: Path) -> int | None:
@@ -380,7 +362,7 @@ class SaveJob:
                 raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
         hosts.update(dict.fromkeys(first, self.hosts[0]))
-        return make_manifest(
+        return Manifest(
             self.step,
             {**files, **first},
             hosts=hosts,

@@ -21,7 +21,7 @@ from llmx.checkpoint import commit
 from llmx.checkpoint.disk import Disk
 from llmx.checkpoint.export.model import vocabulary_names, write_config
 from llmx.checkpoint.fragments import fragment_key
-from llmx.checkpoint.manifest import make_manifest, rank_file
+from llmx.checkpoint.manifest import Manifest, rank_file
 from llmx.checkpoint.state.values import buffer_table, parameter_table
 from llmx.checkpoint.tensors import Fragment
 from llmx.cli.export import export
@@ -103,7 +103,7 @@ def save_model(
     hosts = {
         name: f"node-{name[9:10]}" if name.startswith("rank") else "node-0" for name in entries
     }
-    manifest = make_manifest(step, entries, hosts=hosts, run_id="run")
+    manifest = Manifest(step, entries, hosts=hosts, run_id="run")
     commit.write_manifest(run.checkpoints, step, manifest)
     commit.publish(run.checkpoints, step)
 
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
              "vocabulary": [], "parameters": parameters}  # fmt: skip
     text = json.dumps(state).encode()
     entries["state.json"] = commit.add_file(run.checkpoints, 1, "state.json", text)
-    commit.write_manifest(run.checkpoints, 1, make_manifest(1, entries, hosts={}, run_id="r"))
+    commit.write_manifest(run.checkpoints, 1, Manifest(1, entries, hosts={}, run_id="r"))
     commit.publish(run.checkpoints, 1)
     done = subprocess.run(
         [sys.executable, "-c",

@@ -22,7 +22,6 @@ from llmx.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Problem,
-    make_manifest,
     parse_manifest,
     read_manifest,
     step_of,
@@ -209,7 +208,7 @@ def test_a_part_that_no_host_has_makes_it_unusable(hosts: list[Path]) -> None:
 
 def test_two_checkpoints_of_one_step_are_not_mixed(hosts: list[Path]) -> None:
     """One host has a newer save of the same step: the files would fit, the manifests do not."""
-    other = make_manifest(2, read(hosts[1]).files, hosts=read(hosts[1]).hosts, run_id="other")
+    other = Manifest(2, read(hosts[1]).files, hosts=read(hosts[1]).hosts, run_id="other")
     (hosts[1] / "step-00000002" / "manifest.json").write_text(other.to_text())
     found = assessment(hosts, 2)
     assert not found.usable
@@ -229,7 +228,7 @@ def test_giving_up_takes_back_only_what_this_save_published(saved: Path) -> None
     commit.begin(saved, 2)
     commit.abandon(saved, 2)
     assert not selection.verify(usable_before)
-    other = make_manifest(2, manifest.files, hosts=manifest.hosts, run_id="x")
+    other = Manifest(2, manifest.files, hosts=manifest.hosts, run_id="x")
     commit.abandon(saved, 2, published=other)
     assert not selection.verify(usable_before)
     commit.abandon(saved, 2, published=manifest)
@@ -240,16 +239,14 @@ def test_a_manifest_names_each_file_that_is_there(saved: Path) -> None:
     commit.begin(saved, 3)
     entry = commit.add_file(saved, 3, "state.json", b"{}")
     for files in ({}, {"state.json": FileEntry(3, entry.blake2b)}):
-        manifest = make_manifest(3, files, hosts={}, run_id="run")
+        manifest = Manifest(3, files, hosts={}, run_id="run")
         with pytest.raises(CheckpointError, match="Nothing was committed"):
             commit.write_manifest(saved, 3, manifest)
     assert selection.newest_usable(saved) == 2
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
-    manifest = make_manifest(
-        7, {"ä": FileEntry(1, "00")}, hosts={"ä": "h"}, run_id="r", created=1.5
-    )
+    manifest = Manifest(7, {"ä": FileEntry(1, "00")}, hosts={"ä": "h"}, run_id="r", created=1.5)
     assert parse_manifest(manifest.to_text(), step=7) == manifest
     assert parse_manifest(manifest.to_text()).digest == manifest.digest
     with pytest.raises(CheckpointError, match="format 9"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from llmx.checkpoint.manifest import digest_bytes, make_manifest
+from llmx.checkpoint.manifest import Manifest, digest_bytes
 from llmx.checkpoint.selection import list_steps
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.supervision.console import Console, RunLog
@@ -33,7 +33,7 @@ class Host:
         directory.mkdir(parents=True)
         (directory / "rank-00000.safetensors").write_bytes(b"x" * 10)
         files = {"rank-00000.safetensors": digest_bytes(b"x" * 10)}
-        manifest = make_manifest(step, files, hosts={}, run_id="r", num_rollbacks=num_rollbacks)
+        manifest = Manifest(step, files, hosts={}, run_id="r", num_rollbacks=num_rollbacks)
         (directory / "manifest.json").write_text(manifest.to_text())
 
     def request(self, what: str, **words: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llmx.checkpoint.manifest import (
     CheckpointError,
+    Manifest,
     digest_bytes,
-    make_manifest,
     read_manifest,
 )
 from llmx.checkpoint.pointers import read_pointer, set_pointer
@@ -81,7 +81,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
         name = f"rank-{rank:05d}.safetensors"
         (directory / name).write_bytes(b"x" * 10)
         files[name], owners[name] = digest_bytes(b"x" * 10), host
-    manifest = make_manifest(step, files, hosts=owners, run_id="r")
+    manifest = Manifest(step, files, hosts=owners, run_id="r")
     (directory / "manifest.json").write_text(manifest.to_text())
     return directory
 

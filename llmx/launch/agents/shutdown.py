@@ -54,8 +54,7 @@ def shut_down(
     # The first request started the shutdown; a second one may have arrived before it began.
     handled, deadline = min(requests(), 1), time.monotonic() + grace_s + REPLY_S
     for connection, reply in pending:
-        counts: Message | None = None
-        while counts is None:
+        while True:
             if requests() > handled:
                 handled = requests()
                 for other in alive:
@@ -69,9 +68,9 @@ def shut_down(
                     f"{connection.name}: it is unknown whether processes of the run are left "
                     f"there: {error}"
                 )
-                break
-        if counts is not None:
-            _log_counts(spec, connection, counts, log)
+            else:
+                _log_counts(spec, connection, counts, log)
+            break
     return connections
 
 

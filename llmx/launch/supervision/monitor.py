@@ -213,8 +213,13 @@ class RankMonitor:
     def _all_reported(self, now: float) -> bool:
         """After a failure: whether every host had the time to report an earlier one."""
         assert self.failed_at is not None
+        statuses, exits = self.evidence.statuses, self.evidence.exits
+        all_ended = all(
+            rank.rank in exits or statuses.get(rank.rank, {}).get("state") in FINAL_STATES
+            for rank in self.plan.ranks
+        )
         waited_s = now - self.failed_at
-        if waited_s < (ALL_REPORTED_S if self._all_ranks_ended() else SETTLE_S):
+        if waited_s < (ALL_REPORTED_S if all_ended else SETTLE_S):
             return False
         silent = [
             connection
@@ -223,18 +228,11 @@ class RankMonitor:
             and connection.name not in self.evidence.lost_hosts
             and connection.last_message_at < self.failed_at
         ]
-        if silent and now - self.failed_at < PROBE_S:
+        if silent and waited_s < PROBE_S:
             return False
         for connection in silent:
             self._mark_lost(connection)
         return True
-
-    def _all_ranks_ended(self) -> bool:
-        statuses, exits = self.evidence.statuses, self.evidence.exits
-        return all(
-            rank.rank in exits or statuses.get(rank.rank, {}).get("state") in FINAL_STATES
-            for rank in self.plan.ranks
-        )
 
     def _delay_s(self, rank: int) -> float:
         host = self.plan.ranks[rank].host
