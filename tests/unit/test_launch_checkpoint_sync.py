@@ -47,7 +47,7 @@ class LocalRsync:
     def __init__(self, disk: Path) -> None:
         self.disk = disk
 
-    def run(self, arguments: list[str], *, what: str, stdin: str = "") -> str:
+    def run(self, arguments: list[str], *, label: str, stdin: str = "") -> str:
         here = [word.replace("node-b:", str(self.disk)) for word in arguments]
         argv = ["rsync", "-a", *here]
         done = subprocess.run(argv, input=stdin, text=True, check=True, capture_output=True)
