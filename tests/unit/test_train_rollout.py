@@ -223,7 +223,7 @@ def test_gradients_are_off_while_a_task_generates() -> None:
 def test_the_rollout_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPO on a small model without an engine: a gradient for the policy, none for the reference;
     and log-probabilities of generation and of training are the same, so that KL is 0 at first."""
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "custom-tasks.md").read_text(encoding="utf-8")
     every = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     (tmp_path / "grpo_of_docs.py").write_text(next(code for code in every if "class Grpo" in code))
     monkeypatch.syspath_prepend(tmp_path)
