@@ -54,7 +54,8 @@ def remove_mark(checkpoints: Path, rank: int, *, token: str, disk: Disk = DISK) 
 
 
 def storage_leaders(visible_marks: Sequence[frozenset[int]]) -> list[int]:
-    """For each rank the lowest rank on its storage. ``seen[r]``: what rank ``r`` saw."""
+    """For each rank the lowest rank on its storage. ``visible_marks[r]``: what rank
+    ``r`` saw."""
     return [min(ranks | {rank}) for rank, ranks in enumerate(visible_marks)]
 
 

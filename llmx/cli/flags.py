@@ -80,7 +80,7 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     options, unread = parser.parse_known_intermixed_args(words)
     if unread:
         problem = "no such option" if unread[0].startswith("-") else "too many words"
-        hint = did_you_mean(unread[0].split()[0].partition("=")[0], parser.flags)
+        hint = did_you_mean(unread[0].strip().partition("=")[0], parser.flags)
         parser.error(f"{problem}: {' '.join(unread)}{hint and f'.{hint}'}")
     options.keys, options.behind = keys, behind
     return options

@@ -163,7 +163,7 @@ def _compose(
             raise
         raise ConfigError(
             f"--package {shown(part)}: the config has no such part."
-            f"{did_you_mean(part[:100], known_keys())} See all of it with --cfg job."
+            f"{did_you_mean(part[:100], sorted(known_keys()))} See all of it with --cfg job."
         ) from None
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra(error, overrides)) from error

@@ -1,5 +1,4 @@
-"""Refuses a typed word without effect, and an adapter that a file describes and nothing switches
-on.
+"""Refuses a typed word without effect.
 
 Some keys are read only beside another choice: ``optim.cycles`` with one schedule,
 ``launch.slurm.*`` with one transport. ``RULES`` says which; a word on the command line that is not
@@ -18,10 +17,9 @@ from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
 from llmx.config.plugins import TRACKERS
-from llmx.config.schema import AdapterConfig, Experiment
+from llmx.config.schema import Experiment
 from llmx.errors import ConfigError
 
-_NO_ADAPTER = AdapterConfig()
 _RESET = ("", "''", "null", "0", "[]", "{}")
 """Values that turn something off: they ask for nothing that could be left undone."""
 
@@ -232,13 +230,7 @@ def without_effect(
     """Key -> the message, of each override that nothing of this experiment reads."""
     problems = {}
     rules = RULES if command else (*RULES, *_BY_COMMAND)
-    adapter = vars(exp.adapter).items() if exp.adapter.kind == "none" else ()
-    described = [
-        f"adapter.{name}={shown(value)}"
-        for name, value in adapter
-        if value != vars(_NO_ADAPTER)[name]
-    ]
-    for word in (*described, *overrides):
+    for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if value in _RESET:
             continue

@@ -6,6 +6,7 @@ import transformers, so the tables stand here; a test compares them with the lib
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -319,6 +320,7 @@ def output_head_target(target: str) -> str:
 def adapter_problems(adapter: AdapterConfig, model: ModelConfig) -> Iterator[str]:
     """One message for each broken rule between the fields."""
     if adapter.kind == "none":
+        yield from _without_effect(adapter)
         return
     if model.init == "scratch":
         yield (
@@ -376,6 +378,18 @@ def quantize_problems(
             f"{key}: the layers of a GPT-2 are stored transposed, and are not quantized. Use "
             "adapter=lora."
         )
+
+
+def _without_effect(adapter: AdapterConfig) -> Iterator[str]:
+    """One message for each option of an adapter that is described and not switched on."""
+    defaults = AdapterConfig()
+    for field in dataclasses.fields(AdapterConfig):
+        value = getattr(adapter, field.name)
+        if field.name != "kind" and value != getattr(defaults, field.name):
+            yield (
+                f"adapter.{field.name}={shown(value)} has no effect with adapter.kind=none. Add "
+                "adapter=lora, or leave it out."
+            )
 
 
 ADD_TOKENS, ADD_SPECIAL = "model.add_tokens", "model.add_special_tokens"

@@ -59,6 +59,8 @@ def held_out_prompts(
     renderer = Renderer(tokenizer, template=data.template)
     cutter = PromptCutter(renderer, limit=data.seq_len, side=data.truncate_prompt)
     prompts: list[EvalPrompt] = []
+    if not limit:
+        return prompts
     for row in source.rows():
         if not isinstance(row, Conversation):
             continue

@@ -24,6 +24,7 @@ import numpy as np
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
+    Reader,
     Reading,
     detect_form,
     format_of,
@@ -227,18 +228,22 @@ class Source:
             read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
         )
 
-    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
-        """Every row; None for a conversation without an answer."""
+    @cached_property
+    def _read(self) -> Reader:
+        """Of a record, the row. Asked for at a record: a source without any has no form."""
         readers = {**format_of(self.form).readers, Record: to_record}
         # A source that no task takes is read as what it is in the first place.
-        read = readers[self.row_type or next(iter(readers))]
+        return readers[self.row_type or next(iter(readers))]
+
+    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
+        """Every row; None for a conversation without an answer."""
         for record in self.raw(bad, meter=meter):
             row: Row | None
             try:
                 if not isinstance(record, Document):
                     if self.row_type is not Record:
                         self._check(record)
-                    row = read(record, self.reading)
+                    row = self._read(record, self.reading)
                 elif self.form == "text":
                     row = record
                 else:
@@ -489,7 +494,7 @@ class DatasetSplit:
         empty = True
         for index, record, copy in self._every(bad, weighted=self.name == "train"):
             empty = False
-            if repeated is not None and repeated[index]:
+            if repeated is not None and index < len(repeated) and repeated[index]:
                 self.left_out["identical to an earlier row"] += copy == 0
             elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue

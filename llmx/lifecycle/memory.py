@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from llmx.compose.complete import Composed, chosen_experiment, refusal
 from llmx.config import Experiment
 from llmx.config.build import to_dict
 from llmx.errors import ConfigError
+from llmx.hardware.survey import version
 from llmx.lifecycle.learned import known_contexts, known_runs
 from llmx.lifecycle.preflight import PACKAGES, ask, with_true_vocabulary
 from llmx.plan.choices import no_runs, traced_memory, with_traces
@@ -166,8 +165,7 @@ def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
         "task": [exp.task.kind, exp.task.options],
         "run": [plan.precision, plan.accelerator],
         "key": asdict(key),
-        "packages": {name: metadata.version(name) for name in (*PACKAGES, "peft")
-                     if importlib.util.find_spec(name)},
+        "packages": {name: version(name) for name in (*PACKAGES, "peft")},
         "code": code.hexdigest(),
     }  # fmt: skip
     text = json.dumps(parts, sort_keys=True, default=str)

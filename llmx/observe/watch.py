@@ -142,9 +142,9 @@ def _lines(views: Iterator[View | str]) -> View | None:
             is_connected = False
             continue
         is_connected = True
-        if view.damage != damage:
+        if view.damage and view.damage != damage:
             print(printable("\n".join(view.damage)), flush=True)
-            damage = view.damage
+        damage = view.damage
         for when, words in view.events:
             if when > newest_s and last is not None:
                 moment = time.strftime("%H:%M:%S", time.localtime(when))

@@ -218,11 +218,11 @@ def load(directory: Path) -> Sweep:
     path = directory / FILE
     try:
         values = read_json(path)
-        if fault := misfit(values, SHAPES[FILE]):
-            raise ValueError(fault)
         version = values.pop("version")
         if version != VERSION:
             raise ConfigError(f"{path}: is of version {version}, and this llmx reads {VERSION}.")
+        if fault := misfit(values, SHAPES[FILE]):
+            raise ValueError(fault)
         trials = []
         for row in values.pop("trials"):
             del row["state"]

@@ -48,7 +48,6 @@ def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
     right = table["values"][0][0] + table["values"][1][1]
     assert right / 200 == after["accuracy"]
     succeeds(tmp_path, "report", str(whole))
-    assert (whole / "confusion_matrix.png").stat().st_size > 5000
     # The exported model says what the evaluation measured.
     model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
     assert model.config.id2label == {0: "negative", 1: "positive"}

@@ -6,7 +6,7 @@ import pytest
 
 from llmx.cli.arguments import as_meant
 from llmx.compose.effects import RULES, check_effects
-from llmx.config import AdapterConfig, Experiment, experiment_from_dict, known_keys
+from llmx.config import experiment_from_dict, known_keys
 from llmx.errors import ConfigError
 from tests.composing import composed, values
 
@@ -85,12 +85,6 @@ def test_a_word_that_nothing_reads_is_refused(words) -> None:
     exp = experiment_from_dict(values(["hardware=cpu2", *words]))
     with pytest.raises(ConfigError, match="has no effect"):
         check_effects(exp, words)
-
-
-def test_an_adapter_that_a_file_describes_is_switched_on() -> None:
-    exp = Experiment(adapter=AdapterConfig(rank=8))
-    with pytest.raises(ConfigError, match=r"adapter\.rank=8: has no effect .* Set adapter=lora"):
-        check_effects(exp, [])
 
 
 def test_the_head_of_a_classifier_learns_at_optim_lr() -> None:

@@ -152,6 +152,7 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
         ({"targets": []}, ["adapter.targets is empty", "all-linear"]),
         ({"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
         ({"modules_to_save": ["q_proj"], "targets": ["q_proj"]}, ["q_proj is one of adapter.tar"]),
+        ({"kind": "none", "rank": 8, "targets": []}, ["adapter.rank=8 has no effect", "=lora"]),
         ({"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
     ],
 )

@@ -160,6 +160,7 @@ def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
         ([100.2, 100.9], (100.2, 101.0, ["100.2", "100.4", "100.6", "100.8", "101"])),
         ([-1.0, 1.0], (-1, 1, ["-1", "-0.5", "0", "0.5", "1"])),
         ([3.0, 3.0], (1.0, 5.0, ["1", "2", "3", "4", "5"])),
+        ([0.0, 0.0], (-0.6, 0.6, ["-0.6", "-0.4", "-0.2", "0", "0.2", "0.4", "0.6"])),
         ([15_612, 15_630], (15_610, 15_630, ["15,610", "15,615", "15,620", "15,625", "15,630"])),
         ([0.0009, 7.1], (1e-4, 10, ["0.0001", "0.001", "0.01", "0.1", "1", "10"])),
     ],
@@ -169,6 +170,11 @@ def test_scales(values: list[float], expected: Any) -> None:
     assert (scale.low, scale.high) == pytest.approx(expected[:2])
     assert [text for _, text in scale.ticks] == expected[2]
     assert scale.is_log == (values[0] == 0.0009)
+
+
+@pytest.mark.parametrize(("steps", "labels"), [([1.0, 2.0, 3.0], ["1", "2", "3"]), ([5.0], ["5"])])
+def test_steps_are_whole(steps: list[float], labels: list[str]) -> None:
+    assert [text for _, text in scale_of(steps, is_tight=True).ticks] == labels
 
 
 def test_thousands_of_points_keep_their_extremes_and_gaps() -> None:
@@ -189,8 +195,9 @@ def test_tables_of_an_evaluation_are_shown(tmp_path: Path) -> None:
         "title": "Confusion matrix: actual by predicted", "rows": ["好", "<bad>"],
         "columns": ["好", "<bad>"], "values": [[9.0, 1.0], [0.0, 0.0]],
     }  # fmt: skip
-    write_json(run.tables, {"step": 600, "tables": [table, {**table, "rows": ["good"]}]})
+    damaged = [{**table, "rows": ["good"]}, {**table, "values": [[None, 1.0], [0.0, 0.0]]}]
+    write_json(run.tables, {"step": 600, "tables": [table, *damaged]})
     html = page(load_run(run.root))
     assert "&lt;bad&gt;" in html
     assert '<td class="number">9</td>' in html
-    assert "tables.json: a table has rows of another length than its columns." in html
+    assert "tables.json: a table with a missing value, or with rows of" in html

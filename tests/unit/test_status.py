@@ -278,6 +278,7 @@ def test_what_cannot_be(
         (["status"], "no such directory: outputs"),
         (["status", str(tmp_path)], "no runs under"),
         (["status", "a", "b"], "too many words: b"),
+        (["status", "a", ""], "too many words: "),
         (["watch"], "no run under outputs"),
     ):
         code = subprocess.run(

@@ -130,7 +130,10 @@ def fixed_and_swept(
 ) -> tuple[dict[str, str], dict[str, Override]]:
     """By key, the words that all trials have, and those with several values; the last counts."""
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
-    words = {word.get_key_element(): word for word in parser.parse_overrides(list(arguments))}
+    words: dict[str, Override] = {}
+    for word in parser.parse_overrides(list(arguments)):
+        words.pop(word.get_key_element(), None)  # the sampler draws in the order of the last words
+        words[word.get_key_element()] = word
     swept = {key: word for key, word in words.items() if word.is_sweep_override()}
     values = {k: w.get_value_element_as_str() for k, w in words.items() if k not in swept}
     return {key: f"{key}={value}" for key, value in values.items()}, swept

@@ -186,7 +186,7 @@ def names(columns: Iterable[Any], *, limit: int = 12) -> str:
 
 
 def wrong_record(record: Record, reason: str, problem: str, value: Any = None) -> RecordError:
-    """A RecordError with the record's place and content; ``shown`` is added to the message."""
+    """A RecordError with the record's place and content; ``value`` is added to the message."""
     ending = f" {excerpt(value)}" if value else ""
     return RecordError(
         f"{record.where}: {problem}{ending}",

@@ -62,7 +62,7 @@ FAST_FROM_BYTES = 2 << 20
 
 @dataclass
 class Batch:
-    """Rows that are tokenized together: documents alone, or none of them."""
+    """Rows that are tokenized together: single documents alone, or none of these."""
 
     examples: list[Example] = field(default_factory=list)
     """Once it is tokenized, those that are used."""
@@ -161,12 +161,20 @@ class ExampleEncoder:
         """The same batches, with an encoder for each kind of sequence that is in them, chosen on
         the first that have it. A little text is sooner tokenized than a faster way is proven."""
         while (batch := next(batches, None)) is not None:
-            kinds = {type(sequence) for sequence in _sequences([batch])}
-            needs_chats = self._chats is None and Conversation in kinds
-            needs_documents = self._documents is None and Document in kinds
+            sequences = list(_sequences([batch]))
+            needs_chats = self._chats is None and any(
+                isinstance(sequence, Conversation) for sequence in sequences
+            )
+            needs_documents = self._documents is None and any(
+                isinstance(sequence, Document) for sequence in sequences
+            )
             head, size = [batch], batch.size
             if needs_chats or needs_documents:
+                # Text and chats of a mixture are each proven on their own.
                 while size < FAST_FROM_BYTES and (following := next(batches, None)) is not None:
+                    if following.examples and _holds_text(following) != _holds_text(batch):
+                        batches = chain([following], batches)
+                        break
                     head.append(following)
                     size += following.size
                 batches = chain(head[1:], batches)
@@ -193,7 +201,7 @@ class ExampleEncoder:
 
     def _encode(self, batch: Batch) -> TokenBlock:
         """The tokens of the examples of a batch; those that are not used are taken out of it."""
-        if batch.examples and _is_text(batch.examples[0]):
+        if _holds_text(batch):
             assert self._documents is not None
             sequences: list[TokenSequence] = []
             block = self._documents.encode(
@@ -332,6 +340,10 @@ class ExampleEncoder:
 
 def _is_text(example: Example) -> bool:
     return len(example.sequences) == 1 and isinstance(example.sequences[0], Document)
+
+
+def _holds_text(batch: Batch) -> bool:
+    return bool(batch.examples) and _is_text(batch.examples[0])
 
 
 def _sequences(batches: list[Batch]) -> Iterator[ExampleSequence]:

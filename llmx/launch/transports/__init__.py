@@ -41,7 +41,8 @@ class Transport:
     ds_env_for_shell = True
     """Whether a shell on the other host reads the values of ``ds_env``."""
     device_choice = ""
-    """Why no run can choose GPUs of a host: ``mpirun cannot choose``; empty where it can."""
+    """Why no run can choose GPUs of a host: ``mpirun cannot choose``; empty where it can:
+    then ``argv`` contains ``include_argv(spec)``."""
     allocates = False
     """Whether a scheduler gives each run cores and GPUs of its own."""
 

@@ -95,9 +95,9 @@ def scale_of(values: Sequence[float], *, is_tight: bool = False) -> Scale:
         if 0 <= low < high / 2 and not is_tight:
             low = 0.0
         if high - low < 1e-300:
-            margin = max(abs(low) / 2, 1e-9)
+            margin = 0.5 if is_tight or not low else max(abs(low) / 2, 1e-9)
             low, high = low - margin, high + margin
-        step = nice_step((high - low) / 5)
+        step = max(nice_step((high - low) / 5), 1.0 if is_tight else 0.0)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         ticks = [index * step for index in range(first, last + 1)]
     if not is_tight:

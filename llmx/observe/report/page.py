@@ -234,8 +234,14 @@ def _evaluations(data: RunData) -> str:
 
 def _plan(plan: dict[str, Any]) -> str:
     hosts, batch = plan.get("hosts") or [], plan.get("batch") or {}
+    names = {index: host["name"] for index, host in enumerate(hosts)}
     rows = [
-        [str(rank["rank"]), hosts[rank["host"]]["name"], rank["device"], str(rank["micro_batch"])]
+        [
+            str(rank["rank"]),
+            names.get(rank["host"], ""),
+            rank["device"],
+            str(rank["micro_batch"]),
+        ]
         for rank in plan.get("ranks") or []
     ]
     if not rows:
@@ -263,4 +269,5 @@ def _text_of(data: RunData, name: str) -> str:
         return ""
     if len(text) <= LONGEST_FILE:
         return redact(text)
-    return f"{redact(text[:LONGEST_FILE])}\n... {len(text):,} characters, whole in {name}"
+    # A credential across the cut is not cut before it is masked.
+    return f"{redact(text)[:LONGEST_FILE]}\n... {len(text):,} characters, whole in {name}"

@@ -59,7 +59,6 @@ MEMORY_PARTS = (
     ("communication buckets", "buffers_gib"),
     ("update", "update_gib"),
 )
-"""What a rank takes beside tensors."""
 MAX_HOSTS = 8
 SHOWN_STEPS = 1000
 """Where the number of steps is not known."""

@@ -175,14 +175,22 @@ def _tables(content: dict[str, Any], damage: list[str]) -> list[Table]:
         Table(entry["title"], entry["rows"], entry["columns"], entry["values"])
         for entry in content.get("tables") or []
     ]
-    rectangular = [
-        table
-        for table in tables
-        if [len(row) for row in table.values] == [len(table.columns)] * len(table.rows)
-    ]
-    if len(rectangular) < len(tables):
-        damage.append("tables.json: a table has rows of another length than its columns.")
-    return rectangular
+    readable = [table for table in tables if _is_rectangular(table)]
+    if len(readable) < len(tables):
+        damage.append(
+            "tables.json: a table with a missing value, or with rows of another length than its "
+            "columns, is left out."
+        )
+    return readable
+
+
+def _is_rectangular(table: Table) -> bool:
+    if None in (table.rows, table.columns, table.values) or None in table.values:
+        return False
+    lengths = [len(row) for row in table.values]
+    return lengths == [len(table.columns)] * len(table.rows) and not any(
+        value is None for row in table.values for value in row
+    )
 
 
 def _last_of_each_step(records: list[Record], kind: str) -> list[Record]:

@@ -154,7 +154,8 @@ def predicted(data: RunData) -> str:
         pace = statistics.median(paces[1:] or paces)
         parts.append(f"{_against(foreseen, pace, seconds)} a step")
     planned, peak = data.predicted_gib, data.summary.get("memory_gib_max")
-    if planned and peak and ACCELERATORS[data.plan["accelerator"]].is_gpu:
+    accelerator = ACCELERATORS.get(data.plan.get("accelerator") or "")
+    if planned and peak and accelerator is not None and accelerator.is_gpu:
         parts.append(f"memory {_against(planned, peak, lambda size: f'{human.gib(size)} GiB')}")
     return "; ".join(parts)
 

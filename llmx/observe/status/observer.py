@@ -138,9 +138,9 @@ class Observer:
             return
         lines = self.tail.read()
         if self.tail.began_anew:
-            self.metrics = Metrics()
+            self.metrics, self.unreadable = Metrics(), 0
         records = records_of(lines)
-        self.unreadable += len(lines) - len(records)
+        self.unreadable += sum(bool(line.strip()) for line in lines) - len(records)
         if self.unreadable:
             self.damage.append(f"metrics.jsonl: unreadable lines are left out ({self.unreadable}).")
         for record in records:
