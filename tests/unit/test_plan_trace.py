@@ -39,6 +39,13 @@ OPT = {
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``demo`` is asked of the Hub, whose client tries again for half a minute without a network;
+    the program that traces is offline then (``llmx.offline``)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def small(root: Path, *, kind: str = "llama", config: dict[str, Any] = LLAMA, **groups: Any) -> Any:
     model = {"kind": kind, "config": {**PARITY_MODELS[kind], **config}, **groups.pop("model", {})}
     return experiment(
