@@ -277,13 +277,14 @@ def _checkpointing(zero: ZeroConfig, model: ModelConfig, hardware: HardwareConfi
     uses_default = len(used_devices(hardware)) > len(chosen)
     if len({*chosen.values(), *([run] if uses_default else [])}) <= 1:
         return
-    name, how = max(chosen.items(), key=lambda setting: setting[1] != run)
-    where = f"hardware.devices.{shown(name)}.activation_checkpointing={how}"
+    name, checkpointing = max(chosen.items(), key=lambda setting: setting[1] != run)
+    where = f"hardware.devices.{shown(name)}.activation_checkpointing={checkpointing}"
     if zero.stage == 3:
         yield (
             f"{where}, zero.stage=3: what is computed again gathers its weights again, and all "
             "ranks gather together, so stage 3 has one value for all of them. Use zero=stage2, or "
-            f"model.activation_checkpointing={how} for all and null for the type of device."
+            f"model.activation_checkpointing={checkpointing} for all and null for the type of "
+            "device."
         )
     elif model.compile:
         yield (

@@ -478,14 +478,14 @@ class Diagnosis:
 def diagnose(failure: Failure) -> Diagnosis:
     """The outcome, cause and fix of a failure; never raises, always has a cause."""
     text = "\n".join(part for part in (_headline(failure), failure.traceback) if part)
-    known = _find(text)
-    if known is None and failure.signal:
+    matched_row = _find(text)
+    if matched_row is None and failure.signal:
         return _killed(failure)
-    if known is None and not text:
-        known = _find(failure.log)
+    if matched_row is None and not text:
+        matched_row = _find(failure.log)
     # A rank's own typed outcome stands; a row may only make ``crash`` more precise.
-    if known is not None and failure.category in ("", "crash", known[0].outcome):
-        return _from_row(*known, failure)
+    if matched_row is not None and failure.category in ("", "crash", matched_row[0].outcome):
+        return _from_row(*matched_row, failure)
     outcome = failure.category if failure.category in OUTCOMES else "crash"
     last_line = (failure.log.strip().splitlines() or [""])[-1].strip()
     cause = _headline(failure) or last_line or "the process ended without an error message"
@@ -526,10 +526,10 @@ def _killed(failure: Failure) -> Diagnosis:
             "loads the model in shards), or zero=infinity",
             "kernel_oom",
         )
-    known = _find(failure.log)
+    matched_row = _find(failure.log)
     if number == signals.SIGKILL:
-        if known is not None and known[0].name == "slurm_memory":
-            return _from_row(*known, failure)
+        if matched_row is not None and matched_row[0].name == "slurm_memory":
+            return _from_row(*matched_row, failure)
         return Diagnosis(
             "crash",
             "the process was killed (SIGKILL) without a traceback: by hand, or by the memory limit "
@@ -552,8 +552,8 @@ def _killed(failure: Failure) -> Diagnosis:
             "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host",
             "illegal_instruction",
         )
-    if known is not None:
-        return _from_row(*known, failure)
+    if matched_row is not None:
+        return _from_row(*matched_row, failure)
     return Diagnosis("crash", f"the process died of {name}", NOTES["crash"], "signal")
 
 

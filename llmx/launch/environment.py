@@ -143,10 +143,13 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
             )
         if not _PLAIN.fullmatch(value):
             if not shell:
+                fix = "Change the value, unset it in the environment"
+                if name == "PYTHONPATH":  # also the directory of llmx, where pip did not install it
+                    fix = "Move that directory to a path of these characters"
                 raise ConfigError(
                     f"{name}={value!r}: with launch.transport={transport} DeepSpeed passes only "
-                    "values of letters, digits and @%+=:,./-_. Change the value, unset it in the "
-                    "environment, or use launch.transport=pdsh."
+                    f"values of letters, digits and @%+=:,./-_. {fix}, or use "
+                    "launch.transport=pdsh."
                 )
             value = re.sub(r'(["$`\\])', r"\\\1", value)
         if shell:

@@ -54,7 +54,7 @@ def in_words(ways: Ways) -> str:
     """``full``; or ``none, full on v100_32g`` where types differ: that of most types first."""
     values = list(ways.values())
     usual = max(dict.fromkeys(values), key=values.count)
-    exceptions = [f"{how} on {name}" for name, how in ways.items() if how != usual]
+    exceptions = [f"{way} on {name}" for name, way in ways.items() if way != usual]
     return ", ".join([usual, *exceptions])
 
 

@@ -195,8 +195,8 @@ def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPl
     """By the traces; None where they do not cover the plan."""
     memory = []
     for device in plan.devices:
-        how, size = checkpointing_on(exp, device), plan.micro_batch_on(device)
-        trace = traces.get(plan.attention_on(device), how, size)
+        checkpointing, size = checkpointing_on(exp, device), plan.micro_batch_on(device)
+        trace = traces.get(plan.attention_on(device), checkpointing, size)
         if trace is None:
             return None
         context_gib = traces.context_gib.get(device)
@@ -309,8 +309,8 @@ def _is_of_use(choice: Choice, plain: Choice | None) -> bool:
     least = min(choice.ways.values(), key=CHECKPOINTING.index)
     return all(
         choice.plan.micro_batch_on(name) > rooms.get(name, 0)
-        for name, how in choice.ways.items()
-        if how != least
+        for name, checkpointing in choice.ways.items()
+        if checkpointing != least
     )
 
 
@@ -361,8 +361,8 @@ def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows =
         covering = traces if memory is not None else Traces({})
         plan = replace(plan, advice=advice(exp, plan, covering, allows=allows))
     rank = max(plan.ranks, key=lambda rank: rank.micro_batch)
-    how = checkpointing_on(exp, rank.device)
-    trace = traces.get(plan.attention_on(rank.device), how, rank.micro_batch)
+    checkpointing = checkpointing_on(exp, rank.device)
+    trace = traces.get(plan.attention_on(rank.device), checkpointing, rank.micro_batch)
     if trace is None:
         return with_storage(plan, exp)
     if trace.flops and not plan.num_parameters:
@@ -514,10 +514,8 @@ def micro_batches(exp: Experiment, plan: Plan) -> list[int]:
         rates = [1 / sample_fs(speed, plan.batch.seq_len) for speed in speeds] or [1.0]
         part = max(rates) / sum(rates) if speeds else 1 / plan.world_size
         largest = max(1, math.ceil(round(global_batch * part, 6)))
-    asked = batch.micro_batch
-    return sorted(
-        {2**power for power in range(20) if 2**power <= largest} | {largest, min(asked, largest)}
-    )
+    powers = {2**power for power in range(20) if 2**power <= largest}
+    return sorted(powers | {largest, min(batch.micro_batch, largest)})
 
 
 def plain_variants(exp: Experiment) -> Iterator[Experiment]:
@@ -539,17 +537,17 @@ def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
     options = {}
     for name, values in OPTIONS.items():
         settings = {"offload_optimizer": "none", "offload_param": "none", **values}
-        given = {
+        offloads = {
             key: value
             for key in ("offload_optimizer", "offload_param")
             if (value := getattr(zero, key)) != "none"
         }
-        if given:
-            if settings["stage"] == 0 or ("offload_param" in given and settings["stage"] != 3):
+        if offloads:
+            if settings["stage"] == 0 or ("offload_param" in offloads and settings["stage"] != 3):
                 continue
             if "offload" in name:
                 continue
-            settings |= given
+            settings |= offloads
         options[name] = dataclasses.replace(zero, **settings)  # type: ignore[arg-type]
     return options
 

@@ -185,13 +185,13 @@ def wanted_traces(exp: Experiment, plan: Plan, *, alternatives: bool) -> list[Tr
     attentions = dict.fromkeys(dict(plan.attention).values())
     used = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
     sizes = sorted({rank.micro_batch for rank in plan.ranks})
-    keys = [TraceKey(way, how, size) for way, how in used for size in sizes]
+    keys = [TraceKey(way, setting, size) for way, setting in used for size in sizes]
     if alternatives:
         two_sizes = {1, max([2, *sizes])}
         keys += [
-            TraceKey(way, how, size)
+            TraceKey(way, setting, size)
             for way in attentions
-            for how in CHECKPOINTING
+            for setting in CHECKPOINTING
             for size in two_sizes
         ]
     return list(dict.fromkeys(keys))

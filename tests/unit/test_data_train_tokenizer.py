@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from llmx.config import Experiment, to_dict
+from llmx.config import Experiment, SourceConfig, to_dict
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.source.records import Document, Where
@@ -109,6 +109,18 @@ def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
     trained = train_tokenizer(exp.tokenizer, exp.data, exp.seed)
     assert 260 < trained.vocab_size < 300
     assert "asked for 64,000" in str(trained)
+
+
+def test_a_source_without_a_row_beside_another(tmp_path: Path):
+    """Its form is asked of no record; with the other alone the tokenizer is the same."""
+    full, empty = tmp_path / "full.jsonl", tmp_path / "empty.jsonl"
+    full.write_text('{"text": "so few words"}\n' * 50)
+    empty.write_text("")
+    exp = experiment(tmp_path, vocab_size=64000)
+    exp.data.form, exp.data.path = "auto", ""
+    exp.data.sources = [SourceConfig(path=str(path)) for path in (empty, full)]
+    trained = train_tokenizer(exp.tokenizer, exp.data, exp.seed)
+    assert 260 < trained.vocab_size < 300
 
 
 # The sample

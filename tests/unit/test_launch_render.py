@@ -34,6 +34,7 @@ from llmx.launch.files import (
     check_programs,
     make_spec,
     path_problems,
+    rank_environment,
     rendered_files,
     runner_env,
 )
@@ -300,6 +301,17 @@ def test_values_that_openmpi_would_change_are_refused() -> None:
     exp = experiment("openmpi", (1, 1), env={"ODD": "two words"})
     with pytest.raises(ConfigError, match="ODD='two words'"):
         rendered_files(spec_of(exp))
+
+
+def test_a_clone_that_openmpi_cannot_reach_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llmx.launch.files.code_root", lambda: "/home/Zoë/my clone")
+    exp = experiment("openmpi", (1, 1))
+    with pytest.raises(ConfigError, match=r"PYTHONPATH='/home/Zoë/my clone.*Move that directory"):
+        rank_environment(exp, make_plan(exp))
+    exp = experiment("pdsh", (1, 1))
+    assert rank_environment(exp, make_plan(exp))["PYTHONPATH"].startswith("/home/Zoë/my clone")
 
 
 def test_interfaces_that_differ() -> None:

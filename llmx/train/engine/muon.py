@@ -200,10 +200,12 @@ class Muon(torch.optim.Optimizer):
         values.mul_(1 - lr * decay)
         index = self._owners.get(id(tensor))
         if index is None:  # not in an engine: the parameter itself
-            whole = [Part(tuple(tensor.shape), 0, tensor.numel(), 0)] if tensor.dim() > 1 else []
+            whole_parts = (
+                [Part(tuple(tensor.shape), 0, tensor.numel(), 0)] if tensor.dim() > 1 else []
+            )
             split: list[Part] = []
         else:
-            whole, split = self._mine.get(index, []), self._split.get(index, [])
+            whole_parts, split = self._mine.get(index, []), self._split.get(index, [])
 
         def ahead(part: Part) -> torch.Tensor:
             """Nesterov's, where the next step would look."""
@@ -216,7 +218,7 @@ class Muon(torch.optim.Optimizer):
             there.add_(update.to(there.device, there.dtype), alpha=-lr * scale)
 
         device = self._device or tensor.device
-        for part in whole:
+        for part in whole_parts:
             apply(part, orthogonal(ahead(part).view(part.shape).to(device)).reshape(-1))
         if split:
             self._exchange(split, ahead, apply, device=device)
