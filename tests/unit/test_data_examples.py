@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx import data
-from llmx.config import DataConfig, Experiment
+from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.data import (
     Column,
     Conversation,
@@ -599,3 +599,43 @@ def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
     for i in range(30):
         found = [tokenizer.decode(tokens) for tokens, _ in store[i].sequences()]
         assert found == [f"q{i}</s>", tokenizer.decode([7, 8]), f"Qq{i}<|end|>Aa{i}<|end|>"]
+
+
+class Anything(Task):
+    """Texts and chats, each as it is."""
+
+    name = "anything"
+    takes: ClassVar[tuple[type, ...]] = (Document, Conversation)
+
+    def encode(self, row: Document | Conversation) -> Example:
+        return Example.of(row)
+
+
+@pytest.mark.parametrize("num_texts", [2, 30])
+def test_chats_beside_texts_do_not_count_for_the_proof_of_a_fast_encoder(
+    tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_texts: int
+) -> None:
+    monkeypatch.setattr(blocks, "FAST_FROM_BYTES", 2_000)
+    proven_on: list[list[str]] = []
+    monkeypatch.setattr(
+        blocks.DocumentEncoder, "choose", lambda self, texts: proven_on.append(list(texts))
+    )
+    texts, chats = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl"
+    texts.write_text(
+        "".join(
+            json.dumps({"text": f"{number} " + "x" * 100}) + "\n" for number in range(num_texts)
+        )
+    )
+    chats.write_text(
+        "".join(
+            json.dumps({"prompt": f"q{number}", "response": "y" * 90}) + "\n"
+            for number in range(90)
+        )
+    )
+    exp = experiment(tmp_path, [])
+    exp.data.path, exp.data.form = "", "auto"
+    exp.data.sources = [SourceConfig(path=str(texts)), SourceConfig(path=str(chats))]
+    prepared(exp, tokenizer, Anything)
+    # That of the chats is proven with pieces of their own.
+    proofs = [proof for proof in proven_on if "x" * 100 in proof[0]]
+    assert [len(proof) for proof in proofs] == ([] if num_texts == 2 else [num_texts])
