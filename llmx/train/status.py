@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import re
@@ -237,7 +238,14 @@ def write_stacks() -> None:
     """Write the stacks of all threads to the rank's log, in faulthandler's format, the main thread
     last. The interpreter's lock is held, so no thread moves meanwhile."""
     main = threading.main_thread().ident
-    frames = sys._current_frames()
+    # Before Python 3.12 a collection within this call waits for a lock that the call itself holds.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frames = sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
     lines = []
     for ident in sorted(frames, key=lambda ident: ident == main):
         lines.append(f"Thread 0x{ident:016x} (most recent call first):")
