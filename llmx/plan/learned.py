@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmx.config.schema import Experiment
+from llmx.plan.adapter import adapter_size
 from llmx.plan.geometry import model_geometry
 from llmx.plan.step_time import LearnedSpeeds, computing_parts, flops_by_device, step_time
 from llmx.plan.types import Plan
@@ -68,6 +69,8 @@ class Observation:
     """Part of the positions of a step that are no padding."""
     stage: int = 1
     """The ZeRO stage."""
+    quantized: bool = False
+    """Whether each pass unpacked weights of 4 bits."""
     hosts: tuple[str, ...] = ()
     link_gb_per_s: float | None = None
     """None: not told from noise."""
@@ -114,11 +117,16 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
         times = tuple(seconds * part for seconds, part in zip(times, parts, strict=True))
     shares, work = _shares(plan, times), computing_parts(exp, plan)
     step_s = measured.step_s
+    quantized = _quantized(exp)
 
     def known_if(computing: float, link: float | None) -> LearnedSpeeds:
         rates = {name: work[name] / 1e12 / (computing * part) for name, part in shares.items()}
-        at_stage_3 = frozenset(rates) if exp.zero.stage == 3 else frozenset[str]()
-        return LearnedSpeeds(tflops=rates, link_gb_per_s=link, at_stage_3=at_stage_3)
+        return LearnedSpeeds(
+            tflops=rates,
+            link_gb_per_s=link,
+            with_unpacking=frozenset(rates) if quantized else frozenset(),
+            at_stage_3=frozenset(rates) if exp.zero.stage == 3 else frozenset(),
+        )
 
     link: float | None = None
     computing = step_s
@@ -150,6 +158,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
             data=exp.data.name,
             fill=fill,
             stage=exp.zero.stage,
+            quantized=quantized,
             hosts=hosts,
             link_gb_per_s=link,
             context_gib=_least_context(plan, measured, name),
@@ -164,7 +173,8 @@ def known_of(
     """The speeds to predict a plan with: of each type of device by the newest of the runs that are
     most like it, and of the collectives by those on the same hosts. ``observations``: the oldest
     first; ``path``: their file."""
-    tflops, tokens, used, at_stage_3 = {}, {}, [], set()
+    tflops, tokens, used = {}, {}, []
+    with_unpacking, at_stage_3 = set(), set()
     for name in plan.devices:
         like = [
             run for run in observations if (run.device, run.precision) == (name, plan.precision)
@@ -177,6 +187,8 @@ def known_of(
             tflops[name] = statistics.median(_of_whole_rows(run, exp) for run in like)
             tokens[name] = min(run.tokens for run in like)
             used += like
+            if all(run.quantized for run in like):
+                with_unpacking.add(name)
             if all(run.stage == 3 for run in like):
                 at_stage_3.add(name)
     hosts = tuple(host.name for host in plan.hosts)
@@ -187,6 +199,7 @@ def known_of(
     return LearnedSpeeds(
         tflops=tflops,
         link_gb_per_s=statistics.median(links[-MOST_USED:]) if links else None,
+        with_unpacking=frozenset(with_unpacking),
         at_stage_3=frozenset(at_stage_3),
         tokens=tokens,
         source=f"learned from {runs}{f' in {path}' if path else ''}",
@@ -222,12 +235,18 @@ def _distance(run: Observation, exp: Experiment, plan: Plan) -> tuple[float, ...
         float(run.slots != plan.slots_on(run.device)),
         # What stage 3 adds to each module counts as computing: it cannot be told apart.
         float((run.stage == 3) != (exp.zero.stage == 3)),
+        float(run.quantized != _quantized(exp)),
         float(run.task != exp.task.kind),
         float(run.model != exp.model.kind),
         float(run.attention != plan.attention_on(run.device)),
         round(abs(run.size - math.log2(plan.num_parameters))),
         round(abs(math.log2(run.tokens / tokens))),
     )
+
+
+def _quantized(exp: Experiment) -> bool:
+    adapter = adapter_size(exp.model, exp.adapter)
+    return adapter is not None and adapter.quantized > 0
 
 
 def _link(exp: Experiment, plan: Plan, learned: LearnedSpeeds, exposed: float) -> float:

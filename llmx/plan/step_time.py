@@ -91,6 +91,8 @@ class LearnedSpeeds:
     """TFLOP/s that a device reaches, by type; recomputed activations are counted."""
     link_gb_per_s: float | None = None
     """The speed of collectives of all ranks, for each rank."""
+    with_unpacking: frozenset[str] = frozenset()
+    """Devices whose speed is from runs that unpacked weights of 4 bits."""
     at_stage_3: frozenset[str] = frozenset()
     """Types of devices whose speed is of runs at ZeRO-3: what that adds to each layer is in it."""
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -340,10 +342,10 @@ class _Prediction:
         return device.peak_tflops.get(self.plan.precision, 0.0) or nominal
 
     def _unpacking(self, name: str) -> float:
-        """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. What a
-        run has shown contains it."""
+        """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. The speed
+        of a run that did so contains it."""
         adapter = adapter_size(self.exp.model, self.exp.adapter)
-        if adapter is None or not adapter.quantized or name in self.learned.tflops:
+        if adapter is None or not adapter.quantized or name in self.learned.with_unpacking:
             return 0.0
         passes = 3 if checkpointing_on(self.exp, name) == "full" else 2
         speed = self._memory_speed(self.devices[name]) / MEMORY_REACHED * UNPACKED_REACHED

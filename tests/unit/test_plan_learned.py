@@ -159,6 +159,24 @@ def test_the_most_alike_run_counts() -> None:
     assert known_of(found[3:5], done.experiment, done.plan) == LearnedSpeeds()
 
 
+def test_unpacking_is_added_to_the_speed_of_runs_without_it() -> None:
+    words = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage2", "batch.balance=off"]
+    lora, qlora = composed([*words, "adapter=lora"]), composed([*words, "adapter=qlora"])
+
+    def seconds(done: Composed, seen: Composed) -> float:
+        truth = LearnedSpeeds(
+            tflops=dict.fromkeys(seen.plan.devices, 50.0),
+            link_gb_per_s=10.0,
+            with_unpacking=frozenset(seen.plan.devices if seen is qlora else ()),
+        )
+        runs = observe(seen.experiment, seen.plan, measured(seen, truth))
+        speeds = known_of(runs, done.experiment, done.plan)
+        return step_time(done.experiment, done.plan, learned=speeds).step_s
+
+    assert seconds(qlora, seen=lora) > 1.1 * seconds(lora, seen=lora)
+    assert seconds(qlora, seen=qlora) == pytest.approx(seconds(lora, seen=lora), rel=0.05)
+
+
 def test_the_context_of_a_type_of_device_is_the_largest_of_the_newest_runs() -> None:
     shown = [9.0, 0.5, 0.7, 0.6, 0.5, 0.5]
     found = [an_observation(device="a100_80g", context_gib=size) for size in shown]
