@@ -139,8 +139,7 @@ def campaign(
                 _fire(site, volley, number * STRIDE, chance, report, say)
             disturbed = _until_the_end(site)
             say(f"the end, after {time.monotonic() - begun:.0f} s")
-            timeout_s = PATIENCE_S + report.steps * SLOWEST_STEP_S
-            _compare(undisturbed.until_over(timeout_s=timeout_s), disturbed, report)
+            _compare(undisturbed.until_over(patience_s=PATIENCE_S), disturbed, report)
     except GaveUp as error:
         report.problems.append(str(error))
     report.took_s = time.monotonic() - begun

@@ -6,12 +6,14 @@ with Undisturbed(directory, steps=700) as undisturbed:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from llmx.run.rundir import RunDir, read_json
 from tests.chaos.run_files import json_lines
@@ -87,7 +89,6 @@ class Undisturbed:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
-        self.began = time.monotonic()
 
     def __enter__(self) -> Undisturbed:
         return self
@@ -104,17 +105,27 @@ class Undisturbed:
             self.process.kill()
             self.process.wait()
 
-    def until_over(self, *, timeout_s: float) -> Trained:
-        """Wait for its good end; GaveUp with its last words where there is none."""
-        try:
-            code = self.process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise GaveUp(
-                f"undisturbed: not over within {timeout_s:.0f} s\n{self._said()}"
-            ) from None
-        if code != 0 or read_json(self.run_dir.result)["outcome"] != "ok":
-            raise GaveUp(f"undisturbed: ended with {code}\n{self._said()}")
+    def until_over(self, *, patience_s: float) -> Trained:
+        """Wait for its good end; GaveUp with its last words where there is none, or no new step
+        for ``patience_s``. From now on at the usual priority: nothing else is left to do."""
+        supervisor = psutil.Process(self.process.pid)
+        for process in [supervisor, *supervisor.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.nice(0)
+        console_bytes = -1
+        while (exit_code := self._ended_within(patience_s)) is None:
+            if self.out.stat().st_size == console_bytes:
+                raise GaveUp(f"undisturbed: no step for {patience_s:.0f} s\n{self._said()}")
+            console_bytes = self.out.stat().st_size
+        if exit_code != 0 or read_json(self.run_dir.result)["outcome"] != "ok":
+            raise GaveUp(f"undisturbed: ended with {exit_code}\n{self._said()}")
         return trained(self.run_dir, self.steps)
+
+    def _ended_within(self, timeout_s: float) -> int | None:
+        try:
+            return self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _said(self) -> str:
         return "\n".join(self.out.read_text(errors="replace").splitlines()[-25:])
