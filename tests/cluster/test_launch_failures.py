@@ -8,40 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.launching import nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster
-from tests.cluster.slurm import start_slurm
 
 Make = Callable[..., Cluster]
 Need = Callable[..., None]
 LONG = "task.steps=100000"
 ONCE = "launch.max_restarts=0"
-
-
-# pdsh: test_restart.py, and tests/chaos.
-@pytest.mark.parametrize("transport", ["openmpi", "slurm"])
-def test_a_killed_rank_is_named(
-    transport: str, make_cluster: Make, tmp_path: Path, need: Need
-) -> None:
-    """SIGKILL leaves no traceback; the other rank's broken connection is not the cause."""
-    need(transport)
-    cluster = make_cluster()
-    if transport == "slurm":
-        start_slurm(cluster)
-    run = start_llmx(cluster, tmp_path, overrides=[f"launch.transport={transport}", LONG, ONCE])
-    run.until_step(5)
-    far = cluster["node-b"]
-    (rank,) = rank_pids(far)
-    far.run(["kill", "-KILL", str(rank)])
-    assert run.wait(timeout_s=60) == 1, run.output()
-    result = run.result()
-    assert (result["outcome"], result["failed_rank"], result["host"]) == ("crash", 1, "node-b"), (
-        run.output()
-    )
-    assert "SIGKILL" in result["cause"]
-    nothing_left(cluster, timeout_s=5)
 
 
 def test_no_shared_file_system(make_cluster: Make, tmp_path: Path, need: Need) -> None:

@@ -1,4 +1,4 @@
-"""Without a shared file system: rsync out, train, outputs back.
+"""Without a shared file system: code and data out, train, outputs back.
 
 ``pytest tests/cluster/test_launch_sync.py``
 """
@@ -6,15 +6,24 @@
 from __future__ import annotations
 
 import filecmp
+import json
+import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cluster.launching import nothing_left, start_llmx
+import yaml
+
+from llmx.config import experiment_from_dict
+from llmx.data import SampleStore
+from llmx.tasks import prepare, tokenizer_of
+from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
 from tests.cluster.netns import Cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENTS = 1200
+WORDS = "the red map lies in a small garden behind Anna and Ben went to the museum ü 春".split()
 
 
 def test_private_disks_and_no_checkout(
@@ -34,9 +43,12 @@ def test_private_disks_and_no_checkout(
     for path in planted:
         near.path(path).parent.mkdir(parents=True, exist_ok=True)
         near.path(path).write_text("DB_PASS=hunter2\n")
+    source = tmp_path / "corpus.jsonl"
+    write_documents(source)
     overrides = [
         "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
-        f"data.cache_dir={work}/cache",
+        f"data.cache_dir={work}/cache", "data=text", f"data.path={source}", "data.seq_len=128",
+        "data.max_rows=null", "task=pretrain", "task.epochs=null",
     ]  # fmt: skip
     env = {"PYTHONPATH": str(code)}
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides, env=env)
@@ -63,15 +75,17 @@ def test_private_disks_and_no_checkout(
     assert not far.path(run.dir.rank_log(0)).exists()
     assert run.result()["outcome"] == "ok"
     assert len([r for r in run.records() if r["kind"] == "train"]) >= 2
+    check_stores(run, cluster, work, source)
     nothing_left(cluster, timeout_s=5)
 
-    # A second run sends only its own run directory, and notices a damaged file.
+    # A second run sends only its own run directory, and notices a damaged file. Its rank 0 is on
+    # the far host, so the model and the metrics come back here.
     victim = far.path(code / "llmx/run/rundir.py")
     victim.write_text("broken = True\n")
     stale = far.path(code / "llmx/stale.py")
     stale.write_text("removed here, still there\n")
-    more = [*overrides[:3], f"run_dir={work}/again"]
-    again = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=more, env=env)
+    more = [*overrides, f"run_dir={work}/again"]
+    again = start_llmx(cluster, tmp_path, slots=(1, 1), overrides=more, env=env, reverse=True)
     again.dir = type(again.dir)(work / "again")
     assert again.wait(timeout_s=240) == 0, again.output()
     sent = re.search(r"sync: node-b: (\d+) files? sent", again.out.read_text())
@@ -79,27 +93,45 @@ def test_private_disks_and_no_checkout(
     assert int(sent[1]) < 20
     assert filecmp.cmp(near.path(code / "llmx/run/rundir.py"), victim, shallow=False)
     assert not stale.exists()
-
-
-def test_rank_0_on_the_far_host(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
-) -> None:
-    """The model and the metrics are written there and come back here, live and at the end."""
-    need("pdsh", "rsync")
-    work = tmp_path / "work"
-    work.mkdir()
-    cluster = make_cluster(hosts=["node-a", "node-b"], private_paths=[work])
-    far = cluster["node-b"]
-    overrides = [
-        "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
-        f"data.cache_dir={work}/cache",
-    ]  # fmt: skip
-    run = start_llmx(cluster, tmp_path, slots=(1, 1), overrides=overrides, reverse=True)
-    run.dir = type(run.dir)(work / "run")
-    assert run.wait(timeout_s=240) == 0, run.output()
-    assert far.path(run.dir.final_model).is_dir()
-    for path in far.path(run.dir.final_model).iterdir():
-        assert filecmp.cmp(path, run.path(run.dir.final_model) / path.name, shallow=False)
-    assert far.path(run.dir.metrics).read_bytes() == run.path(run.dir.metrics).read_bytes()
-    assert run.result()["model"] == str(run.dir.final_model)
+    assert far.path(again.dir.final_model).is_dir()
+    for path in far.path(again.dir.final_model).iterdir():
+        assert filecmp.cmp(path, again.path(again.dir.final_model) / path.name, shallow=False)
+    assert far.path(again.dir.metrics).read_bytes() == again.path(again.dir.metrics).read_bytes()
+    assert again.result()["model"] == str(again.dir.final_model)
     nothing_left(cluster, timeout_s=5)
+
+
+def write_documents(path: Path) -> None:
+    """About 1 MiB of sentences."""
+    draw = random.Random(0)
+    with path.open("w", encoding="utf-8") as stream:
+        for _ in range(DOCUMENTS):
+            text = " ".join(draw.choices(WORDS, k=draw.randint(20, 380)))
+            stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+
+
+def check_stores(run: LlmxRun, cluster: Cluster, work: Path, source: Path) -> None:
+    """The first host prepared the data and sent it: both disks have what one host prepares."""
+    stores = [only_store(host.path(work / "cache/data")) for host in cluster.hosts]
+    assert stores[0].meta == stores[1].meta
+    for store in stores:
+        store.verify()
+    exp = experiment_from_dict(yaml.safe_load(run.path(run.dir.config).read_text()))
+    exp.data.cache_dir = str(source.parent / "alone")
+    alone = prepare(exp, tokenizer_of(exp))
+    assert alone.meta["identity"] == stores[0].meta["identity"]
+    assert alone.meta["sha256"] == stores[0].meta["sha256"]
+    assert alone.meta["rows_read"] == DOCUMENTS
+    logs = [run.path(run.dir.rank_log(rank)).read_text() for rank in range(3)]
+    assert re.search(r"Sent text-train-\S+ \([\d.]+ MiB\) to the other hosts", logs[0])
+    pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_sequences:,} pieces"
+    assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
+    assert "Data (" not in logs[1] + logs[2]
+
+
+def only_store(directory: Path) -> SampleStore:
+    """The store there; nothing else may be left beside the file of another project."""
+    (store,) = [path for path in directory.iterdir() if path.is_dir()]
+    files = [path for path in directory.iterdir() if path.is_file() and path.name != "other"]
+    assert {path.suffix for path in files} <= {".lock"}
+    return SampleStore.open(store)

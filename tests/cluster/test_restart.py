@@ -119,45 +119,6 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     nothing_left(cluster, timeout_s=5)
 
 
-def test_a_host_that_burned_down_is_replaced(
-    make_cluster: Make, tmp_path: Path, need: Need
-) -> None:
-    """The supervisor's machine has no rank and the only copy of the checkpoints: they go to the
-    host that takes the place of the lost one, and the run is waited for, not given up."""
-    need("pdsh", "rsync")
-    work = tmp_path / "work"
-    work.mkdir()
-    cluster = make_cluster(private_paths=[work])
-    near, far = cluster.hosts
-    overrides = [
-        *("launch.transport=pdsh", "launch.sync=rsync", "launch.restart_backoff_s=1"),
-        *("launch.heartbeat_timeout_s=15", f"checkpoint.every_steps={EVERY}"),
-        *("checkpoint.keep.last=1", "task.steps=100000"),
-        *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
-    ]
-    run = start_llmx(cluster, tmp_path, slots=(0, 1), overrides=overrides)
-    run.dir = RunDir(work / "run")
-    wait_until(lambda: committed(run, near), timeout_s=240, what="a collected checkpoint")
-    far.kill()
-    wait_until(lambda: "waiting for node-b" in run.out.read_text(), timeout_s=90, what="the wait")
-    copied = committed(run, near)[0]
-    far.boot()
-    until_attempt(run, 2, step=copied + EVERY)
-    # A copy is seen a moment before the supervisor removes what the host has removed.
-    wait_until(
-        lambda: len(committed(run, near)) <= 2, timeout_s=30, what="the removal of old copies"
-    )
-    run.signal(signal.SIGINT)
-    assert run.wait(timeout_s=60) == 130, run.output()
-    lost, last = read_attempts(seen(run, near))
-    assert (lost["outcome"], last["outcome"]) == ("host_lost", "interrupted")
-    assert last["first_step"] == copied
-    assert committed(run, near)[0] == committed(run, far)[0], "the last one is brought, too"
-    steps = [r["step"] for r in run.records() if r["kind"] == "train"]
-    assert steps == [1, *range(5, steps[-1] + 1, 5)]
-    nothing_left(cluster, timeout_s=5)
-
-
 def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """The last checkpoint does not fit: the run waits until somebody makes space, and ends well."""
     need("pdsh")

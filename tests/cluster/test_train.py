@@ -1,7 +1,7 @@
 """The main job on a real cluster: one training, however its ranks are started and sharded.
 
 A run of one process gives the curve and the model; every transport, ZeRO stage and split of the
-same global batch must give them again. Then real text: instructions and plays.
+same global batch must give them again. Then real instructions.
 
 ``pytest -m cluster tests/cluster/test_train.py``
 """
@@ -54,8 +54,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 @pytest.mark.parametrize(
     ("transport", "zero", "slots"),
     [
-        ("pdsh", "stage2", (2, 1)),
-        ("pdsh", "stage3", (1, 1, 1)),
+        ("pdsh", "stage3", (2, 1)),
         ("openmpi", "stage2", (1, 2)),
         ("slurm", "stage3", (2, 2)),
     ],
@@ -78,7 +77,11 @@ def test_one_training(
     if transport == "slurm":
         start_slurm(cluster)
     how = [f"launch.transport={transport}", f"zero={zero}"]
-    secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "MY_SECRET": SECRET}
+    tracked = transport == "slurm"
+    if tracked:  # no way out of the cluster: W&B keeps the run on disk
+        how += ["tracking.kinds=[wandb]", "tracking.tags=[lan]"]
+    secrets = {"HF_TOKEN": SECRET, "MY_SECRET": SECRET}
+    secrets["WANDB_API_KEY"] = "" if tracked else SECRET
     odd = {"ODD": ODD} if transport == "pdsh" else {}
     run = start_llmx(
         cluster, tmp_path, slots=slots, overrides=[*CURVE, *how], env=secrets, rank_env=odd
@@ -97,6 +100,8 @@ def test_one_training(
     assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
     assert trained.grad_norms == pytest.approx(alone.grad_norms, rel=2e-3)
     _assert_same_model(trained.model, alone.model)
+    if tracked:
+        _check_offline(run, trained)
     nothing_left(cluster)
 
 
@@ -140,21 +145,8 @@ def test_names_that_resolve_to_loopback_and_interfaces_that_differ(
     nothing_left(cluster, timeout_s=5)
 
 
-def test_wandb_offline_holds_the_run(
-    alone: Trained, make_cluster: Make, need: Need, tmp_path: Path
-) -> None:
-    """No way out of the cluster: the run is kept on disk, config and losses and all."""
-    need("pdsh")
-    cluster = make_cluster()
-    how = ["launch.transport=pdsh", "zero=stage1", "tracking.kinds=[wandb]", "tracking.tags=[lan]"]
-    run = start_llmx(
-        cluster, tmp_path, overrides=[*CURVE, *how], env={"WANDB_API_KEY": ""}, interface=None
-    )
-    trained = _trained(run)
-    assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
-    _assert_same_model(trained.model, alone.model)
-    # Not configured here, so it was found: the one on the way to the other host.
-    assert "GLOO_SOCKET_IFNAME=lan0\n" in run.dir.ds_env.read_text()
+def _check_offline(run: LlmxRun, trained: Trained) -> None:
+    """The file of W&B has the config, the losses and the end."""
     (path,) = run.dir.root.rglob("run-*.wandb")
     kept = WandbFile(path)
     snapshot = yaml.safe_load(run.dir.config.read_text())
@@ -191,27 +183,6 @@ def test_sft_on_real_instructions_without_a_shared_disk(
     (evaluation,) = [r for r in run.records() if r["kind"] == "eval" and r["step"] == 20]
     assert evaluation["loss"] < trained.losses[0] - 1.5
     _assert_generates(trained.model, "请介绍一下北京。")
-    nothing_left(cluster)
-
-
-def test_pretraining_on_real_text(
-    make_cluster: Make, need: Need, real_data: Path, tmp_path: Path
-) -> None:
-    need("pdsh")
-    source = _file(real_data, "tinyshakespeare.txt")
-    work = tmp_path / "work"
-    work.mkdir()
-    cluster = make_cluster()
-    _write_tokenizer(real_data, work / "tokenizer")
-    overrides = [
-        *("task=pretrain", "task.epochs=null", "zero=stage2", "data=text", f"data.path={source}"),
-        *("data.seq_len=128", "data.max_rows=8000"),
-    ]
-    run = _start_real(cluster, tmp_path, work, overrides)
-    trained = _trained(run)
-    assert _mean(trained.losses[:2]) == pytest.approx(math.log(50_265), abs=0.7)
-    assert _mean(trained.losses[-3:]) < _mean(trained.losses[:2]) - 2.5
-    _assert_generates(trained.model, "ROMEO:")
     nothing_left(cluster)
 
 
