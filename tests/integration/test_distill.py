@@ -1,4 +1,5 @@
 """task=distill on real text: ZeRO 3 and 2, a teacher whose top tokens are stored and a live one.
+Resume: ``test_tasks_proof``.
 
 Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_distill.py``
 """
@@ -18,7 +19,6 @@ from llmx.config import Experiment
 from llmx.run.rundir import RunDir
 from tests.command_runs import lines
 from tests.forked_ranks import Server
-from tests.integration.test_dpo import measured
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
 pytestmark = pytest.mark.deepspeed
@@ -40,9 +40,7 @@ def save_teacher(tokenizer: Path, target: Path) -> None:
     found.save_pretrained(target)
 
 
-def test_a_student_nears_its_teacher_and_resumes_bitwise(
-    real_data: Path, tmp_path: Path, ranks: Server
-) -> None:
+def test_a_student_nears_its_teacher(real_data: Path, tmp_path: Path, ranks: Server) -> None:
     tokenizer = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
     save_teacher(tokenizer, tmp_path / "teacher")
 
@@ -66,21 +64,10 @@ def test_a_student_nears_its_teacher_and_resumes_bitwise(
         )
 
     stored = {"teacher_logits": "stored", "top_k": TOP}
-    half = ranks.start(
-        write_run(run("stopped", stage=3, options=stored, stop_at_step=STEPS // 2))
-    ).finish()
-    log = half.rank_log(0).read_text()
+    whole = ranks.start(write_run(run("whole", stage=3, options=stored))).finish()
+    log = whole.rank_log(0).read_text()
     assert "Precomputing teacher_ids, teacher_logps (train): done in" in log
     assert "Precomputing teacher_ids, teacher_logps (eval): done in" in log
-    rest = ranks.start(write_run(run("stopped", stage=3, options=stored))).finish()
-    whole = ranks.start(write_run(run("whole", stage=3, options=stored))).finish()
-    assert "teacher_ids, teacher_logps found in" in whole.rank_log(0).read_text()
-    (resumed,) = [line for line in lines(rest.root, "event") if line["event"] == "resumed"]
-    assert resumed["step"] == STEPS // 2
-    assert measured(rest) == measured(whole)
-    assert (
-        lines(rest.root, "end")[-1]["weights_hash"] == lines(whole.root, "end")[-1]["weights_hash"]
-    )
     before, after = lines(whole.root, "eval")
     assert after["divergence"] < before["divergence"]
     assert {"divergence", "agreement", "hard_loss"} <= {*lines(whole.root, "train")[0]}
@@ -93,7 +80,7 @@ def test_a_student_nears_its_teacher_and_resumes_bitwise(
     first, also = lines(live.root, "train")[0], lines(whole.root, "train")[0]
     assert first["hard_loss"] == pytest.approx(also["hard_loss"], abs=1e-4)
     assert first["agreement"] == pytest.approx(also["agreement"], abs=1e-3)
-    for each in (rest, live):
+    for each in (whole, live):
         state = json.loads(next(each.checkpoints.glob("step-*/state.json")).read_text())
         assert not any("teacher" in name for name in state["parameters"])
         assert any("teacher" in name for name in state["frozen"])

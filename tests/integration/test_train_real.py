@@ -37,12 +37,11 @@ def tokenizer(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return real_tokenizer_dir(real_data, tmp_path_factory.mktemp("tokenizer"))
 
 
-def check(run: Finished, *, tokenizer: Path, fall: float, prompt: str, warning: str = "") -> None:
-    """It ended well with no other warning, it learned, and its model loads and answers."""
+def check(run: Finished, *, tokenizer: Path, fall: float, prompt: str) -> None:
+    """It ended well without a warning, it learned, and its model loads and answers."""
     assert run.exit_code == 0, run.said
     assert run.result["outcome"] == "ok"
-    assert bool(warning) == bool(run.warnings())
-    assert [line for line in run.warnings() if warning not in line] == []
+    assert run.warnings() == []
     losses = run.losses
     assert len(losses) == STEPS
     # Uniform over the 50,265 tokens is ln 50265 = 10.82; the demo's initialisation adds some.
@@ -93,20 +92,3 @@ def test_pretraining_on_shakespeare(real_data: Path, tokenizer: Path, tmp_path: 
         "task=pretrain",
     )
     check(run, tokenizer=tokenizer, fall=3.0, prompt="First Citizen: we are")
-
-
-def test_instructions_in_chinese(real_data: Path, tokenizer: Path, tmp_path: Path) -> None:
-    run = train(
-        tmp_path,
-        "alpaca",
-        f"model.tokenizer={tokenizer}",
-        *NETWORK,
-        "data=alpaca",
-        f"data.path={real_data / 'alpaca_zh_demo.json'}",
-        "data.max_rows=300",
-        "data.eval_samples=8",
-        "data.seq_len=256",
-        "task=sft",
-    )
-    warning = "data.seq_len=960 keeps 95 %"
-    check(run, tokenizer=tokenizer, fall=3.0, prompt="你好", warning=warning)
