@@ -758,6 +758,9 @@ class LaunchConfig:
     refused."""
     start_timeout_s: float = number(900.0, above=0, maximum=MAX_SECONDS)
     """The longest time from the start to the first sign of life of every rank."""
+    probe: bool = True
+    """Before ranks start on several hosts, every pair of hosts is tested on fresh ports in both
+    directions. False: only the connection of each host to rank 0."""
     heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
     """A host whose agent is silent for this long counts as lost."""
     comm_timeout_s: float = number(14400.0, above=0, maximum=MAX_SECONDS)

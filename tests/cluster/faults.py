@@ -99,6 +99,26 @@ class Faults:
                 continue
         return found
 
+    def block_high_ports(self: Host) -> None:
+        """A firewall that drops what this host sends from a high port to a high port of another:
+        ssh and the rendezvous pass, connections between ranks get no answer."""
+        high = ["ipproto", "tcp", "sport", "32768-60999", "dport", "32768-60999"]
+        try:
+            self.run(["ip", "route", "add", "default", "dev", "lo", "table", "77"])
+            self.run(["ip", "rule", "add", *high, "lookup", "77"])
+        except subprocess.CalledProcessError as error:
+            raise Unsupported(f"rules of routes by port: {error.stderr}") from None
+
+    def unblock_high_ports(self: Host) -> None:
+        """Undo ``block_high_ports``."""
+        self.run(["ip", "rule", "del", "lookup", "77"])
+
+    def set_mtu(self: Host, size: int) -> None:
+        """The largest packet that the host sends and expects; the switch takes 1500."""
+        # Else the kernel passes many packets on as one, which no switch measures.
+        words = ["ip", "link", "set", INTERFACE, "mtu", str(size), "gso_max_segs", "1"]
+        self.run(words)
+
     def cut(self: Host) -> None:
         """Packets to and from the host vanish, its interface stays up: a broken switch."""
         self._link("nomaster")

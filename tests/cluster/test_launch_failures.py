@@ -68,6 +68,34 @@ def test_a_taken_port(cluster: Cluster, tmp_path: Path, need: Need) -> None:
     nothing_left(cluster, timeout_s=5)
 
 
+def test_hosts_that_do_not_reach_each_other(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    """ssh works, and so does the rendezvous; the ranks would wait for hours in a broadcast."""
+    need("pdsh")
+    cluster = make_cluster(hosts=3)
+    _, near, far = cluster.hosts
+
+    def refused(name: str) -> str:
+        how = {"slots": (0, 1, 1), "overrides": ["launch.transport=pdsh"], "name": name}
+        run = start_llmx(cluster, tmp_path, **how)
+        assert run.wait(timeout_s=60) == 4, run.output()
+        assert not rank_pids(near)
+        return run.out.read_text()
+
+    far.block_high_ports()
+    text = refused("firewall")
+    assert f"node-b -> node-c at {far.address} (lan0, port " in text
+    assert "no connection (no answer)" in text
+    assert "The port of the rendezvous is open there, this one is not." in text
+    assert "allow all TCP between the hosts" in text
+    far.unblock_high_ports()
+    for host in (near, far):
+        host.set_mtu(9000)
+    text = refused("mtu")
+    assert "one byte passes both ways, but 64 KiB sent there do not arrive" in text
+    assert "ip link set dev lan0 mtu 1500" in text
+    nothing_left(cluster, timeout_s=5)
+
+
 def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path, need: Need) -> None:
     """A start time-out names the ranks and their hosts."""
     need("pdsh")

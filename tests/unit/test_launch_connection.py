@@ -28,8 +28,9 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.agent import ProcessTable
-from llmx.launch.agents.connection import AGENT, AgentError, Connection
-from llmx.launch.agents.preflight import check_environments, check_reachability
+from llmx.launch.agents.connection import AGENT, Connection
+from llmx.launch.agents.mesh import Node
+from llmx.launch.agents.preflight import check_environments, check_network
 from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.files import make_spec
 from llmx.launch.supervision.console import Console, RunLog
@@ -230,16 +231,19 @@ def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> No
             rig.handshake()
         port = agent.connection.request("reserve_port", timeout_s=10)["port"]
         connections = [agent.connection, far.connection]
+        nodes = {name: Node(name, "lo", "127.0.0.1") for name in ("node-a", "node-b")}
         for address, reached in (("127.0.0.1", True), ("::1", True), ("127.0.0.256", False)):
             plan = dataclasses.replace(spec.plan, master_addr=address)
             there = dataclasses.replace(spec, plan=plan, port=port)
             if reached:
-                check_reachability(there, connections)
+                check_network(there, nodes, connections)
                 continue
             with pytest.raises(LaunchError, match=f"node-b: cannot connect to node-a at {address}"):
-                check_reachability(there, connections)
-        with pytest.raises(AgentError, match="ConnectionRefusedError"):
-            far.connection.request("connect", to="127.0.0.1", port=port, timeout_s=20)
+                check_network(there, nodes, connections)
+        peers = [["node-a", "127.0.0.1", port]]
+        answers = far.connection.send("probe", peers=peers, token="-", size=1, timeout_s=4)
+        reply = far.connection.wait_for(answers, timeout_s=10)
+        assert reply["results"] == {"node-a": {"stage": "connect", "error": "ECONNREFUSED"}}
     finally:
         far.connection.close(timeout_s=10)
 

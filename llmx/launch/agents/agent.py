@@ -19,6 +19,7 @@ import array
 import base64
 import collections
 import contextlib
+import errno
 import fcntl
 import fnmatch
 import glob
@@ -49,6 +50,7 @@ MIN_TOKEN = 7  # a process with the token among its arguments belongs to the run
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+PROBES = 64  # connections of this host that are tried at once
 PORTS = range(20000, 32700)  # below the kernel's ports for outgoing connections
 
 
@@ -340,16 +342,61 @@ class Agent:
             return {"port": port}
         return {"port": 0}
 
-    def do_listen(self, message: Message) -> Message:
-        """Listen on a port so that hosts can test their connections to it; port 0 closes it."""
-        _close(self.listening)
-        self.listening = _listen(message["port"]) if message["port"] else []
-        return {}
+    def do_network(self, message: Message) -> Message:
+        """The interface that ranks use here: the one of that name, else the one on the route to
+        another host; its address and MTU. ``interfaces``: all of this host, name -> addresses."""
+        interfaces = _interfaces()
+        name = message.get("interface")
+        if name is None:
+            route = self.do_route(message)
+            name, address = route["interface"], route["address"]
+        else:
+            addresses = interfaces.get(name, [])
+            address = next((a for a in addresses if not a.startswith("fe80:")), None)
+        return {
+            "interface": name,
+            "address": address,
+            "interfaces": interfaces,
+            "mtu": int(_bytes(f"/sys/class/net/{name}/mtu") or 0),
+            "ports": _bytes("/proc/sys/net/ipv4/ip_local_port_range").decode().split(),
+        }
 
-    def do_connect(self, message: Message) -> Message:
-        """Test the connection from this host to a port of another one."""
-        socket.create_connection((message["to"], message["port"]), timeout=10).close()
-        return {}
+    def do_listen(self, message: Message) -> Message:
+        """Answer the probes of other hosts on a fresh port of an address, as ranks listen, and on
+        ``port`` of every address where it is not 0. Without an address: no longer."""
+        for listener in self.listening:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends accept() of its thread
+            listener.close()
+        self.listening = []
+        if not message["address"]:
+            return {}
+        self.listening += _listen(message["port"]) if message["port"] else []
+        family = socket.AF_INET6 if ":" in message["address"] else socket.AF_INET
+        fresh = socket.create_server((message["address"], 0), family=family, backlog=1024)
+        self.listening.append(fresh)
+        for listener in self.listening:
+            arguments = (listener, message["token"].encode())
+            threading.Thread(target=_answer_probes, args=arguments, daemon=True).start()
+        return {"port": fresh.getsockname()[1]}
+
+    def do_probe(self, message: Message) -> Message:
+        """Connect to every peer (name, address, port) at once, and exchange ``size`` bytes."""
+        peers, results = collections.deque(message["peers"]), {}
+        token, size, timeout_s = message["token"].encode(), message["size"], message["timeout_s"]
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    name, address, port = peers.popleft()
+                    results[name] = _probe(address, port, token, size, timeout_s)
+
+        threads = [threading.Thread(target=work) for _ in range(min(len(peers), PROBES))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"results": results}
 
     def do_route(self, message: Message) -> Message:
         """The address and interface of this host on the route to another one."""
@@ -662,6 +709,66 @@ def _listen(port: int) -> list[socket.socket]:
     return sockets
 
 
+def _answer_probes(listener: socket.socket, token: bytes) -> None:
+    """Until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            peer, _ = listener.accept()
+            threading.Thread(target=_answer_probe, args=(peer, token), daemon=True).start()
+
+
+def _answer_probe(peer: socket.socket, token: bytes) -> None:
+    """The other side of ``_probe``. The peer closes first, so that the port is free at once."""
+    with peer, contextlib.suppress(OSError):
+        peer.settimeout(60)
+        if _receive(peer, len(token)) != token:
+            return
+        peer.sendall(b"1")
+        size = int.from_bytes(_receive(peer, 8), "big")
+        _receive(peer, size)
+        peer.sendall(b"2")
+        _receive(peer, 1)
+        peer.sendall(bytes(size))
+        peer.recv(1)
+
+
+def _probe(address: str, port: int, token: bytes, size: int, timeout_s: float) -> Message:
+    """Connect to another host, exchange a byte, send ``size`` bytes and receive as many. Where it
+    fails: ``stage`` has the step (``connect``, ``byte``, ``send``, ``receive``), ``error`` the name
+    of the error; else the seconds of each step."""
+    seconds: dict[str, float] = {}
+    stage, began = "connect", time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as peer:
+            for stage, data, expected in (
+                ("byte", token, 1),
+                ("send", size.to_bytes(8, "big") + bytes(size), 1),
+                ("receive", b"3", size),
+            ):
+                seconds["connect"] = seconds.get("connect", time.monotonic() - began)
+                sent_at = time.monotonic()
+                peer.sendall(data)
+                if _receive(peer, expected) != b"1" and stage == "byte":
+                    raise OSError(errno.EPROTO, "another program answers")
+                seconds[stage] = time.monotonic() - sent_at
+    except OSError as error:
+        # A time-out of Python has no number.
+        name = errno.errorcode.get(error.errno or errno.ETIMEDOUT, type(error).__name__)
+        return {"stage": stage, "error": name}
+    return {"stage": "", "error": "", "seconds": seconds}
+
+
+def _receive(peer: socket.socket, size: int) -> bytes:
+    """So many bytes."""
+    received = bytearray()
+    while len(received) < size:
+        data = peer.recv(min(size - len(received), 1 << 20))
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "closed")
+        received += data
+    return bytes(received)
+
+
 def _close(sockets: list[socket.socket]) -> None:
     for listener in sockets:
         listener.close()
@@ -669,21 +776,28 @@ def _close(sockets: list[socket.socket]) -> None:
 
 def _interface_of(address: str) -> str | None:
     """The interface that has this address."""
-    if ":" in address:
-        bits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        for line in _bytes("/proc/net/if_inet6").decode().splitlines():
-            words = line.split()
-            if words[0] == bits:
-                return words[-1]
-        return None
+    address = address.partition("%")[0]
+    return next((name for name, listed in _interfaces().items() if address in listed), None)
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """The interfaces that are up -> their addresses, IPv4 first, as NCCL and gloo choose."""
+    interfaces: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = array.array("B", struct.pack("256s", name.encode()[:15]))
-            with contextlib.suppress(OSError):
-                fcntl.ioctl(probe.fileno(), 0x8915, request, True)  # SIOCGIFADDR
-                if socket.inet_ntoa(request.tobytes()[20:24]) == address:
-                    return name
-    return None
+            with contextlib.suppress(OSError):  # it is gone, or has no address
+                fcntl.ioctl(probe.fileno(), 0x8913, request, True)  # SIOCGIFFLAGS
+                if struct.unpack_from("H", request, 16)[0] & 1:  # IFF_UP
+                    interfaces[name] = []
+                    fcntl.ioctl(probe.fileno(), 0x8915, request, True)  # SIOCGIFADDR
+                    interfaces[name] = [socket.inet_ntoa(request.tobytes()[20:24])]
+    for line in sorted(_bytes("/proc/net/if_inet6").decode().splitlines()):
+        words = line.split()
+        if words[-1] in interfaces:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+            interfaces[words[-1]].append(address)
+    return interfaces
 
 
 def _python_info(python: str, modules: list[str]) -> Message:

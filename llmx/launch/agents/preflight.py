@@ -32,6 +32,7 @@ from llmx.launch.agents.connection import (
     remote_connection,
     request_all,
 )
+from llmx.launch.agents.mesh import Node, find_nodes, mesh_problems, probe_mesh
 from llmx.launch.diagnose import Failure, diagnose
 from llmx.launch.environment import rank_env, tool_env
 from llmx.launch.files import write_rendered
@@ -313,39 +314,32 @@ def _check_this_machine(spec: LaunchSpec, questions: Message, here: Message) -> 
 
 
 def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
-    """Reserve a port on the host of rank 0 and find the interfaces; writes the final files."""
+    """Reserve a port on the host of rank 0, find the interfaces, and probe the network between the
+    hosts; writes the final files. LaunchError where two hosts do not reach each other."""
+    hosts = spec.plan.hosts
+    nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}
     spec = dataclasses.replace(
-        spec, port=_master_port(spec, connections), interfaces=_interfaces(spec, connections)
+        spec,
+        port=_master_port(spec, connections),
+        interfaces=tuple(
+            nodes[host.name].interface if host.name in nodes else host.interface for host in hosts
+        ),
     )
-    check_reachability(spec, connections)
+    check_network(spec, nodes, connections)
     write_rendered(spec)
     return spec
 
 
-def check_reachability(spec: LaunchSpec, connections: list[Connection]) -> None:
-    """LaunchError where a host cannot connect to the rendezvous: a firewall, or an address of
-    another network. The ranks themselves would find that out after half an hour."""
-    address, first = spec.plan.master_addr, spec.plan.hosts[0].name
-    master, used = connection_to(connections, 0), [c for c in connections if c.hosts]
-    if master is None or len(used) < 2:
+def check_network(
+    spec: LaunchSpec, nodes: Mapping[str, Node], connections: list[Connection]
+) -> None:
+    """LaunchError where a host does not reach the rendezvous, or another host
+    (``launch.probe``). The ranks themselves would find that out after hours."""
+    if connection_to(connections, 0) is None or len(nodes) < 2:
         return
-    problems = []
-    try:
-        master.request("listen", port=spec.port, timeout_s=30)
-        for connection, reply in request_all(
-            used, "connect", timeout_s=30, message=lambda each: {"to": address, "port": spec.port}
-        ):
-            if isinstance(reply, AgentError):
-                problems.append(
-                    f"{connection.name}: cannot connect to {first} at {address} port {spec.port} "
-                    f"({reply}), the rendezvous of the ranks. Set hardware.master_addr to an "
-                    "address of it that all hosts reach, or open the ports between the hosts in "
-                    "the firewall."
-                )
-        master.request("listen", port=0, timeout_s=30)
-    except AgentError as error:
-        raise LaunchError(f"{first}: cannot listen on port {spec.port}: {error}") from error
-    if problems:
+    rendezvous = (spec.plan.master_addr, spec.port)
+    mesh = probe_mesh(nodes, connections, rendezvous=rendezvous, pairs=spec.exp.launch.probe)
+    if problems := mesh_problems(mesh):
         raise LaunchError("\n".join(problems))
 
 
@@ -371,24 +365,3 @@ def _master_port(spec: LaunchSpec, connections: list[Connection]) -> int:
             else f"{connection.name}: found no free port between 20000 and 32700."
         )
     return port
-
-
-def _interfaces(spec: LaunchSpec, connections: list[Connection]) -> tuple[str | None, ...]:
-    """The interface of each host: as configured, else the one on the route to another host."""
-    hosts = spec.plan.hosts
-    interfaces: list[str | None] = [host.interface for host in hosts]
-    if len(hosts) == 1 or all(interfaces):
-        return tuple(interfaces)
-    for index, host in enumerate(hosts):
-        connection = connection_to(connections, index)
-        if interfaces[index] is None and connection is not None:
-            peer = next(other for other in hosts if other is not host)
-            try:
-                route = connection.request("route", to=peer.address, timeout_s=30)
-                interfaces[index] = route["interface"]
-            except AgentError as error:
-                raise LaunchError(
-                    f"{host.name}: has no route to {peer.name} at {peer.address} ({error}). Set "
-                    "the address of the host to one that the other hosts can reach."
-                ) from error
-    return tuple(interfaces)

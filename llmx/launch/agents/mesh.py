@@ -1,0 +1,282 @@
+"""Probes the network between the hosts of a run, before a rank starts.
+
+Every host connects to every other one on a fresh port of the address that its ranks will use, and
+exchanges one byte, then 64 KiB in each direction. Ranks that meet a firewall, a wrong MTU or a
+missing route wait in their first collective, for hours and without a message.
+
+``launch.probe=false`` leaves it out; ``python -m llmx doctor`` runs it alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmx.errors import LaunchError
+from llmx.launch.agents.connection import AgentError, Connection, request_all
+from llmx.plan.types import HostPlan
+from llmx.text import plural
+
+SIZE = 1 << 16
+"""Bytes in each direction: more than the packets of any MTU, and than what a host sends before an
+answer."""
+TIMEOUT_S = 4.0
+"""Of each step. The kernel repeats a lost SYN after 1 s and after 3 s."""
+NAMES = 3
+"""Hosts that one line lists."""
+RENDEZVOUS = "rendezvous"
+"""Of the peers of a probe, the one that is no host but the port where ranks meet."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where the ranks of one host listen."""
+
+    name: str
+    interface: str | None = None
+    address: str = ""
+    mtu: int = 0
+    ports: tuple[int, int] = (32768, 60999)
+    """From which the kernel takes a port for a rank that asks for any."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A connection that does not work."""
+
+    source: str
+    target: str
+    address: str
+    port: int
+    stage: str
+    """The step that failed: ``connect``, ``byte``, ``send`` or ``receive``."""
+    error: str
+    """The name of the error, e.g. ``ETIMEDOUT``."""
+
+
+@dataclass
+class Mesh:
+    """The hosts of a run as their agents found them, and the connections between them."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    unmet: list[Fault] = field(default_factory=list)
+    """Hosts that do not reach the rendezvous."""
+    seconds: dict[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
+    """(source, target) -> seconds of each step."""
+
+
+def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> dict[str, Node]:
+    """The interface and address that ranks use on each host: as configured, else on the route to
+    another host.
+
+    Raises:
+        LaunchError: an interface is not there or has no address, or there is no route.
+    """
+    used = [connection for connection in connections if connection.hosts]
+
+    def request(connection: Connection) -> dict[str, Any]:
+        index = connection.hosts[0]
+        peer = next(host for at, host in enumerate(hosts) if at != index)
+        return {"interface": hosts[index].interface, "to": peer.address}
+
+    nodes, problems = {}, []
+    for connection, reply in request_all(used, "network", timeout_s=30, message=request):
+        host = hosts[connection.hosts[0]]
+        if isinstance(reply, AgentError):
+            peer = request(connection)["to"]
+            problems.append(
+                f"{host.name}: has no route to {peer} ({reply}). Set the address of the host to "
+                "one that the other hosts can reach."
+            )
+        elif not reply["address"]:
+            problems.append(_interface_problem(host, reply["interfaces"]))
+        else:
+            first, last = reply["ports"] or (32768, 60999)
+            nodes[host.name] = Node(
+                host.name,
+                reply["interface"],
+                reply["address"],
+                reply["mtu"],
+                (int(first), int(last)),
+            )
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return nodes
+
+
+def _interface_problem(host: HostPlan, interfaces: Mapping[str, Sequence[str]]) -> str:
+    """An interface that no rank can use."""
+    with_address = [
+        f"{name} ({addresses[0]})" for name, addresses in interfaces.items() if addresses
+    ]
+    problem = "has no address" if host.interface in interfaces else "is not there, or is down"
+    suitable = [name for name, listed in interfaces.items() if host.address in listed]
+    instead = suitable[0] if suitable else "one of them"
+    return (
+        f"{host.name}: interface={host.interface} {problem}. Interfaces with an address: "
+        f"{', '.join(with_address) or 'none'}. Set interface of this host to {instead}, or leave "
+        "it out: then it is the one on the route to the other hosts."
+    )
+
+
+def probe_mesh(
+    nodes: Mapping[str, Node],
+    connections: Sequence[Connection],
+    *,
+    rendezvous: tuple[str, int] | None,
+    pairs: bool = True,
+) -> Mesh:
+    """Connect every host to every other one, and to the rendezvous (address and port on the first
+    host), all at once. ``pairs``: false connects to the rendezvous alone.
+
+    Raises:
+        LaunchError: a host cannot listen.
+    """
+    mesh = Mesh(dict(nodes))
+    used = [connection for connection in connections if connection.name in nodes]
+    token = secrets.token_hex(8)
+    ports: dict[str, int] = {}
+
+    def listen(connection: Connection) -> dict[str, Any]:
+        is_first = rendezvous is not None and 0 in connection.hosts
+        port = rendezvous[1] if rendezvous is not None and is_first else 0
+        return {"address": nodes[connection.name].address, "port": port, "token": token}
+
+    def peers(connection: Connection) -> dict[str, Any]:
+        listed: list[tuple[str, str, int]] = []
+        if rendezvous is not None:
+            listed.append((RENDEZVOUS, *rendezvous))
+        if pairs:
+            listed += [
+                (name, nodes[name].address, port)
+                for name, port in ports.items()
+                if name != connection.name
+            ]
+        return {"peers": listed, "token": token, "size": SIZE, "timeout_s": TIMEOUT_S}
+
+    try:
+        for connection, reply in request_all(used, "listen", timeout_s=30, message=listen):
+            if isinstance(reply, AgentError):
+                raise LaunchError(
+                    f"{connection.name}: cannot listen on {nodes[connection.name].address}: {reply}"
+                )
+            ports[connection.name] = reply["port"]
+        # Of many hosts not all connections of one are tried at once.
+        limit_s = 4 * TIMEOUT_S * (1 + len(nodes) // 64) + 30
+        for connection, reply in request_all(used, "probe", timeout_s=limit_s, message=peers):
+            if isinstance(reply, AgentError):
+                raise LaunchError(f"{connection.name}: cannot probe the other hosts: {reply}")
+            for name, address, port in peers(connection)["peers"]:
+                result = reply["results"][name]
+                fault = Fault(
+                    connection.name, name, address, port, result["stage"], result["error"]
+                )
+                if not fault.stage:
+                    mesh.seconds[connection.name, name] = result["seconds"]
+                elif name == RENDEZVOUS:
+                    mesh.unmet.append(fault)
+                else:
+                    mesh.faults.append(fault)
+    finally:
+        for connection in used:
+            if connection.lost_at is None:
+                connection.send("listen", address="", port=0)
+    return mesh
+
+
+_ERRORS = {
+    "ETIMEDOUT": "no answer",
+    "ECONNREFUSED": "refused",
+    "EHOSTUNREACH": "no route to the host",
+    "ENETUNREACH": "no route to its network",
+    "ECONNRESET": "the connection was closed",
+    "EPROTO": "another program answers",
+    "gaierror": "its name has no address",
+}
+_OTHER_NETWORK = "set address and interface of the hosts to a network that connects all of them."
+
+
+def mesh_problems(mesh: Mesh) -> list[str]:
+    """A sentence for each connection that fails (alike ones to a host together), then the likely
+    causes with their fixes, each once. Pure."""
+    first = next(iter(mesh.nodes), "")
+    problems = [
+        f"{fault.source}: cannot connect to {first} at {fault.address} port {fault.port} "
+        f"({_ERRORS.get(fault.error, fault.error)}), the rendezvous of the ranks. Set "
+        "hardware.master_addr to an address of it that all hosts reach, or open the ports between "
+        "the hosts in the firewall."
+        for fault in mesh.unmet
+    ]
+    groups: dict[tuple[str, str, str], list[Fault]] = {}
+    for fault in mesh.faults:
+        groups.setdefault((fault.target, fault.stage, fault.error), []).append(fault)
+    causes = [_cause(mesh, faults[0]) for faults in groups.values()]
+    problems += [_observation(mesh, faults) for faults in groups.values()]
+    return [*problems, *dict.fromkeys(causes)]
+
+
+def _observation(mesh: Mesh, faults: Sequence[Fault]) -> str:
+    """What passed and what did not, in connections to one host that fail in the same way."""
+    fault, target = faults[0], mesh.nodes[faults[0].target]
+    sources = [other.source for other in faults]
+    names = ", ".join(sources[:NAMES])
+    if len(sources) > NAMES:
+        names += f" and {plural(len(sources) - NAMES, 'more host')}"
+    where = f"{names} -> {target.name} at {fault.address} ({target.interface}, port {fault.port})"
+    error = _ERRORS.get(fault.error, fault.error)
+    if fault.stage in ("send", "receive"):
+        direction = "sent there" if fault.stage == "send" else "sent back"
+        return (
+            f"{where}: a connection opens and one byte passes both ways, but 64 KiB {direction} do "
+            f"not arrive ({error})."
+        )
+    if fault.stage == "byte":
+        return f"{where}: a connection opens, but one byte does not pass ({error})."
+    text = f"{where}: no connection ({error})."
+    if any((target.name, source) in mesh.seconds for source in sources):
+        text += " The other direction works."
+    met = {source for source, name in mesh.seconds if name == RENDEZVOUS}
+    if target.name == next(iter(mesh.nodes)) and met.intersection(sources):
+        text += " The port of the rendezvous is open there, this one is not."
+    return text
+
+
+def _cause(mesh: Mesh, fault: Fault) -> str:
+    """The likely cause of a fault, and its fix."""
+    source, target = mesh.nodes[fault.source], mesh.nodes[fault.target]
+    if fault.stage in ("send", "receive"):
+        # In one order, so that the two directions have one cause.
+        near, far = sorted((source, target), key=lambda node: node.name)
+        mtus = {node.mtu for node in (near, far) if node.mtu}
+        # Where both are alike, what is between them takes less.
+        common = min(mtus) if len(mtus) > 1 else min([1500, *mtus])
+        headers = 48 if ":" in far.address else 28
+        return (
+            f"Large packets are lost: the MTU is {near.mtu} on {near.name} ({near.interface}) and "
+            f"{far.mtu} on {far.name} ({far.interface}), and the network between them takes less. "
+            "Set one MTU on all hosts and switches, e.g. on each host: ip link set dev "
+            f"{far.interface} mtu {common}. Test it on {near.name}: ping -c 3 -M do -s "
+            f"{max(mtus, default=1500) - headers} {far.address}"
+        )
+    if fault.stage == "byte":
+        return (
+            f"Another machine, or a proxy, answers at {fault.address} instead of {target.name}: "
+            + _OTHER_NETWORK
+        )
+    if fault.error in ("ENETUNREACH", "gaierror"):
+        return f"{source.name} has no way to {fault.address}: {_OTHER_NETWORK}"
+    cause = "A firewall between the hosts drops it, or there is no route between the addresses."
+    if fault.error == "ECONNREFUSED":
+        cause = (
+            "The host does listen there: a firewall rejects it, or another machine has the address "
+            "(NAT, an address used twice)."
+        )
+    first, last = target.ports
+    return (
+        f"{cause} Ranks listen on any port from {first} to {last}: allow all TCP between the hosts "
+        "in the firewall of each, e.g. iptables -I INPUT -p tcp -s NETWORK_OF_THE_HOSTS -j ACCEPT. "
+        f"Else {_OTHER_NETWORK}"
+    )
