@@ -85,6 +85,7 @@ def trained(words: list[str], run_dir: Path, options: argparse.Namespace) -> lis
     command += ["++model.config.vocab_size=50304", f"hardware={options.hardware}"]
     command += ["data.seq_len=256", "batch.micro_batch=2", "task.log_every_steps=1"]
     command += [f"task.steps={options.steps}", "task.save_model=false", f"run_dir={run_dir}"]
+    command += ["data.eval_samples=0", "task.eval_generate=0", "checkpoint=none"]
     environment = {
         **os.environ,
         "LLMX_CACHE": str(run_dir.parent / "cache"),

@@ -1,5 +1,5 @@
 """Text embeddings from real questions and answers on two ranks at ZeRO 3: better than chance and
-than before, resumed bitwise; sentence-transformers finds what the evaluation found."""
+than before; sentence-transformers finds what the evaluation found. Resume: ``test_tasks_proof``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ def test_questions_find_their_answers(real_data: Path, tmp_path: Path) -> None:
         "task.log_every_steps=1", "zero=stage3",
     )  # fmt: skip
     succeeds(tmp_path, *words, "run_dir=whole")
-    succeeds(tmp_path, *words, "run_dir=halves", "task.stop_at_step=7")
-    succeeds(tmp_path, "resume", "halves", "task.stop_at_step=null")
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    first, second = ([line["loss"] for line in lines(run, "train")] for run in (whole, halves))
-    assert first == second
-    hashes = [lines(run, "end")[-1]["weights_hash"] for run in (whole, halves)]
-    assert hashes[0] == hashes[1]
+    whole = tmp_path / "whole"
     before, after = lines(whole, "eval")[0], lines(whole, "eval")[-1]
     assert after["weight"] == HELD_OUT
     # A guess is right once in 60; a network that was drawn finds equal characters.

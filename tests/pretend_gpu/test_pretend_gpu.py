@@ -53,21 +53,15 @@ CASES: dict[str, dict[str, Any]] = {
     "stage1-bf16": {"zero": {"stage": 1}, "precision": "bf16"},
     "stage2": {"zero": {"stage": 2}, **WHOLE},
     "stage3": {"zero": {"stage": 3}, **WHOLE},
-    "stage3-bf16": {"zero": {"stage": 3}, "precision": "bf16"},
-    "stage2-offload": {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
     "stage3-offload": {
         "zero": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-        **WHOLE,
-    },
-    "lora": {
-        "zero": {"stage": 2},
-        "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"]},
         **WHOLE,
     },
     "lora-stage3-bf16": {
         "zero": {"stage": 3},
         "precision": "bf16",
         "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"]},
+        **WHOLE,
     },
     "dpo": {"zero": {"stage": 2}, "task": {"kind": "dpo"}, "data": PAIRS},
     "dpo-live-stage3": {
@@ -85,17 +79,6 @@ CASES: dict[str, dict[str, Any]] = {
         "task": {"kind": "classify"},
         "data": {"path": "{rows}/labelled.jsonl", "form": "labelled"},
         "checkpoint": {"every_steps": 7},
-    },
-    "classify-multi": {
-        "zero": {"stage": 2},
-        "task": {"kind": "classify", "options": {"problem": "multi_label"}},
-        "data": {"path": "{rows}/tagged.jsonl", "form": "labelled"},
-    },
-    "reward": {"zero": {"stage": 2}, "task": {"kind": "reward"}, "data": PAIRS},
-    "kto": {
-        "zero": {"stage": 2},
-        "task": {"kind": "dpo", "options": {"loss": "kto"}},
-        "data": {**PAIRS, "path": "{rows}/marked.jsonl"},
     },
     "distill": {
         "zero": {"stage": 2},
@@ -138,8 +121,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pairs": [{"prompt": w, "chosen": f"yes, {w}", "rejected": f"no, {w}"} for w in words],
         "answers": [{"instruction": w, "output": f"it is {w}"} for w in words],
         "labelled": [{"prompt": w, "label": "ab"[n % 2]} for n, w in enumerate(words)],
-        "tagged": [{"prompt": w, "label": list("abc"[: n % 3])} for n, w in enumerate(words)],
-        "marked": [{"prompt": w, "response": w, "label": n % 2 == 0} for n, w in enumerate(words)],
         "documents": [{"text": f"{w}, " * 8} for w in words],
     }
     for name, values in files.items():
