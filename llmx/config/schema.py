@@ -779,6 +779,10 @@ class LaunchConfig:
     hang_timeout_s: float | None = number(None, minimum=0, maximum=MAX_SECONDS, example=1800)
     """A run without a step for this long counts as hung. Null: 20 times the usual step, at least
     600 s. 0: never."""
+    loading_timeout_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
+    """Ranks that load data and model without progress for this long count as hung. Progress is a
+    new line in the log of any rank: while data is prepared or weights are read, one comes every
+    10 s. 0: never."""
     host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
     """How long to wait for a lost host to come back."""
     elastic: bool = False

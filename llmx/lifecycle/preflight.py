@@ -25,6 +25,7 @@ from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
 from llmx.config.build import shown
+from llmx.config.model_rules import added_tokens
 from llmx.config.tasks import shipped_tasks
 from llmx.config.user_code import user_task
 from llmx.errors import ConfigError, DataError
@@ -93,6 +94,8 @@ def with_checked_inputs(composed: Composed) -> Composed:
     exp, plan = composed.experiment, composed.plan
     if problems := list(_model_problems(exp)):
         raise ConfigError("\n".join(problems))
+    if problem := _vocabulary_problem(exp):
+        raise ConfigError(problem)
     _check_first_rows(exp)
     if not all(host.is_local for host in plan.hosts):
         return composed  # a cache of the Hub on the other hosts is not seen from here
@@ -127,6 +130,24 @@ def _model_problems(exp: Experiment) -> Iterator[str]:
                 f"{key}={shown(path)}: no tokenizer there (tokenizer.json). Copy it there, or set "
                 "model.tokenizer to a directory or Hub id that has one."
             )
+
+
+def _vocabulary_problem(exp: Experiment) -> str:
+    """A message where a tokenizer on this machine has ids that a pretrained model has no row for;
+    the ranks would say the same of others (``llmx.models.factory``)."""
+    model = exp.model
+    shape = model_geometry(model)
+    if model.init != "pretrained" or added_tokens(model) or shape is None:
+        return ""
+    name = model.tokenizer or model.path or ""
+    rows = tokenizer_rows(name)
+    if rows is None or rows <= shape.vocab_size:
+        return ""
+    return (
+        f"model.tokenizer={shown(name)} has ids up to {rows - 1}, and model.path="
+        f"{shown(model.path)} an embedding of {shape.vocab_size} rows. Set model.tokenizer to the "
+        "model's own tokenizer; model.add_tokens adds tokens to it."
+    )
 
 
 def _unreached(exp: Experiment) -> Iterator[str]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +30,9 @@ from llmx.models.pooling import is_of_another_head
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
+PROGRESS_S = 10.0
+"""Between two lines on the progress: a log without a new line for long counts as a hang
+(``launch.loading_timeout_s``)."""
 MEAN_ROWS = 1024
 """Rows of a table that are summed at a time."""
 
@@ -200,7 +205,13 @@ def load_weights(
         initialise(model, seed=seed, only=drawn)
     stand_in = WholeShapes(model)
     filled: set[int] = set()
-    for group in plan.groups:
+    printed_at = time.monotonic()
+    for number, group in enumerate(plan.groups):
+        if time.monotonic() - printed_at >= PROGRESS_S:
+            printed_at = time.monotonic()
+            print(
+                f"Loading weights: {number:,} of {len(plan.groups):,}", file=sys.stderr, flush=True
+            )
         group_targets = {name: targets[name] for name in group.targets}
         if not {id(target) for target in group_targets.values()} <= filled:
             grown = tables & {id(target) for target in group_targets.values()}

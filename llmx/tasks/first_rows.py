@@ -22,8 +22,10 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.run.rundir import load_yaml, write_json
 from llmx.tasks import task_class, task_of, tokenizer_of
 
-FIRST = 20
-"""Rows of each source that are read."""
+FIRST = 1000
+"""Rows that are read, from all sources of a split together."""
+FIRST_OF_EACH = 20
+"""Rows of each source that are read at least."""
 
 
 def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
@@ -39,8 +41,9 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
         check_task(task, dataset_split)
         rejected: list[RecordError] = []
         bad: OnBad = rejected.append if exp.data.on_bad_row == "skip" else refuse
+        num_rows = max(FIRST_OF_EACH, FIRST // len(dataset_split.sources))
         for source in dataset_split.sources:
-            for row in islice(source.rows(bad), FIRST):
+            for row in islice(source.rows(bad), num_rows):
                 if row is not None:
                     encoded(task, row)
 

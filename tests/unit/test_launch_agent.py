@@ -427,3 +427,10 @@ def test_small_files_and_what_lies_there(tmp_path: Path) -> None:
         assert reply == {str(there): tree_stamp(str(there), ["*.pyc"]), paths[1][0]: None}
     finally:
         rig.connection.close(timeout_s=10)
+
+
+def test_a_run_directory_that_cannot_be_written(rig: Rig) -> None:
+    """/proc takes no file of anybody."""
+    assert rig.handshake(run_dir=str(rig.directory / "new"))["cannot_write"] == ""
+    assert rig.handshake(run_dir="/proc/run")["cannot_write"].startswith("/proc: ")
+    assert list(rig.directory.glob(".llmx-*")) == []

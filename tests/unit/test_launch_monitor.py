@@ -19,11 +19,14 @@ import pytest
 
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.supervision import attempt as attempt_module
+from llmx.launch.supervision import hang as hang_module
 from llmx.launch.supervision import monitor as watch_module
 from llmx.launch.supervision.attempt import Attempt
 from llmx.launch.supervision.console import Console, RunLog
+from llmx.launch.supervision.hang import waiting_places
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
+from llmx.launch.supervision.outcome import classify
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, write_json
 from tests.unit.test_launch_agent import wait_until
@@ -125,6 +128,60 @@ def test_nobody_waits_for_a_launcher_whose_ranks_have_left(rig: Rig) -> None:
         rig.inbox.put((rig.connections[rank], gone))
     assert rig.over()
     assert rig.monitor.all_left
+
+
+@pytest.mark.parametrize("rig", [{"loading_timeout_s": 100.0}], indirect=True)
+def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console says where they wait; a line in any log is progress; then the attempt ends."""
+    for name in ("NOTICE_STACKS_S", "SIZES_S"):
+        monkeypatch.setattr(watch_module, name, 0.0)
+    for name in ("REST_S", "STACKS_S", "UNSAFE_STACKS_S"):
+        monkeypatch.setattr(hang_module, name, 0.0)
+    rig.run_dir.ranks.mkdir()
+    for rank in (0, 1):
+        status = {"rank": rank, "state": "loading", "step": 0, "time": time.time()}
+        write_json(rig.run_dir.rank_status(rank), status)
+
+    def wait_s(seconds: float) -> bool:
+        rig.monitor.loading._progress_at -= seconds
+        return rig.over()
+
+    assert not rig.over()
+    assert not wait_s(61)
+    head, places = rig.said.getvalue().splitlines()
+    assert head == (
+        "no progress for 61 s before the first step; the attempt ends after 100 s "
+        "(launch.loading_timeout_s). Ranks are in:"
+    )
+    assert places.startswith("  ranks 0 (node-a), 1 (node-b): no answer")
+    assert not wait_s(30)
+    assert len(rig.said.getvalue().splitlines()) == 2
+    rig.run_dir.rank_log(1).write_text("Loading weights: 7 of 900\n")
+    assert not rig.over()
+    assert not wait_s(50)
+    assert wait_s(51)
+    assert rig.monitor.evidence.hang is not None
+    outcome = classify(rig.monitor.evidence, rig.spec.plan)
+    assert outcome.kind == "hang"
+    assert "for 101 s before the first step (launch.loading_timeout_s)" in outcome.cause
+
+
+def test_the_places_where_ranks_wait() -> None:
+    def stack(*frames: str) -> str:
+        return "\n".join(["Thread 0x1 (most recent call first):", *(f"  {f}" for f in frames), ""])
+
+    called = 'File "/x/llmx/train/engine/build.py", line 20 in build_engine'
+    waiting = stack(
+        'File "/v/site-packages/torch/distributed/c10d.py", line 7 in broadcast', called
+    )
+    reading = stack('File "/x/llmx/models/load.py", line 3 in tensor')
+    logs = {0: waiting, 1: reading, 2: waiting}
+    assert waiting_places(logs, {rank: f"h{rank}" for rank in range(4)}) == [
+        "ranks 0 (h0), 2 (h2): broadcast (torch/distributed/c10d.py:7), called from build_engine "
+        "(llmx/train/engine/build.py:20)",
+        "rank 1 (h1): tensor (llmx/models/load.py:3)",
+        "rank 3 (h3): no answer: its process is stopped, or blocked in the kernel",
+    ]
 
 
 def test_a_flood_of_messages_leaves_time_for_the_rest(

@@ -41,7 +41,7 @@ from llmx.launch.files import (
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import deepspeed_argv, transport_of
-from llmx.launch.transports.slurm import share_of_cores, slurm_cores
+from llmx.launch.transports.slurm import missing_nodes, share_of_cores, slurm_cores
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan, Plan
 from llmx.run.rundir import RunDir
@@ -575,3 +575,15 @@ def test_the_script_of_deepspeed_is_run_where_a_kernel_can(tmp_path: Path, name:
     else:
         assert argv[:3] == [str(python), "-m", "deepspeed.launcher.runner"]
     assert (argv[0] == str(script)) == (name == "env")
+
+
+def test_hosts_that_slurm_has_not_allocated() -> None:
+    nodes = ["gpu01", "gpu02"]
+    assert missing_nodes(nodes, nodes, job="7") == []
+    assert missing_nodes(["gpu09"], [], job="") == []
+    assert missing_nodes(["gpu01", "gpu09"], nodes, job="7") == [
+        "gpu09: is not in the allocation of job 7 (nodes: gpu01, gpu02). Use the names of these "
+        "nodes in the hardware file, or allocate it (salloc --nodelist=gpu09)."
+    ]
+    (unknown,) = missing_nodes(["gpu09"], nodes, job="")
+    assert unknown.startswith("gpu09: is not a node of Slurm (nodes: gpu01, gpu02).")

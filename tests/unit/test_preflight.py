@@ -66,7 +66,21 @@ def test_a_wrong_first_row_is_named_and_a_later_one_is_left_to_the_ranks(tmp_pat
     with pytest.raises(DataError, match=r"rows\.jsonl.* 3: "):
         with_checked_inputs(composed(tmp_path, [good, good, bad]))
     with_checked_inputs(composed(tmp_path, [good, good, bad], data={"on_bad_row": "skip"}))
-    with_checked_inputs(composed(tmp_path, [good] * 30 + [bad]))
+    wrong_type = {**good, "output": 7}
+    with pytest.raises(DataError, match=r"rows\.jsonl.* 900: "):
+        with_checked_inputs(composed(tmp_path, [good] * 899 + [wrong_type]))
+    with_checked_inputs(composed(tmp_path, [good] * 1000 + [bad]))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """Of a pretrained model, which does not grow by itself."""
+    small = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
+    small |= {"intermediate_size": 32, "num_attention_heads": 2}
+    model = {"kind": "hf", "init": "pretrained", "config": small, "tokenizer": "demo"}
+    given = composed(tmp_path, [ROWS["alpaca"]], model=model)
+    given.experiment.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"demo has ids up to \d+.* an embedding of 64 rows"):
+        with_checked_inputs(given)
 
 
 def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ reason), and when no message arrives for ``silence_s`` (the supervisor's host or
 """
 
 # os instead of pathlib: importing pathlib would take a third of the start time.
-# ruff: noqa: PTH103, PTH108, PTH110, PTH112, PTH113, PTH115, PTH116, PTH118, PTH119, PTH123, PTH202, PTH207, PTH208
+# ruff: noqa: PTH103, PTH108, PTH110, PTH112, PTH113, PTH115, PTH116, PTH118, PTH119, PTH120, PTH123, PTH202, PTH207, PTH208
 from __future__ import annotations
 
 import array
@@ -307,6 +307,7 @@ class Agent:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "sees_run_dir": bool(nonce) and os.path.exists(os.path.join(self.run_dir, nonce)),
+            "cannot_write": _write_problem(self.run_dir, ("", "ranks", "logs")),
             "sees_code": code is None or os.path.exists(code),
             "python": _python_info(python, message.get("modules", [])) if python else None,
             "rsync": any(
@@ -821,6 +822,31 @@ def _printed(argv: list[str], *, timeout_s: float) -> bytes:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise ValueError(f"exit code {done.returncode}: {lines[-1] if lines else 'no message'}")
     return done.stdout
+
+
+def _write_problem(root: str, names: tuple[str, ...]) -> str:
+    """Why this user cannot make files in directories below ``root``, or in the nearest one above
+    that is there; empty where it can."""
+    for name in names if root else ():
+        path = os.path.join(root, name)
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        probe = os.path.join(path, f".llmx-{socket.gethostname()}-{os.getpid()}.tmp")
+        try:
+            os.close(os.open(probe, os.O_CREAT | os.O_WRONLY, 0o600))
+            os.unlink(probe)
+        except OSError as error:
+            return f"{path}: {error.strerror}, as user {_user()}"
+    return ""
+
+
+def _user() -> str:
+    import pwd  # not for each start of an agent
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _disk_free(path: str) -> int | None:

@@ -172,6 +172,12 @@ def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
             f"{name}: {spec.python} has no {', '.join(python['missing'])}. Install the same "
             "packages on every host (pip install -c constraints.txt ...)."
         )
+    if info["cannot_write"] and (connection.shared or spec.exp.launch.sync == "rsync"):
+        problems.append(
+            f"{name}: the run directory is not writable there ({info['cannot_write']}). Make it "
+            "writable for this user (chown, chmod, the mount's options), set user of the host, or "
+            "set run_dir to another directory."
+        )
     if spec.exp.launch.sync == "rsync":
         if not info["rsync"]:
             problems.append(
@@ -226,6 +232,8 @@ def check_environments(
     Its disk and RAM are always looked at. ``is_restart``: too little disk is a warning, since the
     supervisor waits for space by itself.
     """
+    if problems := transport_of(spec.plan.transport).host_problems(spec):
+        raise LaunchError("\n".join(problems))
     here = space_facts(str(spec.run_dir.root))
     space = _check_disks(spec, {None: here}, is_restart=is_restart)
     questions = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)

@@ -33,11 +33,19 @@ UNSAFE_STACKS_S = 3.0
 """For those that did not, and are asked in a way that may kill them."""
 REST_S = 0.5
 """For the rest of a dump that has begun."""
+NOTICE_S = 60.0
+"""Without progress before the first step, the console says where ranks wait: after this time, then
+after twice as long, and so on."""
+NOTICE_STACKS_S = 5.0
+"""For the ranks to write their stacks for it."""
 _WATCHED = frozenset({"training", "evaluating", "saving"})
+BEFORE_TRAINING = frozenset({"starting", "loading"})
+"""States of a rank."""
 _IN_COLLECTIVE = re.compile(
     r"distributed_c10d|torch/distributed|deepspeed/comm/|in (synchronize|all_reduce|all_gather\w*"
     r"|reduce_scatter\w*|broadcast|barrier)\b|partition_parameters\.py\", line \d+ in wait"
 )
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 _DUMP = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+", re.MULTILINE)
 Statuses = Mapping[int, Mapping[str, Any]]
 
@@ -95,6 +103,78 @@ class HangDetector:
         return waited_s if limit_s is not None and waited_s > limit_s else None
 
 
+class LoadingWatch:
+    """Follows ranks before their first step. Progress is a change of any rank's state, or a new
+    line in any rank's log. Times: one monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        """``launch.loading_timeout_s``; 0: never."""
+        self._states: dict[int, str] = {}
+        self._log_bytes = 0
+        self._progress_at = 0.0
+        self._notice_s = NOTICE_S
+        self.is_paused = False
+        """While stacks are written to the logs, which are no progress."""
+
+    def update(self, statuses: Statuses, log_bytes: int, now: float) -> None:
+        """``log_bytes``: of the logs of all ranks."""
+        if self.is_paused:
+            return
+        states = {rank: str(status.get("state")) for rank, status in statuses.items()}
+        if (states, log_bytes) != (self._states, self._log_bytes):
+            self._states, self._log_bytes = states, log_bytes
+            self._progress_at, self._notice_s = now, NOTICE_S
+
+    def silent_s(self, now: float) -> float | None:
+        """Seconds without progress; None where no rank loads."""
+        loading = BEFORE_TRAINING.intersection(self._states.values())
+        return now - self._progress_at if loading else None
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the attempt is to be ended."""
+        silent_s = self.silent_s(now)
+        return silent_s is not None and 0 < self.timeout_s < silent_s
+
+    def notice_due(self, now: float) -> bool:
+        """Whether to say where the ranks wait."""
+        silent_s = self.silent_s(now)
+        return silent_s is not None and silent_s > self._notice_s
+
+    def noticed(self, log_bytes: int) -> None:
+        """A notice was shown. ``log_bytes``: with the stacks that were written for it."""
+        self._log_bytes = log_bytes
+        self._notice_s *= 2
+        self.is_paused = False
+
+
+def waiting_places(logs: Mapping[int, str], hosts: Mapping[int, str]) -> list[str]:
+    """A line for each place in the code where ranks are, by the stacks at the end of their logs.
+    ``hosts``: the name of each rank's host; a rank without a log did not answer."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(hosts):
+        frames = _FRAME.findall(main_stack(logs.get(rank, "")))
+        place = "no answer: its process is stopped, or blocked in the kernel"
+        if frames:
+            place = _place(frames[0])
+            llmx_frame = next((frame for frame in frames if "llmx/" in frame[0]), frames[0])
+            if llmx_frame != frames[0]:
+                place += f", called from {_place(llmx_frame)}"
+        ranks.setdefault(place, []).append(rank)
+    return [
+        f"{'rank' if len(listed) == 1 else 'ranks'} "
+        + ", ".join(f"{rank} ({hosts[rank]})" for rank in listed[:4])
+        + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+        + f": {place}"
+        for place, listed in ranks.items()
+    ]
+
+
+def _place(frame: tuple[str, str, str]) -> str:
+    path, line, function = frame
+    return f"{function} ({re.sub(r'.*/(site-packages/|(?=llmx/))', '', path)}:{line})"
+
+
 def find_stuck_rank(
     statuses: Statuses, logs: Mapping[int, str], ages_s: Mapping[int, float]
 ) -> tuple[int | None, str]:
@@ -116,7 +196,7 @@ def find_stuck_rank(
         return rank, f"it is at step {steps[rank]}, others are at step {max(steps.values())}"
     outside = [rank for rank, log in logs.items() if not _IN_COLLECTIVE.search(main_stack(log))]
     if len(outside) == 1 and len(logs) > 1:
-        top = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main_stack(logs[outside[0]]))
+        top = _FRAME.search(main_stack(logs[outside[0]]))
         where = f"{top[3]} ({top[1]}:{top[2]})" if top else "outside of the communication"
         return outside[0], f"the others wait in a collective, it is in {where}"
     return None, ""
@@ -156,13 +236,38 @@ def dump_stacks(
         rank: now - (float(status.get("time") or 0.0) - clock_offsets_s.get(rank, 0.0))
         for rank, status in statuses.items()
     }
-    sizes = {rank: _size(run_dir, rank) for rank in statuses}
-    for name, patience_s in (("USR2", STACKS_S), ("QUIT", UNSAFE_STACKS_S)):
+    logs = request_stacks(
+        run_dir,
+        list(statuses),
+        patience_s={"USR2": STACKS_S, "QUIT": UNSAFE_STACKS_S},
+        connections=connections,
+        poll=poll,
+    )
+    rank, why = find_stuck_rank(statuses, logs, ages_s)
+    stack = "" if rank is None else main_stack(logs.get(rank, ""))
+    step = min(int(status.get("step") or 0) for status in statuses.values())
+    return Hang(now, stuck_s, step, rank, why, stack)
+
+
+def request_stacks(
+    run_dir: RunDir,
+    ranks: Sequence[int],
+    *,
+    patience_s: Mapping[str, float],
+    connections: Sequence[Connection],
+    poll: Callable[[], None],
+) -> dict[int, str]:
+    """Have ranks dump their stacks; rank -> the end of its log, of those that did.
+
+    ``patience_s``: signal -> seconds to wait for those that have not answered before.
+    """
+    sizes = {rank: _size(run_dir, rank) for rank in ranks}
+    for name, limit_s in patience_s.items():
         silent = [rank for rank, size in sizes.items() if _size(run_dir, rank) == size]
         for connection in connections:
             if silent and connection.lost_at is None:
                 connection.send("signal", name=name, ranks=silent)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and any(
             _size(run_dir, rank) == sizes[rank] for rank in silent
         ):
@@ -170,15 +275,16 @@ def dump_stacks(
     deadline = time.monotonic() + REST_S
     while time.monotonic() < deadline:
         poll()
-    logs = {
+    return {
         rank: tail_text(run_dir.rank_log(rank))
         for rank, size in sizes.items()
         if _size(run_dir, rank) > size
     }
-    rank, why = find_stuck_rank(statuses, logs, ages_s)
-    stack = "" if rank is None else main_stack(logs.get(rank, ""))
-    step = min(int(status.get("step") or 0) for status in statuses.values())
-    return Hang(now, stuck_s, step, rank, why, stack)
+
+
+def log_bytes(run_dir: RunDir, ranks: Iterable[int]) -> int:
+    """The size of the logs of these ranks."""
+    return sum(_size(run_dir, rank) for rank in ranks)
 
 
 def _size(run_dir: RunDir, rank: int) -> int:

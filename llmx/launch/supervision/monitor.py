@@ -7,13 +7,23 @@ ranks that never start, a launcher that exits early, a hang, and the regular end
 from __future__ import annotations
 
 import base64
+import dataclasses
 import queue
 import time
 
 from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
-from llmx.launch.supervision.hang import AttemptProgress, dump_stacks
+from llmx.launch.supervision.hang import (
+    BEFORE_TRAINING,
+    NOTICE_STACKS_S,
+    AttemptProgress,
+    LoadingWatch,
+    dump_stacks,
+    log_bytes,
+    request_stacks,
+    waiting_places,
+)
 from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
@@ -40,6 +50,8 @@ ALL_REPORTED_S = 1.0
 """After a failure, where every rank has a final status or has exited."""
 EXIT_S = 60.0
 """For the launcher to exit after every rank has finished."""
+SIZES_S = 1.0
+"""Between two looks at the sizes of the logs, before training."""
 PROBE_S = 15.0
 """For a host to answer a ping after a failure."""
 
@@ -66,6 +78,8 @@ class RankMonitor:
         self.progress = AttemptProgress(
             hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.read()
         )
+        self.loading = LoadingWatch(spec.exp.launch.loading_timeout_s)
+        self._sized_at = 0.0
         self._rank_0, self._launcher = (
             LineReader(path, from_end=True, max_bytes=SHOWN_BYTES)
             for path in (self.run_dir.rank_log(0), self.run_dir.launcher_log)
@@ -100,6 +114,15 @@ class RankMonitor:
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
         self.progress.update(self.evidence.statuses)
+        if time.monotonic() - self._sized_at > SIZES_S:
+            self._sized_at = time.monotonic()
+            loading = [
+                rank
+                for rank, status in self.evidence.statuses.items()
+                if status.get("state") in BEFORE_TRAINING
+            ]
+            size = log_bytes(self.run_dir, self.evidence.statuses) if loading else 0
+            self.loading.update(self.evidence.statuses, size, self._sized_at)
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
             self._follow_queue(line)
@@ -143,6 +166,11 @@ class RankMonitor:
             # The other ranks save and exit by themselves, or are ended after the grace.
             return now - self.exiting_at > self.spec.exp.launch.stop_grace_s
         stuck_s = self.progress.hang.stuck_s(now)
+        is_loading = stuck_s is None and self.loading.is_stuck(now)
+        if is_loading:
+            stuck_s = self.loading.silent_s(now)
+        elif self.loading.notice_due(now):
+            self._say_where_ranks_wait(now)
         if stuck_s is not None:
             self.log.debug(f"no progress for {stuck_s:.0f} s; every rank dumps its stacks")
             self.evidence.hang = dump_stacks(
@@ -153,12 +181,36 @@ class RankMonitor:
                 connections=self.connections,
                 poll=self.poll,
             )
+            self.evidence.hang = dataclasses.replace(self.evidence.hang, is_loading=is_loading)
             return True
         late = now - self._started > self.spec.exp.launch.start_timeout_s
         if late and not self._queued and len(self.evidence.statuses) < self.plan.world_size:
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
             return True
         return False
+
+    def _say_where_ranks_wait(self, now: float) -> None:
+        """Before training: by their stacks, which SIGUSR2 writes to their logs."""
+        ranks = list(self.evidence.statuses)
+        silent_s = self.loading.silent_s(now) or 0.0
+        self.loading.is_paused = True
+        logs = request_stacks(
+            self.run_dir,
+            ranks,
+            patience_s={"USR2": NOTICE_STACKS_S},
+            connections=self.connections,
+            poll=self.poll,
+        )
+        hosts = {rank: self.plan.hosts[self.plan.ranks[rank].host].name for rank in ranks}
+        limit_s = self.loading.timeout_s
+        end = f"; the attempt ends after {limit_s:.0f} s (launch.loading_timeout_s)"
+        self.log.info(
+            f"no progress for {silent_s:.0f} s before the first step"
+            f"{end if limit_s else ''}. Ranks are in:"
+        )
+        for line in waiting_places(logs, hosts):
+            self.log.info(f"  {line}")
+        self.loading.noticed(log_bytes(self.run_dir, ranks))
 
     def drain(self) -> None:
         """Receive everything that the agents have sent. To be called before whole files are copied:

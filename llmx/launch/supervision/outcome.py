@@ -63,6 +63,8 @@ class Hang:
     """How that rank was found."""
     stack: str = ""
     """The stack of its main thread."""
+    is_loading: bool = False
+    """Before the first step, while ranks loaded the data and the model."""
 
 
 @dataclass
@@ -226,6 +228,17 @@ def _hung(hang: Hang, plan: Plan) -> Outcome:
     host = None if hang.rank is None else plan.hosts[plan.ranks[hang.rank].host].name
     who = "every rank waits for the others" if hang.rank is None else f"rank {hang.rank}"
     who += f" on {host}: {hang.why}" if host else ""
+    if hang.is_loading:
+        return Outcome(
+            "hang",
+            f"no rank made progress for {hang.stuck_s:.0f} s before the first step "
+            f"(launch.loading_timeout_s); {who}",
+            "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if loading may "
+            "take this long without a line in a log, raise launch.loading_timeout_s",
+            hang.rank,
+            host,
+            hang.stack,
+        )
     return Outcome(
         "hang",
         f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}; {who}",

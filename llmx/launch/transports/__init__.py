@@ -55,6 +55,11 @@ class Transport:
                 f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=pdsh."
             )
 
+    def host_problems(self, spec: LaunchSpec) -> list[str]:
+        """Hosts on which no rank can be started, where that is known without an agent there: value,
+        rule and fix."""
+        return []
+
     def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
         """CPU cores of each host and of a rank, where they are known on this machine."""
         return None, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig, SlurmConfig
 from llmx.launch.spec import LaunchSpec
@@ -43,6 +43,15 @@ class SlurmTransport(Transport):
                 "launch.sync=rsync copies over ssh, which launch.transport=slurm does not use: it "
                 "needs a shared file system. Use launch.sync=none, or launch.transport=pdsh."
             )
+
+    def host_problems(self, spec: LaunchSpec) -> list[str]:
+        hosts, job = [host.name for host in spec.plan.hosts], spec.environ.get("SLURM_JOB_ID", "")
+        nodelist = spec.environ.get("SLURM_JOB_NODELIST", "")
+        if job and not nodelist:
+            return []  # an allocation joined by its id
+        every_node = ["sinfo", "--noheader", "--Node", "--format=%N"]
+        output = _output(["scontrol", "show", "hostnames", nodelist] if job else every_node)
+        return missing_nodes(hosts, list(dict.fromkeys(output.split())), job=job)
 
     def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
         slots = max(host.slots for host in plan.hosts)
@@ -152,9 +161,29 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
     if environ.get("SLURM_JOB_ID"):
         # An allocation joined by its id: it may have fewer cores than its hosts.
         return None
+    words = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"]
+    return min((int(word) for word in _output(words).split() if word.isdecimal()), default=None)
+
+
+def missing_nodes(hosts: Sequence[str], nodes: Sequence[str], *, job: str) -> list[str]:
+    """A sentence for each host that is not among the nodes of an allocation, or of Slurm itself
+    where ``job`` is empty. No nodes: nothing is known."""
+    where = f"in the allocation of job {job}" if job else "a node of Slurm"
+    listed = ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else "")
+    allocate = ", or allocate it (salloc --nodelist={})" if job else ""
+    return [
+        f"{host}: is not {where} (nodes: {listed}). Use the names of these nodes in the hardware "
+        f"file{allocate.format(host)}."
+        for host in hosts
+        if nodes and host not in nodes
+    ]
+
+
+def _output(words: list[str]) -> str:
+    """The output of a command of Slurm; empty where it fails."""
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"],
+            words,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -162,5 +191,5 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return min((int(word) for word in done.stdout.split() if word.isdecimal()), default=None)
+        return ""
+    return done.stdout if done.returncode == 0 else ""
