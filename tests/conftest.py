@@ -25,7 +25,7 @@ from hypothesis import settings
 from tests.forked_ranks import Server, shared
 
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile("llmx", deadline=None)
+settings.register_profile("llmx", deadline=None, max_examples=40)
 settings.load_profile("llmx")
 
 SLOW = ("deepspeed", "wheel", "cluster", "chaos", "long")
