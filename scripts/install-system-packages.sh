@@ -22,7 +22,6 @@ rsync            launch.sync=rsync
 iproute2         the test cluster's networks: ip, ss, tc
 util-linux       the test cluster's hosts: nsenter, unshare
 procps           ps
-strace           faults in the system calls of a checkpoint
 openmpi-bin      launch.transport=openmpi
 slurm-client     launch.transport=slurm
 slurmctld        Slurm on the test cluster
@@ -58,9 +57,9 @@ if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
 This system has no apt-get; install what corresponds to these Debian packages, then go on:
 $list
 Fedora, RHEL, Rocky: python3-devel gcc-c++ git openssh-clients openssh-server pdsh rsync iproute
-  iproute-tc util-linux procps-ng strace openmpi slurm slurm-slurmctld slurm-slurmd munge zsh fish
-Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng strace openmpi slurm-llnl munge zsh fish
-openSUSE: python3-devel gcc-c++ git openssh pdsh rsync iproute2 util-linux procps strace openmpi4
+  iproute-tc util-linux procps-ng openmpi slurm slurm-slurmctld slurm-slurmd munge zsh fish
+Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng openmpi slurm-llnl munge zsh fish
+openSUSE: python3-devel gcc-c++ git openssh pdsh rsync iproute2 util-linux procps openmpi4
   slurm slurm-node munge zsh fish
 EOF
   exit 1

@@ -21,7 +21,6 @@ from llmx.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     Manifest,
-    Problem,
     parse_manifest,
     read_manifest,
     step_of,
@@ -352,9 +351,3 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
     assessment = selection.assess([selection.inspect(checkpoints, 1)])
     assert not assessment.usable
     assert "cannot be read (Too many levels of symbolic links)" in assessment.reason
-
-
-def test_a_problem_reads_well() -> None:
-    problem = Problem("rank-00000.safetensors", "408 bytes", "is missing")
-    assert str(problem) == "rank-00000.safetensors: is missing, expected 408 bytes"
-    assert selection.describe([problem] * 5).endswith("; and 2 more")
