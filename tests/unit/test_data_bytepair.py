@@ -68,7 +68,7 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXTS)
 def test_same_ids_for_any_text(pattern: str, text: str):
     tokenizer = CONVERTED[pattern]
@@ -86,9 +86,7 @@ def converted(pattern: str) -> BytePairs:
     return _FAST[pattern]
 
 
-@pytest.mark.parametrize(
-    "name", [r"\p{L}", r"\p{N}", r"\s", r"\p{M}", r"[\p{Lu}\p{Lt}]", r"\p{Ll}", r"[\p{Lm}\p{Lo}]"]
-)
+@pytest.mark.parametrize("name", [r"\p{L}", r"\p{N}", r"\s"])
 def test_both_libraries_know_the_same_unicode(name: str):
     import tiktoken
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +17,18 @@ from llmx.errors import ConfigError
 from tests.small_tokenizers import byte_tokenizer
 
 
-def llmx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LLMX_CACHE": str(cwd / "cache"), "COLUMNS": "300"}
-    return subprocess.run(
-        [sys.executable, "-m", "llmx", *words],
-        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "300")
+    return tmp_path
 
 
-def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
+def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.CaptureFixture[str]):
     rows = [{"prompt": f"What is {i}?", "response": "A number."} for i in range(20)]
     rows += [{"prompt": "word " * 300, "response": "lost"}, {"prompt": "q", "response": ""}]
-    path = tmp_path / "chats.jsonl"
+    path = here / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [
         "data",
@@ -41,36 +38,36 @@ def test_prepares_and_says_what_became_of_the_rows(tmp_path: Path):
         f"data.path={path}",
         "data.seq_len=64",
     ]
-    done = llmx(*words, "preview=1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "22 read, 20 in samples" in done.stdout
-    assert "without an answer (1), without an answer in the first seq_len tokens (1)" in done.stdout
-    assert "format prompt_response" in " ".join(done.stdout.replace("│", " ").split())
-    (picture,) = (tmp_path / "cache" / "data").glob("*.png")
+    code, said = main([*words, "preview=1"]), capfd.readouterr()
+    assert code == 0, said.err
+    assert "22 read, 20 in samples" in said.out
+    assert "without an answer (1), without an answer in the first seq_len tokens (1)" in said.out
+    assert "format prompt_response" in " ".join(said.out.replace("│", " ").split())
+    (picture,) = (here / "cache" / "data").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "── example 1" in done.stdout
-    assert "«" in done.stdout
-    assert "⟨<|end|>⟩" in done.stdout
+    assert "── example 1" in said.out
+    assert "«" in said.out
+    assert "⟨<|end|>⟩" in said.out
     # Nothing but the store: preparing is no run.
-    assert not list(tmp_path.rglob("plan.json"))
-    again = llmx(*words, cwd=tmp_path)
-    assert "found prepared; preparing took" in again.stdout
+    assert not list(here.rglob("plan.json"))
+    assert main(words) == 0
+    assert "found prepared; preparing took" in capfd.readouterr().out
 
 
-def test_unknown_words_are_errors(capsys):
+def test_unknown_words_are_errors(capfd):
     assert main(["data", "data.seq_lne=3"]) == 2
-    assert 'Did you mean "data.seq_len"?' in capsys.readouterr().err
+    assert 'Did you mean "data.seq_len"?' in capfd.readouterr().err
     assert main(["data", "nonsense"]) == 2
     assert main(["data", "-m", "data.seq_len=32,64"]) == 2
-    assert "data: takes one config" in capsys.readouterr().err
+    assert "data: takes one config" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["preview=many", "split=test", "preview=" + "9" * 5000])
-def test_own_words_are_checked(tmp_path: Path, word: str):
-    done = llmx("data", word, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"llmx: {shown(word)}"[:50])
-    assert done.stderr.count("\n") == 1
+def test_own_words_are_checked(here: Path, capfd: pytest.CaptureFixture[str], word: str):
+    assert main(["data", word]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"llmx: {shown(word)}"[:50])
+    assert error.count("\n") == 1
 
 
 def test_own_words_are_told_from_overrides():

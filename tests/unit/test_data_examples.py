@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
 import re
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +31,6 @@ from llmx.data import (
     collate,
 )
 from llmx.data.examples import Schema, checked
-from llmx.data.store import staging
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.documents import TokenBlock
@@ -238,43 +234,6 @@ def test_a_rank_without_samples_has_no_examples(layout: str):
 # Resumed, and on several hosts
 
 
-def _prepare_until_killed(exp: Experiment, rows: int) -> None:
-    staging.JOURNAL_BYTES = 1
-    record = staging.Staging.record
-
-    def record_and_die(self, state):
-        record(self, state)
-        if state["counts"]["rows"] >= rows:
-            for stream in self._streams.values():  # written, and not noted
-                stream.write(b"half")
-                stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    staging.Staging.record = record_and_die
-    prepared(exp, byte_tokenizer("<|end|>", chat_template=TEMPLATE))
-
-
-def test_a_killed_preparation_resumes(tmp_path: Path, tokenizer, monkeypatch):
-    monkeypatch.setattr(blocks, "BATCH_ROWS", 10)
-    exp = experiment(tmp_path, [pair_row(i) for i in range(1, 150)])
-    exp.data.cache_dir = str(tmp_path / "whole")
-    whole = prepared(exp, tokenizer)
-    exp.data.cache_dir = str(tmp_path / "killed")
-    process = multiprocessing.get_context("fork").Process(
-        target=_prepare_until_killed, args=(exp, 60)
-    )
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    store = prepared(exp, tokenizer)
-    assert store.meta["resumed_at_row"] == 60
-    assert store.meta["sha256"] == whole.meta["sha256"]
-    same = ("rows_read", "truncated", "truncated_tokens", "dropped", "rejected", "columns")
-    assert [store.meta[key] for key in same] == [whole.meta[key] for key in same]
-    files = [Path(one.meta["rejected_file"]).read_bytes() for one in (store, whole)]
-    assert files[0] == files[1]
-
-
 # Truncation
 
 
@@ -367,23 +326,6 @@ def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str,
         assert (left, counts) == ([list(one.ids) for one in sequences], {})
 
 
-def test_pairs_of_conversations_are_cut_as_text(tmp_path: Path, tokenizer):
-    """The template stays whole and characters too, on both sides."""
-    rows = [
-        {"prompt": "é" * 40, "chosen": "good", "rejected": "not so good"},
-        {"prompt": "short", "chosen": "x" * 50, "rejected": "y" * 50},
-    ]
-    store = prepared(experiment(tmp_path, rows), tokenizer)
-    (example,) = examples_of(store)
-    texts = [tokenizer.decode(tokens) for tokens in example["tokens"]]
-    prompt = texts[0].removesuffix("<|end|>Agood<|end|>")
-    assert texts == [f"{prompt}<|end|>Agood<|end|>", f"{prompt}<|end|>Anot so good<|end|>"]
-    assert set(prompt) == {"Q", "é"}
-    assert sum(map(len, example["tokens"])) in range(93, 97)
-    assert store.meta["dropped"] == {"completions longer than seq_len": 1}
-    assert (store.meta["truncated"], store.meta["rows_read"]) == (1, 2)
-
-
 # Packing
 
 
@@ -419,21 +361,6 @@ class Labels(Task):
 
     def encode(self, row: Labelled) -> Example | None:
         return Example.of(Document(row.text, row.where), label=int(row.label))
-
-
-def test_labelled_rows_give_text_and_label(tmp_path: Path, tokenizer):
-    rows = [{"text": f"t{i}" * (i % 5 + 1), "label": i % 3} for i in range(40)]
-    data_map = {"prompt": "text", "label": "label"}
-    store = prepared(experiment(tmp_path, rows, data_map=data_map), tokenizer, Labels)
-    found = [
-        (tokenizer.decode(tokens), int(label))
-        for index in range(len(store))
-        for (tokens, _), label in zip(
-            store[index].sequences(), store[index].columns["label"], strict=True
-        )
-    ]
-    assert sorted(found) == sorted((f"{row['text']}</s>", row["label"]) for row in rows)
-    assert store[0].weights is None
 
 
 class Raw(Task):
@@ -484,10 +411,8 @@ def test_what_a_task_gives_is_checked(example: Any, message: str):
     [
         (Example.of(Tokens([1, 2]), label="good"), "the column label (by example, int64) got "),
         (Example.of(Tokens([1, 2]), label=0.5), "int64 does not hold every value"),
-        (Example.of(Tokens([1, 2]), label=[1, 2]), "have together the shape (1, 2), not (1,)"),
         (Example.of(Tokens([]), label=1), "Tokens are at least one id"),
         (Example.of(Tokens([1, 10**6]), label=1), "each from 0 to 257 (the tokenizer's last)"),
-        (Example.of(Tokens([1, 2], weight=[0, 0.5]), label=1), "neither 0 nor 1. Declare the col"),
         (Example.of(Tokens([1, 2], weight=[1]), label=1), "have together the shape (1,), not (2,)"),
         (Example.of(Tokens([1], columns={"x": [1]}), label=1), "Tokens have the columns x"),
     ],
@@ -583,22 +508,6 @@ def test_the_preview_names_examples(tmp_path: Path, tokenizer, capsys):
     assert re.search(r"sample 1: \d+ tokens, \d+ target tokens, 1 example of 2 sequences\n", said)
     assert "── example 1, sequence 2 of 3, 5 tokens, weight 5 ──" in said
     assert "score by sequence: [[2.0, 0.0], [2.0, 1.0]]\nlabel by example: [-2]" in said
-
-
-def test_conversations_and_documents_in_one_example(tmp_path: Path, tokenizer):
-    class Mixed(Task):
-        name = "mixed"
-        takes: ClassVar[tuple[type, ...]] = (Conversation,)
-
-        def encode(self, row: Conversation) -> Example | None:
-            text = Document(row.messages[0].content, row.where)
-            return Example.of(text, Tokens([7, 8]), row, cut="none")
-
-    rows = [{"prompt": f"q{i}", "response": f"a{i}"} for i in range(30)]
-    store = prepared(experiment(tmp_path, rows, packing="none"), tokenizer, Mixed)
-    for i in range(30):
-        found = [tokenizer.decode(tokens) for tokens, _ in store[i].sequences()]
-        assert found == [f"q{i}</s>", tokenizer.decode([7, 8]), f"Qq{i}<|end|>Aa{i}<|end|>"]
 
 
 class Anything(Task):

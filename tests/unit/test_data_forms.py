@@ -15,7 +15,7 @@ from llmx.data.format.formats import (
     transcript,
     unpaired_of,
 )
-from llmx.data.format.rows import Conversation, Message, Preference
+from llmx.data.format.rows import Conversation, Preference
 from llmx.data.source.records import Record, RecordError, Where
 from llmx.errors import DataError
 
@@ -104,18 +104,6 @@ def test_sharegpt_with_tools():
     assert conversation({**value, "tools": "[]"}).tools == ""
 
 
-def test_openai_tool_calls():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}}
-    value = {
-        "messages": [
-            {"role": "user", "content": "Q"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-        ]
-    }
-    text = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
-    assert turns(value)[1] == ("assistant", text)
-
-
 def test_a_row_without_an_answer_is_nothing_to_learn():
     assert conversation({"instruction": "Q", "output": " "}) is None
     assert conversation({"conversations": [{"from": "human", "value": "Q"}]}) is None
@@ -170,10 +158,6 @@ def test_text():
 def test_what_is_wrong_is_said_with_the_row(value: dict, message: str):
     with pytest.raises(DataError, match=f"rows.json, row 3.*{message}"):
         conversation(value)
-
-
-def test_messages_are_values():
-    assert Message("user", "a") == Message("user", "a")
 
 
 # Preference pairs

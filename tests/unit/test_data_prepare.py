@@ -204,8 +204,9 @@ def _prepare_until_killed(exp: Experiment, rows: int) -> None:
         record(self, state)
         if state["counts"]["rows"] >= rows:
             # Written, and not noted: what a kill leaves.
-            self._streams["tokens"].write(b"half")
-            self._streams["tokens"].flush()
+            for stream in self._streams.values():
+                stream.write(b"half")
+                stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
     staging.Staging.record = record_and_die
@@ -224,7 +225,7 @@ def chat_row(i: int) -> dict[str, str]:
     return {"prompt": question, "answer" if i % 23 == 7 else "response": answer}
 
 
-@pytest.mark.parametrize("packing", ["concat", "none", "best_fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
     tokenizer = byte_tokenizer("<|end|>", chat_template=REFUSING)
     exp = experiment(tmp_path, "", packing=packing)

@@ -7,7 +7,6 @@ import re
 
 from llmx.data import progress
 from llmx.data.progress import MIB, PreparationProgress
-from llmx.text import clock
 
 
 def test_lines_for_a_log(monkeypatch):
@@ -30,7 +29,3 @@ def test_nothing_is_said_of_short_work_or_of_an_unknown_end(monkeypatch):
         shown.add(size=MIB, tokens=1000)
     assert stream.getvalue() == ""
     assert "left" not in shown.rates()
-
-
-def test_clock():
-    assert [clock(s) for s in (7, 151.9, 14759)] == ["0:07", "2:32", "4:05:59"]

@@ -172,15 +172,6 @@ def test_literal_text_and_spans(name: str, system: bool):
 
 
 @pytest.mark.parametrize("name", sorted(LITERAL))
-def test_a_prompt_is_the_row_up_to_its_last_answer(name: str):
-    control, begin, end, first, answer1, between, _, starts = LITERAL[name]
-    tokenizer = byte_tokenizer(*control, begin=begin, end=end)
-    tokens, completion = Renderer(tokenizer, template=name).prompt(chat("U1", "A1", "U2", "A2"))
-    assert tokenizer.decode(tokens) == starts[0] + first + answer1 + between
-    assert tokenizer.decode(completion, skip_special_tokens=True).strip() == "A2"
-
-
-@pytest.mark.parametrize("name", sorted(LITERAL))
 def test_no_text_becomes_a_control_token(name: str):
     control, begin, end, *_ = LITERAL[name]
     tokenizer = byte_tokenizer(*control, begin=begin, end=end)
@@ -288,17 +279,6 @@ def test_spans_equal_the_templates_own_generation_marks():
     )
     assert row.tokens.tolist() == own["input_ids"]
     assert row.targets.tolist() == [bool(mark) for mark in own["assistant_masks"]]
-
-
-def test_ids_are_those_of_the_tokenizers_own_chat_template():
-    tokenizer = byte_tokenizer(*CHATML, chat_template=THINKING)
-    conversation = chat("ü 中文 🙂\n\n", "  ja\t", "U2", "A2")
-    (row,) = Renderer(tokenizer, loss_on="all").conversations([conversation])
-    own = tokenizer.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in conversation.messages],
-        return_dict=False,
-    )
-    assert row.tokens.tolist() == own
 
 
 def test_stop_tokens():

@@ -147,7 +147,7 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
 # Arrays
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     rows=st.lists(
         st.dictionaries(

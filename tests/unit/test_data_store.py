@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmx.data import Sample, SampleStore
 from llmx.data.store.samples import locked
@@ -56,19 +54,6 @@ def test_round_trip(tmp_path: Path):
     store.verify()
     with pytest.raises(IndexError, match="sample 2"):
         store[2]
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=6))
-def test_any_shape_round_trips(tmp_path_factory, shapes: list[list[int]]):
-    rng = np.random.default_rng(0)
-    samples = []
-    for rows in shapes:
-        count = sum(rows)
-        starts = np.cumsum([0, *rows[:-1]])
-        tokens = rng.integers(0, 2**32, count, dtype=np.uint32)
-        samples.append(Sample(tokens, rng.integers(0, 2, count).astype(np.bool_), starts))
-    same(write(tmp_path_factory.mktemp("stores") / "s", samples), samples)
 
 
 def test_a_damaged_store_is_not_used(tmp_path: Path):

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.formats import FORMATS, Reading, detect_form, to_document, to_preference
-from llmx.data.format.rows import Conversation, Preference
-from llmx.data.source.records import Record, RecordError, Where, refuse
-from llmx.data.split import Source
+from llmx.data.format.formats import FORMATS, Reading, detect_form, to_document
+from llmx.data.format.rows import Conversation
+from llmx.data.source.records import Record, RecordError, Where
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import DataError
 from tests.small_tokenizers import byte_tokenizer
@@ -111,73 +109,7 @@ def test_sharegpt_calls_are_the_same():
 
 # Preference pairs
 
-ASKED = [{"role": "user", "content": "Q"}]
 BETTER, WORSE = ({"role": "assistant", "content": word} for word in ("good", "bad"))
-PAIRS = [
-    {"chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]},
-    {"prompt": "Q", "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]},
-    {"prompt": "Q", "chosen": "good", "rejected": "bad"},
-    {"prompt": ASKED, "chosen": [BETTER], "rejected": [WORSE]},
-    {"messages": ASKED, "chosen": BETTER, "rejected": WORSE},
-    {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
-    {
-        "conversations": [{"from": "human", "value": "Q"}],
-        "chosen": {"from": "gpt", "value": "good"},
-        "rejected": {"from": "gpt", "value": "bad"},
-    },
-]
-
-
-@pytest.mark.parametrize("value", PAIRS)
-def test_pairs(value: dict):
-    record = Record(value, WHERE)
-    assert detect_form(record, Reading()) == "preference"
-    pair = to_preference(record, Reading(system="S"))
-    contents = [[m.content for m in side.messages] for side in (pair.chosen, pair.rejected)]
-    assert contents == [["S", "Q", "good"], ["S", "Q", "bad"]]
-    tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
-    better, worse = Renderer(tokenizer).conversations([pair.chosen, pair.rejected])
-    assert [learned(tokenizer, row) for row in (better, worse)] == [
-        ["good<|im_end|>"],
-        ["bad<|im_end|>"],
-    ]
-    start = int(better.targets.argmax())
-    assert better.tokens[:start].tolist() == worse.tokens[:start].tolist()
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            {"chosen": [*ASKED, BETTER], "rejected": [{**ASKED[0], "content": "other"}, WORSE]},
-            "must have the same turns before",
-        ),
-        ({"prompt": "Q", "chosen": "good", "rejected": "good"}, "both answers are the same"),
-        ({"prompt": "Q", "chosen": "good", "rejected": " "}, '"rejected" does not end with'),
-        ({"chosen": "good", "rejected": "bad"}, "must have the same turns before"),
-        ({"prompt": "Q", "chosen": 3, "rejected": "bad"}, '"chosen" is 3; it must be a list'),
-        ({"chosen": ASKED, "rejected": [*ASKED, WORSE]}, '"chosen" does not end with an answer'),
-    ],
-)
-def test_pairs_that_are_none(value: dict, message: str):
-    with pytest.raises(RecordError, match=f"rows.jsonl, line 7: .*{message}"):
-        to_preference(Record(value, WHERE), Reading())
-
-
-def test_real_pairs(real_data: Path):
-    data = DataConfig()
-    source = SourceConfig(path=str(real_data / "dpo_en_demo.json"))
-    part = Source.of(data, source, split="train", takes=(Preference,))
-    assert part.form == "preference"
-    pairs = [row for row in part.rows(refuse) if isinstance(row, Preference)]
-    assert len(pairs) == 300
-    tokenizer = byte_tokenizer(*CHATML, chat_template=WITHOUT)
-    for side in ("chosen", "rejected"):
-        rows = Renderer(tokenizer, loss_on="last").conversations([getattr(p, side) for p in pairs])
-        answers = [getattr(pair, side).messages[-1].content for pair in pairs]
-        assert [learned(tokenizer, row) for row in rows] == [[f"{a}<|im_end|>"] for a in answers]
-
-
 # Labels, titles, tables of turns
 
 
@@ -204,18 +136,6 @@ def test_labelled_rows(context, expected: list[str]):
         conversation({**value, "label_id": 7}, "labelled", columns=columns, label_names=names)
     with pytest.raises(DataError, match='"label_id" is null; a label is text'):
         conversation({"prompt": "Q"}, "labelled", columns=columns)
-
-
-def test_real_labels(real_data: Path):
-    data = DataConfig(
-        data_map={"prompt": "text_a", "label": "label"}, label_names={"0": "差评", "1": "好评"}
-    )
-    path = str(real_data / "book_review" / "dev.tsv")
-    part = Source.of(data, SourceConfig(path=path), split="train")
-    assert part.form == "labelled"
-    rows = list(part.rows(refuse))
-    assert len(rows) == 8000
-    assert {row.messages[-1].content for row in rows} == {"差评", "好评"}
 
 
 def test_title_and_content():

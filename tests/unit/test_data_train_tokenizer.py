@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
-from llmx.config import Experiment, SourceConfig, to_dict
+from llmx.__main__ import main
+from llmx.config import Experiment, SourceConfig
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.source.records import Document, Where
@@ -179,33 +176,14 @@ def test_texts_are_cut_at_lines():
     assert list(texts_of([chat])) == ["a", "b", "[1]"]
 
 
-def test_the_program(tmp_path: Path):
-    exp = experiment(tmp_path)
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(to_dict(exp)))
-    command = [sys.executable, "-m", "llmx.data.tokenize.train", str(config), "vocab_size=600"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"model.tokenizer={tmp_path}/made" in done.stdout
-    assert json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())["eos_token"]
-    assert "vocabulary  600;" in done.stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 2
-    assert again.stderr.startswith("llmx: ")
-    assert "exists already" in again.stderr
-
-
-def test_the_command(tmp_path: Path):
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """As a user writes it, with a data group and no model."""
+    monkeypatch.chdir(tmp_path)
     words = [f"data.path={DEMO_DIRECTORY}/train.jsonl", "tokenizer.kind=bbpe", "vocab_size=500"]
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx", "tokenizer", "data=file", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    code, said = main(["tokenizer", "data=file", *words]), capfd.readouterr()
+    assert code == 0, said.err
     made = tmp_path / "tokenizers" / "file-bbpe-500"
-    assert f"model.tokenizer={made}" in done.stdout
+    assert f"model.tokenizer={made}" in said.out
     assert len(AutoTokenizer.from_pretrained(made)) == 500
