@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +60,7 @@ def test_slower_devices_get_smaller_micro_batches() -> None:
     assert (plan.micro_batches, plan.accumulation, plan.sizes) == ((5, 5, 2, 2), 2, ())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     speeds=st.lists(SPEED, min_size=1, max_size=3),
     limit=st.integers(1, 6),
@@ -117,65 +115,6 @@ def test_no_other_split_is_faster(speeds, limit, total, same_steps, exchange, ov
             for part in parts(total, [total] * len(speeds))
         )
         assert found == best_time
-
-
-def simulated(seed: int) -> tuple[list[RankSpeed], list[int]]:
-    """16 hosts of 8 ranks, of four device types that differ in every way."""
-    draw = random.Random(seed)
-    types = [
-        (
-            RankSpeed(
-                fixed_fs=draw.randrange(10**11, 10**13),
-                token_fs=int(10**10 * factor),
-                square_fs=draw.randrange(10**5, 10**6),
-            ),
-            draw.randrange(2, 17),
-        )
-        for factor in (0.14, 0.3, 0.8, 2.1)
-    ]
-    placed = [types[draw.randrange(4)] for _ in range(16)]
-    return [s for s, _ in placed for _ in range(8)], [m for _, m in placed for _ in range(8)]
-
-
-@pytest.mark.parametrize("same_steps", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_simulated_cluster_within_two_per_cent_of_brute_force(seed, same_steps) -> None:
-    """16 hosts, 4 device types. Brute force over a coarser grid: one micro batch for each device
-    type, every combination, and as many micro steps as the step then needs; where ranks may differ,
-    parts of micro steps, too, at their part of the cost, which no real split can have."""
-    speeds, limits = simulated(seed)
-    seq_len, total, each = 2048, 6000, 10**11
-    with at_most(lines=200_000):
-        sizes = share_out(
-            total,
-            speeds=speeds,
-            limits=limits,
-            seq_len=seq_len,
-            same_steps=same_steps,
-            micro_step_fs=each,
-        )
-    assert sum(map(sum, sizes)) == total
-    found = step_fs(sizes, speeds, seq_len, same_steps=same_steps)
-    found += each * len(sizes[0]) if same_steps else 0
-    kinds = sorted(set(zip(speeds, limits, strict=True)), key=lambda kind: kind[0].token_fs)
-    ranks = [sum(s == kind for s in zip(speeds, limits, strict=True)) for kind in kinds]
-    best = None
-    for chosen in itertools.product(*(range(1, limit + 1) for _, limit in kinds)):
-        times = [
-            speed.fixed_fs + size * sample_fs(speed, seq_len)
-            for (speed, _), size in zip(kinds, chosen, strict=True)
-        ]
-        together = sum(n * size for n, size in zip(ranks, chosen, strict=True))
-        if same_steps:
-            seconds = (max(times) + each) * -(-total // together)
-        else:
-            # At the same rate for ever: each type does as many micro steps as it has time for.
-            rate = sum(
-                n * size / taken for n, size, taken in zip(ranks, chosen, times, strict=True)
-            )
-            seconds = total / rate
-        best = seconds if best is None else min(best, seconds)
-    assert found <= 1.02 * best
 
 
 @pytest.mark.parametrize("zero", ["stage1", "stage2"])
@@ -237,13 +176,6 @@ def test_what_is_not_measured_yet_does_not_decide_how_many_samples_a_step_has() 
         for how in ("spec", "measured", "even")
     )
     assert by_sheet < measured == even == 4 * 8
-
-
-def test_equal_ranks_are_given_equal_parts() -> None:
-    speeds = [RankSpeed(100, 10)] * 4
-    for same_steps in (False, True):
-        sizes = share_out(32, speeds=speeds, limits=[8] * 4, seq_len=8, same_steps=same_steps)
-        assert sizes == ((8,),) * 4
 
 
 @pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])

@@ -89,13 +89,10 @@ def test_a_word_that_it_does_not_take() -> None:
         composed([*WORDS, f"{OWN}=some"])
 
 
-@pytest.mark.parametrize(
-    "word", ["activation_checkpointing=full", "memory_gib=11", "compute_capability=7.0"]
-)
-@pytest.mark.parametrize("words", [WORDS, ["hardware=cpu2"], ["hardware=local"]])
-def test_a_name_with_a_typo_is_no_device_type(words: list[str], word: str) -> None:
+@pytest.mark.parametrize("words", [WORDS, ["hardware=local"]])
+def test_a_name_with_a_typo_is_no_device_type(words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        composed([*words, f"hardware.devices.v100_32gb.{word}"])
+        composed([*words, "hardware.devices.v100_32gb.activation_checkpointing=full"])
     assert "hardware.devices.v100_32gb: no host has this device type" in str(error.value)
     assert 'Did you mean "v100_32g"?' in str(error.value)
 

@@ -25,7 +25,6 @@ from llmx.plan.step_time import (
 from llmx.plan.trace import StepTrace, TracedParameter
 from llmx.plan.types import Plan, TimePlan
 from tests.composing import composed
-from tests.effort import at_most
 
 LLAMA = [
     "model=llama3_8b",
@@ -153,16 +152,6 @@ def test_weights_of_4_bits_are_unpacked_in_each_pass() -> None:
     ), "once for a micro batch, however long it is"
 
 
-def test_communication_that_is_longer_than_computing_is_the_bottleneck() -> None:
-    """Also where computing hides enough of it that less than computing is left."""
-    words = ["hardware=a800x2_n7", "zero=stage3", "batch.global_batch=56"]
-    for gbit in (10, 50, 100, 200, 400, 1000):
-        found = planned(*words, f"hardware.network_gbit_per_s={gbit}")
-        longer = found.communication_s > found.computing_s
-        assert (found.bottleneck == "communication") is longer, gbit
-    assert not longer
-
-
 def test_published_speeds_are_predicted_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     rows = importlib.import_module("plan_published")
@@ -271,23 +260,6 @@ def test_unequal_devices_wait_less_where_the_work_is_shared_out(zero: str) -> No
     assert {name for name, _ in spec.mfu} == {"a100_40g", "v100_32g"}
 
 
-def test_the_even_split_takes_what_fits_on_every_rank() -> None:
-    words = [*LLAMA, "hardware=a100x2_v100x2", "zero=stage1", "data.seq_len=128",
-             "zero.grad_accum_dtype=fp32", "batch.global_batch=16"]  # fmt: skip
-    done = composed([*words, "batch.micro_batch=4", "batch.balance=spec"])
-    assert done.plan.balance is not None
-    unequal = replace(done.plan, balance=replace(done.plan.balance, limits=(4, 4, 1, 2)))
-    one, four = (
-        composed([*words, f"batch.micro_batch={size}", "batch.balance=even"]).plan.time
-        for size in (1, 4)
-    )
-    assert one is not None
-    assert four is not None
-    assert one.step_s > four.step_s
-    assert step_time(done.experiment, unequal).even_step_s == one.step_s
-    assert step_time(done.experiment, done.plan).even_step_s == four.step_s
-
-
 def test_hours_and_cost() -> None:
     found = planned("task.steps=1000", "hardware.price_per_hour.a100_80g=2.5")
     assert found.hours == pytest.approx(1000 * found.step_s / 3600)
@@ -309,15 +281,6 @@ def test_a_plan_keeps_its_time_through_json() -> None:
     older = plan.to_dict()
     del older["time"]
     assert Plan.from_dict(older) == replace(plan, time=None)
-
-
-def test_it_is_little_work_for_a_large_cluster() -> None:
-    hosts = ", ".join(f"{{name: n{i}, slots: 8, device: a100_80g}}" for i in range(128))
-    done = composed([*LLAMA, f"hardware.hosts=[{hosts}]", "batch.global_batch=4096"])
-    with at_most(lines=40_000):
-        found = step_time(done.experiment, done.plan)
-    assert found == done.plan.time
-    assert len(found.idle) == 1024
 
 
 @pytest.mark.parametrize("how", ["none", "full"])

@@ -17,7 +17,7 @@ from llmx.plan.storage import (
     download_bytes,
     with_storage,
 )
-from llmx.plan.types import HostStorage, Plan, StoragePlan
+from llmx.plan.types import HostStorage, StoragePlan
 from tests.composing import composed
 
 GIB = 1024**3
@@ -36,28 +36,17 @@ def host_of(*overrides: str) -> HostStorage:
     return host
 
 
-def test_it_is_written_and_read_again() -> None:
-    plan = composed([*LLAMA, "hardware=a100x2_v100x2"]).plan
-    assert Plan.from_dict(plan.to_dict()) == plan
-    older = plan.to_dict()
-    del older["storage"]
-    assert Plan.from_dict(older).storage is None
-
-
 @pytest.mark.parametrize(
     ("config", "total_steps", "expected"),
     [
         ({"every_steps": 100}, 1000, (2, 3)),
-        ({"every_minutes": 30.0}, 1000, (2, 3)),
         ({"every_steps": 100, "keep": KeepConfig(last=1)}, 1000, (1, 2)),
         ({"every_steps": 100, "keep": KeepConfig(last=3, best=1)}, None, (4, 5)),
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, 1000, (5, 6)),
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, None, (None, None)),
         ({"every_steps": 600}, 1000, (1, 1)),
         ({"every_steps": 600, "at_end": True}, 1000, (2, 2)),
-        ({"at_end": True}, 1000, (1, 1)),
         ({"on_signal": True}, 1000, (1, 1)),
-        ({"on_signal": False}, 1000, (0, 0)),
         ({"every_steps": 5000, "on_signal": True}, 1000, (1, 1)),
     ],
 )

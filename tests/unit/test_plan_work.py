@@ -37,7 +37,7 @@ def times(places, rows: Rows, balance: BalancePlan, pad_to: int = 8) -> list[lis
     return found
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, SEQ_LEN), min_size=4, max_size=40),
     factors=st.lists(st.integers(1, 9), min_size=1, max_size=4),
