@@ -373,15 +373,6 @@ def test_what_is_asked_of_hosts() -> None:
     assert asked == {"torch": True, "aio": True, "nvme": "/nvme"}
 
 
-def test_a_survey_of_an_older_llmx_is_compared() -> None:
-    new = set(facts()) - {"capabilities", "torch_build", "nvcc", "libaio", "nvme"}
-    new -= {"checkpoints", "ram_available_bytes"}
-    old = {key: value for key, value in facts().items() if key in new - {"modules"}}
-    done = composed(["hardware=a100x2_v100x2", "optim.kind=fused_adam"])
-    surveys = {"node-a": old, "node-b": old}
-    assert compare_hosts(done.experiment, done.plan, surveys).errors == ()
-
-
 def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:
     """Here torch has no CUDA; and the compiler looks for libaio as DeepSpeed does."""
     asked = json.dumps({"torch": True, "aio": True, "nvme": str(tmp_path / "not" / "there")})

@@ -175,16 +175,6 @@ def test_a_rewritten_file_is_sent_whole(rig: Rig) -> None:
     assert (message["offset"], base64.b64decode(message["data"])) == (6, b"two\n")
 
 
-def test_what_ignores_sigterm_is_killed(rig: Rig) -> None:
-    rig.handshake()
-    stubborn = rig.process(STUBBORN, env={"RANK": "0"})
-    assert stubborn.stdout is not None
-    assert stubborn.stdout.readline()
-    counts = rig.stop(grace_s=0.5)
-    assert (counts["killed"], counts["left"]) == (1, 0)
-    assert stubborn.wait(timeout=5) == -signal.SIGKILL
-
-
 def test_a_second_word_cuts_the_grace_short(rig: Rig) -> None:
     rig.handshake()
     stubborn = rig.process(STUBBORN, env={"RANK": "0"})

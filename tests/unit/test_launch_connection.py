@@ -165,16 +165,6 @@ def test_a_connection_that_breaks_before_the_agent_is_there() -> None:
         assert subprocess.run(argv, input=said, timeout=10, check=False).returncode == 1
 
 
-def test_a_clock_that_is_set_while_the_run_goes_on(tmp_path: Path) -> None:
-    connection = Connection("far", (0,), [], tmp_path / "log", queue.Queue(), is_remote=True)
-    for _ in range(3):
-        connection._measure_clock({"sent": time.monotonic(), "time": time.time() + 100})
-    assert connection.clock_offset_s == pytest.approx(100, abs=0.1)
-    for _ in range(connection_module.CLOCK_SAMPLES):
-        connection._measure_clock({"sent": time.monotonic() - 0.02, "time": time.time()})
-    assert connection.clock_offset_s == pytest.approx(0, abs=0.1)
-
-
 def test_a_flood_in_a_log_does_not_hold_up_the_metrics(agent: Rig) -> None:
     """In a run directory whose name a glob would take for a pattern."""
     root = agent.directory / "lr=[1e-3]"

@@ -20,9 +20,8 @@ import pytest
 from llmx.launch.agents.agent import REPLACED, STREAMED
 from llmx.launch.supervision.console import Console, train_line
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
-from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update, tail_text
+from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update
 from llmx.run.rundir import RunDir, write_json
-from llmx.text import clock
 from tests import tracked_run
 
 TRAIN: dict[str, Any] = {
@@ -196,13 +195,6 @@ def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
         apply_update(RunDir(tmp_path), {"event": "append", "path": path}, b"x")
 
 
-def test_tail(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    assert tail_text(path) == ""
-    path.write_text("x" * 100 + "end")
-    assert tail_text(path, max_bytes=5) == "xxend"
-
-
 def console_lines(*records: dict[str, Any], rank_lines: tuple[str, ...] = ()) -> list[str]:
     stream = io.StringIO()
     console = Console(stream)
@@ -229,15 +221,6 @@ def test_plain_lines() -> None:
         "step  20/600  loss not finite  lr 1.0e-03  grad 0.90  40,960 tok/s  left 0:58",
         "eval at step 600:  loss 1.1000  exact match 97.0 %",
     ]
-
-
-def test_a_line_without_a_total() -> None:
-    assert train_line({"step": 7, "loss": 1.0}, total=None, left_s=None).startswith("step      7  ")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
-def test_durations(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 def test_rank_0_without_the_noise() -> None:
@@ -271,11 +254,6 @@ def test_a_long_traceback_keeps_its_root() -> None:
     assert lines[-1] == "ImportError: the end"
     assert lines.count("Traceback (most recent call last):") == 2
     assert len(lines) < 45
-
-
-def test_a_short_traceback_is_whole() -> None:
-    text = "Traceback (most recent call last):\n  File 1\nValueError: x"
-    assert shorten_traceback(text) == text.splitlines()
 
 
 def test_an_error_written_for_the_user_needs_no_traceback() -> None:

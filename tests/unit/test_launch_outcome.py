@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from llmx.errors import ConfigError, LaunchError
-from llmx.launch.supervision.attempt import launch_failure
 from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, classify, exit_code_of
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
@@ -217,11 +215,6 @@ def test_a_worker_that_cannot_be_imported(plan: Plan) -> None:
 )  # fmt: skip
 def test_exit_codes(outcome: str, launched: bool, code: int) -> None:
     assert exit_code_of(outcome, launched=launched) == code
-
-
-def test_what_never_started() -> None:
-    assert launch_failure(ConfigError("x")).kind == "config"
-    assert launch_failure(LaunchError("x")).kind == "comm"
 
 
 def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:

@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from llmx import worker
-from llmx.config import to_dict
 from llmx.errors import ConfigError
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
@@ -85,11 +83,6 @@ def test_the_number_of_ranks_must_be_the_planned_one(tmp_path: Path) -> None:
             worker.check_place(plan, {"RANK": str(rank), "WORLD_SIZE": str(world)})
 
 
-def test_local_size_is_that_of_the_host(tmp_path: Path) -> None:
-    plan = two_hosts(tmp_path)
-    assert [worker.local_size(plan, rank) for rank in range(3)] == [2, 2, 1]
-
-
 def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
     plan = two_hosts(tmp_path)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -146,13 +139,6 @@ def test_segments_of_the_allocator_are_expandable(
     assert environment == given | values
 
 
-def test_the_config_is_read_as_the_snapshot_wrote_it(tmp_path: Path) -> None:
-    exp = experiment(tmp_path)
-    run_dir = RunDir(tmp_path)
-    run_dir.config.write_text(yaml.safe_dump(to_dict(exp)))
-    assert worker.read_experiment(run_dir) == exp
-
-
 def start(run_dir: Path, *code: str, **environment: str) -> subprocess.Popen[str]:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **MASTER, **environment}
     return subprocess.Popen(
@@ -197,9 +183,7 @@ lock.acquire()
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "disk"), [(signal.SIGTERM, "good"), (signal.SIGINT, "good"), (signal.SIGINT, "bad")]
-)
+@pytest.mark.parametrize(("number", "disk"), [(signal.SIGTERM, "good"), (signal.SIGINT, "bad")])
 def test_a_signal_ends_a_rank_wherever_it_sits(
     tmp_path: Path, number: signal.Signals, disk: str
 ) -> None:
@@ -240,10 +224,6 @@ def test_stacks_of_a_rank_whose_interpreter_is_held(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
     process.kill()
     process.communicate()
-
-
-def test_usage() -> None:
-    assert worker.main([]) == 2
 
 
 def test_the_worker_starts_without_torch_or_hydra() -> None:
