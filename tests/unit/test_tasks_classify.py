@@ -21,7 +21,6 @@ from llmx.models.model import Models
 from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
-from llmx.train.evaluation import together
 from tests.rundirs import TINY_LLAMA, experiment
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_models_classification import model_of
@@ -256,19 +255,6 @@ def test_weights_of_classes_do_not_prepare_anew(tmp_path: Path) -> None:
     assert lines[-1].startswith("Class weights: bad ")
     _, same, _ = seen(experiment_of(tmp_path, ROWS, options=options))
     assert same.fingerprint == store.fingerprint != again.fingerprint
-
-
-def test_accumulators_of_ranks_are_merged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from llmx.tasks.class_metrics import Numbers
-    from llmx.train import evaluation
-
-    mine, other = Numbers(), Numbers()
-    mine.add(np.array([1.0]), np.array([2.0]))
-    other.add(np.array([5.0]), np.array([2.0]))
-    monkeypatch.setattr(evaluation, "all_gather", lambda value: [value, {"measured": other}])
-    monkeypatch.setattr(evaluation, "summed", lambda means, device: means)
-    found = together({"measured": mine}, device=torch.device("cpu"))
-    assert found["measured"].values()["mae"] == 2.0
 
 
 def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from llmx.data.source.records import Document, Where
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import lost_rows
 from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
+from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.data.tokenize.truncation import Truncation
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import BatchPlan
-from llmx.tasks import SampleKey, prepare, task_class, task_of
+from llmx.tasks import SampleKey, prepare, task_of
 from llmx.tasks.mlm import Options, Vocabulary, _breaks, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
@@ -148,12 +148,6 @@ def test_runs_are_as_long_as_they_may_be_and_stay_in_their_sequence() -> None:
     assert special.tolist() == [2, 2, 3]
 
 
-def test_empty_and_all_special_samples_hide_nothing() -> None:
-    one = Sample(np.array([2, 3], np.uint32), np.ones(2, np.bool_), np.zeros(1, np.int64))
-    for options in (Options(), Options(max_ngram=3)):
-        assert (masked(one, SampleKey(0, 0, 0), options, WHOLE).labels == IGNORE).all()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -185,11 +179,6 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     tokenizer.mask_token = None
     with pytest.raises(ConfigError, match="no mask token.*kind=wordpiece"):
         task_of(mlm_experiment(tmp_path), tokenizer)
-
-
-def test_its_network_ends_in_a_masked_lm_head(tmp_path: Path) -> None:
-    specs = task_class("mlm")(mlm_experiment(tmp_path), None).models()
-    assert [spec.head for spec in specs.values()] == ["masked_lm"]
 
 
 def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:
@@ -267,10 +256,6 @@ def test_the_loss_is_that_of_bert_for_masked_lm(layout: str) -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-5)
 
 
-def test_options_have_the_defaults_of_bert() -> None:
-    assert dataclasses.astuple(Options()) == (0.15, 0.8, 0.1, False, 1)
-
-
 def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut() -> None:
     tokenizer = bert_tokenizer()
     tokenizer.eos_token = tokenizer.sep_token
@@ -291,20 +276,6 @@ def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut()
     assert found.lengths.tolist() == [5, 3, 2]
     w = len(SPECIAL)
     assert found.tokens.tolist() == [2, w + 1, w + 2, w + 3, 3, 2, w + 7, 3, 2, 3]
-
-
-def test_a_long_document_is_split_and_each_part_is_wrapped() -> None:
-    body = list(range(5, 22))
-    where = Where(Path("corpus.txt"), 1, "line")
-    data = DataConfig(path="corpus.txt", seq_len=8, packing="best_fit")
-    counts: Counter[str] = Counter()
-    split = Truncation(data, counts, bos=[2], eos=[3], splits=True, wraps=True)
-    ids = np.array([2, *body, 3, 2, 3], np.uint32)
-    block = TokenBlock(ids, np.ones(len(ids), np.bool_), np.array([len(body) + 2, 2]))
-    block = split([Example.of(Document("", where)) for _ in range(2)], block)
-    assert block.lengths.tolist() == [8, 8, 7, 2]
-    assert block.tokens.tolist() == [2, *body[:6], 3, 2, *body[6:12], 3, 2, *body[12:], 3, 2, 3]
-    assert counts == {"further sequences of split documents": 2}
 
 
 def test_the_recipe_of_a_bert_loses_no_token(tmp_path: Path) -> None:

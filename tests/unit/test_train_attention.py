@@ -68,20 +68,6 @@ def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) 
     assert (leaking[0, 5:14] - packed[0, 5:14]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_nothing_in_another_row_changes_a_logit(kind: str, attention: str) -> None:
-    model = small_model(kind, attention=attention)
-    one = sample(6, 8, 7, seed=3)
-    other = Sample(one.tokens.copy(), one.targets, one.sequence_starts)
-    other.tokens[:6] = other.tokens[:6][::-1]
-    other.tokens[14:] = 3
-    logits = [model(**inputs_of([s], attention)[1], use_cache=False).logits for s in (one, other)]
-    assert torch.equal(logits[0][0, 6:14], logits[1][0, 6:14])
-    assert not torch.equal(logits[0][0, :6], logits[1][0, :6])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_single_rows_need_no_mask_and_padding_at_the_right_does_nothing(kind: str) -> None:

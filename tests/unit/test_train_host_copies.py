@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from llmx.checkpoint.save import HostCopies
 from llmx.checkpoint.state.engine_state import StateTensor
 
-
-def test_a_copy_has_memory_of_its_own() -> None:
-    live = torch.arange(6, dtype=torch.float32)
-    (copy,) = HostCopies().copy([StateTensor("master", "a", 0, live[2:5])])
-    live.zero_()
-    assert (copy.state, copy.name, copy.start) == ("master", "a", 0)
-    assert copy.tensor.tolist() == [2.0, 3.0, 4.0]
-    assert copy.tensor.untyped_storage().nbytes() == 12
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16)
 
 
@@ -26,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16)
     sizes=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), min_size=1, max_size=9),
     blocks=st.integers(1, 6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_copies_in_blocks_are_the_same_elements(
     sizes: list[tuple[int, torch.dtype]], blocks: int
 ) -> None:

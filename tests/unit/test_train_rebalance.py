@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,7 @@ from llmx.train.balance import (
     BLOCK_S,
     LEAST_S,
     LONGEST_S,
-    VARIED_CALLS,
-    Part,
-    Timing,
     mean_time,
-    of_all_blocks,
     record,
 )
 from llmx.train.rebalance import Change, Line, Rebalance, record_change
@@ -181,26 +176,6 @@ def test_a_rank_under_a_cpu_quota_is_measured(burst_ms: int, run_ms: int) -> Non
     assert took < LONGEST_S + 2 * BLOCK_S
 
 
-@pytest.mark.parametrize(
-    ("times_s", "calls"),
-    [
-        ((4.0, 4.0), 2),
-        ((3.0, 4.3, 3.2, 4.4, 3.1), VARIED_CALLS),  # two would seem to differ by 18 % or by none
-        ((8.0, 11.0, 9.0), 3),  # MOST_S
-    ],
-)
-def test_long_calls_are_repeated_where_they_vary(times_s: tuple[float, ...], calls: int) -> None:
-    now = [0.0]
-    left = list(times_s)
-
-    def run() -> None:
-        now[0] += left.pop(0)
-
-    seconds, _ = mean_time(run, clock=lambda: now[0])
-    assert len(times_s) - len(left) == calls
-    assert seconds == pytest.approx(sum(times_s[:calls]) / calls)
-
-
 def test_calls_go_on_until_all_ranks_know_their_time() -> None:
     now = [0.0]
     asked: list[float] = []
@@ -219,19 +194,6 @@ def test_calls_go_on_until_all_ranks_know_their_time() -> None:
     assert asked == [0.5]
     assert seconds == 3 / 16
     assert noise > 0.05
-
-
-def test_the_time_of_all_blocks_is_that_of_some_and_of_the_others_like_them() -> None:
-    part = Part((), least=2, held=6, blocks=40)
-    few, held = Timing((512.0, 4096.0, 0.5), 0.01), Timing((512.0, 4096.0, 0.9), 0.02)
-    found = of_all_blocks(few, held, part)
-    # A tenth of a second a block, and 0.3 s for all else; each error as often as its time counts.
-    assert found.point == pytest.approx((512.0, 4096.0, 0.3 + 40 * 0.1))
-    assert found.noise == pytest.approx(
-        math.hypot(8.5 * 0.5 * 0.01, 9.5 * 0.9 * 0.02) / (0.3 + 40 * 0.1)
-    )
-    # Noise alone: never less than what was seen.
-    assert of_all_blocks(held, few, part).point[2] == 0.5
 
 
 def test_what_cannot_be_rebalanced_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from llmx.models.model import CLASSIFICATION
 from llmx.models.select_attention import common_layout, log_lines
 from llmx.models.tiny import tiny_config
 from llmx.models.varlen import SEGMENTS, VARLEN
-from llmx.plan.types import Plan
 from tests.architectures import full_config
 from tests.rundirs import parity_experiment
 from tests.unit.test_train_attention import CPU
@@ -86,11 +85,6 @@ def test_auto_packs_only_where_every_host_can(tmp_path: Path) -> None:
     assert log_lines(exp.data, plan, {0: PACKED, 1: LEAKS}, "padded") == [
         "Rows are not packed (data.layout=auto) on host node-b: the loss of a row differs."
     ]
-
-
-def test_a_padded_run_whose_model_could_not_be_tried_says_so(tmp_path: Path) -> None:
-    exp, plan = experiment(tmp_path, layout="padded"), plan_of(0)
-    assert "is not known: no small model" in log_lines(exp.data, plan, {0: NOT_TRIED}, "padded")[0]
 
 
 def test_the_log_names_the_attention_of_each_type_of_gpu(tmp_path: Path) -> None:
@@ -207,7 +201,6 @@ def test_the_plan_names_the_attention_of_each_device(tmp_path: Path) -> None:
     assert attention_for(exp.model, exp.data, DeviceConfig(accelerator="cpu"), "fp32") == "sdpa"
     exp.data.layout = "padded"
     assert attention_for(exp.model, exp.data, new, "bf16") == "sdpa"
-    assert Plan.attention_on is not None
 
 
 def test_every_rank_of_a_host_knows_the_kernels_by_name(

@@ -274,14 +274,6 @@ def test_a_loss_scaler_of_another_stage_takes_what_it_knows() -> None:
     assert (scaler.cur_scale, scaler.cur_iter, scaler.cur_hysteresis) == (512.0, 9, 2)
 
 
-def test_without_fp16_there_is_no_loss_scaler() -> None:
-    engine = scalers()["plain"]
-    engine.fp16_enabled = lambda: False
-    assert read_loss_scaler(engine) is None
-    write_loss_scaler(engine, {"cur_scale": 2.0})
-    assert engine.optimizer.loss_scale_config.cur_scale == 2**16
-
-
 def test_an_empty_buffer_lies_in_no_file_and_is_restored_from_none() -> None:
     empty = UntrainedPiece("mask", 0, torch.zeros(0))
     assert share([empty], rank=0, world=1) == []

@@ -16,7 +16,7 @@ import torch
 from llmx.errors import ConfigError, DataError
 from llmx.run.rundir import RunDir, read_json
 from llmx.train import status as status_module
-from llmx.train.metrics import MetricsWriter, memory_gib
+from llmx.train.metrics import MetricsWriter
 from llmx.train.status import RankStatus, category, describe
 from llmx.train.stopping import NonFiniteLoss
 
@@ -120,20 +120,16 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (DataError("row 4 of a.jsonl has no messages"), "data"),
         (ConfigError("zero.stage=4 is not 0..3"), "config"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
         (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk_full"),
         (torch.distributed.DistBackendError("NCCL error"), "comm"),
         (torch.distributed.DistNetworkError("The client socket has timed out"), "comm"),
-        (ConnectionResetError("reset"), "comm"),
         (
             RuntimeError("[../third_party/gloo/transport/tcp/pair.cc] Connection closed by peer"),
             "comm",
         ),
-        (RuntimeError("Timed out after 60 seconds waiting for clients"), "comm"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "crash"),
-        (KeyError("x"), "crash"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "crash"),
     ],
 )
@@ -189,13 +185,3 @@ def test_only_rank_0_writes_metrics(tmp_path: Path) -> None:
     writer.write("start", total_steps=3)
     writer.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_memory_is_the_peak_of_this_process() -> None:
-    before = memory_gib("cpu")
-    block = torch.ones(2**30 // 4)
-    peak = memory_gib("cpu")
-    assert peak >= 1.0
-    del block
-    # A peak stays when the memory is given back; the kernel counts in batches of pages.
-    assert memory_gib("cpu") >= peak - 0.01 >= before - 0.01

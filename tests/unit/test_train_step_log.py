@@ -180,37 +180,3 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(
     assert "rank 1 0.2 s, rank 0 0.1 s" in warning
     session.exp.batch.balance = "off"
     assert not StepLog(session, total=1000).probe.active
-
-
-def test_a_straggler_is_slow_for_what_it_has_to_compute(
-    clock: Clock, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 takes three times as long: first for samples that are three times as long."""
-    said: list[str] = []
-    other: dict[str, float] = {}
-
-    def all_gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
-        out[0].copy_(mine)
-        out[1].copy_(mine)
-        out[0][7] = 1.0
-        out[1][7], out[1][10] = 3.0, mine[10] * other["work"]
-
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-    session = session_of(lines, monkeypatch)
-    session.engine.stage, session.task = 2, SimpleNamespace(joint=False)
-    session.exp.batch, session.rebalance = SimpleNamespace(balance="auto"), None
-    session.plan.world_size, session.plan.balance = 2, None
-    session.plan.batch = SimpleNamespace(sizes_of=lambda rank: (4,))
-    session.plan.hosts = [SimpleNamespace(name="host-a"), SimpleNamespace(name="host-b")]
-    session.plan.ranks = [SimpleNamespace(host=at, device="cpu") for at in (0, 1)]
-    session.metrics.event = lambda name, **values: None
-    session.log = said.append
-    log = StepLog(session, total=1000)
-    for number in range(20):
-        other["work"] = 3.0 if number < 10 else 1.0
-        clock.now += 20.0
-        one = step(number, targets=1)
-        log.add(one, torch.tensor(1.0))
-        assert log.write(one) is not None
-        assert lines[-1]["forward_s"] == [1.0, 3.0]
-        assert any("WARNING: rank 1 (host-b)" in text for text in said) == (number >= 12)

@@ -21,22 +21,10 @@ def test_every_kind_of_layer_is_kept(name: str) -> None:
         assert len(small.layer_types) == small.num_hidden_layers
 
 
-def test_query_heads_share_key_heads_as_before() -> None:
-    config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8)
-    tiny = tiny_config(config)
-    assert (tiny.num_attention_heads, tiny.num_key_value_heads) == (4, 1)
-
-
 def test_a_window_becomes_one_that_a_short_row_crosses() -> None:
     config = AutoConfig.for_model("mistral", sliding_window=4096)
     assert tiny_config(config).sliding_window == 4
     assert tiny_config(config, window=64).sliding_window == 64
-
-
-def test_the_config_itself_is_left_as_it_is() -> None:
-    config = AutoConfig.for_model("qwen3", num_hidden_layers=28)
-    tiny_config(config)
-    assert config.num_hidden_layers == 28
 
 
 def test_small_configs_are_there_for_all_that_transformers_knows() -> None:
