@@ -9,37 +9,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from tests.behaviour.__main__ import main
 from tests.behaviour.cases import CASES, Prepared, chosen, training_words
 from tests.behaviour.differences import differences
 from tests.behaviour.material import write_material
 from tests.behaviour.recording import FILE, Recording
-from tests.behaviour.runs import model_facts
-from tests.behaviour.samples import digest
 from tests.composing import composed
-
-
-def test_a_digest_is_of_values_not_of_their_storage() -> None:
-    stored = [(np.array([5, 6, 7], np.uint32), np.array([False, True, True]))]
-    floats = [([5, 6, 7], [0.0, 1.0, 1.0])]
-    assert digest(stored) == digest(floats)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [([5, 6, 8], [0, 1, 1])],
-        [([5, 6, 7], [0, 1, 0.5])],
-        [([5, 6], [0, 1]), ([7], [1])],
-        [([5, 6, 7], [0, 1, 1]), ([], [])],
-    ],
-)
-def test_another_token_weight_or_border_is_another_digest(other: list[tuple[list, list]]) -> None:
-    assert digest(other) != digest([([5, 6, 7], [0, 1, 1])])
 
 
 def test_the_first_step_that_differs_is_named() -> None:
@@ -52,37 +29,6 @@ def test_the_first_step_that_differs_is_named() -> None:
     )
     assert str(weights) == 'weights_hash differs: "a" recorded, nothing now'
     assert differences(then, dict(then)) == []
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "where"),
-    [
-        ([1, 2], [1, 2, 3], "its length"),
-        ([1], [1.0], "entry 1"),
-        (["a", None], ["a", "b"], "entry 2"),
-        ({"a": 1}, {"a": 1, "b": 2}, '"b"'),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the order of keys"),
-    ],
-)
-def test_what_else_differs(then: object, now: object, where: str) -> None:
-    (found,) = differences({"fact": then}, {"fact": now})
-    assert found.where == where
-
-
-def test_weights_are_the_same_in_one_file_and_in_several(tmp_path: Path) -> None:
-    first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
-    for name in ("one", "two", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"transformers_version": "1", "a": 1}')
-    save_file({"x": first, "y": second}, tmp_path / "one" / "model.safetensors")
-    save_file({"y": second}, tmp_path / "two" / "model-1.safetensors")
-    save_file({"x": first}, tmp_path / "two" / "model-2.safetensors")
-    save_file({"x": first.T.copy(), "y": second}, tmp_path / "other" / "model.safetensors")
-    one, two, other = (model_facts(tmp_path / name) for name in ("one", "two", "other"))
-    assert one["model.weights"] == two["model.weights"]
-    assert one["model.files"] != two["model.files"]
-    assert one["model.weights"] != other["model.weights"]
-    assert one["model.config"] == {"a": 1}
 
 
 def test_record_compare_and_a_difference(
@@ -108,16 +54,6 @@ def test_record_compare_and_a_difference(
     # A part from here beside a part from elsewhere would be compared as one.
     assert main(["record", *words]) == 2
     assert "Record everything, without --only." in capsys.readouterr().err
-
-
-def test_a_wrong_call_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--only", "nothing-like-it"]) == 2
-    assert "no case has this in its name" in capsys.readouterr().err
-    assert main(["compare", "--file", str(tmp_path / "none.json")]) == 2
-    assert "make behaviour-record" in capsys.readouterr().err
-    file = str(tmp_path / "none.json")
-    assert main(["record", "--file", file, "--keep", str(tmp_path)]) == 2
-    assert "Name a new directory" in capsys.readouterr().err
 
 
 def test_every_training_composes(tmp_path: Path) -> None:

@@ -291,19 +291,6 @@ def test_a_person_presses_tab(shell: str, terminal, tmp_path: Path) -> None:
         assert re.search(f"^<<{completed} ?>>", shown, re.MULTILINE), shown
 
 
-def test_bash_lists_what_is_possible(terminal, tmp_path: Path) -> None:
-    screen = terminal(["bash", "--norc", "--noprofile", "-i"])
-    screen.type('eval "$(llmx completion bash)"; echo "re""ady"\n')
-    screen.wait_for(r"\bready\b")
-    screen.type("llmx optim.schedule=\t\t")
-    screen.wait_for(r"constant\s+cosine_restarts\s+one_cycle\s+wsd\s+cosine\s+linear\s+polynomial")
-    # Other uses of python are left alone: files are completed as before.
-    (tmp_path / "config_of_mine.py").touch()
-    screen.type("\x15python conf\t")
-    screen.type("\x01echo '<<\x05>>'\n")
-    assert "<<python config_of_mine.py" in screen.wait_for(r"(?m)^<<.*>>")
-
-
 def test_fish_lists_what_is_possible(with_program, tmp_path: Path) -> None:
     _needs("fish")
     for line, expected in (

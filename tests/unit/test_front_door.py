@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import configure_log
-from omegaconf import OmegaConf
 
 from llmx.__main__ import main
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.cli.arguments import sweep_overrides
-from llmx.cli.hydra_app import _of_hydra
 from llmx.errors import EXIT_CODES, DataError, LlmxError, exit_code
 from llmx.launch.supervision.outcome import OUTCOME_EXIT_CODES
 from tests.fuzz.check import FOREIGN
@@ -52,8 +49,6 @@ def refused(llmx, *words: str, code: int = 2) -> str:
     [
         (["seq_len=3"], "seq_len: no such key. It exists as data.seq_len."),
         (["zero=stage4"], 'zero=stage4: no such option. Did you mean "stage3"? Options of zero'),
-        (["zero=4"], 'zero=4: no such option. Did you mean "stage'),
-        (["zero_stage=7"], "zero=7: no such option."),
         (["experiment=none"], "reward, or null for none;"),
         (["data.seq_len=2"], "data.seq_len=2: too short for a question with its answer"),
         (["zreo=stage3"], 'zreo: no such key. Did you mean "zero"?'),
@@ -64,70 +59,43 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["reproduce", "nowhere"], "no such directory"),
         (["optim.lr=[1"], "optim.lr=[1: cannot be read. A [ has no ];"),
         (["-m", "seed=1,2,"], "seed=1,2,: cannot be read. Nothing follows the comma at its end"),
-        (["-m", "zero=stage1,[a"], "zero=stage1,[a: cannot be read. A [ has no ]"),
         (["name='a"], "name='a: cannot be read. A quote (') is not closed."),
         (["hardware.hosts[0].slots=2"], "number behind a dot: hardware.hosts.0.slots=2"),
         (["optim.lr=1,2"], "several values are for a sweep: add -m."),
         (["+task.foo=1"], "task.foo: no such key."),
         (["launch.envv.A=1"], 'launch.envv.A: no such key. Did you mean "launch.env"?'),
         (["optim.lr.x=1"], "optim.lr.x: optim.lr is one value, without keys of its own."),
-        (["optim.betas.x=1"], "optim.betas is a list. Set it whole: optim.betas=[...]."),
         (["model=null"], "model=null: no such option."),
         (["model=[a]"], "model takes one option"),
         (["models/x=1"], "models/x: no such group."),
         (["model@x=tiny"], "@ is not supported here"),
         (["hydra.job.chdir=true"], "cannot be set: relative paths start where you are"),
-        (["hydra=3"], "hydra=3: set one of its keys"),
-        (["hydra/launcher=3"], "hydra/launcher takes the name of an option"),
-        (["hydra.job.env_set=[1]"], "hydra.job.env_set=[1]: "),
         (["hydra.mode=x"], "hydra.mode=x: must be RUN or MULTIRUN"),
         (["hydra.searchpath=[file:///nowhere]"], "must be a list of directories that exist"),
         (["name=${nope}"], "name: ${nope} names no key of the config."),
         (["name=${oc.env:NOT_SET_ANYWHERE}"], "environment variable NOT_SET_ANYWHERE, which is not set"),
-        (["name=${a:b}"], "there is no ${a:...}"),
         (["name=${name}"], "leads back to the key itself"),
         (["name=\ud800"], "is not valid UTF-8 text"),
-        (["seed=" + "9" * 400], "seed=(a whole number of about 400 digits): must be a whole"),
         (["seed=" + "9" * 5000], "A number has more than 4000 digits."),
         (["name=" + "x" * 70000], "the value has 70000 characters, at most 65536 are read"),
         (["name=" + "[" * 3000 + "]" * 3000], "cannot be read"),
-        (["model.config.hidden_size=a"], "model.config.hidden_size=a: must be a whole number"),
-        (["model.config.num_attention_heads=0"], "num_attention_heads=0: must be a whole number"),
-        (["hardware.hosts={a: 1}"], "hardware.hosts={'a': 1}: must be a list."),
-        (["launch.env=[a]"], "launch.env=['a']: must be a mapping."),
-        (["batch.global_batch=1e9"], "batch.global_batch=1000000000: must be a whole number from"),
         (["schema_version=4"], "schema_version=4: is set by llmx"),
         (["run_dir=/dev/null/x"], "run_dir=/dev/null/x: cannot be written (Not a directory)."),
-        (["+model.name=" + "9" * 400], "…: cannot create the run directory (File name too long)"),
-        (["hydra.run.dir=/dev/null/x"], "/dev/null/x: cannot create the run directory (Not a d"),
         (["-m", "seed=range(0,1e9)"], "must give 1 to 10000 values"),
-        (["-m", "seed=range(0,5,0)"], "must give 1 to 10000 values"),
         (["-m", "seed=range(0,9000)", "optim.lr=1,2"], "seed, optim.lr: the sweep has 18000 jobs; at most 10000"),
         (["-m", "seed=1,2", "run_dir=x"], "every job of a sweep has its own run directory"),
-        (["-m", "experiment=demo,null"], "null is no option of a sweep"),
         (["data", "-m", "seed=1,2"], "data: takes one config"),
         (["data", "data.packing=concat"], "data.packing=concat: would cut completions"),
         (["data", "task.options.dtf=true"], 'Did you mean "dft"?'),
-        (["-sc", "install=bash"], "completion bash|zsh|fish"),
-        (["--experimental-rerun", "X"], "reproduce RUN_DIR"),
-        (["--cfg", "job", "-m"], "do not go together"),
-        (["--resolve"], "only together with --cfg job"),
         (["--cfg", "job", "--package", "optm"], 'no such part. Did you mean "optim"?'),
-        (["plan", "--config-dir", "~nobody.x"], "--config-dir ~nobody.x: no such directory"),
         (["reproduce", "~nobody.x"], "a path begins with ~ and a name that no user"),
         (["model=tiny", "model.path=a/b"], "has no effect with the chosen model, which starts from random weights. Set model=hf;"),
         (["model.path=./nowhere"], "no such file or directory"),
         (["hardware=local", "hardware.hosts=[{name: a}]"], "Set hardware=static; or leave it out."),
         (["optim.learning_rate=1"], "optim.learning_rate: no such key. Here it is optim.lr."),
-        (["adapter.r=8"], "Here it is adapter.rank."),
-        (["cutoff_len=512"], "Here it is data.seq_len."),
-        (["per_device_train_batch_size=8"], "Here it is batch.micro_batch."),
-        (["model_name_or_path=gpt2"], "Here it is model.path=..."),
-        (["bf16=true"], "Here it is precision=bf16."),
         (["--lr=1e-4"], "--lr: no such option. Here it is optim.lr."),
         (["optim.lr", "=", "1e-4"], "optim.lr: is not key=value. Write optim.lr=VALUE, without spaces."),
         (["optim.cycles=3"], "has no effect with this optim.schedule. Set optim.schedule=cosine_restarts;"),
-        (["tokenizer.vocab_size=900"], "has no effect on a training."),
         (["launch.slurm.partition=a"], "Set launch=slurm;"),
         (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
     ],
@@ -156,11 +124,7 @@ def test_what_is_meant_is_done(llmx, words) -> None:
     [
         (["plan", "zero=" + LONG], r"^/.*\.\.\.: {}"),
         (["help", "zero=" + LONG], r"^/.*\.\.\.: {}"),
-        (["help", LONG], r"^/.*\.\.\.: {}"),
-        (["sweep", LONG], r"^/.*\.\.\.: {}"),
         (["status", LONG], r"^x{{57}}\.\.\.: {}"),
-        (["resume", LONG], r"^x{{57}}\.\.\.: {}"),
-        (["plan", "--config-dir", LONG], r"^x{{57}}\.\.\.: {}"),
         (["plan", f"hydra.searchpath=[file://{LONG}]"], r"^x{{57}}\.\.\.: {}"),
         (["plan", "model=hf", f"model.path=./{LONG}"], r"^model\.path=\./x+(\.\.\.)?: no such file or directory"),
         (["plan", f"run_dir={LONG}"], r"^run_dir=/.*: cannot be written \(File name too long\)\. Set"),
@@ -212,20 +176,16 @@ def write(name: str, content: bytes | str) -> Path:
     [
         (OPTIM + "\tkind: sgd\n", 4, "a tab. YAML is indented with spaces."),
         ("lr: 1\nbetas: [0.9, 0.95\n", 2, "the [ is not closed. Close it."),
-        ("lr: {a\nbetas: []\n", 1, "the { is not closed. Close it."),
         (OPTIM + "lr: 1\n", 4, "lr is set twice (first in line 2). Leave one."),
         (OPTIM + "kind: 'sgd\n", 4, "the quote is not closed. Close it."),
         (OPTIM + "kind: a: b\n", 4, "a colon where none may be. Quote text that has ': ' in it."),
         (OPTIM + "kind: *sgd\n", 4, "* and & have a meaning in YAML."),
-        (OPTIM + "- a\n", 4, "is not valid YAML."),
         (OPTIM + "kidn: sgd\n", 4, 'optim.kidn: no such key. Did you mean "optim.kind"?'),
         (OPTIM.encode() + b"kind: caf\xe9\n", 4, "is not UTF-8 (byte 0xe9). Save it as UTF-8."),
         (OPTIM.encode("utf-16"), 1, "is UTF-16. Save it as UTF-8."),
         (b"\xef\xbb\xbf" + OPTIM.encode(), 1, "begins with a byte order mark (BOM)."),
         (OPTIM.encode() + b"kind: a\x00b\n", 4, "the character #x0000 is not allowed in YAML."),
         (OPTIM + "beta2: =\n", 4, "= cannot be read as value. Quote it"),
-        (OPTIM + "beta2: !!int a\n", 4, "a cannot be read as int. Quote it"),
-        (OPTIM + "beta2: !mine a\n", 4, "a cannot be read as !mine. Quote it"),
         ("- a\n- b\n", 1, "must be lines of key: value."),
         ("defaults:\n  - nope\n" + OPTIM, 2, "optim=nope: no such option."),
         (
@@ -334,8 +294,6 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
     [
         (["plan", "++model.name=a/b/c"], "must not contain a slash"),
         (["plan", "hydra.verbose=-1.5"], "names of loggers"),
-        (["plan", "hydra.verbose=[1,2]"], "names of loggers"),
-        (["plan", "hydra.verbose=[[a]]"], "names of loggers"),
         (["plan", "hydra.job.env_set.A=[1]"], "hydra.job.env_set.A"),
         (
             ["plan", "hydra/sweeper=gird"],
@@ -351,16 +309,6 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
     assert said in refused(llmx, *words)
-
-
-def test_what_hydra_calls_is_hydras() -> None:
-    """A TypeError out of ``logging``, called by Hydra with a word of the user's, is no defect."""
-    with pytest.raises(TypeError) as caught:
-        configure_log(None, OmegaConf.create([1]))
-    assert _of_hydra(caught.value)
-    with pytest.raises(ValueError, match="invalid literal") as own:
-        int("x")
-    assert not _of_hydra(own.value)
 
 
 @pytest.mark.parametrize("word", ["vocab_size=many", "hidden_size=0", "num_attention_heads=0"])

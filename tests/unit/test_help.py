@@ -14,7 +14,7 @@ from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
 from llmx.cli.help import ENVIRONMENT, EXAMPLES, help_text, markdown, shell_word, topic
 from llmx.config import experiment_from_dict, known_keys
-from llmx.config.groups import GROUPS, first_comment, options
+from llmx.config.groups import GROUPS, options
 from llmx.config.reference import PATHS, Key, keys, sections
 from llmx.errors import ConfigError
 from tests.composing import composed
@@ -55,12 +55,6 @@ def test_examples_compose(command: str, tmp_path, monkeypatch) -> None:
         words = [*words[:at], *words[at + 2 :]]
         words = [word.replace("hardware=mine", "hardware=a100x8") for word in words]
     assert composed(words).plan.world_size >= 1
-
-
-def test_first_comment_skips_directives(tmp_path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("# @package _global_\n# What it is.\na: 1\n")
-    assert first_comment(path) == "What it is."
 
 
 # --- Keys ------------------------------------------------------------------------------------

@@ -40,11 +40,6 @@ def test_names_of_an_eval_line() -> None:
     assert scalars(line) == {"eval/loss": 0.5, "eval/target_tokens": 999.0}
 
 
-def test_nan_is_nan() -> None:
-    line = {**tracked_run.train_line(2), "loss": None, "nonfinite": True}
-    assert math.isnan(scalars(line)["train/loss"])
-
-
 def test_other_lines_have_no_scalars() -> None:
     start, *_, end = tracked_run.lines()
     assert scalars(start) == scalars(end) == {}
@@ -136,10 +131,6 @@ def test_events() -> None:
     assert (values["checkpoints"], values["last_checkpoint"]) == (2, 60)
 
 
-def test_no_file_yet(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_summary_of_a_whole_run() -> None:
     summary = Summary()
     for record in tracked_run.lines(40):
@@ -157,10 +148,6 @@ def test_summary_of_a_whole_run() -> None:
     assert values["outcome"] == "ok"
     assert "mfu" not in values
     assert "cause" not in values
-
-
-def test_summary_of_nothing() -> None:
-    assert Summary().values() == {}
 
 
 def test_summary_of_a_run_that_ended_in_nan() -> None:

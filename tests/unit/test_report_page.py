@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmx.observe.report.chart import scale_of, thinned
+from llmx.observe.report.chart import scale_of
 from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -157,10 +157,7 @@ def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
     ("values", "expected"),
     [
         ([1.1, 7.9], (0, 8, ["0", "2", "4", "6", "8"])),
-        ([100.2, 100.9], (100.2, 101.0, ["100.2", "100.4", "100.6", "100.8", "101"])),
-        ([-1.0, 1.0], (-1, 1, ["-1", "-0.5", "0", "0.5", "1"])),
         ([3.0, 3.0], (1.0, 5.0, ["1", "2", "3", "4", "5"])),
-        ([0.0, 0.0], (-0.6, 0.6, ["-0.6", "-0.4", "-0.2", "0", "0.2", "0.4", "0.6"])),
         ([15_612, 15_630], (15_610, 15_630, ["15,610", "15,615", "15,620", "15,625", "15,630"])),
         ([0.0009, 7.1], (1e-4, 10, ["0.0001", "0.001", "0.01", "0.1", "1", "10"])),
     ],
@@ -170,23 +167,6 @@ def test_scales(values: list[float], expected: Any) -> None:
     assert (scale.low, scale.high) == pytest.approx(expected[:2])
     assert [text for _, text in scale.ticks] == expected[2]
     assert scale.is_log == (values[0] == 0.0009)
-
-
-@pytest.mark.parametrize(("steps", "labels"), [([1.0, 2.0, 3.0], ["1", "2", "3"]), ([5.0], ["5"])])
-def test_steps_are_whole(steps: list[float], labels: list[str]) -> None:
-    assert [text for _, text in scale_of(steps, is_tight=True).ticks] == labels
-
-
-def test_thousands_of_points_keep_their_extremes_and_gaps() -> None:
-    points = [(step, float(step % 7)) for step in range(10_000)]
-    points[5_000] = (5_000, 1e6)
-    points[6_000] = (6_000, float("nan"))
-    chosen = thinned(points)
-    assert len(chosen) < 700
-    assert (5_000, 1e6) in chosen
-    assert chosen[-1][0] == 9_999
-    assert any(value != value for _, value in chosen)
-    assert [step for step, _ in chosen] == sorted(step for step, _ in chosen)
 
 
 def test_tables_of_an_evaluation_are_shown(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 
 @example(system="\x85", names={"a": "a\u2028b"}, config={"\u2029": "\ufeff"})
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     system=TEXTS,
     names=st.dictionaries(TEXTS, TEXTS, max_size=3),

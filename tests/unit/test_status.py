@@ -281,12 +281,10 @@ def test_what_cannot_be(
         (["status", "a", ""], "too many words: "),
         (["watch"], "no run under outputs"),
     ):
-        code = subprocess.run(
-            [sys.executable, "-m", "llmx", *words], capture_output=True, text=True
-        )
-        assert code.returncode == 2, words
-        assert says in code.stderr
-        assert "Traceback" not in code.stderr
+        assert main(words) == 2, words
+        error = capsys.readouterr().err
+        assert says in error
+        assert "Traceback" not in error
     for command in ("status", "watch"):
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out

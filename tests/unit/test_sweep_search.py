@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -118,15 +117,6 @@ def test_the_fastest_point_is_found_in_few_of_84_trials(
     assert all(why for _, why in trials)
 
 
-def test_it_takes_seven_trials_on_average() -> None:
-    counts = []
-    for saturates, capacity in itertools.product([1, 3, 5, 99], [20.0, 48.0, 80.0, 640.0]):
-        search = Search(AXES, candidates(capacity=capacity))
-        truth = functools.partial(speed, saturates=saturates)
-        counts.append(len(searched(search, truth=truth, capacity=capacity)))
-    assert sum(counts) / len(counts) <= 7
-
-
 def test_from_below_where_nothing_is_known_of_memory() -> None:
     search = Search(AXES, candidates(capacity=0.0), config_place=(0, 2, 0))
     trials = searched(search, capacity=CAPACITY)
@@ -152,11 +142,6 @@ def test_failures_of_another_kind_end_it_early() -> None:
         search.tell(step.candidate, Trial(trial, [], Path(), "crash"))
     assert search.next() is None
     assert "not for memory" in search.ended
-
-
-def test_a_search_that_is_told_again_goes_the_same_way() -> None:
-    first, again = Search(AXES, candidates()), Search(AXES, candidates())
-    assert searched(first) == searched(again)
 
 
 def test_recomputing_is_not_tried_where_memory_is_no_limit() -> None:

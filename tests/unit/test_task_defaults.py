@@ -64,7 +64,6 @@ SCRATCH = ["model=tiny", "hardware=a100x8"]
     ("words", "samples", "origin"),
     [
         (MODEL, 32, f"{STEP}; micro batch: default"),
-        ([*MODEL, "batch.micro_batch=3"], 24, f"{STEP}; micro batch: typed: batch.micro_batch=3"),
         (
             [*MODEL, "batch.micro_batch=16"],
             128,
@@ -76,7 +75,6 @@ SCRATCH = ["model=tiny", "hardware=a100x8"]
             16,
             "typed: batch.global_batch=16; micro batch: default",
         ),
-        ([*MODEL, "batch.accumulation=1"], 8, "typed: batch.accumulation=1; micro batch: default"),
         (
             [*MODEL, "batch=tokens_2m", "data.seq_len=2048"],
             1024,

@@ -16,11 +16,6 @@ def test_a_number_agrees_with_its_noun(count: float, words: str) -> None:
     assert plural(count, "row") == words
 
 
-def test_nouns_that_do_not_take_an_s() -> None:
-    assert plural(1, "entry", "entries") == "1 entry"
-    assert plural(3, "entry", "entries") == "3 entries"
-
-
 def test_a_terminal_is_not_steered() -> None:
     text = "a\x1b[2J\x1b]0;title\x07b\r\x9bc\u202ed\ud800\ufeff"
     assert printable(text) == r"a\x1b[2J\x1b]0;title\x07b\x0d\x9bc\u202ed\ud800\ufeff"

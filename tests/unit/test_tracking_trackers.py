@@ -20,9 +20,7 @@ from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
 from llmx.tracking.base import check_packages
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.mlflow_run import MlflowTracker
-from llmx.tracking.process import run_id
 from llmx.tracking.tensorboard import TensorBoardTracker
-from llmx.tracking.wandb_run import LONGEST_TEXT, _shortened
 from tests import tracked_run
 
 
@@ -303,18 +301,3 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"].message
     for status in said:
         assert status.fix == f"python -m llmx.tracking.process {tmp_path} --replay"
-
-
-def test_run_ids_are_what_wandb_allows() -> None:
-    assert run_id("20300101-120000-4f2a9c") == "20300101-120000-4f2a9c"
-    strange = {run_id("a/b:c"), run_id("a/b:d"), run_id("x" * 200)}
-    assert len(strange) == 3
-    assert all(len(one) == 16 and one.isalnum() for one in strange)
-
-
-def test_a_long_diff_is_cut_in_the_config_only() -> None:
-    provenance = {"git": {"diff": "+" * (LONGEST_TEXT + 5)}, "packages": ["a" * 9]}
-    short = _shortened(provenance)
-    assert short["git"]["diff"].endswith("whole in provenance.json")
-    assert short["packages"] == ["a" * 9]
-    assert len(provenance["git"]["diff"]) == LONGEST_TEXT + 5
