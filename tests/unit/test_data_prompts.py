@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -123,35 +122,3 @@ def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
     rows = [row.tokens.tolist() for i in range(len(store)) for row in _rows(store[i])]
     longest = max(rows, key=len)
     assert longest[: len(prompts[1].tokens)] == list(prompts[1].tokens)
-
-
-def test_real_reviews(real_data: Path, tmp_path: Path):
-    """Of a real TSV no label is lost or cut, which 5 % of its rows were."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    from llmx.data.split import DatasetSplit
-
-    folder = real_data / "gpt2_bpe"
-    backend = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    exp = experiment(tmp_path, [])
-    exp.data.path = str(real_data / "book_review" / "dev.tsv")
-    exp.data.max_rows, exp.data.seq_len = 400, 96
-    exp.data.label_names = {"0": "差评", "1": "好评"}
-    store = prepare(exp, tokenizer)
-    labels = [
-        row.messages[-1].content for row in DatasetSplit.of(exp.data, exp.seed, "train").rows()
-    ]
-    assert store.num_sequences == 400
-    assert store.meta["dropped"] == {}
-    assert store.meta["truncated"] > 100
-    found = [
-        tokenizer.decode(row.tokens[row.targets])
-        for i in range(len(store))
-        for row in _rows(store[i])
-    ]
-    assert sorted(text.removesuffix("</s>") for text in found) == sorted(labels)
-    texts = [tokenizer.decode(row.tokens) for i in range(len(store)) for row in _rows(store[i])]
-    assert not any("\ufffd" in text for text in texts)
-    assert json.dumps(texts)

@@ -266,17 +266,3 @@ def test_calls_that_are_none(value, message: str):
     problem = f'turn 2 of "conversations" has a wrong tool call; every tool call .*{message}'
     with pytest.raises(RecordError, match=problem):
         conversation(chat, "sharegpt")
-
-
-def test_real_calls_in_lists(real_data: Path):
-    """Every call of the real set, as it is and as a list, is the same row."""
-    rows = json.loads((real_data / "sharegpt_toolcall_zh_demo.json").read_text())
-    calls = 0
-    for value in rows:
-        listed = json.loads(json.dumps(value))
-        for turn in listed["conversations"]:
-            if turn["from"] == "function_call":
-                calls += 1
-                turn["value"] = f"[{turn['value']}]"
-        assert conversation(listed, "sharegpt") == conversation(value, "sharegpt")
-    assert calls == 216

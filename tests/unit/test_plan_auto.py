@@ -20,9 +20,9 @@ from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.resume.changes import keep_choice
 from llmx.lifecycle.resume.command import main as resume
 from llmx.lifecycle.start import prepare, run_composed
-from llmx.plan.choices import MICRO_BATCH, auto_keys, choices, choose
+from llmx.plan.choices import MICRO_BATCH, auto_keys, choices
 from llmx.plan.learned import Observation
-from llmx.plan.trace import StepTrace, TraceKey, Traces
+from llmx.plan.trace import Traces
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json, write_json
@@ -255,14 +255,6 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     resume([str(run)])
     said = capsys.readouterr().out
     assert "  !         These fit by the plan, the fastest first: " in said
-
-
-def test_traces_that_cover_nothing_leave_the_formula() -> None:
-    exp, _ = complete(experiment_from_dict(values(["zero=auto", *LLAMA])))
-    plan = composed(LLAMA).plan
-    other = Traces({TraceKey("of another", "none", 1): StepTrace((), (), ())})
-    found = choose(exp, plan, other, allows=refusal)
-    assert found == choose(exp, plan, Traces({}), allows=refusal)
 
 
 # --- What is kept --------------------------------------------------------------------------------

@@ -24,11 +24,7 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
 from llmx.lifecycle.reproduce import all_differences
 from llmx.lifecycle.resume.changes import (
-    OTHER,
-    REFUSED,
-    ROUNDING,
     RULES,
-    SAME,
     next_run,
     rule_of,
     schedule_note,
@@ -101,22 +97,6 @@ def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
     for key in known_keys():
         if key not in groups:
             assert rule_of(key) in RULES, f"{key} has no row in llmx/lifecycle/resume/changes.py"
-
-
-@pytest.mark.parametrize(
-    ("key", "effect"),
-    [
-        ("launch.max_restarts", SAME), ("tracking.kinds", SAME), ("checkpoint.keep.last", SAME),
-        ("data.num_workers", SAME), ("hardware.hosts", ROUNDING), ("zero.stage", ROUNDING),
-        ("batch.micro_batch", ROUNDING), ("task.steps", OTHER), ("optim.lr", OTHER),
-        ("precision", OTHER), ("optim.kind", REFUSED), ("data.seq_len", REFUSED),
-        ("data.path", SAME), ("data.sources", REFUSED), ("seed", REFUSED),
-        ("batch.global_batch", REFUSED),
-        ("model.config.hidden_size", REFUSED), ("model.attention", ROUNDING),
-    ],
-)  # fmt: skip
-def test_the_table(key: str, effect: str) -> None:
-    assert rule_of(key).effect == effect
 
 
 def test_values_and_whole_groups_are_applied_and_reported(run) -> None:
