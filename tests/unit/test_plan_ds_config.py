@@ -134,6 +134,7 @@ def test_extra_is_merged() -> None:
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "master weights .* in fp32"),
         # No effect here.
         ({"zero_optimization": {"enable_sanity_checks": True}}, "at stage 3 only"),
+        ({"aio": {"queue_depth": 4}}, "offload to NVMe only"),
         ({"wall_clock_breakdown": True}, "zero.extra.log_level=info, too"),
         # Values.
         ({"fp16": {"loss_scale": "big"}}, r"loss_scale=big: must be a number of at least 0"),

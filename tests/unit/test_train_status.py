@@ -120,6 +120,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (DataError("row 4 of a.jsonl has no messages"), "data"),
         (ConfigError("zero.stage=4 is not 0..3"), "config"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
         (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk_full"),
