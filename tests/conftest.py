@@ -1,10 +1,6 @@
 """Fixtures that every test may use: golden files, and the folder of real data.
 
 ``LLMX_RECORD_GOLDEN=1 python -m pytest ...`` (``make golden``) records golden files anew.
-
-``LLMX_TEST_UNTIL=SECONDS`` (since 1970): slow tests that have not begun by then are left out, and
-listed. For CI, whose time is limited where machines differ in speed by three: the files in
-``FIRST`` always run, the others in another order with each commit.
 """
 
 from __future__ import annotations
@@ -13,9 +9,7 @@ import difflib
 import gc
 import os
 import signal
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,14 +22,7 @@ from tests.forked_ranks import Server, shared
 settings.register_profile("llmx", deadline=None, max_examples=40)
 settings.load_profile("llmx")
 
-SLOW = ("deepspeed", "wheel", "cluster", "chaos", "long")
-FIRST = (
-    "test_chaos.py", "test_tasks_proof.py", "test_fuzz.py", "test_train_golden.py", "test_train.py",
-    "test_resume.py", "test_launch_failures.py",
-)  # fmt: skip
-"""Of the slow files, where time is limited: every task, a run on two hosts, what it survives."""
 GOLDEN = Path(__file__).parent / "golden"
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure() -> None:
@@ -48,41 +35,12 @@ def pytest_configure() -> None:
     os.environ["LLMX_LEARNED"] = "off"  # plans of tests know nothing of runs of tests
 
 
-def _until_s() -> float | None:
-    return float(os.environ["LLMX_TEST_UNTIL"]) if os.environ.get("LLMX_TEST_UNTIL") else None
-
-
-def _is_slow(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in SLOW)
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs real data. Where time is limited: what must run, then the rest from where
-    this commit begins."""
+    """Mark what needs real data."""
     for item in items:
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("real_data")
-    if _until_s() is None:
-        return
-    files = list(dict.fromkeys(item.path.name for item in items if _is_slow(item)))
-    rest = [name for name in files if name not in FIRST]
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    begin = int(head[:8] or "0", 16) % max(1, len(rest))
-    order = [*(name for name in FIRST if name in files), *rest[begin:], *rest[:begin]]
-    places = {name: place for place, name in enumerate(order)}
-    items.sort(key=lambda item: places.get(item.path.name, -1))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    until_s = _until_s()
-    if until_s is None or time.time() < until_s or item.path.name in FIRST:
-        return
-    if _is_slow(item):
-        pytest.skip("not begun: LLMX_TEST_UNTIL has passed (`make test` without it runs all)")
 
 
 def pytest_collection_finish() -> None:

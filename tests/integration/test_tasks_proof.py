@@ -1,5 +1,5 @@
 """Every shipped task on real data, two ranks: swept over ZeRO 2 and 3, resumed bit for bit from the
-middle, reproduced bit for bit, by the commands of a user.
+middle, and some reproduced bit for bit, by the commands of a user.
 
 A task that is new needs a line in ``WORDS``. What a task learns, reports and exports is in tests
 of its own. Needs LLMX_REAL_DATA.
@@ -34,12 +34,15 @@ WORDS = {
     "dpo": PAIRS,
     "embed": f"{ALPACA} data.packing=none",
     "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
-    " data.path={data}/CLUECorpusSmall_sampled.txt data.seq_len=64",
+    " data.path={data}/CLUECorpusSmall_sampled.txt data.max_rows=500 data.seq_len=64",
     "pretrain": "data=text data.path={data}/c4_demo.jsonl",
     "reward": PAIRS,
     "sft": ALPACA,
 }
 """What each is trained on, beside ``task=NAME``."""
+
+REPRODUCED = ("dpo", "mlm", "sft")
+"""Stored columns, random masks, packing: the others add nothing that `reproduce` could lose."""
 
 EVERYWHERE = (
     *("hardware=cpu2", "precision=fp32", "batch.global_batch=4", "batch.micro_batch=1"),
@@ -89,14 +92,15 @@ def test_it_trains_sweeps_resumes_and_reproduces(
         assert [line["step"] for line in train] == list(range(1, STEPS + 1))
         losses[name] = [line["loss"] for line in train]
         assert all(line["grad_norm"] > 0 for line in train)
-        # Ended after the first checkpoint, as far as its files say; and gone on.
-        again = RunDir(tmp_path / f"again-{name}")
-        shutil.copytree(whole.root, again.root)
-        shutil.rmtree(again.checkpoint(STEPS))
-        ranks.start(again).finish()
-        assert [event["step"] for event in events(again, "resumed")] == [SAVED]
-        assert measurements(again) == measurements(whole), "bit for bit"
-        assert measurements(whole)[-1]["weights_hash"]
     assert losses["stage3"] == pytest.approx(losses["stage2"], rel=1e-3)
-    reproduced = succeeds(tmp_path, "reproduce", str(trials["stage3"].root), "strict=true")
-    assert "bitwise identical" in reproduced
+    # Ended after the first checkpoint, as far as its files say; and gone on.
+    whole, again = trials["stage3"], RunDir(tmp_path / "again")
+    shutil.copytree(whole.root, again.root)
+    shutil.rmtree(again.checkpoint(STEPS))
+    ranks.start(again).finish()
+    assert [event["step"] for event in events(again, "resumed")] == [SAVED]
+    assert measurements(again) == measurements(whole), "bit for bit"
+    assert measurements(whole)[-1]["weights_hash"]
+    if task in REPRODUCED:
+        reproduced = succeeds(tmp_path, "reproduce", str(whole.root), "strict=true")
+        assert "bitwise identical" in reproduced

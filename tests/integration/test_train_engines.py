@@ -54,7 +54,7 @@ def test_a_growing_loss_scale_changes_no_update(out: Path, stage: str) -> None:
             assert got == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("where", ["1", "2", "3", "2-offload", "3-offload"])
+@pytest.mark.parametrize("where", ["1", "3", "2-offload", "3-offload"])
 def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path, where: str) -> None:
     """Against the same bf16 passes summed in fp64. What is left is the rounding of one reduction:
     at stage 1 of the whole sum, at the others of each micro step's gradient."""
@@ -66,7 +66,7 @@ def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path, where: str)
 def test_a_loss_over_the_whole_step_is_the_same_for_every_split(out: Path) -> None:
     for found in answers(out, "joint_steps"):
         for task, by_split in found.items():
-            assert len(by_split) == 12
+            assert len(by_split) == 9
             wanted = by_split["0: [4, 4] x 1"]
             for name, numbers in by_split.items():
                 for expected, got in zip(wanted, numbers, strict=True):
@@ -78,7 +78,7 @@ def test_a_network_that_is_used_twice_in_a_backward_pass_trains_as_one_that_is_u
 ) -> None:
     """Both passes of it count, at every stage, also in bf16 with a bucket for all gradients."""
     for found in answers(out, "used_twice"):
-        assert len(found) == 10
+        assert len(found) == 6
         for name, (once, twice) in found.items():
             tolerance = 1e-2 if "bf16" in name else 1e-5
             for expected, got in zip(once, twice, strict=True):
@@ -94,7 +94,7 @@ def test_dpo_trains_as_its_reference_is_computed(out: Path) -> None:
 def test_other_ways_of_computing_train_alike(out: Path) -> None:
     """Head and loss together, activation checkpointing, what ``zero.extra`` takes."""
     for found in answers(out, "same_training"):
-        assert len(found) == 23
+        assert len(found) == 20
         for name, one in found.items():
             assert one["fused"] == name.endswith("fused loss")
             # AdamW turns the rounding of a tiny gradient into a part of a step of 0.02.
@@ -166,7 +166,7 @@ def test_completions_between_steps_are_the_same_under_every_stage(out: Path, tas
 def test_the_peak_of_a_step_is_what_the_plan_says(out: Path) -> None:
     """Tensor by tensor; a model so small that a layer's gradients in flight are seen."""
     for found in answers(out, "step_memory"):
-        assert len(found) == 9
+        assert len(found) == 5
         for name, one in found.items():
             measured, predicted = (max(one[key].values()) for key in ("measured", "predicted"))
             tolerance = 0.15 if name == "2-fp32-fp32" else 0.04

@@ -104,14 +104,10 @@ def growing_loss_scale(out: Path) -> Any:
 
 
 MEMORY_JOBS = [
-    (0, "bf16", "bf16"),
     (1, "bf16", "bf16"),
-    (1, "bf16", "fp32"),
     (2, "fp32", "fp32"),
-    (2, "bf16", "bf16"),
     (2, "bf16", "fp32"),
     (2, "fp16", "fp32"),
-    (3, "bf16", "bf16"),
     (3, "bf16", "fp32"),
 ]
 
@@ -151,7 +147,7 @@ def same_training(out: Path) -> Any:
         "extra keys": {},
     }
     answer: dict[str, Any] = {}
-    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "fp16")):
+    for stage, precision in ((1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "fp16")):
         base = {
             "stage": stage,
             "precision": precision,
@@ -385,7 +381,7 @@ def generation(out: Path) -> Any:
     while it generates."""
     answer: dict[str, Any] = {}
     for task in ("pretrain", OWN_TASK):
-        stages = ("0", "1", "2", "3", "3-whole") if task == "pretrain" else ("0", "3", "3-whole")
+        stages = ("0", "2", "3", "3-whole") if task == "pretrain" else ("0", "3-whole")
         runs = {stage: generated(task, stage, out) for stage in stages}
         _, plain = trained({"stage": 3, "task": task}, out, steps=4)
         answer[task] = {"runs": runs, "without": plain}
@@ -435,7 +431,7 @@ def joint_steps(out: Path) -> Any:
     """Losses and gradient norms of tasks whose loss is that of a whole step, by stage and split:
     one pass, two passes, and uneven ranks."""
     answer: dict[str, Any] = {task: {} for task in JOINT}
-    for task, stage in itertools.product(JOINT, range(4)):
+    for task, stage in itertools.product(JOINT, (0, 2, 3)):
         for micro_batches, accumulation in (([4, 4], 1), ([2, 2], 2), ([3, 1], 2)):
             job = {
                 "stage": stage,
@@ -457,8 +453,8 @@ def joint_steps(out: Path) -> Any:
 def used_twice(out: Path) -> Any:
     """Losses and gradient norms of one forward pass, and of two before one backward pass."""
     answer = {}
-    cases = [*itertools.product(range(4), ("fp32", "bf16"), (10**6,))]
-    for stage, precision, bucket in [*cases, (2, "bf16", 500), (3, "bf16", 500)]:
+    cases = [*((stage, "bf16", 10**6) for stage in range(4)), (2, "fp32", 500), (3, "bf16", 500)]
+    for stage, precision, bucket in cases:
         numbers = []
         for task in ("pretrain", "tests.programs.own_task:Twice"):
             job = {
@@ -499,10 +495,10 @@ def gradient_sums(out: Path) -> Any:
     """How far the gradient of 64 micro steps is from that of bf16 passes summed in fp64: read off
     one SGD step, by stage and by the precision of the sums."""
     answer: dict[str, float] = {}
+    exact: dict[str, torch.Tensor] = {}
     offload = {"offload_optimizer": "cpu"}
     for name, stage, zero in (
         ("1", 1, {}),
-        ("2", 2, {}),
         ("3", 3, {}),
         ("2-offload", 2, offload),
         ("3-offload", 3, offload),
@@ -516,18 +512,20 @@ def gradient_sums(out: Path) -> Any:
                 "accumulation": 64,
                 "micro_batches": [1, 1],
             }
-            answer[f"{name}-{accum}"] = distance_from_exact(job, out)
+            answer[f"{name}-{accum}"] = distance_from_exact(job, out, exact)
     return answer
 
 
-def distance_from_exact(job: dict[str, Any], out: Path) -> float:
+def distance_from_exact(job: dict[str, Any], out: Path, exact: dict[str, torch.Tensor]) -> float:
+    """``exact`` is filled by the first call: every job has the same weights and samples."""
     job = {"name": "x", "world": WORLD, **job}
     exp, plan = job_experiment(job, out)
     engine = build(job, exp, plan, first_weights=exp.seed)
     rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     step = make_step(store, 0, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
-    exact = exact_gradient(exp, step)
+    if not exact:
+        exact.update(exact_gradient(exp, step))
     before = captured(engine)
     engine.set_lr(1.0)
     train_step(engine, step, world=WORLD)
