@@ -64,8 +64,9 @@ SEED ?= 1
 chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in benchmarks/results
 	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
 
-docs: venv ## write docs/config.md anew from the schema, and the table of sizes
+docs: venv ## write docs/config.md and docs/failures.md anew, and the table of sizes
 	$(BIN)/python -m llmx.cli.help > docs/config.md
+	$(BIN)/python -m llmx.failures.page > docs/failures.md
 	$(BIN)/python scripts/sizes.py --write
 
 golden: venv ## record the golden files anew, on purpose

@@ -22,7 +22,8 @@ INTERRUPTED = 130
 EXIT_CODES = {
     0: "it went well; a report or a comparison was printed, whatever it says",
     1: "the run started and did not end well (result.json has the outcome); `reproduce` found "
-    "other numbers; `status` was asked for a run that failed or is dead",
+    "other numbers; `status` was asked for a run that failed or is dead; `explain` found no known "
+    "cause",
     2: "a word of the command line, the config or a file of yours cannot be right",
     3: "the data cannot be read, a row in it is wrong, or a disk is full",
     4: "the run could not be started, or a host was not reached",

@@ -353,6 +353,21 @@ or never ran; else 0.""",
 If the output is not a terminal, it prints one line for each logged step, and for each change of a
 sweep. The exit code is 0 if the run finished, or if no trial of the sweep failed; else 1.""",
     ),
+    "explain": Command(
+        "say why a training failed, from its log: explain LOG|-|RUN_DIR",
+        "LOG | - | RUN_DIR [--json]",
+        "Reads the log of a training that failed, of any program (torchrun, accelerate,\n"
+        "LLaMA-Factory, deepspeed, llmx), and prints the cause, the lines that show it, and the\n"
+        "fix. - is standard input. Of a run directory it shows the outcome of the run.\n"
+        "docs/failures.md lists all known failures.",
+        Runs.FLAGS,
+        "llmx.cli.explain",
+        words=(Word("--json", "print JSON, for scripts"),),
+        arguments=(Argument("run", "log", "LOG"),),
+        reads_only=True,
+        notes="The exit code is 0 if the failure is known, else 1.",
+        examples=("python -m llmx explain train.log", "python -m llmx explain outputs/my-run"),
+    ),
     "compare": Command(
         "compare the configs and loss curves of two runs: compare RUN_A RUN_B",
         "RUN_A RUN_B [--out FILE.png] [--width N]",

@@ -9,7 +9,8 @@ Nothing here imports torch or deepspeed.
 ``result.json``, by the supervisor, always, last:
 
     {"run_token": "...", "outcome": "ok", "cause": "", "fix": "", "other_fix": "",
-     "failed_rank": null, "host": null, "log": null, "traceback": "", "started": 0.0, "ended": 0.0,
+     "failure": "", "failed_rank": null, "host": null, "log": null, "traceback": "",
+     "started": 0.0, "ended": 0.0,
      "steps": 600, "final_loss": 0.1, "exact_match": 0.97, "tokens_per_s": 4e4,
      "model": "/abs/run/model", "exit_code": 0, "launched": true, "attempts": 1, "restarts": 0,
      "warnings": []}
@@ -17,9 +18,9 @@ Nothing here imports torch or deepspeed.
 ``outcome``: ``ok``, ``oom``, ``nan``, ``comm``, ``hang``, ``host_lost``, ``disk_full``,
 ``config``, ``data``, ``interrupted``, ``crash``. Success only if every rank's status file, fresh
 for this token, says ``finished``. The task's metrics (``exact_match``), as the last evaluation
-measured them, are flat keys. ``log`` is that of the failed rank; ``attempts`` and ``restarts``
-count over the whole life of the run directory. ``other_fix``: of an interrupted run, ``fix``
-without the command that resumes it.
+measured them, are flat keys. ``failure`` is the name of a known one (``docs/failures.md``);
+``log`` is that of the failed rank; ``attempts`` and ``restarts`` count over the whole life of the
+run directory. ``other_fix``: of an interrupted run, ``fix`` without the command that resumes it.
 
 ``attempts.jsonl``, a line at the end of each attempt (on a full disk as soon as there is space):
 

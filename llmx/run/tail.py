@@ -70,8 +70,8 @@ SHAPES: Record = {
     "config.yaml": {"name": "", "model": {}, "task": {}},
     "overrides.yaml": [""],
     "result.json": {
-        "outcome": "", "cause": "", "fix": "", "other_fix": "", "failed_rank": 0, "host": "",
-        "traceback": "", "started": 0, "ended": 0, "restarts": 0,
+        "outcome": "", "cause": "", "fix": "", "other_fix": "", "failure": "", "failed_rank": 0,
+        "host": "", "traceback": "", "started": 0, "ended": 0, "restarts": 0,
     },
     "plan.json": {
         "warnings": [""], "hosts": [{"name": "", "slots": 0}], "accelerator": "",

@@ -15,7 +15,6 @@ import faulthandler
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -125,42 +124,17 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
-_COMMUNICATION = re.compile(
-    r"\bnccl\b|\bgloo\b|connection (reset|refused|closed)|broken pipe|socket timeout"
-    r"|timed out after|TCPStore|rendezvous|processgroup|connectFullMesh|wait timeout",
-    re.IGNORECASE,
-)
-
-
 def category(error: BaseException) -> str:
-    """One of ``oom nan comm data config disk_full crash``, from the type, else the message."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    text = str(error)
+    """``nan``, ``disk_full``, ``data`` or ``config`` of an error whose type says it, else empty:
+    the supervisor finds the outcome of all others (``llmx.failures``)."""
     if isinstance(error, FloatingPointError):
         return "nan"
     if disk_is_full(error):
         return "disk_full"
-    if isinstance(error, DataError):
+    # Of a damaged checkpoint a restart would fail in the same way.
+    if isinstance(error, DataError | CheckpointError):
         return "data"
-    if isinstance(error, ConfigError):
-        return "config"
-    if isinstance(error, CheckpointError):
-        return "data"  # a restart would fail in the same way
-    if "No space left on device" in text:
-        return "disk_full"
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
-        return "oom"
-    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text):
-        return "oom"
-    if names & {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}:
-        return "comm"
-    if isinstance(error, RuntimeError) and _COMMUNICATION.search(text):
-        return "comm"
-    return "crash"
+    return "config" if isinstance(error, ConfigError) else ""
 
 
 INTERRUPTED = 128 + signal.SIGTERM

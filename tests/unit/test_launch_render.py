@@ -529,7 +529,7 @@ def test_command_can_be_pasted(tmp_path: Path) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """The control process starts in well under a second because of it."""
     code = (
-        "import sys, llmx.launch, llmx.launch.diagnose;"
+        "import sys, llmx.launch, llmx.failures.diagnose;"
         "heavy = {'torch', 'deepspeed', 'transformers', 'datasets', 'wandb', 'matplotlib', 'numpy',"
         "'hydra', 'omegaconf', 'rich', 'psutil'};"
         "print(sorted(heavy & set(sys.modules)))"

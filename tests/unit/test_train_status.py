@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llmx.errors import ConfigError, DataError
+from llmx.failures.diagnose import Failure, diagnose
 from llmx.run.rundir import RunDir, read_json
 from llmx.train import status as status_module
 from llmx.train.metrics import MetricsWriter
@@ -130,13 +131,18 @@ def _caused(error: Exception, cause: Exception) -> Exception:
             RuntimeError("[../third_party/gloo/transport/tcp/pair.cc] Connection closed by peer"),
             "comm",
         ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "crash"),
-        (FileNotFoundError(errno.ENOENT, "No such file"), "crash"),
+        (RuntimeError("Timed out after 60 seconds waiting for clients"), "comm"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "config"),
+        (KeyError("x"), "crash"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "config"),
     ],
 )
-def test_categories(error: BaseException, wanted: str) -> None:
-    assert category(error) == wanted
-    assert describe(error)["category"] == wanted
+def test_outcomes(error: BaseException, wanted: str) -> None:
+    """The type of an error says it, or the catalogue of failures finds it in what is written."""
+    assert category(error) in ("", wanted)
+    values = describe(error)
+    failure = Failure(values["type"], values["message"], values["traceback"], values["category"])
+    assert diagnose(failure).outcome == wanted
 
 
 def test_what_is_synced_are_the_lines_and_the_name_of_the_file(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmx.errors import ConfigError, LaunchError
+from llmx.failures.diagnose import Failure, diagnose
 from llmx.hardware.compare import (
     asked_of_hosts,
     compare_hosts,
@@ -33,7 +34,6 @@ from llmx.launch.agents.connection import (
     request_all,
 )
 from llmx.launch.agents.mesh import Node, find_nodes, mesh_problems, probe_mesh
-from llmx.launch.diagnose import Failure, diagnose
 from llmx.launch.environment import rank_env, tool_env
 from llmx.launch.files import write_rendered
 from llmx.launch.spec import LaunchSpec

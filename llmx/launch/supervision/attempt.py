@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmx.errors import ConfigError, DataError, LlmxError, disk_is_full
+from llmx.failures.diagnose import DISK_FULL
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
@@ -24,7 +25,6 @@ from llmx.launch.agents.preflight import (
 )
 from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
-from llmx.launch.diagnose import NOTES
 from llmx.launch.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
@@ -246,7 +246,7 @@ def local_disk_failure(error: OSError, run_dir: RunDir) -> Outcome:
     """The outcome where the supervisor itself could not read or write."""
     where = error.filename or run_dir.root
     if disk_is_full(error):
-        return Outcome("disk_full", f"{where}: no space left on the disk", NOTES["disk_full"])
+        return Outcome("disk_full", f"{where}: no space left on the disk", DISK_FULL)
     return Outcome(
         "crash",
         f"the supervisor cannot continue: {where}: {error.strerror or error}",

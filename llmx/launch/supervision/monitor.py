@@ -85,6 +85,12 @@ class RankMonitor:
             for path in (self.run_dir.rank_log(0), self.run_dir.launcher_log)
         )
         self._launcher_log: list[str] = []
+        self._log_starts = {
+            rank.rank: path.stat().st_size
+            for rank in self.plan.ranks
+            if (path := self.run_dir.rank_log(rank.rank)).exists()
+        }
+        """Rank -> bytes of its log that are of earlier attempts."""
         self._started = self._polled_at = self._resumed_at = time.monotonic()
         self._exit_reported_at: dict[int, float] = {}
         """Rank -> when its exit was reported, by the monotonic clock."""
@@ -221,8 +227,11 @@ class RankMonitor:
         """Read the logs that the outcome depends on, after everything is written."""
         self.evidence.launcher_log = "\n".join(self._launcher_log)
         for rank in self.plan.ranks:
-            if rank.rank in self.evidence.exits:
-                self.evidence.rank_logs[rank.rank] = tail_text(self.run_dir.rank_log(rank.rank))
+            failed = self.evidence.statuses.get(rank.rank, {}).get("state") == "failed"
+            if failed or rank.rank in self.evidence.exits:
+                self.evidence.rank_logs[rank.rank] = tail_text(
+                    self.run_dir.rank_log(rank.rank), start=self._log_starts.get(rank.rank, 0)
+                )
 
     def _launcher_ended(self, now: float) -> bool:
         """The launcher has exited: wait for the last messages of every host."""

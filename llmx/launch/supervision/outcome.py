@@ -20,10 +20,12 @@ from llmx.errors import (
     LaunchError,
     RunFailed,
 )
-from llmx.launch.diagnose import (
+from llmx.failures.diagnose import (
     Diagnosis,
     Failure,
     diagnose,
+    find_failure,
+    last_line,
     signal_in_log,
     signal_of_silent_death,
 )
@@ -104,7 +106,7 @@ class Outcome:
     host: str | None = None
     traceback: str = ""
     name: str = ""
-    """The known failure (``llmx.launch.diagnose``); empty where none matches."""
+    """The known failure (``llmx.failures``); empty where none matches."""
     step: int | None = None
     """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()
@@ -224,6 +226,22 @@ def _disk_full(rank: int, host: str) -> Diagnosis:
     )
 
 
+def _without_log(rank: int, host: str, rank_exit: RankExit, launcher_log: str) -> Diagnosis:
+    """Of a rank that ended before it wrote a line: only its launcher can say why."""
+    signal = signal_in_log(launcher_log)
+    diagnosis = diagnose(Failure(signal=signal, oom_kills=rank_exit.oom_kills, log=launcher_log))
+    if diagnosis.name:
+        return diagnosis
+    shown = find_failure(launcher_log)
+    cause = f"rank {rank} on {host} ended before it wrote a log"
+    return Diagnosis(
+        diagnosis.outcome,
+        f"{cause}: {shown.line}" if shown else cause,
+        "read RUN_DIR/logs/launcher.log: what starts the rank (Python, the worker, a script of the "
+        "host) failed or was ended",
+    )
+
+
 def _hung(hang: Hang, plan: Plan) -> Outcome:
     host = None if hang.rank is None else plan.hosts[plan.ranks[hang.rank].host].name
     who = "every rank waits for the others" if hang.rank is None else f"rank {hang.rank}"
@@ -267,6 +285,7 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                             message=str(error.get("message") or ""),
                             traceback=str(error.get("traceback") or ""),
                             category=str(error.get("category") or ""),
+                            log=evidence.rank_logs.get(rank.rank, ""),
                         )
                     ),
                     rank.rank,
@@ -277,11 +296,14 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
         elif rank.rank in evidence.exits and status.get("state") not in FINAL_STATES:
             rank_exit = evidence.exits[rank.rank]
             log = evidence.rank_logs.get(rank.rank, "")
-            failure = Failure(
-                signal=signal_of_silent_death(log), oom_kills=rank_exit.oom_kills, log=log
-            )
             full = rank_exit.disk_free is not None and rank_exit.disk_free < FULL_BYTES
-            diagnosis = _disk_full(rank.rank, host) if full else diagnose(failure)
+            if full:
+                diagnosis = _disk_full(rank.rank, host)
+            elif log.strip():
+                signal = signal_of_silent_death(log)
+                diagnosis = diagnose(Failure(signal=signal, oom_kills=rank_exit.oom_kills, log=log))
+            else:
+                diagnosis = _without_log(rank.rank, host, rank_exit, evidence.launcher_log)
             candidates.append(
                 _Candidate(rank_exit.time, diagnosis, rank.rank, host, _traceback_in(log))
             )
@@ -349,8 +371,9 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Outcome:
         code = evidence.runner_code
         exited = "exited" if code is None else f"exited with code {code}"
         cause = f"deepspeed {exited} before every rank had finished"
-        last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
-        cause += f": {last[0]}" if last else ""
+        match = find_failure(log)
+        last = match.line if match else last_line(log)
+        cause += f": {last}" if last else ""
     host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
     return Outcome(
         diagnosis.outcome, cause, diagnosis.fix, rank, host, _traceback_in(log), diagnosis.name
@@ -391,6 +414,8 @@ class Result:
     fix: str = ""
     other_fix: str = ""
     """Of an interrupted run: ``fix`` without the command that resumes it."""
+    failure: str = ""
+    """The name of the known failure (``docs/failures.md``); empty where none matches."""
     failed_rank: int | None = None
     host: str | None = None
     log: str | None = None

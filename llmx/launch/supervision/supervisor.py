@@ -227,6 +227,7 @@ class Supervisor:
     def _write_result(self, outcome: Outcome) -> None:
         result = self.result
         result.outcome, result.cause = outcome.kind, outcome.cause
+        result.failure = outcome.name
         # Commands that are printed can be pasted.
         result.fix = outcome.fix.replace("RUN_DIR", shlex.quote(str(self.run_dir.root)))
         result.failed_rank, result.host = outcome.rank, outcome.host

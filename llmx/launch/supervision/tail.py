@@ -82,12 +82,13 @@ class StatusReader:
         return self.statuses
 
 
-def tail_text(path: Path, *, max_bytes: int = 16384) -> str:
-    """The end of a file; empty where there is none."""
+def tail_text(path: Path, *, start: int = 0, max_bytes: int = 16384) -> str:
+    """The end of a file, of what follows byte ``start``; empty where there is none."""
     try:
         with path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - max_bytes))
+            end = stream.tell()
+            stream.seek(max(start if start <= end else 0, end - max_bytes))
             return stream.read().decode("utf-8", "replace")
     except OSError:
         return ""

@@ -1,0 +1,300 @@
+"""Finds the outcome, cause and fix of a failure in the logs and errors of ranks and launchers.
+
+Pure: text in, ``Diagnosis`` out. What decides, in this order: how much the words of a row say
+(``Weight``), a traceback before an error line before any other line, and the earlier one.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from llmx.config.schema import FAILURES
+from llmx.failures import log as logs
+from llmx.failures.catalogue import ROWS
+from llmx.failures.log import Block, Kind
+from llmx.failures.machine import FEWER, MEMORY_LADDER
+from llmx.failures.row import Row, Weight
+
+OUTCOMES = ("ok", *FAILURES)
+LONGEST = 1 << 23
+"""Characters of a log that are read: its end."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a log says: a known failure, or the line of an unknown one."""
+
+    row: Row | None
+    block: Block
+    groups: dict[str, str]
+
+    @property
+    def line(self) -> str:
+        """The line that shows it."""
+        return self.lines[0].text.strip()
+
+    @property
+    def lines(self) -> tuple[logs.Line, ...]:
+        """The lines of the block in which the pattern is; of an unknown error its true line."""
+        if self.row is None:
+            shown = logs.true_error(self.block)
+            return tuple(line for line in self.block.lines if line.text.strip() == shown)[:1]
+        patterns = [pattern for pattern in (self.row.pattern, self.row.symptom) if pattern]
+        hits = [
+            line
+            for line in self.block.lines
+            if any(re.search(pattern, line.text) for pattern in patterns)
+        ]
+        return tuple(hits[:3] or self.block.lines[:2])
+
+
+def find_failure(text: str) -> Match | None:
+    """The first cause that a log shows; None where there is no error in it."""
+    text = text[-LONGEST:]
+    blocks = logs.find_blocks(text)
+    in_context = cache(lambda pattern: bool(re.search(pattern, text)))
+    shapes: set[str] = set()
+    matches: list[tuple[tuple[int, int, int, int], Match]] = []
+    unmatched: list[Block] = []
+    for block in blocks:
+        if block.kind == Kind.HARMLESS:
+            continue
+        if block.kind == Kind.PLAIN:
+            # Metrics of thousands of steps look alike.
+            shape = re.sub(r"\d+", "0", block.text)
+            if shape in shapes:
+                continue
+            shapes.add(shape)
+        hits = list(_rows_of(block, in_context))
+        for order, row, groups in hits:
+            matches.append(
+                ((row.weight, block.kind, block.start, order), Match(row, block, groups))
+            )
+        if not hits and not logs.is_wrapper(block):
+            unmatched.append(block)
+    unknown = next((block for block in unmatched if block.kind == Kind.TRACEBACK), None)
+    if unknown is not None:
+        # A line that is no error does not explain a traceback.
+        matches = [m for m in matches if m[1].block.kind != Kind.PLAIN]
+    best = min(matches, key=lambda match: match[0], default=None)
+    if best is not None and unknown is not None:
+        weight, is_earlier = best[0][0], unknown.start < best[1].block.start
+        if weight >= Weight.SIGNAL or (weight == Weight.SYMPTOM and is_earlier):
+            return Match(None, unknown, {})
+    if best is not None:
+        return best[1]
+    for kind in (Kind.TRACEBACK, Kind.ERROR, Kind.EXIT):
+        blocks_of_kind = [block for block in unmatched if block.kind == kind]
+        if blocks_of_kind:
+            return Match(None, blocks_of_kind[-1 if kind == Kind.EXIT else 0], {})
+    return None
+
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(?:\|([^}]*))?\}")
+
+
+@cache
+def _compiled() -> tuple[tuple[Row, re.Pattern[str], re.Pattern[str] | None], ...]:
+    return tuple(
+        (row, re.compile(row.pattern, re.MULTILINE),
+         re.compile(row.symptom, re.MULTILINE) if row.symptom else None)
+        for row in ROWS
+    )  # fmt: skip
+
+
+def _rows_of(
+    block: Block, in_context: Callable[[str], bool]
+) -> Iterator[tuple[int, Row, dict[str, str]]]:
+    """The rows that match a block, with the order of each and the names of its match."""
+    text = block.text
+    for order, (row, pattern, symptom) in enumerate(_compiled()):
+        match = pattern.search(text)
+        if match is None and symptom is not None and in_context(row.context):
+            match = symptom.search(text)
+        if match is not None and (row.when is None or row.when(text)):
+            yield order, row, {key: value for key, value in match.groupdict().items() if value}
+
+
+DISK_FULL = "free some space, or set run_dir to a larger disk"
+NOTES = {
+    "oom": MEMORY_LADDER,
+    "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",
+    "comm": "the logs of all ranks are in RUN_DIR/logs; the first one to fail is named here",
+    "disk_full": DISK_FULL,
+    "config": "see the traceback; `python -m llmx resume RUN_DIR KEY=VALUE` changes a setting",
+    "data": "repair the file that the cause names, then: python -m llmx resume RUN_DIR",
+    "crash": "see the traceback; the whole log of the rank is in RUN_DIR/logs",
+}
+OWN_ERRORS = ("ConfigError", "DataError", "RecordError")
+"""Their messages state the fix themselves."""
+NOTES_OF_ERRORS = {
+    "CheckpointError": "`python -m llmx export RUN_DIR --check` verifies all checkpoints. Put a "
+    "good copy of the named file back, or resume from another one (resume RUN_DIR step=N), or "
+    "start from the beginning (resume RUN_DIR step=0, which keeps the damaged ones in history/)",
+}
+"""Of llmx's own errors whose outcome says too little."""
+_SIGNALS: dict[int, str] = {
+    signals.SIGKILL: "killed",
+    signals.SIGBUS: "sigbus",
+    signals.SIGILL: "cpu_type",
+    signals.SIGSEGV: "sigsegv",
+    signals.SIGABRT: "sigabrt",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The facts about one failure. Everything may be empty."""
+
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    category: str = ""
+    """The outcome of an error whose type says it, as the rank reported it
+    (docs/development/contracts.md); the catalogue decides all others."""
+    signal: int = 0
+    """The signal that ended the process; 0 where none did."""
+    oom_kills: int = 0
+    """How often the kernel's OOM killer struck on that host during the run."""
+    log: str = ""
+    """The tail of the rank's log, or of the launcher's."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The outcome, cause and fix of a failure, for ``result.json`` and the console."""
+
+    outcome: str
+    cause: str
+    fix: str
+    name: str = ""
+    """The known failure; empty where none matched."""
+    consequence: bool = False
+    """Most likely follows from another rank's failure."""
+
+
+def diagnose(failure: Failure) -> Diagnosis:
+    """The outcome, cause and fix of a failure; never raises, always has a cause."""
+    error = failure.traceback or _headline(failure)
+    if not error and failure.signal:
+        return _killed(failure)
+    match = find_failure(error or failure.log)
+    if error and failure.log and (match is None or match.row is None or match.row.weight):
+        # NCCL and CUDA print the cause before Python raises an error that lacks it.
+        match = min(
+            (found for found in (match, find_failure(f"{failure.log}\n{error}")) if found),
+            key=lambda found: found.row.weight if found.row else Weight.SIGNAL,
+            default=None,
+        )
+    typed = failure.category if failure.category in OUTCOMES else ""
+    row = match.row if match is not None else None
+    if match is not None and row is not None and typed in ("", "crash", row.outcome):
+        headline = _headline(failure) or match.line
+        return _from_row(row, match.groups, headline)
+    cause = _headline(failure) or (match.line if match else last_line(failure.log))
+    cause = cause or "the process ended without an error message"
+    if failure.error_type in OWN_ERRORS and failure.message:
+        return Diagnosis(typed or "crash", failure.message, "")
+    fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(typed, NOTES["crash"])
+    return Diagnosis(typed or "crash", cause, fix)
+
+
+def cause_of(row: Row, groups: dict[str, str]) -> str:
+    """The cause, with what the log names."""
+    return fill(row.cause, groups)
+
+
+def _from_row(row: Row, groups: dict[str, str], headline: str = "") -> Diagnosis:
+    cause = fill(row.cause, groups)
+    if headline and headline not in cause:
+        cause = f"{cause} ({_short(headline)})"
+    fix = fill(row.llmx or row.fix, groups)
+    consequence = row.weight >= Weight.CONSEQUENCE
+    return Diagnosis(row.outcome, cause, fix, row.name, consequence)
+
+
+def _killed(failure: Failure) -> Diagnosis:
+    number = failure.signal
+    if number == signals.SIGKILL and failure.oom_kills > 0:
+        return Diagnosis(
+            "oom",
+            "the kernel's OOM killer ended the process (SIGKILL): the host's RAM is full",
+            FEWER,
+            "kernel_oom",
+        )
+    match = find_failure(failure.log)
+    if (
+        match is not None
+        and match.row is not None
+        and match.row.weight <= Weight.SYMPTOM
+        # A process that was killed wrote no error of its own.
+        and (number != signals.SIGKILL or match.row.outcome == "oom")
+    ):
+        return _from_row(match.row, match.groups, match.line)
+    row = next((row for row, *_ in _compiled() if row.name == _SIGNALS.get(number)), None)
+    if row is not None:
+        return _from_row(row, {})
+    return Diagnosis("crash", f"the process died of signal {number}", NOTES["crash"], "signal")
+
+
+def signal_in_log(text: str) -> int:
+    """The signal that a launcher's log says a rank died of; 0 where it names none.
+
+    DeepSpeed: ``exits with return code = -9``; mpirun: ``exited on signal 9``; srun:
+    ``task 1: Killed``; a shell's 128 + N is taken for N.
+    """
+    match = re.search(r"exits with return code = -(\d+)", text)
+    match = match or re.search(r"exited on signal (\d+)", text)
+    if match:
+        return int(match[1])
+    words = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
+    match = re.search(rf"tasks? [\d,-]+: ({'|'.join(words)})", text)
+    if match:
+        return words[match[1]]
+    match = re.search(r"exit(?:ed|s)? (?:with )?(?:exit |return )?code[ =:]+(1[2-5]\d)\b", text)
+    number = int(match[1]) - 128 if match else 0
+    return number if number in (4, 6, 7, 9, 11) else 0
+
+
+def signal_of_silent_death(log: str) -> int:
+    """The signal that ended a rank which left no status, from its own log.
+
+    Ranks run with Python's fault handler, which writes a line for every deadly signal that
+    can be caught; one that ended without it and without a traceback was killed outright. A rank
+    without a log may not have come so far: 0.
+    """
+    if not log.strip():
+        return 0
+    end = log[-16384:]
+    match = re.search(r"Fatal Python error: ([A-Z][a-z]+(?: [a-z]+)*)", end)
+    if match:
+        words = {"Segmentation fault": 11, "Bus error": 7, "Aborted": 6, "Illegal instruction": 4,
+                 "Floating point exception": 8, "Floating-point exception": 8}  # fmt: skip
+        return words.get(match[1].strip(), 0)
+    return 0 if logs.TRACEBACK in end else int(signals.SIGKILL)
+
+
+def _headline(failure: Failure) -> str:
+    if failure.error_type and failure.message:
+        return f"{failure.error_type}: {failure.message}"
+    return failure.error_type or failure.message
+
+
+def fill(text: str, groups: dict[str, str] | None = None) -> str:
+    """``{name}`` and ``{name|default}`` from the groups; ``name2`` is another group of the name."""
+    values = {name.rstrip("0123456789"): value.strip() for name, value in (groups or {}).items()}
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1]) or match[2] or match[1], text)
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _short(text: str, limit: int = 300) -> str:
+    text = text.splitlines()[0] if text else ""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
