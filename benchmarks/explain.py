@@ -63,9 +63,21 @@ RIGHT: dict[str, str] = {
     "124": "ddp_unused", "128": "local_rank", "130": "k8s_evicted", "135": "ssh_host_key",
     "138": "token_index", "141": "no_grad", "143": "pad_token", "155": "weights_damaged",
     "156": "weights_damaged", "159": "wandb_unreachable",
+    # Held out.
+    "007": "ib_memlock", "012": "launcher_missing", "021": "cuda_linker", "026": "loss_scale",
+    "032": "zero3_partitioned", "044": "cuda_oom", "050": "gpu_lost", "056": "port_in_use",
+    "061": "weights_only", "068": "hub_login", "077": "wandb_unreachable", "084": "worker_killed",
+    "096": "open_files", "104": "peft_target", "108": "dataset_columns", "115": "deepspeed_old",
+    "121": "ds_no_sync", "125": "p2p_rtx4000", "132": "slurm_pmi", "140": "process_limit",
+    "149": "arrow_types", "157": "illegal_memory", "161": "read_only",
 }  # fmt: skip
-PARTLY: dict[str, str] = {}
+PARTLY: dict[str, str] = {"089": "ssh_name"}
 """Number of a file -> a row that is true and not the whole cause."""
+
+
+FIRST = {"037": "", "089": "ssh_name"}
+"""What these were given when they were opened. Rows were written for them then (``output_path``,
+``mpi_hosts``), which must not count."""
 
 
 def measure(folder: Path) -> dict[bool, list[tuple[str, str, list[str]]]]:
@@ -75,7 +87,11 @@ def measure(folder: Path) -> dict[bool, list[tuple[str, str, list[str]]]]:
         text = path.read_text(encoding="utf-8").partition("\n\n")[2]
         draws = random.Random(path.name)
         behind = [_row("\n".join([*draws.sample(HARMLESS, 5), text])) for _ in range(DRAWS)]
-        results[position % 14 in HELD_OUT].append((path.name, _row(text), behind))
+        row = _row(text)
+        if path.name[:3] in FIRST:
+            row = FIRST[path.name[:3]]
+            behind = [row] * DRAWS
+        results[position % 14 in HELD_OUT].append((path.name, row, behind))
     return results
 
 

@@ -165,7 +165,7 @@ def find_blocks(text: str) -> list[Block]:
 
 def is_wrapper(block: Block) -> bool:
     """Whether a traceback only says that another process or step failed."""
-    return bool(_WRAPPER.search(block.lines[-1].text) or _WRAPPER.match(block.lines[0].text))
+    return bool(_WRAPPER.search(block.lines[-1].text) or _WRAPPER.search(block.lines[0].text))
 
 
 def true_error(block: Block) -> str:

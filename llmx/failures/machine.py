@@ -16,6 +16,8 @@ MEMORY_LADDER = (
 )
 REBUILD = "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host, and start again"
 NO_EXTENSION = "or optim=adamw without offload, which needs no extension"
+NO_GPU = r"requires CUDA|cuda\.is_available\(\)|Torch not compiled with CUDA|No CUDA GPUs|no CUDA-capable|CUDA (is|was) not available|fp16|bf16|without (CUDA|GPU|a GPU)|cpu_adam|type cpu"
+"""How programs end that have warned before why they have no GPU."""
 FEWER = "offload less, zero.pin_memory=false, fewer ranks on the host, zero=stage3 (which loads the model in shards), or zero=infinity"
 
 
@@ -268,16 +270,18 @@ ROWS: tuple[Row, ...] = (
     Row("fabric_manager", "config", r"error (802|=802)|error=802|\(802\)|system not yet initialized|cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY",
         ("RuntimeError: cuda runtime error (802) : system not yet initialized at THCGeneral.cpp:50", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"),
         "NVIDIA's fabric manager does not run on the host, which its NVSwitch needs",
-        "install nvidia-fabricmanager in exactly the driver's version, and systemctl enable --now nvidia-fabricmanager"),
-    Row("driver_mismatch", "config", r"Driver/library version mismatch|nvidia-smi has failed because it couldn't communicate|NVML.{0,40}(Unknown Error|Not Found)|Failed to initialize NVML|nvml error|unsupported display driver|forward compatibility was attempted on non supported HW|Error 80[34]",
+        "install nvidia-fabricmanager in exactly the driver's version, and systemctl enable --now nvidia-fabricmanager",
+        symptom=NO_GPU, context=r"Error 802\b|system not yet initialized"),
+    Row("driver_mismatch", "config", r"Driver/library version mismatch|(?i:nvidia-smi) has failed because it couldn't communicate|NVML.{0,40}(Unknown Error|Not Found)|Failed to initialize NVML|nvml error|unsupported display driver|forward compatibility was attempted on non supported HW|Error 80[34]",
         ("Failed to initialize NVML: Driver/library version mismatch", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non supported HW"),
         "the loaded NVIDIA driver and its libraries are of different versions (an update without a reboot, or a container with libraries of its own)",
-        "reboot the host (or reload the nvidia modules); in a container remove its cuda-compat libraries; if containers lose their GPUs, set cgroup driver cgroupfs"),
+        "reboot the host (or reload the nvidia modules); in a container remove its cuda-compat libraries; if containers lose their GPUs, set cgroup driver cgroupfs",
+        symptom=NO_GPU, context=r"Error 80[34]\b|Driver/library version mismatch|forward compatibility was attempted"),
     Row("driver_old", "config", r"CUDA driver version is insufficient|NVIDIA driver on your system is too old|CUDA_ERROR_UNSUPPORTED_PTX_VERSION|provided PTX was compiled with an unsupported toolchain|unsatisfied condition: cuda>=",
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version"),
         "the NVIDIA driver of the host is too old for the CUDA of torch or of the container",
         "update the driver (525 for CUDA 12.0, 570 for 12.8, 580 for 13), or install a torch of an older CUDA",
-        symptom=r"requires CUDA|cuda\.is_available\(\)|Torch not compiled with CUDA|No CUDA GPUs|no CUDA-capable|CUDA (is|was) not available|fp16|bf16|without (CUDA|GPU|a GPU)|cpu_adam|type cpu",
+        symptom=NO_GPU,
         context=r"NVIDIA driver on your system is too old|driver version is insufficient"),
     Row("gpu_busy", "config", r"all CUDA-capable devices are busy or unavailable|CUDA-capable device\(s\) is/are busy|exclusive(-process| mode)",
         ("RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.explain import judge, measure
 from llmx.cli.main import main
 from llmx.run.rundir import RunDir, write_json
 from tests import tracked_run
@@ -152,3 +153,13 @@ def test_a_run_without_a_result_shows_what_its_ranks_left(
     run = failed_run(tmp_path / "run")
     assert main(["explain", str(run.root)]) == 0
     assert capsys.readouterr().out.startswith("cause (oom): the GPU's memory is full")
+
+
+def test_real_failures(real_data: Path) -> None:
+    """Those that were held out are explained as well as those that rows were written from."""
+    for held_out, results in measure(real_data / "failures").items():
+        verdicts = [judge(name, row) for name, row, _ in results]
+        behind = [judge(name, row) for name, _, rows in results for row in rows]
+        for found in (verdicts, behind):
+            assert found.count("wrong") == 0
+            assert found.count("right") >= (0.9 if held_out else 1) * len(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -31,6 +32,8 @@ from llmx.failures.row import Row, Weight
 from llmx.launch.supervision.outcome import Evidence, classify
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
+from llmx.run.rundir import RunDir, read_json
+from llmx.train.status import RankStatus
 from tests.unit.test_launch_render import experiment
 
 
@@ -247,3 +250,29 @@ def test_damaged_checkpoints_are_named_with_what_can_be_done() -> None:
     assert (found.outcome, found.cause) == ("data", f"CheckpointError: {said}")
     for words in ("--check", "good copy", "step=N", "step=0"):
         assert words in found.fix
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ("NCCL error in: ../NCCLUtils.hpp:133, invalid argument, NCCL version 2.14.3\nInvalid config blocking attribute value -2147483648", "nccl_two_builds"),
+        ("[enforce fail at ../gloo/transport/tcp/device.cc:208] ifa != nullptr. Unable to find address for: eth0", "interface_missing"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1691, invalid usage, NCCL version 2.19.3\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000", "gpu_twice"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:400, internal error\nLast error:\nBootstrap : no socket interface found", "interface_missing"),
+        ("Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error", "gloo_mesh"),
+        ("[../gloo/transport/tcp/pair.cc:144] connectFullMesh failed, Connection refused, remote=[127.0.1.1]:34123", "gloo_loopback"),
+    ],
+)  # fmt: skip
+def test_errors_of_communication_through_the_file_of_a_rank(
+    message: str, name: str, plan: Plan, tmp_path: Path
+) -> None:
+    """As rank 1 writes it; the other one saw its connection break before, by its clock."""
+    run_dir = RunDir(tmp_path)
+    for rank, text in ((0, "Connection reset by peer"), (1, message)):
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            RankStatus(run_dir, rank=rank).fail(error)
+    statuses = {rank: read_json(run_dir.rank_status(rank)) for rank in (0, 1)}
+    outcome = classify(Evidence(statuses=statuses), plan)
+    assert (outcome.name, outcome.rank) == (name, 1)

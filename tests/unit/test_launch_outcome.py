@@ -3,6 +3,8 @@
 ``pytest tests/unit/test_launch_outcome.py``
 """
 
+# Logs stand as they are printed.
+# ruff: noqa: E501
 from __future__ import annotations
 
 from typing import Any
@@ -227,3 +229,34 @@ def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
     assert "asked to end" not in outcome.cause
     statuses[1] = state("interrupted", 201.0)
     assert classify(evidence, plan).kind == "interrupted", "by somebody else, before"
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "words"),
+    [
+        ("node-b: bash: line 1: cd: /runs/x: No such file or directory", "worker_missing", "does not see"),
+        ("node-b: frob: the lock is held\npdsh@node-a: node-b: ssh exited with exit code 1", "", "rank 2 on node-b ended before it wrote a log"),
+        ("[ERROR] ['python'] exits with return code = -9", "killed", "SIGKILL"),
+    ],
+)  # fmt: skip
+def test_a_rank_without_log_and_status_is_explained_by_its_launcher(
+    log: str, name: str, words: str, plan: Plan
+) -> None:
+    outcome = classify(Evidence(exits={2: RankExit(100.0)}, launcher_log=log), plan)
+    assert (outcome.name, outcome.rank) == (name, 2)
+    assert words in outcome.cause
+
+
+def test_a_rank_with_a_status_and_no_word_was_killed(plan: Plan) -> None:
+    evidence = Evidence(exits={2: RankExit(100.0)}, statuses={2: state("training")})
+    assert classify(evidence, plan).name == "killed"
+
+
+def test_an_unknown_failure_shows_its_error_and_not_the_exit(plan: Plan) -> None:
+    log = (
+        "Traceback (most recent call last):\n  File 'x', line 1, in f\nKeyError: 'frobnicate'\n"
+        "[ERROR] [launch.py:325:sigkill_handler] ['python'] exits with return code = 1"
+    )
+    outcome = classify(Evidence(launcher_log=log, runner_code=1), plan)
+    assert outcome.name == ""
+    assert outcome.cause.endswith(": KeyError: 'frobnicate'")

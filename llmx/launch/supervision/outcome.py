@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,10 +227,9 @@ def _disk_full(rank: int, host: str) -> Diagnosis:
     )
 
 
-def _without_log(rank: int, host: str, rank_exit: RankExit, launcher_log: str) -> Diagnosis:
+def _without_log(rank: int, host: str, launcher_log: str) -> Diagnosis:
     """Of a rank that ended before it wrote a line: only its launcher can say why."""
-    signal = signal_in_log(launcher_log)
-    diagnosis = diagnose(Failure(signal=signal, oom_kills=rank_exit.oom_kills, log=launcher_log))
+    diagnosis = diagnose(Failure(log=launcher_log))
     if diagnosis.name:
         return diagnosis
     shown = find_failure(launcher_log)
@@ -299,11 +299,12 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             full = rank_exit.disk_free is not None and rank_exit.disk_free < FULL_BYTES
             if full:
                 diagnosis = _disk_full(rank.rank, host)
-            elif log.strip():
-                signal = signal_of_silent_death(log)
-                diagnosis = diagnose(Failure(signal=signal, oom_kills=rank_exit.oom_kills, log=log))
+            elif log.strip() or status or rank_exit.oom_kills:
+                # One that has written its status has run, and said nothing at its end.
+                silent = signal_of_silent_death(log) if log.strip() else signal.SIGKILL
+                diagnosis = diagnose(Failure(signal=silent, oom_kills=rank_exit.oom_kills, log=log))
             else:
-                diagnosis = _without_log(rank.rank, host, rank_exit, evidence.launcher_log)
+                diagnosis = _without_log(rank.rank, host, evidence.launcher_log)
             candidates.append(
                 _Candidate(rank_exit.time, diagnosis, rank.rank, host, _traceback_in(log))
             )
@@ -364,8 +365,7 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Outcome:
     """No rank reported an error: the log of the launcher is the only source."""
     log = evidence.launcher_log
     rank = _rank_in_log(log, plan)
-    signal = signal_in_log(log)
-    diagnosis = diagnose(Failure(signal=signal, log=log))
+    diagnosis = diagnose(Failure(log=log))
     cause = diagnosis.cause
     if not diagnosis.name:
         code = evidence.runner_code
