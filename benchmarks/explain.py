@@ -47,6 +47,10 @@ HARMLESS = (
     "register factory for plugin cuDNN when one has already been registered",
     "ERROR: ld.so: object 'libgomp.so.1' from LD_PRELOAD cannot be preloaded (cannot open shared "
     "object file): ignored.",
+    "Exception ignored in: <function _ConnectionBase.__del__ at 0x7f>",
+    "wandb: Network error (ConnectionError), entering retry loop.",
+    "node-a:1:1 [0] NCCL INFO NET/Plugin : Plugin load (libnccl-net.so) returned 2 : "
+    "libnccl-net.so: cannot open shared object file: No such file or directory",
     "Token indices sequence length is longer than the specified maximum sequence length for this "
     "model (1436 > 1024). Running this sequence through the model will result in indexing errors",
 )

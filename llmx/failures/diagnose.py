@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from llmx.config.schema import FAILURES
@@ -56,12 +56,17 @@ def find_failure(text: str) -> Match | None:
     """The first cause that a log shows; None where there is no error in it."""
     text = text[-LONGEST:]
     blocks = logs.find_blocks(text)
+    if not any(block.kind in (Kind.TRACEBACK, Kind.ERROR) for block in blocks):
+        blocks = [
+            replace(block, kind=Kind.TRACEBACK) if block.kind == Kind.IGNORED else block
+            for block in blocks
+        ]
     in_context = cache(lambda pattern: bool(re.search(pattern, text)))
     shapes: set[str] = set()
     matches: list[tuple[tuple[int, int, int, int], Match]] = []
     unmatched: list[Block] = []
     for block in blocks:
-        if block.kind == Kind.HARMLESS:
+        if block.kind in (Kind.IGNORED, Kind.HARMLESS):
             continue
         if block.kind == Kind.PLAIN:
             # Metrics of thousands of steps look alike.

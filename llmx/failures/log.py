@@ -23,7 +23,9 @@ class Kind(IntEnum):
     """A line that is neither an error nor known to be harmless."""
     EXIT = 3
     """A launcher's word that a process ended."""
-    HARMLESS = 4
+    IGNORED = 4
+    """A traceback that Python ignored, as in ``__del__``: read only where there is no other."""
+    HARMLESS = 5
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _blocks_of(lines: list[Line]) -> Iterator[Block]:
         if line.text.startswith(TRACEBACK) or line.text.lstrip().startswith(TRACEBACK):
             messages, at = _traceback(lines, at)
             if messages:
-                kind = Kind.HARMLESS if ignored else Kind.ERROR if in_thread else Kind.TRACEBACK
+                kind = Kind.IGNORED if ignored else Kind.ERROR if in_thread else Kind.TRACEBACK
                 if kind == Kind.TRACEBACK and EXIT.search(messages[-1].text):
                     kind = Kind.EXIT if len(messages) == 1 else kind
                 yield Block(kind, tuple(messages))
