@@ -101,11 +101,11 @@ def _of_run(run: RunDir) -> Explanation:
     outcome, name = str(result.get("outcome") or ""), str(result.get("failure") or "")
     if outcome == "ok":
         return Explanation(known=True, outcome=outcome, cause="the run ended well")
-    shown = find_failure(str(result.get("traceback") or ""))
+    match = find_failure(str(result.get("traceback") or ""))
     return Explanation(
         bool(name) or outcome not in ("crash", "comm"), name, outcome,
         _shown(str(result.get("cause") or "")), _shown(str(result.get("fix") or "")), "",
-        tuple(Shown(0, _shown(line.text)) for line in shown.lines) if shown else (),
+        tuple(Shown(0, _shown(line.text)) for line in match.lines) if match else (),
         f"{PAGE}#{name}" if name else "",
     )  # fmt: skip
 
@@ -136,9 +136,9 @@ def _show(explanation: Explanation) -> str:
             return f"unknown: {explanation.cause}"
         return "\n".join([f"unknown: {PAGE} has no such failure. The error is:", *lines])
     kind = f" ({explanation.outcome})" if explanation.outcome else ""
-    shown = [f"cause{kind}: {explanation.cause}", *lines]
+    report = [f"cause{kind}: {explanation.cause}", *lines]
     for title, text in (
         ("fix", explanation.fix), ("in llmx", explanation.llmx), ("more", explanation.doc),
     ):  # fmt: skip
-        shown += [f"{title}: {text}"] if text else []
-    return "\n".join(shown)
+        report += [f"{title}: {text}"] if text else []
+    return "\n".join(report)

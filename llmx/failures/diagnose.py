@@ -41,8 +41,8 @@ class Match:
     def lines(self) -> tuple[logs.Line, ...]:
         """The lines of the block in which the pattern is; of an unknown error its true line."""
         if self.row is None:
-            shown = logs.true_error(self.block)
-            return tuple(line for line in self.block.lines if line.text.strip() == shown)[:1]
+            error = logs.true_error(self.block)
+            return tuple(line for line in self.block.lines if line.text.strip() == error)[:1]
         patterns = [pattern for pattern in (self.row.pattern, self.row.symptom) if pattern]
         hits = [
             line
@@ -191,8 +191,12 @@ def diagnose(failure: Failure) -> Diagnosis:
     if error and failure.log and (match is None or match.row is None or match.row.weight):
         # NCCL and CUDA print the cause before Python raises an error that lacks it.
         match = min(
-            (found for found in (match, find_failure(f"{failure.log}\n{error}")) if found),
-            key=lambda found: found.row.weight if found.row else Weight.SIGNAL,
+            (
+                candidate
+                for candidate in (match, find_failure(f"{failure.log}\n{error}"))
+                if candidate
+            ),
+            key=lambda candidate: candidate.row.weight if candidate.row else Weight.SIGNAL,
             default=None,
         )
     typed = failure.category if failure.category in OUTCOMES else ""

@@ -31,9 +31,9 @@ def _gib(text: str, pattern: str) -> float:
 def _is_shared(text: str) -> bool:
     """Others hold more of the GPU than this process."""
     total = _gib(text, "SIZE total capacity") or _gib(text, "total capacity of SIZE")
-    held = max(_gib(text, p) for p in ("SIZE already allocated", "SIZE reserved", "this process has SIZE"))
+    own_gib = max(_gib(text, p) for p in ("SIZE already allocated", "SIZE reserved", "this process has SIZE"))
     free = _gib(text, "SIZE free") or _gib(text, "of which SIZE is free")
-    return held > 0 and total - held - free > max(held, total / 4)
+    return own_gib > 0 and total - own_gib - free > max(own_gib, total / 4)
 
 
 def _is_fragmented(text: str) -> bool:
@@ -123,7 +123,7 @@ ROWS: tuple[Row, ...] = (
         "more processes or threads run than the limit of the user or container allows",
         "raise it (ulimit -u, pids.max of the container), set OMP_NUM_THREADS=1, or use fewer workers"),
     Row("disk_full", "disk_full",
-        r"No space left on device|\[Errno 28\]|[Dd]isk quota exceeded|\[Errno 122\]|ENOSPC|[Qq]uota exceeded",
+        r"No space left on device|\[Errno 28\]|[Dd]isk quota exceeded|\[Errno 122\]|ENOSPC|[Qq]uota exceeded|StorageFull|os error (28|122)|code: (28|122)\b",
         ("OSError: [Errno 28] No space left on device: '/runs/x/checkpoints/step-10/model.safetensors'", "OSError: [Errno 122] Disk quota exceeded"),
         "the disk is full, or the user's quota on it is used up (which df does not show)",
         "free some space (older checkpoints, caches below HF_HOME and TMPDIR), or write to a larger disk; `df -h`, `df -i` and `quota -s` show them",
@@ -152,6 +152,9 @@ ROWS: tuple[Row, ...] = (
         "DeepSpeed's async_io (offload to NVMe) cannot be built: libaio is missing",
         "apt-get install libaio-dev (without root: set CFLAGS and LDFLAGS to a build of it), or offload to the CPU",
         "apt-get install libaio-dev on every host, or zero=stage3_offload"),
+    Row("nvme_swap", "crash", r"(pwrite|pread|io_submit|aio_\w+).{0,60}([Ff]ail|[Ee]rror)|swap(ped)?_(tensor|buffer)\w*.{0,60}(fail|assert)|Not enough .{0,30}swap.{0,20}buffers", ("AssertionError: Not enough memory for swap buffers, increase buffer_count",),
+        "DeepSpeed could not read or write its offload files on the NVMe disk", "check space, speed and permissions of nvme_path (a local disk), remove files that a dead run left there; larger buffer_count and buffer_size; or offload to the CPU", "zero=stage3_offload",
+        symptom=r"AssertionError", context=r"runtime/swap_tensor/", weight=Weight.SYMPTOM),
     # Extensions: what compiles them.
     Row("ninja", "config", r"Ninja is required to load C\+\+ extensions|No such file or directory: 'ninja'",
         ("RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)",),
@@ -167,9 +170,9 @@ ROWS: tuple[Row, ...] = (
          "#error You need C++17 to compile PyTorch"),
         "the C++ compiler is too new for the CUDA toolkit, or too old for torch",
         "set CC and CXX to another gcc (conda install gxx_linux-64=11), then " + REBUILD),
-    Row("nvcc_arch", "config", r"nvcc fatal\s*: Unsupported gpu architecture '?(?P<arch>\w+)?|Unknown CUDA arch|Value 'sm_\d+' is not defined for option|ptxas fatal.{0,40}sm_",
+    Row("nvcc_arch", "config", r"nvcc fatal\s*: (Unknown option|Value)|nvcc fatal\s*: Unsupported gpu architecture '?(?P<arch>\w+)?|Unknown CUDA arch|Value 'sm_\d+' is not defined for option|ptxas fatal.{0,40}sm_",
         ("nvcc fatal   : Unsupported gpu architecture 'compute_89'", "ValueError: Unknown CUDA arch (12.0) or GPU not supported"),
-        "the CUDA toolkit of the host does not know the architecture of its GPU",
+        "the CUDA toolkit of the host is too old for its GPU or for torch: nvcc does not know the architecture (or an option)",
         "install a newer toolkit (11.8 for Ada and Hopper, 12.8 for Blackwell) with the torch for it; TORCH_CUDA_ARCH_LIST limits the architectures", "install a newer toolkit (11.8 for Ada and Hopper, 12.8 for Blackwell), " + NO_EXTENSION),
     Row("cuda_mismatch", "config",
         r"CUDAMismatchException|Installed CUDA version (?P<a>\S+) does not match|detected CUDA version .{0,30}mismatches the version that was used to compile",
@@ -259,7 +262,7 @@ ROWS: tuple[Row, ...] = (
         ("/opt/venv/bin/python3: Error while finding module specification for 'llmx.worker' (ModuleNotFoundError: No module named 'llmx')", "ModuleNotFoundError: No module named 'transformers'",
          "ImportError: This modeling file requires the following packages that were not found in your environment: einops. Run `pip install einops`"),
         "a Python module is missing in the environment of a host", "install the same environment on every host; `which python` on each shows the one that is used", "install the same environment on every host; for the code itself launch.sync=rsync"),
-    Row("version_required", "config", r"is required for a normal functioning of this module, but found|requires? `?\w+`?\s?(>=|==|<=|>|<)\s?[\d.]+.{0,40}(but|found|installed|is required)|ContextualVersionConflict|VersionConflict|`?(accelerate|peft|trl|transformers|datasets|torch|deepspeed)\s?>=?\s?[\d.]+`? ?(is required|required)|version of (accelerate|peft|transformers|torch|deepspeed) .{0,60}(too old|is required|or (higher|newer|above))",
+    Row("version_required", "config", r"is required for a normal functioning of this module, but found|requires `?\w+`?(\[\w+\])?\s?>=|requires? `?\w+`?\s?(>=|==|<=|>|<)\s?[\d.]+.{0,40}(but|found|installed|is required)|ContextualVersionConflict|VersionConflict|`?(accelerate|peft|trl|transformers|datasets|torch|deepspeed)\s?>=?\s?[\d.]+`? ?(is required|required)|version of (accelerate|peft|transformers|torch|deepspeed) .{0,60}(too old|is required|or (higher|newer|above))",
         ("ImportError: tokenizers>=0.19,<0.20 is required for a normal functioning of this module, but found tokenizers==0.20.1.",),
         "a package has another version than one that uses it requires", "install the version that the message names"),
     Row("package_versions", "config", r"cannot import name '(?P<what>\w+)' from (partially initialized module )?'(?P<package>[\w.]+)'|got an unexpected keyword argument '(?P<arg>\w+)'|module '(?P<module>(torch|deepspeed|accelerate|peft|trl|datasets|transformers|huggingface_hub)[\w.]*)' has no attribute '(?P<attr>\w+)'",
@@ -318,10 +321,10 @@ ROWS: tuple[Row, ...] = (
         "launch.env.CUDA_LAUNCH_BLOCKING=1 makes the traceback name the operation; then model.attention=sdpa; if it happens on one GPU only, leave it out"),
     Row("cuda_fork", "config", r"Cannot re-initialize CUDA in forked subprocess", ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method",),
         "a forked process (data loader, map with num_proc) uses CUDA", "keep CUDA out of data set and collate functions, or set the start method 'spawn'"),
-    Row("cuda_unknown", "crash", r"CUDA unknown error|CUDA error: (unknown error|initialization error)|cudaErrorUnknown|CUDA driver initialization failed|Error 999",
+    Row("cuda_unknown", "crash", r"CUDA unknown error|(CUDA error: |Cuda failure.{0,8})(unknown error|initialization error)|cudaErrorUnknown|CUDA driver initialization failed|Error 999",
         ("RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",),
         "CUDA cannot be initialised on this host", "reload its driver (sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm) or reboot; set CUDA_VISIBLE_DEVICES before the program starts"),
-    Row("cublas", "crash", r"CUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED|ARCH_MISMATCH)|CUDNN_STATUS_\w+",
+    Row("cublas", "crash", r"CUBLAS_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED|INTERNAL_ERROR|INVALID_VALUE|NOT_SUPPORTED|ARCH_MISMATCH)|CUDNN_STATUS_\w+|cuDNN Frontend error",
         ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         "a call of cuBLAS or cuDNN failed; most often the GPU's memory was full, an index was outside of a table before, or libraries of two CUDA versions are mixed",
         "run with CUDA_LAUNCH_BLOCKING=1, a smaller batch, and without LD_LIBRARY_PATH, in turn", "launch.env.CUDA_LAUNCH_BLOCKING=1, then batch.micro_batch=1", weight=Weight.SYMPTOM),
@@ -329,7 +332,7 @@ ROWS: tuple[Row, ...] = (
         ("NotImplementedError: Using RTX 4000 series doesn't support faster communication broadband via P2P or IB.",),
         "accelerate refuses to run on RTX 40xx cards with P2P and InfiniBand on, which they do not support",
         "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1, or start with `accelerate launch`, which sets them", "hardware.env.NCCL_P2P_DISABLE=1 and hardware.env.NCCL_IB_DISABLE=1"),
-    Row("precision", "config", r"Type (?P<type>fp16|bf16) is not supported on your device|doesn't support bf16|[Bb][Ff](loat)?16 (is )?(only|not) support|Your setup doesn't support|requires? Ampere|FlashAttention only supports Ampere|only supports Ampere GPUs or newer|bfloat16.{0,40}not supported",
+    Row("precision", "config", r"Type (?P<type>fp16|bf16) is not supported on your device|doesn't support bf16|[Bb][Ff](loat)?16 (is )?(only|not) support|Your setup doesn't support|requires? Ampere|FlashAttention only supports Ampere|only supports Ampere GPUs or newer|Expected is_sm\d+|bfloat16.{0,40}not supported",
         ("ValueError: Type bf16 is not supported on your device.", "ValueError: Your setup doesn't support bf16/gpu. You need torch>=1.10, using Ampere GPU with cuda>=11.0",
          "RuntimeError: FlashAttention only supports Ampere GPUs or newer."),
         "the device (older than Ampere, or none) cannot compute in this precision or with this kernel", "fp16 (or fp32) instead of bf16, and attn_implementation='sdpa' instead of flash attention",
