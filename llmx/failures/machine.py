@@ -30,7 +30,7 @@ def _gib(text: str, pattern: str) -> float:
 
 def _is_shared(text: str) -> bool:
     """Others hold more of the GPU than this process."""
-    total = _gib(text, "SIZE total capacity") or _gib(text, "total capacity of SIZE")
+    total = _gib(text, "SIZE total capacity") or _gib(text, "total capaci?ty of SIZE")
     own_gib = max(_gib(text, p) for p in ("SIZE already allocated", "SIZE reserved", "this process has SIZE"))
     free = _gib(text, "SIZE free") or _gib(text, "of which SIZE is free")
     return own_gib > 0 and total - own_gib - free > max(own_gib, total / 4)
