@@ -297,7 +297,7 @@ def test_where_4_bits_do_not_work(words: list[str], message: str) -> None:
 
 def test_zero_3_is_not_advised_for_4_bits() -> None:
     words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
-    more = ["model.activation_checkpointing=full", "model.config.num_hidden_layers=900"]
+    more = ["model.activation_checkpointing=full", "hardware.devices.a100_80g.memory_gib=5"]
     found = composed([*QLORA, *words, *more])
     plan = with_traces(found.plan, found.experiment, Traces({}), allows=refusal)
     said = " ".join(plan.memory_warnings)

@@ -22,9 +22,21 @@ PADDED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", architectures())
+WELL_KNOWN = (
+    "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox",
+    "gpt_oss", "gptj", "llama", "llama4_text", "mistral", "mixtral", "mpt", "olmo2", "opt", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "starcoder2", "qwen4_exp_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (*PADDED, *WELL_KNOWN) else pytest.mark.long)
+        for name in architectures()
+    ],
+)
 def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
-    """All of them: half a minute of one core."""
     if name == "qwen4_exp_text" and not _scatters_by_int32():
         pytest.skip(
             f"torch {torch.__version__} scatters by int64 indices only (int32 from 2.8 on); the "

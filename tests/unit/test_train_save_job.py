@@ -40,10 +40,10 @@ from tests.rundirs import experiment
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone(memory: Path) -> Iterator[None]:
     """A process group of this process."""
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+        "gloo", store=dist.FileStore(str(memory / "store"), 1), rank=0, world_size=1
     )
     yield
     dist.destroy_process_group()
@@ -132,8 +132,8 @@ def log_saved(run: RunDir, *steps: int) -> None:
             stream.write(f'{{"kind": "event", "event": "saved", "step": {step}}}\n')
 
 
-def test_what_is_saved_is_chosen_and_reads_back(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_what_is_saved_is_chosen_and_reads_back(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     assert start_of(run) == ResumePoint()
     assert not run.checkpoints.exists(), "nothing is made where nothing is saved"
     values = torch.randn(6)
@@ -160,9 +160,9 @@ def test_what_is_saved_is_chosen_and_reads_back(alone: None, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_never_committed(
-    alone: None, tmp_path: Path, bad: float
+    alone: None, memory: Path, bad: float
 ) -> None:
-    run = RunDir(tmp_path / "run")
+    run = RunDir(memory / "run")
     save(run, 4)
     values = torch.arange(6.0)
     values[5] = bad
@@ -177,8 +177,8 @@ def test_weights_that_are_not_finite_are_never_committed(
     assert read_pointer(run.checkpoints, "latest") == 4
 
 
-def test_what_is_not_trained_may_be_infinite(alone: None, tmp_path: Path) -> None:
-    run, ended = RunDir(tmp_path / "run"), []
+def test_what_is_not_trained_may_be_infinite(alone: None, memory: Path) -> None:
+    run, ended = RunDir(memory / "run"), []
     job = make_job(run, 4, ended.append)
     mask = torch.tensor([0.0, -math.inf])
     job.fragments = [*job.fragments, StateTensor("buffer", "mask", 0, mask)]
@@ -190,13 +190,13 @@ def test_what_is_not_trained_may_be_infinite(alone: None, tmp_path: Path) -> Non
 
 
 def test_a_shape_that_is_not_covered_is_never_committed(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def close(disk: Disk, descriptor: int) -> None:
         os.close(descriptor)
         raise OSError(errno.EIO, "also this fails, as over NFS")
 
-    run = RunDir(tmp_path / "run")
+    run = RunDir(memory / "run")
     job = make_job(run, 4, lambda _: None, torch.arange(5.0))
     monkeypatch.setattr(Disk, "close", close)
     job.start()
@@ -206,8 +206,8 @@ def test_a_shape_that_is_not_covered_is_never_committed(
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_what_fails_after_the_commit_is_a_warning(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_what_fails_after_the_commit_is_a_warning(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     save(run, 4)
     (run.checkpoints / "latest").unlink()
     (run.checkpoints / "latest").mkdir()
@@ -218,8 +218,8 @@ def test_what_fails_after_the_commit_is_a_warning(alone: None, tmp_path: Path) -
     assert newest_usable(run.checkpoints) == 8
 
 
-def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     metrics = {4: 3.0, 8: 1.0, 12: 2.0, 16: None, 20: 2.5}
     for step, metric in metrics.items():
         if step == 16:
@@ -230,8 +230,8 @@ def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, tmp_path: P
     assert read_pointer(run.checkpoints, "latest") == 20
 
 
-def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     save(run, 4, last=1)
     pin(run.checkpoints, [4])
     save(run, 8, last=1)
@@ -244,10 +244,8 @@ def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, tmp_p
     assert list_steps(run.checkpoints) == [6]
 
 
-def test_after_going_back_the_past_that_was_given_up_is_removed(
-    alone: None, tmp_path: Path
-) -> None:
-    run = RunDir(tmp_path / "run")
+def test_after_going_back_the_past_that_was_given_up_is_removed(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     for step in (4, 8, 12, 16):
         save(run, step, last=9)
     write_json(run.resume, {"step": 8, "skip_steps": [9, 10], "attempt": 2})
@@ -263,10 +261,10 @@ def test_after_going_back_the_past_that_was_given_up_is_removed(
 
 
 def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
-    alone: None, tmp_path: Path
+    alone: None, memory: Path
 ) -> None:
     """On the disk of a host that was away, or before the first save of the new course."""
-    run = RunDir(tmp_path / "run")
+    run = RunDir(memory / "run")
     for step in (4, 8, 12):
         save(run, step, last=9)
     write_json(run.resume, {"step": None, "went_back": [8]})
@@ -285,8 +283,8 @@ def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
         start_of(run)
 
 
-def test_damage_falls_back_and_never_past_what_was_removed(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_damage_falls_back_and_never_past_what_was_removed(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     for step in (4, 8):
         save(run, step)
         log_saved(run, step)
@@ -303,8 +301,8 @@ def test_damage_falls_back_and_never_past_what_was_removed(alone: None, tmp_path
     assert list_steps(run.checkpoints) == [4, 8]
 
 
-def test_a_save_that_was_cut_short_is_cleared_away(alone: None, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+def test_a_save_that_was_cut_short_is_cleared_away(alone: None, memory: Path) -> None:
+    run = RunDir(memory / "run")
     save(run, 4)
     partial = run.checkpoints / ".step-00000008.partial"
     partial.mkdir()
@@ -335,9 +333,9 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
 
 
 def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
-    alone: None, tmp_path: Path
+    alone: None, memory: Path
 ) -> None:
-    run = RunDir(tmp_path / "run")
+    run = RunDir(memory / "run")
     saver = make_saver(run, print)
     saver.status.enter("training")
     seen = []
@@ -358,15 +356,15 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
 
 
 def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others still wait for its part, so together they are busy: it must not go on."""
 
     def breaks(value: Any, *, group: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    saver = make_saver(RunDir(tmp_path / "run"), print)
-    saver._job = make_job(RunDir(tmp_path / "run"), 2, lambda _: None)
+    saver = make_saver(RunDir(memory / "run"), print)
+    saver._job = make_job(RunDir(memory / "run"), 2, lambda _: None)
     monkeypatch.setattr(save_job, "all_gather", breaks)
     saver._job.start()
     assert saver._job.wait(60)
@@ -376,12 +374,12 @@ def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
 
 
 def test_a_disk_that_is_too_slow_is_waited_for_once(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save in flight does not end: training waits a moment, then checkpoints are passed over
     without waiting again."""
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
-    run, release, said = RunDir(tmp_path / "run"), threading.Event(), []
+    run, release, said = RunDir(memory / "run"), threading.Event(), []
     saver = make_saver(run, said.append)
     config = saver.config
     assert saver.flags() == Flags()
@@ -407,10 +405,10 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
 
 
 def test_an_exchange_that_breaks_takes_nothing_back(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank may have heard that all published, and have removed the one before."""
-    run = RunDir(tmp_path / "run")
+    run = RunDir(memory / "run")
     whole, seen = save_job.all_gather, []
     for number in itertools.count(1):
         assert save(run, 4, last=1).error is None
