@@ -7,6 +7,7 @@ they do not.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,13 @@ SAME_RANKS: list[dict[str, Any]] = [
     *({"name": f"fp16-{stage}", "stage": stage, "precision": "fp16"} for stage in range(4)),
     *(
         {"name": f"skips-{stage}", "stage": stage, "precision": "fp16", "loss_scale": 2.0**19}
-        for stage in (0, 2, 3)
+        for stage in (0, 2)
     ),
     # Random numbers, clipping, accumulation; 8 samples a step: step 5 is in the second epoch.
     *({"name": f"gpt2-fp32-{stage}", "stage": stage, **GPT2} for stage in range(4)),
     *(
         {"name": f"gpt2-bf16-{stage}", "stage": stage, "precision": "bf16", "save_at": 6, **GPT2}
-        for stage in range(4)
+        for stage in (0, 3)
     ),
     {
         "name": "tied",
@@ -77,20 +78,17 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "uneven", "stage": 1, "micro_batches": [3, 1], "precision": "bf16"},
     {"name": "sgd", "stage": 2, "optim": "sgd"},
     {"name": "lion", "stage": 2, "optim": "lion"},
-    *({"name": f"muon-{stage}", "stage": stage, **MUON} for stage in range(4)),
-    *(
-        {"name": f"muon-bf16-{stage}", "stage": stage, "precision": "bf16", **MUON}
-        for stage in (0, 1)
-    ),
+    *({"name": f"muon-{stage}", "stage": stage, **MUON} for stage in (0, 2, 3)),
+    {"name": "muon-bf16-1", "stage": 1, "precision": "bf16", **MUON},
     {"name": "muon-first", "stage": 2, "save_at": 0, **MUON},
     {"name": "muon-offload", "stage": 3, "zero": ALL_CPU, **MUON},
     {"name": "adafactor", "stage": 0, "optim": "adafactor"},
     {"name": "adafactor-bf16", "stage": 0, "precision": "bf16", "optim": "adafactor"},
     {"name": "adam8bit", "stage": 0, **EIGHT_BIT},
     {"name": "adam8bit-bf16", "stage": 0, "precision": "bf16", **EIGHT_BIT},
-    *({"name": f"rates-{stage}", "stage": stage, "optim_keys": RATES} for stage in range(4)),
+    *({"name": f"rates-{stage}", "stage": stage, "optim_keys": RATES} for stage in (2, 3)),
     # A task that uses all of the seam; equal weights generate the same samples again.
-    *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in range(4)),
+    *({"name": f"own-{stage}", "stage": stage, "task": OWN_TASK} for stage in (2, 3)),
     # Its frozen model is another network in another precision.
     *(
         {
@@ -130,7 +128,7 @@ SAME_RANKS: list[dict[str, Any]] = [
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(
         {"name": f"frozen-{stage}", "stage": stage, "precision": "bf16", "freeze": "layers.0"}
-        for stage in (0, 2, 3)
+        for stage in (0, 3)
     ),
     {
         "name": "round-robin",
@@ -307,7 +305,9 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
 def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float) -> None:
     """Stage 0 in half precision, too: DeepSpeed's wrapper there takes a step of its own before
     the first, and in fp16 divides by a loss scale that it has not multiplied by."""
-    losses = [results(out, f"{jobs}-{stage}", world=2)[0]["losses"] for stage in range(4)]
+    names = [job["name"] for job in SAME_RANKS if re.fullmatch(rf"{jobs}-\d", job["name"])]
+    losses = [results(out, name, world=2)[0]["losses"] for name in names]
+    assert len(losses) >= 2
     for other in losses[1:]:
         assert close(other, losses[0], rel=tolerance), (other, losses[0])
 
@@ -341,7 +341,7 @@ def norm(tensors: dict[str, torch.Tensor]) -> float:
     return float(sum(values.double().square().sum() for values in tensors.values()) ** 0.5)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_skipped_updates_are_counted_across_a_restart(out: Path, stage: int) -> None:
     state = json.loads((out / f"skips-{stage}" / "state.json").read_text())
     skipped = state["engine"]["skipped_steps"]
@@ -351,7 +351,7 @@ def test_skipped_updates_are_counted_across_a_restart(out: Path, stage: int) -> 
     assert state["loss_scaler"]["cur_scale"] < 2**19
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_holds_the_trained_models_by_name(out: Path, stage: int) -> None:
     """And nothing of the frozen one, which comes from its source again."""
     state = json.loads((out / f"own-{stage}" / "state.json").read_text())

@@ -1,4 +1,4 @@
-"""500 random command lines, config files and hostfiles, and 50 commands after training on damaged
+"""300 random command lines, config files and hostfiles, and 50 commands after training on damaged
 run directories; more by ``python -m tests.fuzz`` and ``python -m tests.fuzz --after``."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base_run(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", range(6))
 def test_accepted_or_refused_in_one_message(chunk: int, base: Path, tmp_path: Path) -> None:
     for number in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         case = make_case(1, number)
