@@ -23,6 +23,7 @@ settings.register_profile("llmx", deadline=None, max_examples=40)
 settings.load_profile("llmx")
 
 GOLDEN = Path(__file__).parent / "golden"
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure() -> None:

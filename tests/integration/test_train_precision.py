@@ -133,7 +133,7 @@ def test_clipping_bounds_the_update(plain: Finished) -> None:
 def test_divergence_ends_the_run_and_is_named(plain: Finished) -> None:
     # Each step multiplies the matrices by about 1e5.
     wild = ("optim=sgd", "optim.lr=1e3", "optim.weight_decay=100", "optim.clip_norm=0")
-    run = train(plain.dir.root.parent, "nan", *RUN, *wild, by_deepspeed=True)
+    run = train(plain.dir.root.parent, "nan", *RUN, *wild, "launch.max_restarts=0")
     assert run.exit_code != 0
     assert run.result["outcome"] == "nan", run.said
     assert "of step 3" in run.result["cause"]
