@@ -92,6 +92,17 @@ def ranks() -> Server:
 
 
 @pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "group"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A directory on a disk on which fsync costs nothing, where there is one."""
     place = Path("/dev/shm")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
@@ -57,14 +55,6 @@ def train_a_little(network: Any) -> None:
 def logits(network: Any) -> torch.Tensor:
     found: torch.Tensor = network.eval()(input_ids=IDS, use_cache=False).logits
     return found
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "group"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])

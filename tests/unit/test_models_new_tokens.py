@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter, export_model
@@ -70,14 +69,6 @@ def built(exp: Experiment, *, head: str = "causal_lm") -> tuple[Any, Any, Any]:
         new_tokens=new_token_ids(exp.model, tokenizer),
     )
     return network, config, tokenizer
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Any:
-    store = dist.FileStore(str(tmp_path / "group"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @torch.no_grad()

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
@@ -41,14 +39,6 @@ def _bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "bitsandbytes", reason="bitsandbytes is not installed; make venv puts it aside"
     )
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "group"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

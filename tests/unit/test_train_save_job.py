@@ -8,13 +8,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmx.checkpoint import commit
 from llmx.checkpoint import save as save_job
@@ -37,17 +36,6 @@ from llmx.train.saver import Consensus, Flags
 from llmx.train.status import RankStatus, ShutdownRequest
 from tests.resumed_runs import events
 from tests.rundirs import experiment
-
-
-@pytest.fixture
-def alone(memory: Path) -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(memory / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
-
 
 MINE = {"global_batch": 8}
 
@@ -132,7 +120,7 @@ def log_saved(run: RunDir, *steps: int) -> None:
             stream.write(f'{{"kind": "event", "event": "saved", "step": {step}}}\n')
 
 
-def test_what_is_saved_is_chosen_and_reads_back(alone: None, memory: Path) -> None:
+def test_what_is_saved_is_chosen_and_reads_back(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     assert start_of(run) == ResumePoint()
     assert not run.checkpoints.exists(), "nothing is made where nothing is saved"
@@ -160,7 +148,7 @@ def test_what_is_saved_is_chosen_and_reads_back(alone: None, memory: Path) -> No
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_never_committed(
-    alone: None, memory: Path, bad: float
+    group: None, memory: Path, bad: float
 ) -> None:
     run = RunDir(memory / "run")
     save(run, 4)
@@ -177,7 +165,7 @@ def test_weights_that_are_not_finite_are_never_committed(
     assert read_pointer(run.checkpoints, "latest") == 4
 
 
-def test_what_is_not_trained_may_be_infinite(alone: None, memory: Path) -> None:
+def test_what_is_not_trained_may_be_infinite(group: None, memory: Path) -> None:
     run, ended = RunDir(memory / "run"), []
     job = make_job(run, 4, ended.append)
     mask = torch.tensor([0.0, -math.inf])
@@ -190,7 +178,7 @@ def test_what_is_not_trained_may_be_infinite(alone: None, memory: Path) -> None:
 
 
 def test_a_shape_that_is_not_covered_is_never_committed(
-    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def close(disk: Disk, descriptor: int) -> None:
         os.close(descriptor)
@@ -206,7 +194,7 @@ def test_a_shape_that_is_not_covered_is_never_committed(
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_what_fails_after_the_commit_is_a_warning(alone: None, memory: Path) -> None:
+def test_what_fails_after_the_commit_is_a_warning(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     save(run, 4)
     (run.checkpoints / "latest").unlink()
@@ -218,7 +206,7 @@ def test_what_fails_after_the_commit_is_a_warning(alone: None, memory: Path) -> 
     assert newest_usable(run.checkpoints) == 8
 
 
-def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, memory: Path) -> None:
+def test_keep_counts_usable_ones_and_leaves_the_damaged(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     metrics = {4: 3.0, 8: 1.0, 12: 2.0, 16: None, 20: 2.5}
     for step, metric in metrics.items():
@@ -230,7 +218,7 @@ def test_keep_counts_usable_ones_and_leaves_the_damaged(alone: None, memory: Pat
     assert read_pointer(run.checkpoints, "latest") == 20
 
 
-def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, memory: Path) -> None:
+def test_what_is_being_copied_elsewhere_stays_until_it_is_not(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     save(run, 4, last=1)
     pin(run.checkpoints, [4])
@@ -244,7 +232,7 @@ def test_what_is_being_copied_elsewhere_stays_until_it_is_not(alone: None, memor
     assert list_steps(run.checkpoints) == [6]
 
 
-def test_after_going_back_the_past_that_was_given_up_is_removed(alone: None, memory: Path) -> None:
+def test_after_going_back_the_past_that_was_given_up_is_removed(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     for step in (4, 8, 12, 16):
         save(run, step, last=9)
@@ -261,7 +249,7 @@ def test_after_going_back_the_past_that_was_given_up_is_removed(alone: None, mem
 
 
 def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
-    alone: None, memory: Path
+    group: None, memory: Path
 ) -> None:
     """On the disk of a host that was away, or before the first save of the new course."""
     run = RunDir(memory / "run")
@@ -283,7 +271,7 @@ def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
         start_of(run)
 
 
-def test_damage_falls_back_and_never_past_what_was_removed(alone: None, memory: Path) -> None:
+def test_damage_falls_back_and_never_past_what_was_removed(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     for step in (4, 8):
         save(run, step)
@@ -301,7 +289,7 @@ def test_damage_falls_back_and_never_past_what_was_removed(alone: None, memory: 
     assert list_steps(run.checkpoints) == [4, 8]
 
 
-def test_a_save_that_was_cut_short_is_cleared_away(alone: None, memory: Path) -> None:
+def test_a_save_that_was_cut_short_is_cleared_away(group: None, memory: Path) -> None:
     run = RunDir(memory / "run")
     save(run, 4)
     partial = run.checkpoints / ".step-00000008.partial"
@@ -333,7 +321,7 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
 
 
 def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
-    alone: None, memory: Path
+    group: None, memory: Path
 ) -> None:
     run = RunDir(memory / "run")
     saver = make_saver(run, print)
@@ -356,7 +344,7 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
 
 
 def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
-    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others still wait for its part, so together they are busy: it must not go on."""
 
@@ -374,7 +362,7 @@ def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
 
 
 def test_a_disk_that_is_too_slow_is_waited_for_once(
-    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save in flight does not end: training waits a moment, then checkpoints are passed over
     without waiting again."""
@@ -405,7 +393,7 @@ def test_a_disk_that_is_too_slow_is_waited_for_once(
 
 
 def test_an_exchange_that_breaks_takes_nothing_back(
-    alone: None, memory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank may have heard that all published, and have removed the one before."""
     run = RunDir(memory / "run")
