@@ -97,13 +97,14 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     """The message, no traceback, its own exit code; and nobody waits for a time-out."""
     data = tmp_path / "rows.jsonl"
     # Further down than what is looked at before the launch.
-    data.write_text('{"prompt": "a", "response": "b"}\n' * 40 + "not json\n")
+    data.write_text('{"prompt": "a", "response": "b"}\n' * 1200 + "not json\n")
     began = time.monotonic()
-    run = LocalRun(tmp_path, f"data.path={data}", "data.form=prompt_response", "task.steps=5")
+    words = (f"data.path={data}", "data.form=prompt_response", "data.max_rows=null")
+    run = LocalRun(tmp_path, *words, "task.steps=5")
     assert run.wait(120) == 3, run.out.read_text()
     said = run.out.read_text()
     assert f"{data}" in said
-    assert "line 41" in said
+    assert "line 1201" in said
     assert "Traceback" not in said
     assert run.result()["outcome"] == "data"
     assert time.monotonic() - began < 90
