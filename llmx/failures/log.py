@@ -67,9 +67,12 @@ _PREFIX = re.compile(
     r"|\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) "  # Ray
     r"|\d+: (?=\S|\s{2})"  # srun --label
     r"|\[?\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d)?\]? (?:std(?:err|out) [FP] )?"  # Kubernetes
+    r"|\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]? "  # ts, screen
+    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ \S+\[\d+\]: "  # journald
     r"|[\w.-]+ +\| "  # docker compose
 )
 _EXCEPTION = re.compile(r"^[\w.]*[A-Z]\w*(?:Error|Exception|Timeout|Interrupt|Usage)\b(?::|$)")
+_TIME = re.compile(r"\[?\d{4}-\d\d-\d\d[T ][\d:.Z+-]+\]?|[A-Z][a-z]{2} [ \d]\d [\d:]+")
 _CHAIN = re.compile(
     r"The above exception was the direct cause|During handling of the above exception"
 )
@@ -152,7 +155,7 @@ def read_lines(text: str) -> list[Line]:
                 lines.append(Line(number, rest[:at], source))
                 rest = rest[at:]
             # Times differ between lines of one source.
-            lines.append(Line(number, rest, re.sub(r"\d{4}-\d\d-\d\dT\S+", "", source)))
+            lines.append(Line(number, rest, _TIME.sub("", source)))
     return lines
 
 

@@ -276,3 +276,24 @@ def test_errors_of_communication_through_the_file_of_a_rank(
     statuses = {rank: read_json(run_dir.rank_status(rank)) for rank in (0, 1)}
     outcome = classify(Evidence(statuses=statuses), plan)
     assert (outcome.name, outcome.rank) == (name, 1)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[rank1]: ", "[default0]:", "0: ", "node-a: ", "trainer-1  | ", "[1,0]<stderr>:",
+        "2026-01-01T00:00:0{n}.1234567Z stderr F ", "[2026-01-01 00:00:0{n}] ",
+        "Nov 25 18:29:0{n} node-a train[12]: ", "\x1b[36m(Worker pid=9, ip=10.0.0.1)\x1b[0m ",
+    ],
+)  # fmt: skip
+def test_prefixes_of_ranks_hosts_and_times(prefix: str) -> None:
+    lines = [
+        "  3%|3         | 1/30 [00:01<00:20]Traceback (most recent call last):",
+        '  File "x.py", line 3, in f',
+        "    torch.load(path)",
+        "OSError: [Errno 28] No space left on device",
+    ]
+    match = find_failure("\n".join(f"{prefix.format(n=n)}{line}" for n, line in enumerate(lines)))
+    assert match is not None
+    assert match.row is not None
+    assert (match.row.name, match.line) == ("disk_full", lines[-1])
