@@ -138,7 +138,7 @@ def read_lines(text: str) -> list[Line]:
     """The lines of a log, each with its prefix taken off."""
     hosts = {
         match[1]
-        for match in re.finditer(rf"^([\w.@-]+: ){re.escape(TRACEBACK)}", text, re.MULTILINE)
+        for match in re.finditer(rf"^([\w.@-]+: ).*{re.escape(TRACEBACK)}", text, re.MULTILINE)
     }
     lines = []
     for number, raw in enumerate(text.split("\n"), start=1):
