@@ -184,6 +184,9 @@ class Diagnosis:
 
 def diagnose(failure: Failure) -> Diagnosis:
     """The outcome, cause and fix of a failure; never raises, always has a cause."""
+    typed = failure.category if failure.category in OUTCOMES else ""
+    if failure.error_type in OWN_ERRORS and failure.message and typed != "disk_full":
+        return Diagnosis(typed or "crash", failure.message, "")
     error = failure.traceback or _headline(failure)
     if not error and failure.signal:
         return _killed(failure)
@@ -199,15 +202,12 @@ def diagnose(failure: Failure) -> Diagnosis:
             key=lambda candidate: candidate.row.weight if candidate.row else Weight.SIGNAL,
             default=None,
         )
-    typed = failure.category if failure.category in OUTCOMES else ""
     row = match.row if match is not None else None
     if match is not None and row is not None and typed in ("", "crash", row.outcome):
         headline = _headline(failure) or match.line
         return _from_row(row, match.groups, headline)
     cause = _headline(failure) or (match.line if match else last_line(failure.log))
     cause = cause or "the process ended without an error message"
-    if failure.error_type in OWN_ERRORS and failure.message:
-        return Diagnosis(typed or "crash", failure.message, "")
     fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(typed, NOTES["crash"])
     return Diagnosis(typed or "crash", cause, fix)
 

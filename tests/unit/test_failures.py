@@ -228,6 +228,13 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
     assert found.fix or kind in OWN_ERRORS
 
 
+def test_a_row_of_the_catalogue_does_not_replace_an_error_of_llmx() -> None:
+    said = "rows.jsonl, line 41: not JSON (Expecting value). Correct the line."
+    trace = f"Traceback (most recent call last):\n  File 'x'\nllmx.errors.RecordError: {said}"
+    found = diagnose(Failure("RecordError", said, trace, "data", log=trace))
+    assert (found.outcome, found.cause, found.name) == ("data", said, "")
+
+
 def test_an_error_of_llmx_is_its_message_which_has_the_fix() -> None:
     said = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512."
     found = diagnose(Failure(error_type="ConfigError", message=said, category="config"))
