@@ -202,7 +202,8 @@ def diagnose(failure: Failure) -> Diagnosis:
             key=lambda candidate: candidate.row.weight if candidate.row else Weight.SIGNAL,
             default=None,
         )
-    row = match.row if match is not None else None
+    is_llmx = failure.error_type in NOTES_OF_ERRORS
+    row = match.row if match is not None and not is_llmx else None
     if match is not None and row is not None and typed in ("", "crash", row.outcome):
         headline = _headline(failure) or match.line
         return _from_row(row, match.groups, headline)
