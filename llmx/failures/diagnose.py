@@ -191,17 +191,11 @@ def diagnose(failure: Failure) -> Diagnosis:
     if not error and failure.signal:
         return _killed(failure)
     match = find_failure(error or failure.log)
-    if error and failure.log and (match is None or match.row is None or match.row.weight):
+    if error and failure.log and match is not None and match.row is not None and match.row.weight:
         # NCCL and CUDA print the cause before Python raises an error that lacks it.
-        match = min(
-            (
-                candidate
-                for candidate in (match, find_failure(f"{failure.log}\n{error}"))
-                if candidate
-            ),
-            key=lambda candidate: candidate.row.weight if candidate.row else Weight.SIGNAL,
-            default=None,
-        )
+        with_log = find_failure(f"{failure.log}\n{error}")
+        if with_log and with_log.row and with_log.row.weight < match.row.weight:
+            match = with_log
     is_llmx = failure.error_type in NOTES_OF_ERRORS
     row = match.row if match is not None and not is_llmx else None
     if match is not None and row is not None and typed in ("", "crash", row.outcome):
