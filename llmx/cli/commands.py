@@ -214,6 +214,25 @@ COMMANDS = {
             "python -m llmx plan hardware=a100x8,h100x8 batch.global_batch=64 task.steps=1000",
         ),
     ),
+    "doctor": Command(
+        "check the hosts of a training and the network between them: doctor hardware=NAME",
+        f"{_OVERRIDES} [--bandwidth] [--json]",
+        "Makes every check that a launch makes before it starts ranks, on all hosts at once, and\n"
+        "starts nothing: ssh, Python and packages, GPUs and who uses them, disks, limits, clocks,\n"
+        "leftovers of runs, interfaces, and a connection of every host to every other one. Each\n"
+        "finding has its fix. The exit code is 4 if a launch would be refused, else 0.",
+        Runs.WORDS,
+        "llmx.cli.doctor",
+        words=(
+            Word("--bandwidth", "also measure the bandwidth of every pair of hosts"),
+            Word("--json", "print JSON, for scripts"),
+        ),
+        overrides=True,
+        examples=(
+            "python -m llmx doctor hardware=a100x2_v100x2",
+            "python -m llmx doctor hardware=a100x2_v100x2 --bandwidth",
+        ),
+    ),
     "sweep": Command(
         "run a grid of trainings: sweep NAME|FILE.yaml [overrides]; sweep resume DIR",
         f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",

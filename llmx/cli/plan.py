@@ -61,13 +61,20 @@ def compare(words: Sequence[str], names: Sequence[str], *, stream: TextIO) -> in
 
 def planned(line: Line) -> Composed:
     """The experiment of a command line, composed and planned as ``plan`` does; writes nothing."""
+    from llmx.lifecycle.learned import with_learned_time
+    from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
+    from llmx.lifecycle.preflight import with_checked_inputs
+
+    composed = with_traced_choice(with_checked_inputs(composed_line(line)))
+    return with_learned_time(with_traced_memory(composed, make=True)[0])
+
+
+def composed_line(line: Line) -> Composed:
+    """The experiment of a command line with its first plan; data and models are not looked at."""
     from llmx.compose.complete import complete, plan_experiment
     from llmx.compose.effects import check_effects
     from llmx.compose.hydra_config import composed_values, register_defaults
     from llmx.config import experiment_from_dict
-    from llmx.lifecycle.learned import with_learned_time
-    from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-    from llmx.lifecycle.preflight import with_checked_inputs
 
     typed = line.checked().words
     words = list(typed)
@@ -79,5 +86,4 @@ def planned(line: Line) -> Composed:
     values = composed_values("config", words, typed=typed, config_dirs=directories)
     exp = experiment_from_dict(values)
     check_effects(exp, typed)
-    composed = with_traced_choice(with_checked_inputs(plan_experiment(*complete(exp))))
-    return with_learned_time(with_traced_memory(composed, make=True)[0])
+    return plan_experiment(*complete(exp))

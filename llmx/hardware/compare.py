@@ -52,6 +52,7 @@ def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str
     nvme = any(extension.libaio for extension in extensions(zero, optim))
     return {
         "torch": plan.on_gpus,
+        "gpu_processes": plan.on_gpus,
         "aio": nvme,
         "nvme": zero.nvme_path if nvme else None,
     }
@@ -105,6 +106,7 @@ def compare_hosts(
     for name, facts in surveys.items():
         more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
         errors += _indices(exp.hardware, plan, name, facts)
+        warnings += _gpus_in_use(exp.hardware, plan, name, facts)
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -249,12 +251,48 @@ def _host(
         )
     if storage is not None and (text := ram_problem(storage, name, facts)):
         warnings.append(text)
+    if facts.get("infiniband") and 0 <= facts.get("locked_bytes", -1) < 64 * MIB:
+        warnings.append(
+            f"{name}: processes may lock {facts['locked_bytes'] // 1024} KiB of memory "
+            "(ulimit -l). InfiniBand locks its buffers: NCCL fails with Cannot allocate memory. "
+            "Set memlock to unlimited (/etc/security/limits.conf, in Slurm also "
+            "PropagateResourceLimitsExcept=MEMLOCK)."
+        )
     if 0 <= facts["open_files"] < 4096:
         warnings.append(
             f"{name}: at most {facts['open_files']} open files per process (ulimit -n); data "
             'workers may fail with "Too many open files". Raise it to 65536.'
         )
     return errors, warnings
+
+
+def _gpus_in_use(
+    hardware: HardwareConfig, plan: Plan, name: str, facts: Mapping[str, Any]
+) -> Iterator[str]:
+    """Memory that other processes have on the GPUs of a host's ranks."""
+    slots = sum(host.slots for host in plan.hosts if host.name == name)
+    chosen = [host.device_indices for host in hardware.hosts if host.name == name]
+    indices = chosen[0] if chosen and chosen[0] else range(slots)
+    for process in facts.get("gpu_processes", ()):
+        if process["gpu"] in indices:
+            yield (
+                f"{name}: GPU {process['gpu']} has {process['mib']:,} MiB in use by process "
+                f"{process['pid']} of {process['user']} ({process['command']}). End it, or use "
+                "other GPUs (device_indices of the host)."
+            )
+
+
+def runs_on(name: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Runs of llmx that have processes on a host."""
+    for run in facts.get("runs", ()):
+        pids, where = " ".join(map(str, run["pids"])), run["run_dir"] or "another run"
+        if run["has_agent"]:
+            yield f"{name}: {where} trains here now (processes {pids}). Wait, or use other hosts."
+        else:
+            yield (
+                f"{name}: processes of {where} are here, without an agent of its supervisor. If "
+                f"python -m llmx status {where} says that the run is dead, end them: kill -9 {pids}"
+            )
 
 
 def _cannot_build(

@@ -6,9 +6,10 @@ environment's own Python runs it, so that a host needs neither llmx nor the code
     python llmx/hardware/survey.py /path/of/the/run [/path/of/the/package/llmx] ['{"torch": true}']
 
 The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
-``aio`` compiles a line against libaio, ``nvme`` names a directory to look at; ``env`` has variables
-of the ranks. ``known`` has the facts of an earlier survey that was asked the same: what takes time
-is taken from it while the environment is the same (``stamp``), all else is looked at again.
+``aio`` compiles a line against libaio, ``nvme`` names a directory to look at, ``gpu_processes`` and
+``runs`` list what runs here; ``env`` has variables of the ranks. ``known`` has the facts of an
+earlier survey that was asked the same: what takes time is taken from it while the environment is
+the same (``stamp``), all else is looked at again.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         **space_facts(run_dir),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": directory_names("/sys/class/infiniband"),
+        "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
+        "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "nvcc": once("nvcc", nvcc),
@@ -276,6 +281,58 @@ def count_gpus() -> int | None:
         return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208
     except OSError:
         return None
+
+
+def directory_names(path: str) -> list[str]:
+    """The names in a directory; empty where there is none."""
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def gpu_processes() -> list[dict[str, Any]]:
+    """Processes that use memory of a GPU, by the driver: GPU, MiB, pid, user and command."""
+    if count_gpus() is None:
+        return []
+    query = ["nvidia-smi", "--format=csv,noheader,nounits"]
+    gpus = output_of([*query, "--query-gpu=uuid,index"], timeout_s=30)
+    apps = output_of([*query, "--query-compute-apps=gpu_uuid,pid,used_memory"], timeout_s=30)
+    index_of = dict(re.findall(r"(\S+), *(\d+)", gpus))
+    return [
+        {"gpu": int(index_of.get(uuid, 0)), "mib": int(mib), "pid": int(pid), **_process(int(pid))}
+        for uuid, pid, mib in re.findall(r"(\S+), *(\d+), *(\d+)", apps)
+    ]
+
+
+def _process(pid: int) -> dict[str, str]:
+    """User and command of a process."""
+    command = _text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
+    try:
+        import pwd
+
+        user = pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name  # noqa: PTH116
+    except (KeyError, OSError):
+        user = "another user"
+    return {"user": user, "command": command or "in a container"}
+
+
+def other_runs() -> list[dict[str, Any]]:
+    """Runs of llmx with ranks on this host: their directories, processes, and whether an agent of
+    their supervisor is here."""
+    supervised = _text("/proc/net/unix")
+    runs: dict[str, dict[str, Any]] = {}
+    for path in glob.glob("/proc/[0-9]*/environ"):  # noqa: PTH207
+        match = re.search(r"(?:^|\0)LLMX_RUN_TOKEN=([^\0]+)", _text(path))
+        if match:
+            pid, token = int(path.split("/")[2]), match.group(1)
+            words = _text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+            has_agent = f"@llmx-agent-{token}-" in supervised
+            run = runs.setdefault(token, {"pids": [], "run_dir": "", "has_agent": has_agent})
+            run["pids"].append(pid)
+            if len(words) > 1 and re.search(r"llmx[./]worker", words[-2]):
+                run["run_dir"] = words[-1]
+    return list(runs.values())
 
 
 def gpu_names(directory: str = "/proc/driver/nvidia/gpus") -> list[str]:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cluster.launching import nothing_left, rank_pids, start_llmx
+import yaml
+
+from tests.cluster.launching import hardware_of, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster
 
 Make = Callable[..., Cluster]
@@ -65,6 +68,22 @@ def test_a_taken_port(cluster: Cluster, tmp_path: Path, need: Need) -> None:
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     assert run.wait(timeout_s=60) == 4, run.output()
     assert f"launch.master_port={host.ssh_port}: is in use on node-a" in run.out.read_text()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_a_doctor_of_healthy_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    conf = tmp_path / "conf" / "hardware"
+    conf.mkdir(parents=True)
+    (conf / "pair.yaml").write_text(yaml.safe_dump(hardware_of(cluster, (1, 1))))
+    words = ["doctor", "hardware=pair", f"--config-dir={conf.parent}", "--bandwidth"]
+    done = cluster.first.run([sys.executable, "-m", "llmx", *words], cwd=str(tmp_path), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  ssh            node-a, node-b answer\n" in done.stdout
+    assert "  network        lan0 (MTU 1500)\n" in done.stdout
+    assert "  connections    2 of 2 work" in done.stdout
+    assert "  Slowest: node-" in done.stdout
+    assert "✓ 2 hosts in" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["conf"]
     nothing_left(cluster, timeout_s=5)
 
 

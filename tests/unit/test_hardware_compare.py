@@ -365,12 +365,30 @@ def test_what_is_asked_of_hosts() -> None:
     cpu = composed(["hardware=cpu2"])
     assert asked_of_hosts(cpu.experiment.zero, cpu.experiment.optim, cpu.plan) == {
         "torch": False,
+        "gpu_processes": False,
         "aio": False,
         "nvme": None,
     }
     gpu = composed(["hardware=a100x8", "zero=infinity", "zero.nvme_path=/nvme"])
     asked = asked_of_hosts(gpu.experiment.zero, gpu.experiment.optim, gpu.plan)
-    assert asked == {"torch": True, "aio": True, "nvme": "/nvme"}
+    assert asked == {"torch": True, "gpu_processes": True, "aio": True, "nvme": "/nvme"}
+
+
+def test_memory_of_gpus_in_use_names_its_owner() -> None:
+    """GPU 5 is not one of the two that ranks use."""
+    process = {"mib": 30121, "pid": 4711, "user": "ada", "command": "python train.py"}
+    busy = facts(gpu_processes=[{**process, "gpu": gpu} for gpu in (1, 5)])
+    (warning,) = judge(facts(), busy).warnings
+    assert warning.startswith(
+        "node-b: GPU 1 has 30,121 MiB in use by process 4711 of ada (python train.py). End it"
+    )
+
+
+def test_infiniband_locks_memory() -> None:
+    little = {"locked_bytes": 65536}
+    assert judge(facts(), facts(**little)).warnings == ()
+    (warning,) = judge(facts(), facts(**little, infiniband=["mlx5_0"])).warnings
+    assert "node-b: processes may lock 64 KiB of memory (ulimit -l)" in warning
 
 
 def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:

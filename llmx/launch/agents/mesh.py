@@ -9,8 +9,9 @@ missing route wait in their first collective, for hours and without a message.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ from llmx.text import plural
 SIZE = 1 << 16
 """Bytes in each direction: more than the packets of any MTU, and than what a host sends before an
 answer."""
+BULK = 64 << 20
+"""Bytes in each direction, of which the bandwidth is measured."""
 TIMEOUT_S = 4.0
 """Of each step. The kernel repeats a lost SYN after 1 s and after 3 s."""
 NAMES = 3
@@ -137,33 +140,18 @@ def probe_mesh(
     """
     mesh = Mesh(dict(nodes))
     used = [connection for connection in connections if connection.name in nodes]
-    token = secrets.token_hex(8)
-    ports: dict[str, int] = {}
+    with _listening(nodes, used, rendezvous) as (ports, token):
 
-    def listen(connection: Connection) -> dict[str, Any]:
-        is_first = rendezvous is not None and 0 in connection.hosts
-        port = rendezvous[1] if rendezvous is not None and is_first else 0
-        return {"address": nodes[connection.name].address, "port": port, "token": token}
+        def peers(connection: Connection) -> dict[str, Any]:
+            listed = [] if rendezvous is None else [(RENDEZVOUS, *rendezvous)]
+            if pairs:
+                listed += [
+                    (name, nodes[name].address, port)
+                    for name, port in ports.items()
+                    if name != connection.name
+                ]
+            return {"peers": listed, "token": token, "size": SIZE, "timeout_s": TIMEOUT_S}
 
-    def peers(connection: Connection) -> dict[str, Any]:
-        listed: list[tuple[str, str, int]] = []
-        if rendezvous is not None:
-            listed.append((RENDEZVOUS, *rendezvous))
-        if pairs:
-            listed += [
-                (name, nodes[name].address, port)
-                for name, port in ports.items()
-                if name != connection.name
-            ]
-        return {"peers": listed, "token": token, "size": SIZE, "timeout_s": TIMEOUT_S}
-
-    try:
-        for connection, reply in request_all(used, "listen", timeout_s=30, message=listen):
-            if isinstance(reply, AgentError):
-                raise LaunchError(
-                    f"{connection.name}: cannot listen on {nodes[connection.name].address}: {reply}"
-                )
-            ports[connection.name] = reply["port"]
         # Of many hosts not all connections of one are tried at once.
         limit_s = 4 * TIMEOUT_S * (1 + len(nodes) // 64) + 30
         for connection, reply in request_all(used, "probe", timeout_s=limit_s, message=peers):
@@ -180,11 +168,74 @@ def probe_mesh(
                     mesh.unmet.append(fault)
                 else:
                     mesh.faults.append(fault)
+    return mesh
+
+
+@contextlib.contextmanager
+def _listening(
+    nodes: Mapping[str, Node],
+    connections: Sequence[Connection],
+    rendezvous: tuple[str, int] | None = None,
+) -> Iterator[tuple[dict[str, int], str]]:
+    """Every host answers probes in the block; host -> its fresh port, and the token of probes."""
+    token = secrets.token_hex(8)
+    ports: dict[str, int] = {}
+
+    def listen(connection: Connection) -> dict[str, Any]:
+        port = rendezvous[1] if rendezvous is not None and 0 in connection.hosts else 0
+        return {"address": nodes[connection.name].address, "port": port, "token": token}
+
+    try:
+        for connection, reply in request_all(connections, "listen", timeout_s=30, message=listen):
+            if isinstance(reply, AgentError):
+                raise LaunchError(
+                    f"{connection.name}: cannot listen on {nodes[connection.name].address}: {reply}"
+                )
+            ports[connection.name] = reply["port"]
+        yield ports, token
     finally:
-        for connection in used:
+        for connection in connections:
             if connection.lost_at is None:
                 connection.send("listen", address="", port=0)
-    return mesh
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every pair once, in rounds in which no host takes part twice."""
+    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    half, schedule = len(ring) // 2, []
+    for _ in range(len(ring) - 1):
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return schedule
+
+
+def measure_bandwidth(
+    nodes: Mapping[str, Node], connections: Sequence[Connection]
+) -> dict[tuple[str, str], float]:
+    """(source, target) -> Gbit/s of one TCP connection, pair by pair, 64 MiB in each direction."""
+    by_name = {agent.name: agent for agent in connections if agent.name in nodes}
+    speeds: dict[tuple[str, str], float] = {}
+    with _listening(nodes, list(by_name.values())) as (ports, token):
+        for pairs in rounds(list(nodes)):
+            targets = dict(pairs)
+
+            def message(connection: Connection, targets: dict[str, str] = targets) -> Any:
+                target = targets[connection.name]
+                peer = (target, nodes[target].address, ports[target])
+                return {"peers": [peer], "token": token, "size": BULK, "timeout_s": 60.0}
+
+            sources = [by_name[source] for source, _ in pairs]
+            for agent, reply in request_all(sources, "probe", timeout_s=200, message=message):
+                target = targets[agent.name]
+                result = {} if isinstance(reply, AgentError) else reply["results"][target]
+                for step, pair in (
+                    ("send", (agent.name, target)),
+                    ("receive", (target, agent.name)),
+                ):
+                    if seconds := result.get("seconds", {}).get(step):
+                        speeds[pair] = 8 * BULK / seconds / 1e9
+    return speeds
 
 
 _ERRORS = {

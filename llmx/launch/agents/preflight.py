@@ -11,6 +11,7 @@ import queue
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.failures.diagnose import Failure, diagnose
@@ -235,14 +236,38 @@ def check_environments(
     if problems := transport_of(spec.plan.transport).host_problems(spec):
         raise LaunchError("\n".join(problems))
     here = space_facts(str(spec.run_dir.root))
-    space = _check_disks(spec, {None: here}, is_restart=is_restart)
+    space = check_disks(spec, {None: here}, is_restart=is_restart)
+    if not any(connection.is_remote for connection in connections):
+        return (*space, *_check_this_machine(spec, here))
+    surveys = survey_hosts(spec, connections)
+    findings = compare_hosts(spec.exp, spec.plan, surveys, offsets_s=clock_offsets(connections))
+    write_json(spec.run_dir.hosts, surveys)
+    if findings.errors:
+        raise LaunchError("\n".join(findings.errors))
+    remote = {
+        agent.name: surveys[agent.name]
+        for agent in connections
+        if agent.hosts and agent.is_remote and not agent.shared
+    }
+    return (*space, *check_disks(spec, remote, is_restart=is_restart), *findings.warnings)
+
+
+def _questions(spec: LaunchSpec) -> Message:
+    """What the survey of a host is asked for this experiment."""
     questions = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec)
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "DS_SKIP_CUDA_CHECK")
     questions["env"] = {name: ranks[name] for name in names if name in ranks}
-    if not any(connection.is_remote for connection in connections):
-        return (*space, *_check_this_machine(spec, questions, here))
+    return questions
+
+
+def survey_hosts(
+    spec: LaunchSpec, connections: list[Connection], *, runs: bool = False
+) -> dict[str, Message]:
+    """Host -> its survey, by the agents; all hosts at once. ``runs``: list other runs there, too.
+    LaunchError where a host has none."""
     used = [connection for connection in connections if connection.hosts]
+    questions = {**_questions(spec), "runs": runs}
     name = survey_request(spec.python, questions)
     records = {agent.name: HostRecord(spec.plan.hosts[agent.hosts[0]]) for agent in used}
 
@@ -262,26 +287,19 @@ def check_environments(
             ) from reply
         surveys[connection.name] = reply["facts"]
         records[connection.name].note_survey(name, reply["facts"])
-    findings = compare_hosts(
-        spec.exp,
-        spec.plan,
-        surveys,
-        offsets_s={connection.name: connection.clock_offset_s for connection in used},
-    )
-    write_json(spec.run_dir.hosts, surveys)
-    if findings.errors:
-        raise LaunchError("\n".join(findings.errors))
-    remote: dict[str | None, Message] = {
-        agent.name: surveys[agent.name] for agent in used if agent.is_remote and not agent.shared
-    }
-    return (*space, *_check_disks(spec, remote, is_restart=is_restart), *findings.warnings)
+    return surveys
 
 
-def _check_disks(
-    spec: LaunchSpec, facts: Mapping[str | None, Message], *, is_restart: bool
+def clock_offsets(connections: list[Connection]) -> dict[str, float]:
+    """Host -> its clock minus that of this machine, seconds."""
+    return {agent.name: agent.clock_offset_s for agent in connections if agent.hosts}
+
+
+def check_disks(
+    spec: LaunchSpec, facts: Mapping[Any, Message], *, is_restart: bool
 ) -> tuple[str, ...]:
-    """Warnings of disks that may become full. ``facts``: by host with a run directory of its own;
-    None: this machine."""
+    """Warnings of disks that may become full. ``facts``: by the name of a host with a run directory
+    of its own; None: this machine."""
     errors, warnings = [], []
     for name, disk in facts.items():
         use = disk_use(spec.plan.storage, name, there=disk.get("checkpoints", 0))
@@ -295,7 +313,7 @@ def _check_disks(
     return (*errors, *warnings)
 
 
-def _check_this_machine(spec: LaunchSpec, questions: Message, here: Message) -> tuple[str, ...]:
+def _check_this_machine(spec: LaunchSpec, here: Message) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *other_hosts = spec.plan.hosts
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus
@@ -305,7 +323,7 @@ def _check_this_machine(spec: LaunchSpec, questions: Message, here: Message) -> 
         storage = storage_of(spec.plan, host.name)
         text = "" if storage is None else ram_problem(storage, host.name, here)
         return (text,) if text else ()
-    questions = {**questions, "torch": False}
+    questions = {**_questions(spec), "torch": False}
     record, name = HostRecord(host), survey_request(spec.python, questions)
     request = json.dumps({**questions, "known": record.survey(name)})
     arguments = [str(spec.run_dir.root), "", request]
@@ -328,7 +346,7 @@ def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSp
     nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}
     spec = dataclasses.replace(
         spec,
-        port=_master_port(spec, connections),
+        port=reserve_port(spec, connections),
         interfaces=tuple(
             nodes[host.name].interface if host.name in nodes else host.interface for host in hosts
         ),
@@ -356,7 +374,8 @@ def connection_to(connections: list[Connection], host: int) -> Connection | None
     return next((connection for connection in connections if host in connection.hosts), None)
 
 
-def _master_port(spec: LaunchSpec, connections: list[Connection]) -> int:
+def reserve_port(spec: LaunchSpec, connections: list[Connection]) -> int:
+    """A port on the host of rank 0, kept as long as its agent lives."""
     chosen = spec.exp.launch.master_port
     # Under Slurm the host of rank 0 has no agent: a port that is free here is the best guess.
     connection = connection_to(connections, 0) or connections[0]

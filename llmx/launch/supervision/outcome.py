@@ -251,7 +251,8 @@ def _hung(hang: Hang, plan: Plan) -> Outcome:
             "hang",
             f"no rank made progress for {hang.stuck_s:.0f} s before the first step "
             f"(launch.loading_timeout_s); {who}",
-            "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if loading may "
+            "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; python -m llmx "
+            "doctor with the same hardware tests the network between the hosts; if loading may "
             "take this long without a line in a log, raise launch.loading_timeout_s",
             hang.rank,
             host,

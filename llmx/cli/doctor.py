@@ -1,0 +1,319 @@
+"""``python -m llmx doctor [overrides] [--bandwidth] [--json]``: what a launch would check, without
+one. Everything that is wrong is listed, not only the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from llmx.errors import ConfigError, LaunchError, LlmxError
+
+if TYPE_CHECKING:
+    from llmx.compose.complete import Composed
+    from llmx.launch.agents.connection import Connection
+    from llmx.launch.agents.mesh import Mesh, Node
+    from llmx.launch.spec import LaunchSpec
+
+FLAGS = ("--bandwidth", "--json")
+
+
+@dataclass
+class Report:
+    """What was found. Errors would stop a launch."""
+
+    hosts: list[str] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Host -> its survey."""
+    clock_offsets_s: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    gbit_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(source, target) -> bandwidth of one connection."""
+    meaning: str = ""
+    """What the slowest pair means for a step of this config."""
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """A check that raises adds its sentences to the errors, and the next one goes on."""
+        try:
+            yield
+        except LlmxError as error:
+            self.errors += str(error).splitlines()
+
+
+def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
+    """Check the hosts of a config; the exit code is 0 without errors."""
+    from llmx.cli.arguments import read_line
+    from llmx.cli.plan import composed_line
+    from llmx.launch.files import make_spec
+    from llmx.run.rundir import RunDir
+
+    out, began = stream or sys.stdout, time.monotonic()
+    line = read_line([word for word in words if word not in FLAGS])
+    if line.show or line.multirun:
+        raise ConfigError("doctor: takes overrides, --config-dir, --bandwidth and --json only.")
+    composed = composed_line(line)
+    exp, plan = composed.experiment, composed.plan
+    place = Path(exp.run_dir)
+    while not place.is_dir():
+        place = place.parent
+    # Where the run directory would be, so that the disk and the file system are those of the run.
+    with tempfile.TemporaryDirectory(prefix=".llmx-doctor-", dir=place) as directory:
+        for name in ("logs", "ranks"):
+            (Path(directory) / name).mkdir()
+        spec = make_spec(exp, plan, RunDir(Path(directory)), port=0)
+        report = examine(spec, bandwidth="--bandwidth" in words)
+        if report.gbit_per_s:
+            report.meaning = network_time(composed, min(report.gbit_per_s.values()))
+        for texts in (report.errors, report.warnings):
+            texts[:] = [text.replace(directory, exp.run_dir) for text in texts]
+    report.seconds = time.monotonic() - began
+    if "--json" in words:
+        print(json.dumps(to_json(report), indent=2), file=out)
+    else:
+        print("\n".join(lines_of(report)), file=out)
+    return LaunchError.exit_code if report.errors else 0
+
+
+def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
+    """Run every check of a launch on its hosts."""
+    from llmx.launch.agents.preflight import handshake, start_agents
+    from llmx.launch.files import check_launch, check_programs
+    from llmx.launch.transports import transport_of
+
+    report = Report([host.name for host in spec.plan.hosts])
+    transport = transport_of(spec.plan.transport)
+    with report.collect():
+        check_launch(spec.exp, spec.plan)
+    with report.collect():
+        check_programs(spec.exp.launch, spec.plan)
+    report.errors += transport.host_problems(spec)
+    inbox: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
+    connections = start_agents(spec, inbox)
+    try:
+        with report.collect():
+            handshake(spec, connections)
+        # The clocks of hosts are measured by the pings of the handshake, meanwhile.
+        with report.collect():
+            runs_python = [
+                agent
+                for agent in connections
+                if agent.host_info and "error" not in (agent.host_info["python"] or {})
+            ]
+            _examine_hosts(report, spec, runs_python)
+        answering = [agent for agent in connections if agent.host_info and agent.hosts]
+        if len(answering) > 1:
+            with report.collect():
+                _examine_network(report, spec, answering, bandwidth=bandwidth)
+    finally:
+        for connection in connections:
+            connection.close(timeout_s=5)
+    unseen = [name for name in report.hosts if name not in report.facts]
+    if not transport.has_agents and unseen:
+        report.warnings.append(
+            f"{', '.join(unseen)}: not looked at: launch.transport={spec.plan.transport} has no "
+            "agents there. Use launch.transport=pdsh for this command where ssh works."
+        )
+    return report
+
+
+def _examine_hosts(report: Report, spec: LaunchSpec, connections: list[Connection]) -> None:
+    from llmx.hardware.compare import compare_hosts, runs_on
+    from llmx.launch.agents.preflight import check_disks, clock_offsets, survey_hosts
+
+    report.facts = survey_hosts(spec, connections, runs=True)
+    report.clock_offsets_s = clock_offsets(connections)
+    findings = compare_hosts(spec.exp, spec.plan, report.facts, offsets_s=report.clock_offsets_s)
+    report.errors += findings.errors
+    report.warnings += findings.warnings
+    for name, facts in report.facts.items():
+        report.warnings += runs_on(name, facts)
+    with report.collect():
+        report.warnings += check_disks(spec, report.facts, is_restart=False)
+
+
+def _examine_network(
+    report: Report, spec: LaunchSpec, connections: list[Connection], *, bandwidth: bool
+) -> None:
+    from llmx.launch.agents.mesh import find_nodes, measure_bandwidth, mesh_problems, probe_mesh
+    from llmx.launch.agents.preflight import reserve_port
+
+    report.nodes = find_nodes(spec.plan.hosts, connections)
+    has_first = any(0 in agent.hosts for agent in connections)
+    meet = (spec.plan.master_addr, reserve_port(spec, connections)) if has_first else None
+    report.mesh = probe_mesh(report.nodes, connections, rendezvous=meet)
+    problems = mesh_problems(report.mesh)
+    report.errors += problems
+    if bandwidth and not problems:
+        report.gbit_per_s = measure_bandwidth(report.nodes, connections)
+
+
+def network_time(composed: Composed, gbit_per_s: float) -> str:
+    """What the plan predicts with a network of this bandwidth."""
+    from llmx.compose.complete import plan_experiment
+    from llmx.lifecycle.learned import with_learned_time
+
+    exp = composed.experiment
+    hardware = dataclasses.replace(exp.hardware, network_gbit_per_s=float(f"{gbit_per_s:.3g}"))
+    measured = plan_experiment(dataclasses.replace(exp, hardware=hardware), is_checked=True)
+    time_plan = with_learned_time(measured).plan.time
+    key = f"hardware.network_gbit_per_s={gbit_per_s:.3g}"
+    if time_plan is None or not time_plan.step_s:
+        return f"With {key} the plan predicts by it."
+    return (
+        f"By the plan with {key} a step of this config takes {time_plan.step_s:.3g} s, of which "
+        f"{time_plan.exposed_s:.3g} s wait for communication."
+    )
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report for scripts."""
+    pairs = report.mesh.seconds if report.mesh else {}
+    return {
+        "ok": not report.errors,
+        "seconds": round(report.seconds, 2),
+        "hosts": {
+            name: {
+                "survey": report.facts.get(name),
+                "clock_offset_s": report.clock_offsets_s.get(name),
+                "interface": report.nodes[name].interface if name in report.nodes else None,
+                "address": report.nodes[name].address if name in report.nodes else None,
+                "mtu": report.nodes[name].mtu if name in report.nodes else None,
+            }
+            for name in report.hosts
+        },
+        "answers_ms": [
+            {"from": source, "to": target, "ms": round(1e3 * seconds["byte"], 3)}
+            for (source, target), seconds in pairs.items()
+            if target in report.nodes
+        ],
+        "gbit_per_s": [
+            {"from": source, "to": target, "gbit_per_s": round(value, 3)}
+            for (source, target), value in report.gbit_per_s.items()
+        ],
+        "meaning": report.meaning,
+        "errors": report.errors,
+        "warnings": report.warnings,
+    }
+
+
+def lines_of(report: Report) -> Iterator[str]:
+    """The report for people: a row for each fact, its values by host; then what is wrong."""
+    rows = [(label, by_value(values)) for label, values in _facts(report).items() if values]
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, text in rows:
+        yield f"  {label:<{width}}  {text}"
+    yield from _matrix(report)
+    for sign, texts in (("✗", report.errors), ("!", report.warnings)):
+        for text in texts:
+            yield f"{sign} {text}"
+    from llmx.text import plural
+
+    count = f"{plural(len(report.errors), 'error')}, {plural(len(report.warnings), 'warning')}"
+    sign = "✗" if report.errors else "✓"
+    yield f"{sign} {plural(len(report.hosts), 'host')} in {report.seconds:.1f} s: {count}"
+
+
+def by_value(values: Mapping[str, str]) -> str:
+    """``2.13.0``, or where hosts differ ``2.13.0 on a, b; 2.9.1 on c``."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value, []).append(name)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
+
+
+def _names(hosts: Mapping[str, Any]) -> str:
+    return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} hosts"
+
+
+def _facts(report: Report) -> dict[str, dict[str, str]]:
+    """Label -> host -> value."""
+    from llmx import text as human
+
+    def rows(show: Any) -> dict[str, str]:
+        return {name: str(show(facts)) for name, facts in report.facts.items()}
+
+    def gpus(facts: Mapping[str, Any]) -> str:
+        names = facts["gpu_names"] or ["GPU"] * (facts["gpus"] or 0)
+        return ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or "none"
+
+    def least(label: str) -> str:
+        """A size that differs from host to host by nature: the smallest."""
+        sizes = {n: facts[label] for n, facts in report.facts.items() if facts[label] is not None}
+        if not sizes:
+            return "unknown"
+        name = min(sizes, key=lambda n: sizes[n])
+        return f"at least {human.size(sizes[name])} ({name})"
+
+    facts = {
+        "ssh": dict.fromkeys(report.facts, f"{_names(report.facts)} answer"),
+        "Python": rows(lambda f: f["python"]),
+        "torch": rows(lambda f: f["packages"]["torch"]),
+        "DeepSpeed": rows(lambda f: f["packages"]["deepspeed"]),
+        "llmx": rows(lambda f: f["code"] or "installed"),
+        "GPUs": rows(gpus),
+        "driver": rows(lambda f: f["driver"] or "none"),
+        "NCCL": rows(lambda f: (f["torch_build"] or {}).get("nccl") or ", ".join(f["nccl"]) or "-"),
+        "open files": rows(lambda f: f["open_files"]),
+        "locked memory": rows(
+            lambda f: "unlimited" if f["locked_bytes"] < 0 else human.size(f["locked_bytes"])
+        ),
+        "InfiniBand": rows(lambda f: ", ".join(f["infiniband"]) or "none"),
+    }
+    if report.facts:
+        for label, key in (
+            ("free RAM", "ram_available_bytes"),
+            ("free disk", "free_bytes"),
+            ("/dev/shm", "shm_bytes"),
+        ):
+            facts[label] = dict.fromkeys(report.facts, least(key))
+        offsets = report.clock_offsets_s.values()
+        facts["clocks"] = {"": f"{max(map(abs, offsets), default=0.0):.2f} s apart at most"}
+    facts["network"] = {
+        name: f"{node.interface} (MTU {node.mtu})" for name, node in report.nodes.items()
+    }
+    if report.mesh is not None:
+        trips = [
+            1e3 * seconds["byte"]
+            for (_, target), seconds in report.mesh.seconds.items()
+            if target in report.nodes
+        ]
+        all_pairs = len(trips) + len(report.mesh.faults)
+        text = f"{len(trips)} of {all_pairs} work"
+        if trips:
+            text += f", an answer takes {statistics.median(trips):.1f} ms with all at once"
+        facts["connections"] = {"": text}
+    return facts
+
+
+def _matrix(report: Report) -> Iterator[str]:
+    """The bandwidth of every pair, and what to do with it."""
+    if not report.gbit_per_s:
+        return
+    names = list(report.nodes)
+    width = max(7, *(len(name) for name in names))
+    yield "  Gbit/s of one connection, from (row) to (column)"
+    yield "  " + " ".join(f"{name:>{width}}" for name in ["", *names])
+    for source in names:
+        cells = [report.gbit_per_s.get((source, target)) for target in names]
+        texts = ["-" if cell is None else f"{cell:.2f}" for cell in cells]
+        yield "  " + " ".join(f"{cell:>{width}}" for cell in [source, *texts])
+    (source, target), least = min(report.gbit_per_s.items(), key=lambda pair: pair[1])
+    yield f"  Slowest: {source} -> {target}, {least:.3g} Gbit/s. {report.meaning}"
+    yield "  InfiniBand, and several connections at once, may be faster than one of TCP."

@@ -1,0 +1,67 @@
+"""What ``doctor`` shows of the hosts: of this machine, and of facts that differ.
+
+``pytest tests/unit/test_doctor.py``
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmx.cli.doctor import Report, by_value, lines_of, main
+from llmx.hardware.compare import runs_on
+from llmx.hardware.survey import other_runs
+from llmx.launch.agents.mesh import Fault, Mesh, Node
+
+
+def test_this_machine_as_a_table_and_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = io.StringIO()
+    assert main(["hardware=local", "--json"], stream=out) == 0
+    found = json.loads(out.getvalue())
+    assert found["ok"]
+    (host,) = found["hosts"].values()
+    assert host["survey"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_that_differs_names_its_hosts() -> None:
+    assert by_value({"a": "2.13", "b": "2.13"}) == "2.13"
+    assert by_value({"a": "2.13", "b": "2.12", "c": "2.13"}) == "2.13 on a, c; 2.12 on b"
+
+
+def test_errors_come_after_the_table_and_are_counted() -> None:
+    nodes = {name: Node(name, "eth0", "10.0.0.1", 1500) for name in "ab"}
+    fault = Fault("a", "b", "10.0.0.1", 7, "connect", "ETIMEDOUT")
+    mesh = Mesh(nodes, [fault], [], {("b", "a"): {"byte": 0.001}})
+    report = Report(["a", "b"], nodes=nodes, mesh=mesh, errors=["no way"], warnings=["a clock"])
+    report.gbit_per_s = {("b", "a"): 9.41}
+    lines = list(lines_of(report))
+    assert lines[0] == "  network      eth0 (MTU 1500)"
+    assert lines[1].startswith("  connections  1 of 2 work")
+    assert "  Slowest: b -> a, 9.41 Gbit/s. " in lines
+    assert lines[-3:] == ["✗ no way", "! a clock", "✗ 2 hosts in 0.0 s: 1 error, 1 warning"]
+
+
+def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
+    token = f"doctor-{os.getpid()}"
+    program = "import signal; print(1, flush=True); signal.pause()"
+    words = [sys.executable, "-c", program, "llmx.worker", str(tmp_path)]
+    environment = {**os.environ, "LLMX_RUN_TOKEN": token}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline()
+        runs = [run for run in other_runs() if rank.pid in run["pids"]]
+        rank.kill()
+    assert runs == [{"pids": [rank.pid], "run_dir": str(tmp_path), "has_agent": False}]
+    (line,) = runs_on("node-a", {"runs": runs})
+    assert line.startswith(f"node-a: processes of {tmp_path} are here, without an agent")
+    assert line.endswith(f"kill -9 {rank.pid}")
