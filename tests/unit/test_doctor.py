@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from llmx.cli.doctor import Report, by_value, lines_of, main
+from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
 from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
@@ -65,3 +67,21 @@ def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
     (line,) = runs_on("node-a", {"runs": runs})
     assert line.startswith(f"node-a: processes of {tmp_path} are here, without an agent")
     assert line.endswith(f"kill -9 {rank.pid}")
+
+
+def test_the_processes_on_a_gpu_by_the_words_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *query-gpu*) printf "GPU-a, 0\\nGPU-b, 1\\n";;\n'
+        f'*) printf "GPU-b, {os.getpid()}, 30121\\nGPU-a, 7, [N/A]\\n";; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(survey, "count_gpus", lambda: 2)
+    (process,) = survey.gpu_processes()
+    assert (process["gpu"], process["mib"], process["pid"]) == (1, 30121, os.getpid())
+    assert process["user"] == getpass.getuser()
+    assert "python" in process["command"]
