@@ -194,9 +194,9 @@ def _listening(
             ports[connection.name] = reply["port"]
         yield ports, token
     finally:
-        for connection in connections:
-            if connection.lost_at is None:
-                connection.send("listen", address="", port=0)
+        # Waited for: ranks listen on the same port.
+        alive = [connection for connection in connections if connection.lost_at is None]
+        list(request_all(alive, "listen", timeout_s=10, message=lambda _: {"address": ""}))
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
