@@ -324,7 +324,8 @@ def other_runs() -> list[dict[str, Any]]:
     runs: dict[str, dict[str, Any]] = {}
     for path in glob.glob("/proc/[0-9]*/environ"):  # noqa: PTH207
         match = re.search(r"(?:^|\0)LLMX_RUN_TOKEN=([^\0]+)", _text(path))
-        if match:
+        # A container or a namespace with the same process table is another host.
+        if match and _link(path.replace("environ", "ns/uts")) == _link("/proc/self/ns/uts"):
             pid, token = int(path.split("/")[2]), match.group(1)
             words = _text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
             has_agent = f"@llmx-agent-{token}-" in supervised
@@ -366,6 +367,13 @@ def _text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
             return stream.read()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115
     except OSError:
         return ""
 
