@@ -56,7 +56,7 @@ class Runs(Enum):
 
     CONFIG = "composes a config, and starts a run or ``python -m MODULE CONFIG [OWN WORDS]``"
     WORDS = "``main(words)`` of its module (or ``module:function``), in this process"
-    FLAGS = "``run(options)`` of its module, in this process"
+    FLAGS = "``run(options)`` of its module (or ``module:function``), in this process"
     PROCESS = "``run(options)`` of its module, in a process of its own: it loads heavy libraries"
 
 
@@ -386,6 +386,31 @@ sweep. The exit code is 0 if the run finished, or if no trial of the sweep faile
         reads_only=True,
         notes="The exit code is 0 if the failure is known, else 1.",
         examples=("python -m llmx explain train.log", "python -m llmx explain outputs/my-run"),
+    ),
+    "attach": Command(
+        "show the console of a detached run: attach RUN_DIR",
+        "RUN_DIR | user@host:RUN",
+        "Shows what a run with launch.detach=true prints, from its last lines on, until it ends.\n"
+        "Ctrl-C stops the showing; the run continues.",
+        Runs.FLAGS,
+        "llmx.observe.control:attach",
+        words=(_SSH_CONFIG,),
+        arguments=(Argument("shown", "location", "RUN"),),
+        reads_only=True,
+        notes="The exit code is that of the run.",
+    ),
+    "stop": Command(
+        "end a run with a checkpoint: stop RUN_DIR",
+        "RUN_DIR | user@host:RUN",
+        "Asks a running run to save a checkpoint and to end, as Ctrl-C in its terminal does, and\n"
+        "waits for it. Over ssh the other machine needs only Python 3. `resume` continues the run.",
+        Runs.FLAGS,
+        "llmx.observe.control:stop",
+        words=(_SSH_CONFIG,),
+        arguments=(Argument("shown", "location", "RUN"),),
+        notes="""\
+The exit code is 0 if the run was interrupted or finished, 1 if it failed, 2 if it was not
+running.""",
     ),
     "compare": Command(
         "compare the configs and loss curves of two runs: compare RUN_A RUN_B",

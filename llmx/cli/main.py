@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from llmx.cli.commands import COMMANDS, Runs
+from llmx.cli.commands import COMMANDS, Command, Runs
 from llmx.cli.hydra_app import run_hydra, run_module
 from llmx.errors import exit_code
 
@@ -51,14 +51,20 @@ def _dispatch(words: list[str]) -> int:
         own_keys, overrides = split_own(arguments, command.own_keys)
         return run_hydra(overrides, command=name, own_keys=own_keys)
     if command.runs == Runs.WORDS:
-        module, _, function = command.module.partition(":")
-        return int(getattr(importlib.import_module(module), function or "main")(arguments))
+        return int(_function(command, "main")(arguments))
     from llmx.cli.flags import parse
 
     options = parse(name, arguments)
     if command.runs == Runs.PROCESS:
         return run_module(__name__, [name, *arguments], takes_ctrl_c=command.takes_ctrl_c)
-    return int(importlib.import_module(command.module).run(options))
+    return int(_function(command, "run")(options))
+
+
+def _function(command: Command, usual: str) -> Callable[..., int]:
+    """The function that runs a command: ``module`` or ``module:function``."""
+    module, _, name = command.module.partition(":")
+    function: Callable[..., int] = getattr(importlib.import_module(module), name or usual)
+    return function
 
 
 def run_here(name: str, words: Sequence[str]) -> int:

@@ -763,6 +763,12 @@ class LaunchConfig:
     directions. False: only the connection of each host to rank 0."""
     heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
     """A host whose agent is silent for this long counts as lost."""
+    orphan_timeout_s: float = number(300.0, minimum=10, maximum=MAX_SECONDS)
+    """How long ranks on other hosts go on while their supervisor is suspended or cut off (a closed
+    lid, Wi-Fi). Back in time, it takes them over; after it they save a checkpoint and end, and the
+    supervisor restarts them when it is back. A longer time also keeps the GPUs busy for longer
+    after a power loss of the supervisor's machine. With ``elastic``, at most half of
+    ``heartbeat_timeout_s``."""
     comm_timeout_s: float = number(14400.0, above=0, maximum=MAX_SECONDS)
     """How long a rank waits for the others in one collective (NCCL, gloo) before it gives up. The
     default is long, because ranks must wait while one of them exports a model or reads from a slow
@@ -785,6 +791,9 @@ class LaunchConfig:
     10 s. 0: never."""
     host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
     """How long to wait for a lost host to come back."""
+    detach: bool = False
+    """Start the supervisor in a session of its own and give the terminal back at once. ``attach``
+    shows its console, ``stop`` ends the run with a checkpoint."""
     elastic: bool = False
     """When a host is lost, continue on the remaining hosts, at the same global batch."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -844,8 +853,8 @@ class TokenizerConfig:
 
 
 FAILURES = (
-    "oom", "nan", "comm", "host_lost", "disk_full", "config", "data", "interrupted", "hang",
-    "crash",
+    "oom", "nan", "comm", "host_lost", "orphaned", "disk_full", "config", "data", "interrupted",
+    "hang", "crash",
 )  # fmt: skip
 """The outcomes of a run that did not end well."""
 

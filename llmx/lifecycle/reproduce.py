@@ -34,7 +34,7 @@ from llmx.lifecycle.resume.changes import (
     with_same_batch,
 )
 from llmx.lifecycle.resume.run_state import history, trusted_run
-from llmx.lifecycle.start import launched
+from llmx.lifecycle.start import supervised
 from llmx.observe.report.screen import open_console
 from llmx.plan.balance import is_of
 from llmx.plan.types import Plan
@@ -103,6 +103,11 @@ def reproduce(words: RunCommand) -> int:
             f"strict=true: {plural(len(grave), 'difference')} above may change the "
             "numbers, so nothing was started. Restore them, or leave out strict."
         )
+    if new.launch.detach:
+        raise ConfigError(
+            "launch.detach=true: reproduce compares the runs at the end, so it keeps the terminal. "
+            "Set launch.detach=false."
+        )
     if words.flag("dry_run"):
         print("nothing was started (dry_run=true)")
         return 0
@@ -161,7 +166,7 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
         # The split over ranks that was measured then. Ranks on other devices measure anew.
         shutil.copyfile(run.balance, target.balance)
     launch = write_launch_files(new, plan, target)
-    return launched(launch)
+    return supervised(launch)
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:

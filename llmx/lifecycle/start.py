@@ -115,7 +115,16 @@ def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
 
 
 def launched(launch: LaunchSpec) -> int:
-    """Run what is ready to be launched, here; returns the exit code. If it ends well, it teaches
+    """Run what is ready to be launched, here or detached; returns the exit code."""
+    if launch.exp.launch.detach:
+        from llmx.lifecycle.detach import detach
+
+        return detach(launch.run_dir, lambda: supervised(launch))
+    return supervised(launch)
+
+
+def supervised(launch: LaunchSpec) -> int:
+    """Supervise a run to its end; returns the exit code. If it ends well, it teaches
     (``learned.json``)."""
     from llmx.launch import supervise
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
+from llmx.lifecycle.detach import write_to_console_log
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.run.sweepdir import is_locked
 
@@ -112,7 +113,7 @@ def _be_the_trial(
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
-        _write_to(run)
+        write_to_console_log(run)
         code = supervise()
     except LlmxError as error:
         print(f"llmx: {error}", flush=True)
@@ -131,17 +132,6 @@ def _be_the_trial(
                 text = str(message["error"])[: MESSAGE_BYTES // 4]
                 os.write(writer, json.dumps({**message, "error": text, "code": code}).encode())
         os._exit(code)
-
-
-def _write_to(run: RunDir) -> None:
-    """Send all output of this process to the console log, and read no input."""
-    log = os.open(run.console_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
 def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -> None:

@@ -37,20 +37,15 @@ def _kill_rank(site: Site, host: Host) -> str:
 
 
 def launcher_killed(site: Site, chance: random.Random) -> str:
-    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on.
-
-    With the last of them the run has lost its launchers, and starts again.
-    """
+    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on, also
+    without the last of them."""
     launchers = {host: pids for host in site.cluster.hosts if (pids := site.launchers(host))}
     if not launchers:
         raise GaveUp(f"no launcher on any host\n{site.story()}")
     host = chance.choice(list(launchers))
     for pid in launchers[host]:
         site.signal(host, pid, signal.SIGKILL)
-    if len(launchers) == 1:
-        _until_noticed(site, "the end of the last launcher")
-        return f"{host.name}, the last one"
-    return host.name
+    return host.name + (", the last one" if len(launchers) == 1 else "")
 
 
 def supervisor_killed(site: Site, chance: random.Random) -> str:
@@ -61,6 +56,34 @@ def supervisor_killed(site: Site, chance: random.Random) -> str:
     site.until_empty()
     site.resume()
     return "node-a"
+
+
+def supervisor_suspended(site: Site, chance: random.Random) -> str:
+    """SIGSTOP for longer than ``launch.orphan_timeout_s``: the ranks save and end, and the
+    supervisor starts them again when it goes on."""
+    attempts, pid = len(site.attempts()), site.supervisor()["pid"]
+    site.signal(site.near, pid, signal.SIGSTOP)
+    try:
+        site.until(lambda: not site.ranks(site.far), what="the end of the orphaned rank")
+    finally:
+        site.signal(site.near, pid, signal.SIGCONT)
+    site.until(lambda: len(site.attempts()) > attempts, what="the end of the attempt")
+    outcome = site.attempts()[attempts]["outcome"]
+    if outcome != "orphaned":
+        raise GaveUp(f"a suspended supervisor found {outcome}\n{site.story()}")
+    return "node-a"
+
+
+def control_cut(site: Site, chance: random.Random) -> str:
+    """The connection to the agent breaks, and nothing else: the ranks must go on."""
+    log, attempts = site.run_dir(site.near).supervisor_log, len(site.attempts())
+    before = log.read_text().count("connected again")
+    site.far.stop_sshd()
+    site.far.start_sshd()
+    site.until(lambda: log.read_text().count("connected again") > before, what="a new connection")
+    if len(site.attempts()) > attempts:
+        raise GaveUp(f"the ranks were started again\n{site.story()}")
+    return "node-b"
 
 
 def supervisor_asked(site: Site, chance: random.Random) -> str:

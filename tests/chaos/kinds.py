@@ -48,6 +48,8 @@ KINDS = (
          follow=while_down.supervisor_killed),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, faults.supervisor_asked, 1,
          follow=while_down.supervisor_asked),
+    Kind("suspended", "supervisor suspended", 1, faults.supervisor_suspended, 2, leads=True),
+    Kind("cut", "control connection cut", 1, faults.control_cut, 1, restarts=False),
     Kind("sshd", "SIGKILL of sshd and its sessions", 3, faults.sshd_killed, 2,
          restarts=False, steps=60),
     Kind("host", "power loss of a host", 2, faults.far_host_killed, 2, leads=True),

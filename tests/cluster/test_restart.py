@@ -119,6 +119,55 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
     nothing_left(cluster, timeout_s=5)
 
 
+def test_a_supervisor_that_is_away(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+    """Cut off for less than launch.orphan_timeout_s it takes the ranks over again; suspended for
+    longer it starts them again. No shared disk, and no rank on the supervisor's machine."""
+    need("pdsh", "rsync")
+    work = tmp_path / "work"
+    work.mkdir()
+    cluster = make_cluster(private_paths=[work])
+    near, far = cluster.hosts
+    overrides = [
+        *("launch.transport=pdsh", "launch.sync=rsync", "launch.restart_backoff_s=1"),
+        *("launch.orphan_timeout_s=20", "checkpoint.every_steps=1000", "task.steps=100000"),
+        *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
+    ]
+    run = start_llmx(cluster, tmp_path, slots=(0, 1), overrides=overrides)
+    run.dir = RunDir(work / "run")
+    run.until_step(5)
+    ranks = rank_pids(far)
+
+    def log() -> str:
+        return seen(run, near).supervisor_log.read_text()
+
+    near.cut()
+    wait_until(lambda: "to its agent anew" in log(), timeout_s=30, what="the silence is noticed")
+    near.restore()
+    step = run.records()[-1]["step"]
+    wait_until(lambda: "connected again" in log(), timeout_s=40, what="a new connection")
+    run.until_step(step + 50)
+    assert rank_pids(far) == ranks
+    assert read_attempts(seen(run, near)) == []
+
+    supervisor = str(read_json(seen(run, near).supervisor)["pid"])
+    near.run(["kill", "-STOP", supervisor])
+    wait_until(lambda: not rank_pids(far), timeout_s=60, what="the ranks are orphaned")
+    near.run(["kill", "-CONT", supervisor])
+    wait_until(lambda: read_attempts(seen(run, near)), timeout_s=60, what="the end of attempt 1")
+    (orphaned,) = read_attempts(seen(run, near))
+    assert (orphaned["outcome"], orphaned["decision"]) == ("orphaned", "restart"), orphaned
+    assert orphaned["host"] == "node-b"
+    wait_until(lambda: rank_pids(far), timeout_s=60, what="the second attempt")
+    run.until_step(orphaned["saved_step"] + 10)
+    run.signal(signal.SIGINT)
+    assert run.wait(timeout_s=60) == 130, run.output()
+    _, last = read_attempts(seen(run, near))
+    assert last["first_step"] == orphaned["saved_step"] > step, "the ranks saved"
+    steps = [r["step"] for r in run.records() if r["kind"] == "train"]
+    assert steps == [1, *range(5, steps[-1] + 1, 5)]
+    nothing_left(cluster, timeout_s=10)
+
+
 def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """The last checkpoint does not fit: the run waits until somebody makes space, and ends well."""
     need("pdsh")

@@ -261,7 +261,7 @@ def _running(pid: int) -> bool:
 
 
 def test_silence_ends_the_run(rig: Rig) -> None:
-    rig.handshake(silence_s=1.0)
+    rig.handshake(orphan_timeout_s=1.0)
     rank = rig.process(env={"RANK": "0"})
     assert rank.wait(timeout=20) == -signal.SIGUSR1
     wait_until(lambda: rig.connection.lost_at)

@@ -30,7 +30,7 @@ from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AGENT, Connection
 from llmx.launch.agents.mesh import Node
-from llmx.launch.agents.preflight import check_environments, check_network
+from llmx.launch.agents.preflight import check_environments, check_network, take_over
 from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.files import make_spec
 from llmx.launch.supervision.console import Console, RunLog
@@ -92,7 +92,9 @@ def test_the_main_thread_may_be_busy(tmp_path: Path, monkeypatch: pytest.MonkeyP
     connection = Connection("far", (0,), argv, tmp_path / "log", inbox, is_remote=True)
     connection.start(dict(os.environ))
     try:
-        connection.request("handshake", token=secrets.token_hex(8), silence_s=0.5, timeout_s=10)
+        connection.request(
+            "handshake", token=secrets.token_hex(8), orphan_timeout_s=0.5, timeout_s=10
+        )
         # Fifteen replies take three times as long as the agent waits for a message.
         wait_until(lambda: len(connection._clock_samples) >= 15, timeout_s=30)
         assert connection.request("flush", timeout_s=10)["event"] == "flush"
@@ -129,7 +131,12 @@ def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         words = [
-            {"cmd": "handshake", "token": "unheard", "run_dir": str(tmp_path), "silence_s": 1.0},
+            {
+                "cmd": "handshake",
+                "token": "unheard",
+                "run_dir": str(tmp_path),
+                "orphan_timeout_s": 1.0,
+            },
             {"cmd": "watch", "stream": True},
         ]
         for word in words:
@@ -143,6 +150,97 @@ def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
         for started in (rank, process):
             started.kill()
             started.wait()
+
+
+def far_connection(directory: Path, token: str, **values: Any) -> Connection:
+    """As to another host: what stands for ssh can be killed without the agent."""
+    agent = shlex.join([sys.executable, "-I", "-S", "-c", connection_module.BOOTSTRAP])
+    argv = ["sh", "-c", f"cat | setsid {agent} | cat"]
+    connection = Connection("far", (0,), argv, directory / "log", queue.Queue(), is_remote=True)
+    connection.session = "one"
+    connection.start(dict(os.environ))
+    message = {"token": token, "session": "one", "place": "0", "run_dir": str(directory)}
+    connection.request("handshake", orphan_timeout_s=60, timeout_s=10, **message, **values)
+    return connection
+
+
+def test_a_supervisor_that_comes_back_takes_the_ranks_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection broke; a rank ended and a log grew meanwhile."""
+    token = secrets.token_hex(8)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "ranks").mkdir()
+    log = tmp_path / "logs/rank-000.log"
+    log.write_text("of an earlier attempt\n")
+    connection = far_connection(tmp_path, token)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", "import signal; signal.pause()"],
+            env={**os.environ, "LLMX_RUN_TOKEN": token, "RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]
+    exp = experiment("pdsh", (2,), "cpu")
+    spec = dataclasses.replace(spec_of(exp), token=token, run_dir=RunDir(tmp_path))
+    connection.shared = False
+    try:
+        connection.request("watch", stream=True, timeout_s=10)
+        wait_until(lambda: len(connection.ranks) == 2)
+        with log.open("a") as stream:
+            stream.write("one\n")
+        wait_until(lambda: connection.offsets["logs/rank-000.log"] == log.stat().st_size)
+        connection.abort()
+        wait_until(lambda: connection.lost_at)
+        ranks[1].kill()
+        ranks[1].wait()
+        with log.open("a") as stream:
+            stream.write("two\n")
+        take_over(spec, connection)
+        wait_until(lambda: connection.ranks == {0: ranks[0].pid, 1: 0})
+        wait_until(lambda: connection.offsets["logs/rank-000.log"] == log.stat().st_size)
+        assert ranks[0].poll() is None
+        assert connection.ranks_ended is None
+        sent = [message for _, message in list(connection.inbox.queue)]
+        text = [base64.b64decode(m["data"]) for m in sent if m["event"] == "append"]
+        assert text == [b"one\n", b"two\n"]
+        agents = Path("/proc/net/unix").read_text().count(f"@llmx-agent-{token}-one-0-")
+        assert agents == 1
+        connection.close(timeout_s=20)  # with a bye
+        assert ranks[0].wait(timeout=5) == -signal.SIGUSR1
+    finally:
+        connection.close(timeout_s=10)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_supervisor_that_comes_back_too_late(tmp_path: Path) -> None:
+    """The agent behind the broken connection says when and why it ended the ranks."""
+    token = secrets.token_hex(8)
+    (tmp_path / "ranks").mkdir()
+    connection = far_connection(tmp_path, token)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.pause()"],
+        env={**os.environ, "LLMX_RUN_TOKEN": token, "RANK": "0"},
+    )
+    spec = spec_of(experiment("pdsh", (1,), "cpu"))
+    spec = dataclasses.replace(spec, token=token, run_dir=RunDir(tmp_path))
+    try:
+        connection.request("watch", timeout_s=10)
+        connection.request("handshake", token=token, session="one", place="0", timeout_s=10,
+                           run_dir=str(tmp_path), orphan_timeout_s=1)  # fmt: skip
+        wait_until(lambda: connection.ranks)
+        connection.abort()
+        assert rank.wait(timeout=20) == -signal.SIGUSR1
+        take_over(spec, connection)
+        assert connection.ranks_ended is not None
+        assert connection.ranks_ended["silent_s"] >= 1
+        wait_until(lambda: connection.ranks == {0: 0})
+    finally:
+        connection.close(timeout_s=10)
+        rank.kill()
+        rank.wait()
 
 
 def test_a_host_that_greets_in_json(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def test_the_queue_of_slurm_is_no_failure_to_start(rig: Rig) -> None:
     assert rig.monitor.evidence.start_timeout_s == 0.05
 
 
-@pytest.mark.parametrize("rig", [{"heartbeat_timeout_s": 60.0}], indirect=True)
+@pytest.mark.parametrize(
+    "rig", [{"heartbeat_timeout_s": 60.0, "orphan_timeout_s": 60.0}], indirect=True
+)
 def test_a_supervisor_that_stood_still_has_lost_nobody(rig: Rig) -> None:
     """Stopped and continued, it finds old words only, and hears the new ones a moment later."""
     for connection in rig.connections:
@@ -103,6 +105,54 @@ def test_a_supervisor_that_stood_still_has_lost_nobody(rig: Rig) -> None:
     assert not rig.over()
     assert rig.monitor.failed_at is not None
     assert rig.logged()[0] == "node-a is lost"
+
+
+def test_hosts_that_are_all_silent_are_given_the_time_of_their_agents(rig: Rig) -> None:
+    """Then this machine is cut off, and the ranks go on; a single silent host is lost sooner."""
+    launch = rig.spec.exp.launch
+    now = time.monotonic()
+    for connection in rig.connections:
+        connection.argv = ["false"]
+        connection.abort()
+        connection.last_message_at = now - launch.heartbeat_timeout_s - 1
+    rig.monitor._resumed_at = now - 1000
+    assert rig.monitor._find_lost_host(now) == ""
+    rig.connections[0].last_message_at = now
+    assert rig.monitor._find_lost_host(now) == "node-b is lost"
+    for connection in rig.connections:
+        connection.last_message_at = now - launch.orphan_timeout_s - 1
+    assert rig.monitor._find_lost_host(now) == "node-a is lost"
+    rig.monitor.end_renewals()
+
+
+def test_ranks_go_on_without_their_launcher(rig: Rig) -> None:
+    """Its connection broke, and the agents see the ranks."""
+    for rank, connection in enumerate(rig.connections):
+        connection.ranks[rank] = 100 + rank
+    rig.monitor.poll()
+    assert not rig.monitor.is_over(255)
+    assert rig.monitor.evidence.runner_code is None
+    rig.connections[1].ranks[1] = 0
+    rig.monitor.is_over(255)
+    assert rig.monitor.evidence.runner_code == 255
+
+
+def test_an_agent_that_ended_the_ranks_by_itself(rig: Rig) -> None:
+    """A rank that it asked to save and exit says `interrupted`, as after any SIGUSR1."""
+    rig.run_dir.ranks.mkdir()
+    now = time.time()
+    rig.connections[1].ranks_ended = {"time": now - 20, "silent_s": 301.0, "signal": ""}
+    for rank in (0, 1):
+        status = {"rank": rank, "state": "interrupted", "time": now - 15}
+        write_json(rig.run_dir.rank_status(rank), status)
+    assert not rig.over()
+    assert rig.monitor.failed_at is not None
+    rig.monitor.failed_at -= watch_module.ALL_REPORTED_S + watch_module.PROBE_S
+    assert rig.over()
+    rig.monitor.read_logs()
+    outcome = classify(rig.monitor.evidence, rig.monitor.plan)
+    assert (outcome.kind, outcome.host, outcome.rank) == ("orphaned", "node-b", None)
+    assert "heard nothing of the supervisor for 301 s" in outcome.cause
 
 
 def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:

@@ -5,8 +5,11 @@ nor a shared file system. It exchanges JSON lines with the supervisor over stdin
 finds the processes of its run by ``LLMX_RUN_TOKEN`` in their environment, never by a pattern that
 another run might match.
 
-It ends the run on its host on request, when its stdin closes (the supervisor exited, for whatever
-reason), and when no message arrives for ``silence_s`` (the supervisor's host or network failed).
+It ends the run on its host on request and when the supervisor exits, for whatever reason: its stdin
+closes, on another host after a ``bye``. Where the connection is silent or breaks without that (the
+supervisor is suspended, or its host or network failed), the agent keeps the ranks for
+``orphan_timeout_s``: a supervisor that comes back meanwhile takes them over with a new agent, which
+ends this one. After that time the ranks are orphaned: they save a checkpoint and are ended.
 
     echo '{"cmd": "handshake", "id": 1, "token": "20300101"}' | python llmx/launch/agents/agent.py
 """
@@ -48,6 +51,7 @@ ORPHAN_GRACE_S = 15.0  # for the ranks to save a checkpoint after the supervisor
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
 MIN_TOKEN = 7  # a process with the token among its arguments belongs to the run, and will be ended
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
+RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PROBES = 64  # connections of this host that are tried at once
@@ -55,7 +59,7 @@ PORTS = range(20000, 32700)  # below the kernel's ports for outgoing connections
 
 
 class SupervisorUnreachable(Exception):
-    """Output is not read any more: the network failed, or the supervisor is suspended."""
+    """The ranks are orphaned: for too long the supervisor reads nothing and sends nothing."""
 
 
 class Process:
@@ -206,7 +210,7 @@ class Agent:
         self.token = ""
         self.run_dir = ""
         self.table: ProcessTable | None = None
-        self.silence_s = 0.0
+        self.orphan_timeout_s = 0.0  # 0: the pipes are the supervisor's own
         self.grace_s = 10.0
         self.cancel: list[list[str]] = []
         self.cancel_force: list[list[str]] = []
@@ -215,7 +219,7 @@ class Agent:
         self.reserved: socket.socket | None = None
         self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
-        self.session = ""
+        self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
         self.offsets: dict[str, int] = {}
@@ -226,9 +230,10 @@ class Agent:
         self.wake, self.lock = threading.Event(), threading.Lock()
         self.last_message_at = time.monotonic()
         self.closed_at: float | None = None
+        self.received = ""  # a signal from outside
 
     def serve(self) -> None:
-        """Until stdin closes, or no message arrives for ``silence_s``."""
+        """Until the supervisor exits, or has been unreachable for ``orphan_timeout_s``."""
         for number in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -246,33 +251,64 @@ class Agent:
                 if now - polled_at > SUSPENDED_S:
                     self.last_message_at = now  # this process was suspended
                 polled_at = now
-                if closed or (self.silence_s and now - self.last_message_at > self.silence_s):
+                if closed:
                     break
-                if self.watching and now - last_scan >= SCAN_S:
+                if self.patience_s() == 0:
+                    raise SupervisorUnreachable
+                if self.watching and self.output and now - last_scan >= SCAN_S:
                     last_scan = now
                     self.poll()
-        except (KeyboardInterrupt, OSError, SupervisorUnreachable):
-            pass  # the connection is broken: the supervisor is unreachable
+        except (SupervisorUnreachable, KeyboardInterrupt):
+            self.report_end()
         self.output = False
         if not self.stopped:
             # The run can be resumed later, so the ranks save a checkpoint.
             self.shut_down(min(self.grace_s, ORPHAN_GRACE_S), save=True)
 
+    def patience_s(self) -> float | None:
+        """How much longer the supervisor may be unreachable; None where its end shows by itself."""
+        if not self.orphan_timeout_s:
+            return None
+        return max(0.0, self.last_message_at + self.orphan_timeout_s - time.monotonic())
+
+    def report_end(self) -> None:
+        """Tell the supervisor, which may come back and read it, and write it down for the agent of
+        one that cannot be reached now."""
+        report = {
+            "event": "ranks_ended",
+            "time": time.time(),
+            "silent_s": time.monotonic() - self.last_message_at,
+            "signal": self.received,
+        }
+        if self.watching and not self.stopped:
+            with (
+                contextlib.suppress(OSError),
+                open(os.path.join(self.run_dir, RANKS_ENDED), "w", encoding="utf-8") as file,
+            ):
+                json.dump(report, file)
+            with contextlib.suppress(SupervisorUnreachable):
+                self.send(report)
+
     def listen(self) -> None:
         """Receive commands, and reply to pings at once: a slow disk, which delays everything else
         here, must not make this a lost host."""
-        pending = b""
+        pending, ended = b"", False
         with contextlib.suppress(OSError, ValueError, KeyError, SupervisorUnreachable):
-            while data := os.read(0, CHUNK):
+            while not ended and (data := os.read(0, CHUNK)):
                 self.last_message_at = time.monotonic()
                 *lines, pending = (pending + data).split(b"\n")
                 for message in [json.loads(line) for line in lines if line.strip()]:
                     if message["cmd"] == "ping":
                         self.execute(message)
+                    elif message["cmd"] == "bye":
+                        ended = True
                     else:
                         self.backlog.append(message)
                 self.wake.set()
-        self.closed_at = time.monotonic()
+        if ended or not self.orphan_timeout_s:
+            self.closed_at = time.monotonic()
+        else:
+            self.output = False  # the connection broke; a supervisor may come back with another one
         self.wake.set()
 
     def grace_ended(self) -> bool:
@@ -294,12 +330,14 @@ class Agent:
         self.token = message["token"]
         self.table = ProcessTable(self.token)
         self.run_dir = message.get("run_dir", "")
-        self.silence_s = message.get("silence_s", 0.0)
+        self.orphan_timeout_s = message.get("orphan_timeout_s", 0.0)
         self.grace_s = message.get("grace_s", 10.0)
         self.cancel = message.get("cancel", [])
         self.cancel_force = message.get("cancel_force", [])
         self.signals = message.get("signals", {})
-        self.session = message.get("session", "")
+        self.session, self.place = message.get("session", ""), message.get("place", "")
+        if message.get("take_over"):
+            self._kill_agents(f"{self.token}-{self.session}-{self.place}-")
         self._register()
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
@@ -315,6 +353,7 @@ class Agent:
                 for path in os.environ.get("PATH", "/usr/bin:/bin").split(":")
             ),
             "oom_kills": _oom_kills(),
+            "ranks_ended": json.loads(_bytes(os.path.join(self.run_dir, RANKS_ENDED)) or b"null"),
         }
 
     def do_ping(self, message: Message) -> Message:
@@ -433,18 +472,24 @@ class Agent:
         return {}
 
     def do_watch(self, message: Message) -> Message:
-        """Begin to report ranks, and (on a private disk) to stream the files that they write."""
+        """Begin to report ranks, and (on a private disk) to stream the files that they write.
+
+        ``offsets``, ``ranks``: what the supervisor has received already, where this agent takes
+        over from another one."""
         self.streaming = message.get("stream", False)
         self.port = message.get("port", self.port)
-        if self.streaming:
-            for name in ("ranks/rank-*.json", "ranks/.rank-*.tmp"):
+        if "offsets" in message:
+            self.offsets = dict(message["offsets"])
+            self.ranks = {int(rank): pid for rank, pid in message["ranks"].items()}
+        elif self.streaming:
+            for name in ("ranks/rank-*.json", "ranks/.rank-*.tmp", RANKS_ENDED):
                 for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
                     os.unlink(path)  # of an earlier attempt
             for path in self._matches(STREAMED):
                 status = os.stat(os.path.join(self.run_dir, path))
                 self.offsets[path], self.inodes[path] = status.st_size, status.st_ino
         self.watching = True
-        return {}
+        return {"offsets": self.offsets}
 
     def do_flush(self, message: Message) -> Message:
         self.poll()
@@ -455,27 +500,28 @@ class Agent:
         moment ago, and its ranks may be saving a checkpoint: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        self._kill_earlier_agents()
+        self._kill_agents(f"{self.token}-", keep=f"{self.token}-{self.session}-")
         counts = terminate_processes(self.table, message["grace_s"], first_signal=signal.SIGUSR1)
         # Also where nothing was found: a Slurm job continues when the host of its srun fails.
         _run_all(self.cancel_force)
         return counts
 
     def _register(self) -> None:
-        """Bind a name by which agents of later attempts find this process; freed when it ends."""
+        """Bind a name by which later agents find this process; freed when it ends."""
         if self.claim is None and self.session:
             self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(OSError):
-                self.claim.bind(f"\0llmx-agent-{self.token}-{self.session}-{os.getpid()}")
+                name = f"{self.token}-{self.session}-{self.place}-{os.getpid()}"
+                self.claim.bind(f"\0llmx-agent-{name}")
                 self.claim.listen(8)
 
-    def _kill_earlier_agents(self) -> None:
-        """An agent that has not yet noticed the end of its supervisor (whose host lost power or
-        network) would end the ranks of the next attempt as well."""
-        prefix = f"@llmx-agent-{self.token}-"
+    def _kill_agents(self, prefix: str, keep: str = "\n") -> None:
+        """End other agents of the run, by the beginning of their names. One that misses its
+        supervisor would end the ranks, also those of the next attempt."""
+        prefix, keep = f"@llmx-agent-{prefix}", f"@llmx-agent-{keep}"
         for line in _bytes("/proc/net/unix").decode("utf-8", "replace").splitlines():
             name = line.split(" ")[-1]
-            if not name.startswith(prefix) or name.startswith(f"{prefix}{self.session}-"):
+            if not name.startswith(prefix) or name.startswith(keep):
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
                 try:
@@ -619,21 +665,24 @@ class Agent:
         ]
 
     def send_file(self, message: Message, data: bytes) -> None:
-        self.send({**message, "data": base64.b64encode(data).decode()})
+        self.send({**message, "bytes": len(data), "data": base64.b64encode(data).decode()})
 
     def send(self, message: Message) -> None:
-        if not self.output:
-            return
+        """Write a message, unless the connection is broken."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         with self.lock:
-            while data:
-                # At most silence_s: an agent that blocks in a write could not end the run.
-                if not select.select([], [1], [], self.silence_s or None)[1]:
-                    self.silence_s = 1e-3  # the next write does not wait
+            while data and self.output:
+                # An agent that blocks in a write could not end the run.
+                if not select.select([], [1], [], self.patience_s())[1]:
+                    self.output = False  # half a line may be written
                     raise SupervisorUnreachable
-                data = data[os.write(1, data[:PIPE_BYTES]) :]
+                try:
+                    data = data[os.write(1, data[:PIPE_BYTES]) :]
+                except OSError:
+                    self.output = False
 
     def _on_signal(self, number: int, frame: object) -> None:
+        self.received = signal.Signals(number).name
         raise KeyboardInterrupt
 
 

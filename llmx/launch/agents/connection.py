@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from llmx.hardware.remote import BOOTSTRAP, framed
 from llmx.launch.ssh_config import ssh_argv
@@ -31,6 +33,9 @@ AGENT_SOURCE = AGENT.read_bytes()
 Message = dict[str, Any]
 HEARTBEAT_S = 3.0
 """Between two pings to the agent of another host."""
+RELAY = """cat; echo '{"cmd": "bye"}'"""
+"""Between this process and ssh. It tells the agent that this process has ended, however that
+happened: a connection that only breaks looks the same there otherwise."""
 CLOCK_SAMPLES = 20
 """The clock of a host is measured by the quickest of the last so many pings: it may be set."""
 
@@ -62,7 +67,15 @@ class Connection:
     """An id of the attempt, the same for all its agents."""
     lost_at: float | None = None
     last_message_at: float = 0.0
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Rank -> its process there, as the agent reported it; 0: it has exited."""
+    offsets: dict[str, int] = field(default_factory=dict)
+    """How much of each streamed file the agent has sent."""
+    ranks_ended: Message | None = None
+    """When and why the agent ended the ranks by itself."""
     _process: subprocess.Popen[bytes] | None = None
+    _relay: subprocess.Popen[bytes] | None = None
+    _heartbeats: threading.Thread | None = None
     _reader: threading.Thread | None = None
     _replies: dict[int, queue.Queue[Message]] = field(default_factory=dict)
     _ids: Iterable[int] = field(default_factory=lambda: itertools.count(1))
@@ -75,30 +88,53 @@ class Connection:
     def start(self, env: dict[str, str]) -> None:
         """Start the agent, in a session of its own: Ctrl-C in the terminal is not for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.argv,
+        relay = None
+        if self.is_remote:
+            relay = subprocess.Popen(
+                ["/bin/sh", "-c", RELAY],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                self.argv,
+                stdin=relay.stdout if relay is not None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=env,
                 start_new_session=True,
             )
-        self.last_message_at = time.monotonic()
-        self._write(framed(AGENT_SOURCE))
-        self._reader = threading.Thread(target=self._read, name=f"agent-{self.name}", daemon=True)
-        self._reader.start()
-        if self.is_remote:
-            name = f"alive-{self.name}"
-            threading.Thread(target=self._send_heartbeats, name=name, daemon=True).start()
-
-    def reconnect(self) -> Connection:
-        """A new connection to the same host, not started yet."""
-        connection = Connection(
-            self.name, self.hosts, self.argv, self.log, self.inbox, is_remote=self.is_remote
+        if relay is not None and relay.stdout is not None:
+            relay.stdout.close()  # ssh has it
+        stdin = (relay or process).stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError):  # the reader will see why
+            stdin.write(framed(AGENT_SOURCE))  # before anything that another thread sends
+            stdin.flush()
+        self._relay, self._process = relay, process
+        self.last_message_at = self.last_message_at or time.monotonic()
+        self._reader = threading.Thread(
+            target=self._read, args=(process,), name=f"agent-{self.name}", daemon=True
         )
-        connection.shared, connection.session = self.shared, self.session
-        return connection
+        self._reader.start()
+        if self.is_remote and self._heartbeats is None:
+            name = f"alive-{self.name}"
+            self._heartbeats = threading.Thread(
+                target=self._send_heartbeats, name=name, daemon=True
+            )
+            self._heartbeats.start()
+
+    def renew(self, env: dict[str, str]) -> None:
+        """Start a new agent on the same host. What the one before it has sent is received first;
+        it gets no ``bye``, so it does not end the ranks."""
+        self._kill()
+        for number in list(self._replies):
+            self._replies.pop(number).put({"error": "the connection was made anew"})
+        self.lost_at = None
+        self.start(env)
 
     def send(self, cmd: str, **values: Any) -> queue.Queue[Message]:
         """Send one command; its reply arrives in the queue that is returned."""
@@ -146,38 +182,58 @@ class Connection:
             return
         self._closing.set()
         self.lost_at = self.lost_at or time.time()  # no events from now on
-        assert self._process.stdin is not None
+        stdin = self._stdin()
+        assert stdin is not None
         with contextlib.suppress(OSError):  # it may have exited already
-            self._process.stdin.close()
-        try:
+            stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
+
+    def abort(self) -> None:
+        """Break the connection, so that nothing waits for it; the agent keeps the ranks."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _kill(self) -> None:
+        """End ssh, then its relay: that one must not say ``bye`` for it."""
+        assert self._process is not None
+        for process in (self._process, self._relay):
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
         if self._reader is not None:
             self._reader.join(timeout=1)
             if not self._reader.is_alive() and self._process.stdout is not None:
                 self._process.stdout.close()
 
+    def _stdin(self) -> IO[bytes] | None:
+        process = self._relay or self._process
+        return process.stdin if process is not None else None
+
     def _send_heartbeats(self) -> None:
         """An agent without messages ends the run, so they must not depend on the main thread, which
         may copy files for an hour, or be blocked by a terminal that Ctrl-S stopped."""
-        while not self._closing.wait(HEARTBEAT_S) and self.lost_at is None:
+        while not self._closing.wait(HEARTBEAT_S):
             self.ping()
 
     def _write(self, data: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        stdin = self._stdin()
+        assert stdin is not None
         try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            stdin.write(data)
+            stdin.flush()
         except (OSError, ValueError):
             self._mark_lost()
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
             try:
                 message = json.loads(line)
             except ValueError:
@@ -185,6 +241,7 @@ class Connection:
             if not isinstance(message, dict):
                 continue  # a login banner; "42" and "null" are JSON, too
             self.last_message_at = time.monotonic()
+            self._remember(message)
             if message.get("event") == "ping":
                 self._measure_clock(message)
                 self._replies.pop(message.get("id", 0), None)
@@ -192,7 +249,24 @@ class Connection:
                 self._replies.pop(message["id"]).put(message)
             else:
                 self.inbox.put((self, message))
-        self._mark_lost()
+        if process is self._process:
+            self._mark_lost()
+
+    def _remember(self, message: Message) -> None:
+        """What an agent that takes over has to know."""
+        match message.get("event"):
+            case "rank_start":
+                self.ranks[message["rank"]] = message["pid"]
+            case "rank_exit":
+                self.ranks[message["rank"]] = 0
+            case "watch":
+                self.offsets = dict(message.get("offsets", {}))
+            case "append":
+                self.offsets[message["path"]] = message["offset"] + message["bytes"]
+            case "replace":
+                self.offsets[message["path"]] = message["bytes"]
+            case "ranks_ended":
+                self.ranks_ended = message
 
     def _measure_clock(self, message: Message) -> None:
         """Take the clock difference of the quickest recent ping."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmx.config.schema import LaunchConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.failures.diagnose import Failure, diagnose
 from llmx.hardware.compare import (
@@ -126,6 +127,7 @@ def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> M
     message: Message = {
         "token": spec.token,
         "session": connection.session,
+        "place": str(connection.hosts[0]) if connection.hosts else "",
         "run_dir": str(spec.run_dir.root),
         "nonce": nonce,
         "grace_s": launch.stop_grace_s,
@@ -133,8 +135,7 @@ def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> M
     }
     if connection.is_remote:
         return message | {
-            # Longer than a short network failure; an exited supervisor closes the connection.
-            "silence_s": max(15.0, launch.heartbeat_timeout_s / 2),
+            "orphan_timeout_s": _orphan_timeout_s(launch),
             "python": spec.python,
             "modules": list(MODULES) if spec.code_root else [*MODULES, "llmx"],
         }
@@ -144,6 +145,36 @@ def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> M
         "cancel_force": transport.cancel(spec, force=True),
         "signals": {name: transport.signal(spec, name) for name in ("USR1", "USR2")},
     }
+
+
+def _orphan_timeout_s(launch: LaunchConfig) -> float:
+    """How long an agent keeps the ranks without a supervisor. An elastic run goes on without a lost
+    host, whose ranks must have ended by then."""
+    if not launch.elastic:
+        return launch.orphan_timeout_s
+    return min(launch.orphan_timeout_s, max(15.0, launch.heartbeat_timeout_s / 2))
+
+
+def take_over(spec: LaunchSpec, connection: Connection) -> None:
+    """Connect anew to a host whose connection broke or is silent. The ranks there go on: a new
+    agent ends the one before it, and reports what the supervisor has not received yet.
+
+    AgentError where the host does not answer. Where the ranks were ended,
+    ``connection.ranks_ended`` says why.
+    """
+    connection.renew(tool_env())
+    reply = connection.request(
+        "handshake", timeout_s=20, take_over=True, **handshake_message(spec, connection, "")
+    )
+    connection.ranks_ended = reply.get("ranks_ended")
+    connection.request(
+        "watch",
+        timeout_s=20,
+        stream=not connection.shared,
+        port=spec.port,
+        ranks=connection.ranks,
+        offsets=connection.offsets,
+    )
 
 
 def _unreachable(connection: Connection, stderr: str) -> str:

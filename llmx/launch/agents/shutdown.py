@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 
 from llmx.errors import LlmxError
 from llmx.launch.agents.connection import AgentError, Connection, Message
-from llmx.launch.agents.preflight import handshake_message
-from llmx.launch.environment import tool_env
+from llmx.launch.agents.preflight import take_over
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.sync import pull
@@ -28,27 +27,23 @@ def shut_down(
     requests: Callable[[], int],
     grace_s: float,
     save: bool = False,
-) -> list[Connection]:
+) -> None:
     """Have every agent end the run on its host; wait until each reports that nothing is left.
 
     ``lost``: hosts that do not respond, whose own agents end the run there; ``requests``: how
     often the user asked for the shutdown, the second of which ends the grace at once; ``save``: the
     ranks may save a checkpoint within the grace, else they exit at once.
 
-    Returns the connections; one that was lost is replaced where the host answers again.
+    A connection that was lost is made anew where the host answers again.
     """
     for connection in connections:
         if connection.name in lost:
             connection.send("stop", grace_s=0)  # in case that it still arrives
             connection.lost_at = connection.lost_at or time.time()
             log.debug(f"{connection.name}: lost; its own agent ends the run there")
-    if launched:
-        connections = [
-            connection
-            if connection.lost_at is None or connection.name in lost
-            else _reconnect(spec, connection, log)
-            for connection in connections
-        ]
+    for connection in connections:
+        if launched and connection.lost_at is not None and connection.name not in lost:
+            _reconnect(spec, connection, log)
     alive = [connection for connection in connections if connection.lost_at is None]
     pending = [(agent, agent.send("stop", grace_s=grace_s, save=save)) for agent in alive]
     # The first request started the shutdown; a second one may have arrived before it began.
@@ -71,7 +66,6 @@ def shut_down(
             else:
                 _log_counts(spec, connection, counts, log)
             break
-    return connections
 
 
 def pull_outputs(spec: LaunchSpec, connections: list[Connection], log: RunLog) -> None:
@@ -102,18 +96,14 @@ def _log_counts(spec: LaunchSpec, connection: Connection, counts: Message, log: 
         )
 
 
-def _reconnect(spec: LaunchSpec, connection: Connection, log: RunLog) -> Connection:
-    """A new agent on the host of a lost connection; the lost one where the host does not answer."""
-    new = connection.reconnect()
-    new.start(tool_env())
+def _reconnect(spec: LaunchSpec, connection: Connection, log: RunLog) -> None:
+    """A new agent on the host of a lost connection, where the host answers again."""
     try:
-        new.host_info = new.request("handshake", timeout_s=15, **handshake_message(spec, new, ""))
-        new.request("watch", timeout_s=15, stream=False, port=spec.port)
+        take_over(spec, connection)
     except AgentError as error:
-        new.close(timeout_s=0)
+        connection.lost_at = connection.lost_at or time.time()
         log.warning(
             f"{connection.name}: cannot be reached any more ({error}); its own agent ends the run "
-            "there as soon as it misses the supervisor"
+            f"there {spec.exp.launch.orphan_timeout_s:.0f} s after it heard the supervisor last "
+            "(launch.orphan_timeout_s)"
         )
-        return connection
-    return new

@@ -101,7 +101,11 @@ class Attempt:
             self._monitor_ranks()
             return self._finish()
         except Interrupted:
-            return Outcome("interrupted", f"stopped by {self.shutdown.source} before the start")
+            return Outcome(
+                "interrupted",
+                f"stopped by {self.shutdown.source} before the start",
+                stopped_by=self.shutdown.kind,
+            )
         except LlmxError as error:
             return launch_failure(error)
         except OSError as error:
@@ -181,6 +185,7 @@ class Attempt:
                     return
         monitor.evidence.interrupted_at = self.shutdown.time
         monitor.evidence.interrupted_by = self.shutdown.source
+        monitor.evidence.sender = self.shutdown.kind
         self.log.info(
             f"{self.shutdown.source}: ranks save a checkpoint and exit within "
             f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
@@ -204,6 +209,8 @@ class Attempt:
         """End the ranks on every host, pull their outputs, end the agents."""
         spec, log, monitor = self.spec, self.log, self.monitor
         lost = set(monitor.evidence.lost_hosts) if monitor else set()
+        if monitor is not None:
+            monitor.end_renewals()
         for connection in self.connections:
             if connection.name in lost:  # so that nothing waits for its replies
                 connection.lost_at = connection.lost_at or time.time()
@@ -211,7 +218,7 @@ class Attempt:
         if checkpoints is not None:
             checkpoints.stop()
         connections, self.connections = self.connections, []
-        connections = shut_down(
+        shut_down(
             spec,
             connections,
             log,

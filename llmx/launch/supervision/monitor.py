@@ -1,7 +1,8 @@
 """Monitors the ranks of an attempt: what they write, what the agents report, and when it is over.
 
 It detects a rank that failed or exited without an error message, a host that stopped responding,
-ranks that never start, a launcher that exits early, a hang, and the regular end.
+ranks that never start, a launcher that exits early, a hang, and the regular end. A host whose
+connection breaks is connected anew, and its ranks are taken over.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import queue
+import threading
 import time
 
 from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
+from llmx.launch.agents.preflight import take_over
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.hang import (
@@ -24,7 +27,7 @@ from llmx.launch.supervision.hang import (
     request_stacks,
     waiting_places,
 )
-from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
+from llmx.launch.supervision.outcome import AgentEnd, Evidence, RankExit, all_finished
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
@@ -54,6 +57,43 @@ SIZES_S = 1.0
 """Between two looks at the sizes of the logs, before training."""
 PROBE_S = 15.0
 """For a host to answer a ping after a failure."""
+RENEW_S = 12.0
+"""Without a message for so long (pings go every 3 s) the connection to a host is made anew."""
+RENEW_PAUSE_S = 1.0
+"""Between two tries."""
+RANKS_END_S = 25.0
+"""For ranks that their agent ends to save and exit, and for the agent to exit."""
+
+
+class Renewal(threading.Thread):
+    """Connects to a host anew, again and again until it answers or nobody waits for it any more.
+    A thread: a host that does not answer must not keep the monitor from the others."""
+
+    def __init__(self, spec: LaunchSpec, connection: Connection, log: RunLog) -> None:
+        super().__init__(name=f"renew-{connection.name}", daemon=True)
+        self.spec, self.connection, self.log = spec, connection, log
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        name, began = self.connection.name, time.monotonic()
+        while not self._ended.is_set():
+            try:
+                take_over(self.spec, self.connection)
+            except AgentError as error:
+                self.log.debug(f"{name}: cannot be connected anew: {error}")
+                self._ended.wait(RENEW_PAUSE_S)
+            else:
+                if self.connection.ranks_ended is None:
+                    took_s = time.monotonic() - began
+                    self.log.info(f"{name}: connected again after {took_s:.0f} s; its ranks run on")
+                return
+
+    def end(self) -> None:
+        """Stop trying. Afterwards nothing but the caller uses the connection."""
+        self._ended.set()
+        while self.is_alive():
+            self.connection.abort()  # so that it waits for no reply
+            self.join(timeout=0.2)
 
 
 class RankMonitor:
@@ -94,6 +134,10 @@ class RankMonitor:
         self._started = self._polled_at = self._resumed_at = time.monotonic()
         self._exit_reported_at: dict[int, float] = {}
         """Rank -> when its exit was reported, by the monotonic clock."""
+        self._renewals: dict[str, Renewal] = {}
+        """By host; also those that are over."""
+        self._ranks_ended_at: dict[str, float] = {}
+        """By host, when it was noticed that the agent ends the ranks."""
         self._queued = False
         """A scheduler has not allocated the hosts yet."""
         self._finished_at: float | None = None
@@ -151,7 +195,7 @@ class RankMonitor:
     def is_over(self, runner_code: int | None) -> bool:
         """Whether the attempt is over: finished, failed, hung or never started."""
         now = time.monotonic()
-        if runner_code is not None:
+        if runner_code is not None and not self._all_alive():
             self.evidence.runner_code = runner_code
             return self._launcher_ended(now)
         if all_finished(self.evidence, self.plan):
@@ -225,6 +269,13 @@ class RankMonitor:
 
     def read_logs(self) -> None:
         """Read the logs that the outcome depends on, after everything is written."""
+        self.evidence.agent_ends = {
+            connection.name: AgentEnd(
+                report["time"] - connection.clock_offset_s, report["silent_s"], report["signal"]
+            )
+            for connection in self.connections
+            if (report := connection.ranks_ended) is not None
+        }
         self.evidence.launcher_log = "\n".join(self._launcher_log)
         for rank in self.plan.ranks:
             failed = self.evidence.statuses.get(rank.rank, {}).get("state") == "failed"
@@ -232,6 +283,19 @@ class RankMonitor:
                 self.evidence.rank_logs[rank.rank] = tail_text(
                     self.run_dir.rank_log(rank.rank), start=self._log_starts.get(rank.rank, 0)
                 )
+
+    def end_renewals(self) -> None:
+        """To be called before the shutdown, which connects to lost hosts itself."""
+        for renewal in self._renewals.values():
+            renewal.end()
+
+    def _all_alive(self) -> bool:
+        """Whether the agents see every rank: these outlive a launcher that was killed, or whose
+        connection broke, and need it no more."""
+        return all(
+            any(connection.ranks.get(rank.rank) for connection in self.connections)
+            for rank in self.plan.ranks
+        )
 
     def _launcher_ended(self, now: float) -> bool:
         """The launcher has exited: wait for the last messages of every host."""
@@ -263,12 +327,39 @@ class RankMonitor:
             state = self.evidence.statuses.get(rank, {}).get("state")
             if state not in FINAL_STATES and now - reported_at > self._delay_s(rank):
                 return f"rank {rank} exited without an error message"
-        limit_s = self.spec.exp.launch.heartbeat_timeout_s
-        for connection in self.connections:
-            silent = now - max(connection.last_message_at, self._resumed_at) > limit_s
-            if connection.is_remote and (silent or connection.lost_at is not None):
+        return self._find_lost_host(now)
+
+    def _find_lost_host(self, now: float) -> str:
+        """A host that lost its supervisor, or that cannot be reached for too long."""
+        remote = [connection for connection in self.connections if connection.is_remote]
+        silent_s = {
+            connection.name: now - max(connection.last_message_at, self._resumed_at)
+            for connection in remote
+        }
+        launch = self.spec.exp.launch
+        limit_s = launch.heartbeat_timeout_s
+        if all(seconds > RENEW_S for seconds in silent_s.values()) and not any(
+            host.is_local for host in self.plan.hosts
+        ):
+            # This machine is cut off, not the hosts: their agents keep the ranks for so long.
+            limit_s = max(limit_s, launch.orphan_timeout_s)
+        for connection in remote:
+            if connection.ranks_ended is not None:
+                noticed_at = self._ranks_ended_at.setdefault(connection.name, now)
+                saving = connection.lost_at is None and any(connection.ranks.values())
+                if saving and now - noticed_at < RANKS_END_S:
+                    continue
+                return f"{connection.name}: its agent ended the ranks, without a supervisor"
+            if connection.lost_at is None and silent_s[connection.name] <= RENEW_S:
+                continue
+            if silent_s[connection.name] > limit_s:
                 self._mark_lost(connection)
                 return f"{connection.name} is lost"
+            renewal = self._renewals.get(connection.name)
+            if renewal is None or not renewal.is_alive():
+                self.log.debug(f"{connection.name}: connecting to its agent anew")
+                self._renewals[connection.name] = Renewal(self.spec, connection, self.log)
+                self._renewals[connection.name].start()
         return ""
 
     def _all_reported(self, now: float) -> bool:

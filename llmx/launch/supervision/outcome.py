@@ -31,6 +31,7 @@ from llmx.failures.diagnose import (
     signal_of_silent_death,
 )
 from llmx.launch.supervision.tail import FINAL_STATES
+from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
 from llmx.redact import redact
 
@@ -38,6 +39,14 @@ FULL_BYTES = 1 << 16
 """With less free space than this a rank cannot write its status and a traceback."""
 SILENT_DISK_FULL = "disk_full_silent"
 """The name of the diagnosis of a rank that could not write its error."""
+
+
+SENDERS = {
+    "signalled_by_scheduler": "scheduler",
+    "signalled_by_user": "user",
+    "slurm_time": "scheduler",
+}
+"""Diagnoses of ranks that were asked to exit -> who asked (``Outcome.stopped_by``)."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,18 @@ class Hang:
     """Before the first step, while ranks loaded the data and the model."""
 
 
+@dataclass(frozen=True)
+class AgentEnd:
+    """An agent ended the ranks of its host without a supervisor."""
+
+    time: float
+    """On the supervisor's clock."""
+    silent_s: float
+    """Since it heard the supervisor last."""
+    signal: str = ""
+    """That it received; empty where it heard nothing for too long."""
+
+
 @dataclass
 class Evidence:
     """The observations of the supervisor during an attempt."""
@@ -81,6 +102,8 @@ class Evidence:
     """Rank -> clock of its host minus the supervisor's."""
     lost_hosts: dict[str, float] = field(default_factory=dict)
     """Host -> time of the last message from its agent."""
+    agent_ends: dict[str, AgentEnd] = field(default_factory=dict)
+    """By host."""
     runner_code: int | None = None
     """Exit code of ``deepspeed``; None while it runs, or where the supervisor ended it."""
     launcher_log: str = ""
@@ -88,6 +111,8 @@ class Evidence:
     """Rank -> the end of its log."""
     interrupted_at: float | None = None
     interrupted_by: str = ""
+    sender: str = ""
+    """Of the request to end (``Sender.kind``)."""
     hang: Hang | None = None
     ended_at: float | None = None
     """When the supervisor began to end the attempt: later errors of ranks follow from that."""
@@ -111,6 +136,8 @@ class Outcome:
     step: int | None = None
     """The step at which training diverged, where the rank reported it."""
     lost_hosts: tuple[str, ...] = ()
+    stopped_by: str = ""
+    """Who asked for the end: ``user``, ``time_limit``, ``scheduler``; empty where nobody did."""
 
     def __post_init__(self) -> None:
         for field_name in ("cause", "fix", "traceback"):
@@ -182,6 +209,7 @@ def classify(evidence: Evidence, plan: Plan) -> Outcome:
             return Outcome(
                 "interrupted",
                 f"stopped by {evidence.interrupted_by or 'the user'}",
+                stopped_by=evidence.sender or "user",
             )
     before = [c for c in candidates if evidence.ended_at is None or c.time < evidence.ended_at]
     if evidence.hang is not None and not before:
@@ -212,6 +240,7 @@ def classify(evidence: Evidence, plan: Plan) -> Outcome:
             name=diagnosis.name,
             step=int(step) if isinstance(step, int) else None,
             lost_hosts=tuple(evidence.lost_hosts),
+            stopped_by=SENDERS.get(diagnosis.name, ""),
         )
     return _from_launcher(evidence, plan)
 
@@ -310,21 +339,19 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                 _Candidate(rank_exit.time, diagnosis, rank.rank, host, _traceback_in(log))
             )
         elif status.get("state") == "interrupted" and evidence.interrupted_at is None:
+            by_slurm = transport_of(plan.transport).allocates
             candidates.append(
                 _Candidate(
                     float(status.get("time") or 0.0) - offset,
-                    Diagnosis(
-                        "interrupted",
-                        f"rank {rank.rank} on {host} received SIGTERM or SIGUSR1 from outside "
-                        "llmx: a time limit of the job, a preemption, or a user",
-                        "under Slurm, request more time, e.g. launch.slurm.time_limit=24:00:00",
-                        # The launcher sends it to the other ranks of a host after a failure.
-                        consequence=True,
-                    ),
+                    _signalled(rank.rank, host, by_slurm=by_slurm),
                     rank.rank,
                     host,
                 )
             )
+    candidates += [
+        _Candidate(report.time, _ended_by_agent(name, report), None, name)
+        for name, report in evidence.agent_ends.items()
+    ]
     for name, time in evidence.lost_hosts.items():
         diagnosis = Diagnosis(
             "host_lost",
@@ -334,6 +361,37 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
         )
         candidates.append(_Candidate(time, diagnosis, None, name))
     return candidates
+
+
+def _signalled(rank: int, host: str, *, by_slurm: bool) -> Diagnosis:
+    """A rank that received a signal which neither the supervisor nor an agent sent."""
+    received = f"rank {rank} on {host} received SIGTERM or SIGUSR1 from outside llmx: "
+    if by_slurm:
+        cause = "the time limit of its Slurm job, a preemption, or scancel"
+        fix = "request more time, e.g. launch.slurm.time_limit=24:00:00"
+        name = "signalled_by_scheduler"
+    else:
+        cause, fix, name = f"a user or a program on {host}", "", "signalled_by_user"
+    # The launcher sends it to the other ranks of a host after a failure.
+    return Diagnosis("interrupted", received + cause, fix, name, consequence=True)
+
+
+def _ended_by_agent(name: str, report: AgentEnd) -> Diagnosis:
+    if report.signal:
+        return Diagnosis(
+            "host_lost",
+            f"the agent on {name} received {report.signal} and ended its ranks: the host shuts "
+            "down, or somebody ended its processes",
+            f"check that {name} is up: ssh -F RUN_DIR/ssh_config {name} uptime",
+        )
+    return Diagnosis(
+        "orphaned",
+        f"the agent on {name} ended its ranks, because it heard nothing of the supervisor for "
+        f"{report.silent_s:.0f} s (launch.orphan_timeout_s): the supervisor or its machine was "
+        "suspended, or its network was down",
+        "start the supervisor on a machine that stays up and connected, or raise "
+        "launch.orphan_timeout_s",
+    )
 
 
 def _never_started(evidence: Evidence, plan: Plan) -> Outcome:
@@ -377,7 +435,14 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Outcome:
         cause += f": {last}" if last else ""
     host = None if rank is None else plan.hosts[plan.ranks[rank].host].name
     return Outcome(
-        diagnosis.outcome, cause, diagnosis.fix, rank, host, _traceback_in(log), diagnosis.name
+        diagnosis.outcome,
+        cause,
+        diagnosis.fix,
+        rank,
+        host,
+        _traceback_in(log),
+        name=diagnosis.name,
+        stopped_by=SENDERS.get(diagnosis.name, ""),
     )
 
 
@@ -417,6 +482,8 @@ class Result:
     """Of an interrupted run: ``fix`` without the command that resumes it."""
     failure: str = ""
     """The name of the known failure (``docs/failures.md``); empty where none matches."""
+    stopped_by: str = ""
+    """Who asked an interrupted run to end: ``user``, ``time_limit`` or ``scheduler``."""
     failed_rank: int | None = None
     host: str | None = None
     log: str | None = None

@@ -19,12 +19,13 @@ _REASONS = {
     "crash": "it crashed",
     "comm": "the ranks lost their connections",
     "host_lost": "a host was lost",
+    "orphaned": "the ranks had no supervisor",
     "hang": "it hung",
     "disk_full": "a disk was full",
     "oom": "a host ran out of memory",
     "nan": "training diverged",
 }
-_EXTERNAL = frozenset({"comm", "host_lost", "disk_full"})
+_EXTERNAL = frozenset({"comm", "host_lost", "orphaned", "disk_full"})
 """Not caused by the run itself: may happen at the same step twice by chance."""
 _KILLED = frozenset({"killed", "kernel_oom"})
 """Known failures of a process that was killed from outside."""

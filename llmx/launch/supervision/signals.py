@@ -6,19 +6,59 @@ The first request lets the ranks save a checkpoint, a second one ends them at on
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from llmx.text import clock
+
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "hang-up"}
+BEFORE_LIMIT_S = 900.0
+"""Slurm signals a job at most so long before its time limit (``--signal``); earlier, it is a
+preemption or scancel."""
 
 
 class Interrupted(Exception):
     """The shutdown was requested before anything was started."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who asked the run to end."""
+
+    kind: str
+    """``user`` (the terminal, kill, ``stop``), ``time_limit``, or ``scheduler`` (a preemption, or
+    scancel)."""
+    words: str
+
+
+def sender_of(number: int, environ: Mapping[str, str], *, now: float) -> Sender:
+    """The sender of a signal, by the job that the supervisor runs in: schedulers send SIGTERM and
+    SIGUSR1. ``now``: seconds since the epoch."""
+    name = signal.Signals(number)
+    job = environ.get("SLURM_JOB_ID")
+    if name in _NAMES or not job:
+        return Sender("user", _NAMES.get(name, name.name))
+    end = environ.get("SLURM_JOB_END_TIME", "")  # seconds since the epoch
+    if not end.isdecimal():
+        words = f"{name.name} of Slurm job {job} (its time limit, a preemption or scancel)"
+        return Sender("scheduler", words)
+    left_s = int(end) - now
+    if left_s <= BEFORE_LIMIT_S:
+        words = (
+            f"{name.name} before the time limit of Slurm job {job}, {clock(max(0, left_s))} left"
+        )
+        return Sender("time_limit", words)
+    words = (
+        f"{name.name} of Slurm job {job} (preempted or cancelled, {clock(left_s)} before its limit)"
+    )
+    return Sender("scheduler", words)
 
 
 class ShutdownRequest:
@@ -28,6 +68,8 @@ class ShutdownRequest:
         self.count = 0
         self.source = ""
         """The first signal, as the user knows it: ``Ctrl-C``, ``SIGTERM``."""
+        self.kind = ""
+        """Of its sender (``Sender.kind``)."""
         self.time: float | None = None
         """Seconds since the epoch, of the first request."""
         self.event = threading.Event()
@@ -40,7 +82,9 @@ class ShutdownRequest:
         """Handle the signals in this block. Ctrl-Z is refused."""
 
         def refuse(number: int, frame: FrameType | None) -> None:
-            notify("Ctrl-Z is refused: a suspended supervisor would end the run; use tmux or nohup")
+            notify(
+                "Ctrl-Z is refused: a suspended supervisor would end the run; use launch.detach=true"
+            )
 
         saved: dict[signal.Signals, Any] = {}
         try:
@@ -57,16 +101,16 @@ class ShutdownRequest:
             for number, handler in saved.items():
                 signal.signal(number, handler)
 
-    def request(self, source: str) -> None:
+    def request(self, source: str, kind: str = "user") -> None:
         """Record a request for the shutdown; ``source`` is shown for the first one."""
         self.count += 1
-        self.source = self.source or source
+        self.source, self.kind = self.source or source, self.kind or kind
         self.time = self.time or time.time()
         self.event.set()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number)
-        self.request(_NAMES.get(name, name.name))
+        sender = sender_of(number, os.environ, now=time.time())
+        self.request(sender.words, sender.kind)
         if self.raises:
             self.raises = False
             raise Interrupted

@@ -199,6 +199,7 @@ class Supervisor:
             "interrupted",
             f"stopped by {self.shutdown.source} while waiting to restart",
             self._how_to_resume(),
+            stopped_by=self.shutdown.kind,
         )
 
     def _final_outcome(self, outcome: Outcome, decision: Decision) -> Outcome:
@@ -228,6 +229,7 @@ class Supervisor:
         result = self.result
         result.outcome, result.cause = outcome.kind, outcome.cause
         result.failure = outcome.name
+        result.stopped_by = outcome.stopped_by
         # Commands that are printed can be pasted.
         result.fix = outcome.fix.replace("RUN_DIR", shlex.quote(str(self.run_dir.root)))
         result.failed_rank, result.host = outcome.rank, outcome.host

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from llmx.launch.agents.agent import RANKS_ENDED
 from llmx.run.rundir import RunDir, replacing
 
 _STREAMED = re.compile(
@@ -65,7 +66,8 @@ class StatusReader:
     def clear(self) -> None:
         """Remove the statuses of an earlier attempt."""
         # Temporary files are of ranks that were killed during a write.
-        for path in [*self._paths.values(), *self._run_dir.ranks.glob(".rank-*.tmp")]:
+        others = [*self._run_dir.ranks.glob(".rank-*.tmp"), self._run_dir.root / RANKS_ENDED]
+        for path in [*self._paths.values(), *others]:
             path.unlink(missing_ok=True)
 
     def read(self) -> dict[int, dict[str, Any]]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.remote import BOOTSTRAP, framed, program_of
@@ -24,6 +25,8 @@ from llmx.observe.status.view import Facts
 from llmx.run import tail
 
 CONNECT_TIMEOUT_S = 10
+SSH_FAILED = 255
+"""The exit code of ssh where it is its own."""
 SILENT_S = 20.0
 """Without a word for so long (facts come every few seconds) a connection is given up."""
 
@@ -53,14 +56,14 @@ def parse_location(word: str, *, ssh_config: str | None = None) -> RunLocation:
 
 def fetch_facts(location: RunLocation, *, limit: int) -> Facts:
     """The facts once; LaunchError with ssh's own words where there are none."""
-    process = _start(location, limit=limit, every_s=0.0)
+    process = _start(location, (tail, observer), [location.path, str(limit), "0"])
     out, err = process.communicate()
     return _facts(location, out.splitlines()[-1] if out.strip() else b"", err)
 
 
 def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
     """The facts every so often, until the connection breaks: then LaunchError."""
-    process = _start(location, limit=1, every_s=every_s)
+    process = _start(location, (tail, observer), [location.path, "1", str(every_s)])
     lines: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
@@ -93,8 +96,30 @@ def stream_facts(location: RunLocation, *, every_s: float) -> Iterator[Facts]:
                 stream.close()
 
 
-def _start(location: RunLocation, *, limit: int, every_s: float) -> subprocess.Popen[bytes]:
-    arguments = shlex.join([location.path, str(limit), str(every_s)])
+def run_there(location: RunLocation, module: ModuleType, words: list[str]) -> int:
+    """Run ``main(words)`` of a module there, with its output on this terminal; its exit code, or
+    that of LaunchError where ssh has said why there is no connection."""
+    process = _start(location, (module,), words, output=None)
+    try:
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    return LaunchError.exit_code if code == SSH_FAILED else code
+
+
+def _start(
+    location: RunLocation,
+    modules: tuple[ModuleType, ...],
+    words: list[str],
+    *,
+    output: int | None = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start ``main(words)`` of the last module there. ``output``: where stdout and stderr go."""
+    arguments = shlex.join(words)
     script = (
         f"for p in python3 python; do command -v $p >/dev/null 2>&1 && "
         f"exec $p -I -S -u -c {shlex.quote(BOOTSTRAP)} {arguments}; done; "
@@ -104,14 +129,13 @@ def _start(location: RunLocation, *, limit: int, every_s: float) -> subprocess.P
     argv += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=5"]
     argv += ["-o", "ServerAliveCountMax=3", "-T", location.host]
     argv += [shlex.join(["/bin/sh", "-c", script])]
-    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=output, stderr=output)
     except FileNotFoundError:
         raise LaunchError("ssh is not installed here; install openssh-client.") from None
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # ssh ended, and has said why
-        process.stdin.write(framed(program_of((tail, observer))))
+        process.stdin.write(framed(program_of(modules)))
         process.stdin.flush()
     # The far program ends when its stdin does: so it is kept open.
     return process
