@@ -82,9 +82,7 @@ class ShutdownRequest:
         """Handle the signals in this block. Ctrl-Z is refused."""
 
         def refuse(number: int, frame: FrameType | None) -> None:
-            notify(
-                "Ctrl-Z is refused: a suspended supervisor would end the run; use launch.detach=true"
-            )
+            notify("Ctrl-Z is refused: a suspended supervisor ends the run; use launch.detach=true")
 
         saved: dict[signal.Signals, Any] = {}
         try:
