@@ -794,6 +794,8 @@ class LaunchConfig:
     detach: bool = False
     """Start the supervisor in a session of its own and give the terminal back at once. ``attach``
     shows its console, ``stop`` ends the run with a checkpoint."""
+    allow_busy: bool = False
+    """Start although another run of llmx trains on the same hosts (on the same GPUs)."""
     elastic: bool = False
     """When a host is lost, continue on the remaining hosts, at the same global batch."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

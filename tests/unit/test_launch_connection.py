@@ -30,7 +30,7 @@ from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AGENT, Connection
 from llmx.launch.agents.mesh import Node
-from llmx.launch.agents.preflight import check_environments, check_network, take_over
+from llmx.launch.agents.preflight import check_busy, check_environments, check_network, take_over
 from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.files import make_spec
 from llmx.launch.supervision.console import Console, RunLog
@@ -241,6 +241,43 @@ def test_a_supervisor_that_comes_back_too_late(tmp_path: Path) -> None:
         connection.close(timeout_s=10)
         rank.kill()
         rank.wait()
+
+
+def test_hosts_that_another_run_uses(agent: Rig, tmp_path: Path) -> None:
+    """They are named with the run and its user, unless both are trials of one sweep."""
+    sweep = tmp_path / "sweep"
+    package = sweep / "llmx"
+    package.mkdir(parents=True)
+    (package / "worker.py").write_text("import signal; print(1, flush=True); signal.pause()")
+    other_run, own_run = str(sweep / "1"), str(sweep / "0")
+    rank = subprocess.Popen(
+        [sys.executable, str(package / "worker.py"), other_run],
+        env={**os.environ, "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5"},
+        stdout=subprocess.PIPE,
+    )
+    agent.started.append(rank)
+    assert rank.stdout is not None
+    assert rank.stdout.readline()
+    agent.handshake(run_dir=own_run)
+    (busy,) = [
+        entry
+        for entry in agent.connection.request("busy", timeout_s=10)["ranks"]
+        if entry["run_dir"] == other_run
+    ]
+    assert busy["device"] == "5"
+    assert abs(busy["since"] - time.time()) < 60
+    spec = dataclasses.replace(
+        spec_of(experiment("pdsh", (1,), "cpu")), run_dir=RunDir(Path(own_run))
+    )
+    agent.connection.hosts = (0,)
+    with pytest.raises(LaunchError, match=rf"is busy with 1 rank of {other_run}, a run of \w+"):
+        check_busy(spec, [agent.connection], is_trial=False)
+    check_busy(spec, [], is_trial=False)
+    agent.handshake(run_dir=other_run)
+    mine = agent.connection.request("busy", timeout_s=10)["ranks"]
+    assert other_run not in [entry["run_dir"] for entry in mine]
+    spec.exp.launch.allow_busy = True
+    check_busy(spec, [agent.connection], is_trial=False)
 
 
 def test_a_host_that_greets_in_json(tmp_path: Path) -> None:

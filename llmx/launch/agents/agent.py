@@ -365,6 +365,27 @@ class Agent:
         # The last line: the start of an environment may print something.
         return {"facts": json.loads(_printed(argv, timeout_s=150).splitlines()[-1])}
 
+    def do_busy(self, message: Message) -> Message:
+        """The ranks of other runs on this host, of every user: a command line is public."""
+        ranks = []
+        host = _link("/proc/self/ns/uts")
+        for entry in os.listdir("/proc"):
+            argv = _bytes(f"/proc/{entry}/cmdline").decode("utf-8", "replace").split("\0")[:-1]
+            stat = _stat(int(entry)) if entry.isdigit() and _is_rank(argv) else None
+            if stat is None or stat[0] in ("Z", "X") or argv[-1] == self.run_dir:
+                continue
+            if host and _link(f"/proc/{entry}/ns/uts") not in ("", host):
+                continue
+            ranks.append(
+                {
+                    "run_dir": argv[-1],
+                    "user": _user_of(entry),
+                    "since": time.time() - _age_s(stat[2]),
+                    "device": _device_of(entry),
+                }
+            )
+        return {"ranks": ranks}
+
     def do_reserve_port(self, message: Message) -> Message:
         """A free port, reserved against other runs as long as this process lives."""
         fixed = message.get("want", 0)
@@ -728,6 +749,42 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
     except OSError:  # not there, or changed meanwhile
         return None
     return digest.hexdigest()
+
+
+def _is_rank(argv: list[str]) -> bool:
+    """Whether this is the command line of a rank of llmx; DeepSpeed's launchers have a longer
+    one."""
+    return (
+        len(argv) > 2
+        and argv[-2].endswith(("llmx.worker", "/llmx/worker.py"))
+        and os.path.basename(argv[0]).startswith("python")
+        and not any("deepspeed" in part for part in argv)
+    )
+
+
+def _user_of(pid: str) -> str:
+    import pwd  # for this answer only
+
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _device_of(pid: str) -> str | None:
+    """The GPU of a rank, as CUDA_VISIBLE_DEVICES names it; empty for a rank on the CPU, None where
+    its environment cannot be read (it is of another user)."""
+    environ = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace").split("\0")
+    values = dict(part.split("=", 1) for part in environ if "=" in part)
+    if not values:
+        return None
+    devices = [word for word in values.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    local = values.get("LOCAL_RANK", "0")
+    return devices[int(local)] if local.isdigit() and int(local) < len(devices) else ""
 
 
 def _run_all(commands: list[list[str]]) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import queue
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.sync import HostRecord, survey_request
-from llmx.launch.transports import transport_of
+from llmx.launch.transports import chosen_devices, transport_of
 from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
 
@@ -251,6 +252,42 @@ def kill_leftovers(spec: LaunchSpec, connections: list[Connection], log: RunLog)
                 "attempt cannot be killed (state D in `ps`: blocked in the kernel). Reboot that "
                 "host, or run without it."
             )
+
+
+def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: bool) -> None:
+    """LaunchError where another run trains on the hosts, or on the GPUs that this one would use.
+    ``is_trial``: the other trials of a sweep, whose directories are beside this one, are no
+    others."""
+    plan, problems = spec.plan, []
+    # Runs on the CPU of this machine alone are small, and share it.
+    if spec.exp.launch.allow_busy or not (plan.on_gpus or transport_of(plan.transport).has_agents):
+        return
+    chosen = chosen_devices(spec)
+    for connection, reply in request_all(
+        [connection for connection in connections if connection.hosts], "busy", timeout_s=30
+    ):
+        if isinstance(reply, AgentError):
+            continue  # an old agent, or no /proc
+        host = plan.hosts[connection.hosts[0]]
+        devices = {str(device) for device in chosen.get(host.name, range(host.slots))}
+        runs: dict[str, list[Message]] = {}
+        for rank in reply["ranks"]:
+            is_sibling = is_trial and Path(rank["run_dir"]).parent == spec.run_dir.root.parent
+            device = rank["device"]
+            elsewhere = device == "" or ((device or "").isdecimal() and device not in devices)
+            if is_sibling or (plan.on_gpus and elsewhere):
+                continue
+            runs.setdefault(rank["run_dir"], []).append(rank)
+        for run_dir, ranks in runs.items():
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(ranks[0]["since"]))
+            problems.append(
+                f"{host.name}: is busy with {plural(len(ranks), 'rank')} of {run_dir}, a run of "
+                f"{ranks[0]['user']}, since {since}. Wait for its end, end it where it was started "
+                f"(python -m llmx stop {run_dir}), or use other hosts. launch.allow_busy=true "
+                "starts this run beside it."
+            )
+    if problems:
+        raise LaunchError("\n".join(problems))
 
 
 def check_environments(

@@ -17,6 +17,7 @@ from llmx.failures.diagnose import DISK_FULL
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
+    check_busy,
     check_environments,
     handshake,
     kill_leftovers,
@@ -54,12 +55,14 @@ class Attempt:
         *,
         number: int,
         is_restart: bool,
+        is_trial: bool = False,
         on_start: Callable[[], None],
         step: int | None = None,
         skip_steps: Sequence[int] = (),
     ) -> None:
         self.spec, self.log, self.journal, self.shutdown = spec, log, journal, shutdown
         self.number = number
+        self.is_trial = is_trial
         self.is_restart = is_restart
         """What the first attempt has shown on the console is only logged."""
         self.on_start = on_start
@@ -136,6 +139,8 @@ class Attempt:
         self.connections = start_agents(spec, self.inbox)
         handshake(spec, self.connections)
         kill_leftovers(spec, self.connections, log)
+        if not self.is_restart:
+            check_busy(spec, self.connections, is_trial=self.is_trial)
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
         self.spec = spec = resolve_network(spec, self.connections)

@@ -147,6 +147,7 @@ class Supervisor:
             self.shutdown,
             number=self.number,
             is_restart=bool(self.history),
+            is_trial=self.is_trial,
             on_start=self._on_start,
             step=step,
             skip_steps=skip_steps,
