@@ -16,6 +16,20 @@ from tests import tracked_run
 from tests.cluster.netns import Cluster, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HOLDER = """
+import fcntl, json, os, signal, socket, sys
+os.chdir(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+lock = open("supervisor.lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": 0}))
+lock.flush()
+os.makedirs("logs", exist_ok=True)
+open("logs/console.log", "w").write("step 40\\n")
+signal.sigwait([signal.SIGTERM])
+result = {"outcome": "interrupted", "cause": "by a test", "exit_code": 130}
+open("result.json", "w").write(json.dumps(result))
+"""
 
 
 def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
@@ -76,3 +90,17 @@ def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_pat
     assert watching.wait(20) == 0, subprocess.list2cmdline(words) + out.read_text()
     assert "finished  step 40/40" in out.read_text()
     wait_until(lambda: not far.processes(), timeout_s=10, what="nothing left on node-b")
+
+    # A run that goes on there without a terminal: the holder of its lock.
+    run.result.unlink()
+    far.popen(["python3", "-c", HOLDER, str(work / "runs/one")])
+    wait_until(lambda: run.console_log.exists(), timeout_s=10, what="the holder of the lock")
+    with out.open("w") as stream:
+        words = ["attach", f"node-b:{work}/runs/one", *there]
+        attached = near.popen([*llmx, *words], env=code, stdout=stream, stderr=stream)
+    wait_until(lambda: "step 40" in out.read_text(), timeout_s=20, what="its console")
+    stopped = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code)
+    assert "interrupted: by a test" in stopped.stdout
+    assert attached.wait(20) == 130, out.read_text()
+    again = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code, check=False)
+    assert (again.returncode, "it has ended (interrupted)" in again.stderr) == (2, True)
