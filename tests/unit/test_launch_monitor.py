@@ -147,8 +147,10 @@ def test_an_agent_that_ended_the_ranks_by_itself(rig: Rig) -> None:
         write_json(rig.run_dir.rank_status(rank), status)
     assert not rig.over()
     assert rig.monitor.failed_at is not None
-    rig.monitor.failed_at -= watch_module.ALL_REPORTED_S + watch_module.PROBE_S
+    rig.monitor.failed_at -= watch_module.ALL_REPORTED_S
+    rig.connections[0].last_message_at = rig.monitor.failed_at + 1
     assert rig.over()
+    assert not rig.monitor.evidence.lost_hosts, "its agent has exited, the host is up"
     rig.monitor.read_logs()
     outcome = classify(rig.monitor.evidence, rig.monitor.plan)
     assert (outcome.kind, outcome.host, outcome.rank) == ("orphaned", "node-b", None)

@@ -377,6 +377,7 @@ class RankMonitor:
             connection
             for connection in self.connections
             if connection.is_remote
+            and connection.ranks_ended is None  # its agent has exited, the host is up
             and connection.name not in self.evidence.lost_hosts
             and connection.last_message_at < self.failed_at
         ]
