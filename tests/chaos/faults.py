@@ -75,7 +75,8 @@ def supervisor_suspended(site: Site, chance: random.Random) -> str:
 
 
 def control_cut(site: Site, chance: random.Random) -> str:
-    """The connection to the agent breaks, and nothing else: the ranks must go on."""
+    """sshd and all its sessions die, and sshd starts again: the connection to the agent breaks, and
+    nothing else, so the ranks must go on."""
     log, attempts = site.run_dir(site.near).supervisor_log, len(site.attempts())
     before = log.read_text().count("connected again")
     site.far.stop_sshd()
@@ -102,20 +103,6 @@ def ask_supervisor(site: Site) -> str:
     site.until(site.is_over, what="the end after SIGTERM", may_end=True)
     site.until_empty()
     return str(site.result().get("outcome"))
-
-
-def sshd_killed(site: Site, chance: random.Random) -> str:
-    """sshd and all its sessions die; it is started again when the run has noticed.
-
-    On the supervisor's own host there is nothing to notice: its agent needs no ssh, and ranks
-    outlive the session that started them.
-    """
-    host = chance.choice(site.cluster.hosts)
-    host.stop_sshd()
-    if host is site.far:
-        _until_noticed(site, f"the end of sshd on {host.name}")
-    host.start_sshd()
-    return host.name
 
 
 def far_host_killed(site: Site, chance: random.Random) -> str:
