@@ -35,7 +35,7 @@ test: system venv ## set up, then run every test (clusters of network namespaces
 	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos or long"
 
 test-real-data: system venv ## the tests that need real data sets (LLMX_REAL_DATA=DIR)
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m real_data
+	$(PYTEST) -n $(JOBS) --dist load --maxschedchunk 1 --durations=40 -m real_data
 
 fast: venv ## the quick tests: no DeepSpeed, no clusters, no sweeps
 	$(PYTEST) -n $(JOBS) --dist loadgroup

@@ -28,7 +28,7 @@ COMMANDS = (
     "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
     "plan_published.py",
     "plan_time.py --limit 1 --rounds 1",
-    "ram_validation.py --only 'stage 2'",
+    """ram_validation.py --only "demo's model" """,
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
 )
 ON_REAL_DATA = (
