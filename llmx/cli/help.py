@@ -134,6 +134,7 @@ ENVIRONMENT = {
         "LLMX_DEBUG": "1 shows the traceback behind an error message.",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
         "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",
+        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it (CI).",
     },
     "Set by llmx for its own processes; do not set them": {
         "LLMX_RUN_TOKEN": "The id of a run. All its processes have it in their environment, "
