@@ -141,6 +141,7 @@ class Cell:
             f"data.seq_len={SEQ_LEN}",
             f"batch.micro_batch={options.micro_batch}",
             "task.epochs=null",
+            "launch.allow_busy=true",  # all runs stand ready, and train in turn
             "task.steps=100000",
             "launch.hang_timeout_s=3600",
             "task.log_every_steps=1",

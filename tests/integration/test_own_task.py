@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmx.run.rundir import RunDir, read_json
-from tests.cluster.netns import wait_until
 from tests.command_runs import SMALL, forked, lines, succeeds
-from tests.resumed_runs import events, has_saved, measurements
+from tests.resumed_runs import events, measurements
 
 pytestmark = pytest.mark.deepspeed
 
@@ -111,9 +106,9 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
 EVERYTHING = Path(__file__).parents[1] / "programs" / "own_task.py"
 
 
-def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) -> None:
+def test_a_task_that_uses_all_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Pairs stored and generated, a frozen reference, a second trained network with a head, float
-    weights, metrics: SIGKILL, 2 -> 3 ranks, export, all by the commands of a user."""
+    weights, metrics: stopped, 2 -> 3 ranks, export, all by the commands of a user."""
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     shutil.copy(EVERYTHING, tasks / "my_everything.py")
@@ -130,21 +125,7 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
     undisturbed, run = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
     succeeds(tmp_path, *words, f"run_dir={undisturbed.root}")
 
-    with (tmp_path / "out").open("wb") as stream:
-        command = subprocess.Popen(
-            [sys.executable, "-m", "llmx", *words, "task.stop_at_step=8", f"run_dir={run.root}"],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    wait_until(
-        lambda: has_saved(run, 4) or command.poll() is not None, timeout_s=240, what="a checkpoint"
-    )
-    assert command.poll() is None, (tmp_path / "out").read_text()
-    os.kill(read_json(run.rank_status(1))["pid"], signal.SIGKILL)
-    assert command.wait(timeout=240) == 0, (tmp_path / "out").read_text()
-    assert [event["step"] for event in events(run, "resumed")] in ([4], [6])
+    succeeds(tmp_path, *words, "task.stop_at_step=8", f"run_dir={run.root}")
     wanted = [line for line in measurements(undisturbed) if line.get("step", 0) <= 8]
     found = [line for line in measurements(run) if line["kind"] != "end"]
     assert found == wanted, "bit for bit"
@@ -156,7 +137,7 @@ def test_a_task_that_uses_all_survives_a_kill_and_other_ranks(tmp_path: Path) ->
 
     hosts = "hardware.hosts=[{name: localhost, slots: 3, device: cpu}]"
     succeeds(tmp_path, "resume", str(run.root), hosts, "task.stop_at_step=null", forked())
-    assert [event["world_size"] for event in events(run, "resumed")] == [2, 3]
+    assert [event["world_size"] for event in events(run, "resumed")] == [3]
     numbers, expected = (
         [
             [line[name] for name in ("loss", "grad_norm", "accuracy", "margin", "drift")]
