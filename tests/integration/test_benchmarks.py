@@ -39,6 +39,7 @@ ON_REAL_DATA = (
     "data_wait.py --steps 5",
     "data_memory.py --size-gb 0.001 0.002",
     "book_reviews.py {data}/book_review",
+    "explain.py",
 )
 WITH_A_CLUSTER = (
     "sweep.py infeasible --steps 2 --trials 1 --micro-batches 1",

@@ -189,7 +189,7 @@ def test_the_default_batch_of_a_task_is_the_same_for_all_candidates(
     trials: Trials, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two ranks of 3 take 30 of the 32, two of 8 would take 32."""
-    make_model().save_pretrained(tmp_path / "base")
+    make_model(vocab_size=1024).save_pretrained(tmp_path / "base")
     words = [
         f"model.path={tmp_path / 'base'}",
         "model.tokenizer=demo",
