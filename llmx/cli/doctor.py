@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import queue
+import shlex
 import statistics
 import sys
 import tempfile
@@ -17,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from llmx.errors import ConfigError, LaunchError, LlmxError
+from llmx.errors import ConfigError, LaunchError, LlmxError, closest
 
 if TYPE_CHECKING:
     from llmx.compose.complete import Composed
     from llmx.launch.agents.connection import Connection
     from llmx.launch.agents.mesh import Mesh, Node
     from llmx.launch.spec import LaunchSpec
+    from llmx.plan.types import HostPlan
 
 FLAGS = ("--bandwidth", "--json")
 
@@ -63,6 +65,9 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     from llmx.run.rundir import RunDir
 
     out, began = stream or sys.stdout, time.monotonic()
+    for word in words:
+        if word.startswith("--") and word not in FLAGS and (near := closest(word, FLAGS)):
+            raise ConfigError(f"{word}: no such option. Did you mean {near}?")
     line = read_line([word for word in words if word not in FLAGS])
     if line.show or line.multirun:
         raise ConfigError("doctor: takes overrides, --config-dir, --bandwidth and --json only.")
@@ -80,13 +85,25 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
         if report.gbit_per_s:
             report.meaning = network_time(composed, min(report.gbit_per_s.values()))
         for texts in (report.errors, report.warnings):
-            texts[:] = [text.replace(directory, exp.run_dir) for text in texts]
+            texts[:] = [
+                pasteable(text.replace(directory, exp.run_dir), plan.hosts) for text in texts
+            ]
     report.seconds = time.monotonic() - began
     if "--json" in words:
         print(json.dumps(to_json(report), indent=2), file=out)
     else:
         print("\n".join(lines_of(report)), file=out)
     return LaunchError.exit_code if report.errors else 0
+
+
+def pasteable(text: str, hosts: Sequence[HostPlan]) -> str:
+    """There is no run directory whose ssh_config a command could name."""
+    for host in hosts:
+        words = ["-p", str(host.ssh_port)]
+        words += ["-i", host.identity_file] if host.identity_file else []
+        words.append(f"{host.user}@{host.address}" if host.user else host.address)
+        text = text.replace(f"-F RUN_DIR/ssh_config {host.name}", shlex.join(words))
+    return text
 
 
 def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
@@ -262,7 +279,7 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         return f"at least {human.size(sizes[name])} ({name})"
 
     facts = {
-        "ssh": dict.fromkeys(report.facts, f"{_names(report.facts)} answer"),
+        "ssh": dict.fromkeys(report.facts, f"reaches {_names(report.facts)}"),
         "Python": rows(lambda f: f["python"]),
         "torch": rows(lambda f: f["packages"]["torch"]),
         "DeepSpeed": rows(lambda f: f["packages"]["deepspeed"]),

@@ -26,7 +26,7 @@ PAGE = "docs/failures.md"
 
 
 @dataclass(frozen=True)
-class Shown:
+class LogLine:
     """A line of the log."""
 
     number: int
@@ -45,7 +45,7 @@ class Explanation:
     fix: str = ""
     llmx: str = ""
     """The keys of llmx that do it."""
-    lines: tuple[Shown, ...] = ()
+    lines: tuple[LogLine, ...] = ()
     """The lines that show it."""
     doc: str = ""
 
@@ -81,7 +81,7 @@ def _read(source: str) -> tuple[str, int]:
 def _of_match(match: Match | None, *, first_line: int) -> Explanation:
     if match is None:
         return Explanation(known=False, cause="there is no error in it")
-    lines = tuple(Shown(line.number + first_line - 1, _shown(line.text)) for line in match.lines)
+    lines = tuple(LogLine(line.number + first_line - 1, _shown(line.text)) for line in match.lines)
     row = match.row
     if row is None:
         return Explanation(known=False, cause=_shown(match.line), lines=lines)
@@ -105,7 +105,7 @@ def _of_run(run: RunDir) -> Explanation:
     return Explanation(
         bool(name) or outcome not in ("crash", "comm"), name, outcome,
         _shown(str(result.get("cause") or "")), _shown(str(result.get("fix") or "")), "",
-        tuple(Shown(0, _shown(line.text)) for line in match.lines) if match else (),
+        tuple(LogLine(0, _shown(line.text)) for line in match.lines) if match else (),
         f"{PAGE}#{name}" if name else "",
     )  # fmt: skip
 

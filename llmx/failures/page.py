@@ -48,7 +48,7 @@ def markdown() -> str:
 
 
 def _entry(row: Row) -> str:
-    messages = "\n".join(row.seen)
+    messages = "\n".join(row.messages)
     lines = [f"### {row.name}", "", "```text", messages, "```", ""]
     lines += [f"- cause ({row.outcome}): {fill(row.cause)}", f"- fix: {fill(row.fix)}"]
     if row.llmx:

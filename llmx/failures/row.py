@@ -31,7 +31,7 @@ class Row:
     """The class of the failure: an outcome of a run (``result.json``)."""
     pattern: str
     """``{group}`` in the cause and the fix is filled from the group of that name."""
-    seen: tuple[str, ...]
+    messages: tuple[str, ...]
     """Messages as they are printed, with which the tests try the row and readers search it."""
     cause: str
     fix: str

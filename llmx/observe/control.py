@@ -63,10 +63,10 @@ def main(words: list[str]) -> int:
     holder = _json(root, "supervisor.lock")
     here = socket.gethostname()
     if holder.get("host") not in (None, here):
-        other = f"USER@{holder['host']}:{root}"
+        location = f"USER@{holder['host']}:{root}"
         return _refuse(
             f"{path}: its supervisor is on {holder['host']}, and this is {here}. Use: "
-            f"python -m llmx {command} {other}"
+            f"python -m llmx {command} {location}"
         )
     if not _is_held(root) or "pid" not in holder:
         outcome = _json(root, "result.json").get("outcome")

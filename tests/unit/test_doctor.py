@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from llmx.cli.doctor import Report, by_value, lines_of, main
+from llmx.cli.doctor import Report, by_value, lines_of, main, pasteable
+from llmx.errors import ConfigError
 from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
 from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
+from llmx.plan.types import HostPlan
 
 
 def test_this_machine_as_a_table_and_as_json(
@@ -51,6 +53,18 @@ def test_errors_come_after_the_table_and_are_counted() -> None:
     assert lines[1].startswith("  connections  1 of 2 work")
     assert "  Slowest: b -> a, 9.41 Gbit/s. " in lines
     assert lines[-3:] == ["✗ no way", "! a clock", "✗ 2 hosts in 0.0 s: 1 error, 1 warning"]
+
+
+def test_a_mistyped_flag_is_named_with_the_one_that_is_meant() -> None:
+    with pytest.raises(ConfigError, match=r"--bandwith: no such option. Did you mean --bandwidth"):
+        main(["--bandwith"])
+
+
+def test_a_command_to_test_ssh_needs_no_run_directory() -> None:
+    host = HostPlan("node-x", "10.0.0.7", 2222, "ada", "/keys/id", 1, "cpu", None, False)
+    text = "node-x: closed. Test it with: ssh -F RUN_DIR/ssh_config node-x true"
+    expected = "node-x: closed. Test it with: ssh -p 2222 -i /keys/id ada@10.0.0.7 true"
+    assert pasteable(text, [host]) == expected
 
 
 def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:

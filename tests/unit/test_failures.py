@@ -43,7 +43,7 @@ def plan() -> Plan:
     return make_plan(experiment("pdsh", (2, 1)))
 
 
-MESSAGES = [(row, message) for row in ROWS for message in row.seen]
+MESSAGES = [(row, message) for row in ROWS for message in row.messages]
 
 
 @pytest.mark.parametrize(("row", "message"), MESSAGES, ids=[row.name for row, _ in MESSAGES])
@@ -108,7 +108,7 @@ def test_rows_are_typed_and_named_once() -> None:
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
     assert {row.outcome for row in ROWS} <= set(OUTCOMES)
-    assert all(row.seen for row in ROWS)
+    assert all(row.messages for row in ROWS)
 
 
 def test_keys_of_llmx_that_rows_name_exist() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -192,3 +194,21 @@ def test_only_rank_0_writes_metrics(tmp_path: Path) -> None:
     writer.write("start", total_steps=3)
     writer.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_collected_while_stacks_are_taken(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before Python 3.12 a collection within this call may wait for a lock that the call holds."""
+    collects = []
+    current_frames = sys._current_frames
+
+    def frames() -> Any:
+        collects.append(gc.isenabled())
+        return current_frames()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    status_module.write_stacks()
+    assert collects == [False]
+    assert gc.isenabled()
+    assert "test_nothing_is_collected_while_stacks_are_taken" in capfd.readouterr().err

@@ -272,7 +272,7 @@ def mesh_problems(mesh: Mesh) -> list[str]:
 def _observation(mesh: Mesh, faults: Sequence[Fault]) -> str:
     """What passed and what did not, in connections to one host that fail in the same way."""
     fault, target = faults[0], mesh.nodes[faults[0].target]
-    sources = [other.source for other in faults]
+    sources = [similar_fault.source for similar_fault in faults]
     names = ", ".join(sources[:NAMES])
     if len(sources) > NAMES:
         names += f" and {plural(len(sources) - NAMES, 'more host')}"

@@ -261,11 +261,11 @@ def _without_log(rank: int, host: str, launcher_log: str) -> Diagnosis:
     diagnosis = diagnose(Failure(log=launcher_log))
     if diagnosis.name:
         return diagnosis
-    shown = find_failure(launcher_log)
+    match = find_failure(launcher_log)
     cause = f"rank {rank} on {host} ended before it wrote a log"
     return Diagnosis(
         diagnosis.outcome,
-        f"{cause}: {shown.line}" if shown else cause,
+        f"{cause}: {match.line}" if match else cause,
         "read RUN_DIR/logs/launcher.log: what starts the rank (Python, the worker, a script of the "
         "host) failed or was ended",
     )

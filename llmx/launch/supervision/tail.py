@@ -66,8 +66,8 @@ class StatusReader:
     def clear(self) -> None:
         """Remove the statuses of an earlier attempt."""
         # Temporary files are of ranks that were killed during a write.
-        others = [*self._run_dir.ranks.glob(".rank-*.tmp"), self._run_dir.root / RANKS_ENDED]
-        for path in [*self._paths.values(), *others]:
+        leftovers = [*self._run_dir.ranks.glob(".rank-*.tmp"), self._run_dir.root / RANKS_ENDED]
+        for path in [*self._paths.values(), *leftovers]:
             path.unlink(missing_ok=True)
 
     def read(self) -> dict[int, dict[str, Any]]:
