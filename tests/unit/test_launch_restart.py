@@ -85,7 +85,7 @@ def test_before_the_first_step() -> None:
     """An error there recurs; a killed process or a lost connection does not."""
     start = dataclasses.replace(BOOM, first_step=None, last_step=None)
     assert "before the first step" in after(start).why
-    for outcome in ("comm", "host_lost"):
+    for outcome in ("comm", "host_lost", "orphaned"):
         assert after(at(start, None, kind=outcome)).action == "restart"
     assert after(at(start, None, name="killed")).action == "restart"
     # Later, when an earlier attempt has trained, it gets one more try.

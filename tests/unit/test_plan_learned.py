@@ -147,6 +147,7 @@ def test_the_most_alike_run_counts() -> None:
         an_observation(tflops=2.0, task="pretrain"),
         an_observation(tflops=3.0, precision="bf16"),
         an_observation(tflops=4.0, device="a100_80g"),
+        an_observation(tflops=4.5, quantized=True),
         an_observation(tflops=5.0, size=30.0),
         an_observation(tflops=6.0),
         an_observation(tflops=7.0, tokens=2**20),
