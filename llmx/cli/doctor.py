@@ -278,8 +278,9 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         name = min(sizes, key=lambda n: sizes[n])
         return f"at least {human.size(sizes[name])} ({name})"
 
+    verb = "answers" if len(report.facts) == 1 else "answer"
     facts = {
-        "ssh": dict.fromkeys(report.facts, f"reaches {_names(report.facts)}"),
+        "ssh": dict.fromkeys(report.facts, f"{_names(report.facts)} {verb}"),
         "Python": rows(lambda f: f["python"]),
         "torch": rows(lambda f: f["packages"]["torch"]),
         "DeepSpeed": rows(lambda f: f["packages"]["deepspeed"]),
