@@ -8,12 +8,15 @@ that loads heavy libraries.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from llmx.cli.commands import COMMANDS, Command, Runs
 from llmx.cli.hydra_app import run_hydra, run_module
 from llmx.errors import exit_code
+
+STARTS_RANKS = ("train", "resume", "reproduce", "sweep", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +48,10 @@ def _dispatch(words: list[str]) -> int:
 
     name, arguments = split_command(words, tuple(COMMANDS))
     command = COMMANDS[name]
+    if name in STARTS_RANKS:
+        from llmx.launch.external import refuse_several
+
+        refuse_several(os.environ)
     if command.runs == Runs.CONFIG:
         if not command.module:
             return run_hydra(arguments)
