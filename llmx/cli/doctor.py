@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from llmx.launch.agents.connection import Connection
     from llmx.launch.agents.mesh import Mesh, Node
     from llmx.launch.spec import LaunchSpec
-    from llmx.plan.types import HostPlan
 
 FLAGS = ("--bandwidth", "--json")
 
@@ -85,9 +84,7 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
         if report.gbit_per_s:
             report.meaning = network_time(composed, min(report.gbit_per_s.values()))
         for texts in (report.errors, report.warnings):
-            texts[:] = [
-                pasteable(text.replace(directory, exp.run_dir), plan.hosts) for text in texts
-            ]
+            texts[:] = [pasteable(text, spec).replace(directory, exp.run_dir) for text in texts]
     report.seconds = time.monotonic() - began
     if "--json" in words:
         print(json.dumps(to_json(report), indent=2), file=out)
@@ -96,13 +93,14 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     return LaunchError.exit_code if report.errors else 0
 
 
-def pasteable(text: str, hosts: Sequence[HostPlan]) -> str:
-    """There is no run directory whose ssh_config a command could name."""
-    for host in hosts:
+def pasteable(text: str, spec: LaunchSpec) -> str:
+    """A command that needs no ``ssh_config``: the run directory of the doctor is removed."""
+    for host in spec.plan.hosts:
         words = ["-p", str(host.ssh_port)]
         words += ["-i", host.identity_file] if host.identity_file else []
         words.append(f"{host.user}@{host.address}" if host.user else host.address)
-        text = text.replace(f"-F RUN_DIR/ssh_config {host.name}", shlex.join(words))
+        with_config = shlex.join(["-F", str(spec.run_dir.ssh_config), host.name])
+        text = text.replace(with_config, shlex.join(words))
     return text
 
 
@@ -152,7 +150,8 @@ def _examine_hosts(report: Report, spec: LaunchSpec, connections: list[Connectio
     from llmx.hardware.compare import compare_hosts, runs_on
     from llmx.launch.agents.preflight import check_disks, clock_offsets, survey_hosts
 
-    report.facts = survey_hosts(spec, connections, runs=True)
+    report.facts, problems = survey_hosts(spec, connections, runs=True)
+    report.errors += problems
     report.clock_offsets_s = clock_offsets(connections)
     findings = compare_hosts(spec.exp, spec.plan, report.facts, offsets_s=report.clock_offsets_s)
     report.errors += findings.errors

@@ -44,6 +44,12 @@ def run_hydra(
     argv = list(checked.words)
     directory = str(Path(line.config_dir).expanduser().absolute()) if line.config_dir else None
     if line.multirun:
+        detached = [word for word in checked.words if _detaches(word)]
+        if detached:  # each trial would be refused, in a directory of the sweep
+            raise ConfigError(
+                f"{detached[0]}: is for a single run, and a sweep waits for its trials. Leave it "
+                "out, and start the sweep in tmux or with nohup."
+            )
         # A sweep's directories are named after what differs between its jobs.
         fixed = ",".join(checked.fixed)
         argv = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", *argv, "--multirun"]
@@ -54,6 +60,11 @@ def run_hydra(
     return _compose(
         [*argv, *line.show], checked.words, command=command, own_keys=own_keys, keep=keep
     )
+
+
+def _detaches(word: str) -> bool:
+    key, _, value = word.lstrip("+~").partition("=")
+    return key == "launch.detach" and value.strip("'\"").lower() in ("true", "yes", "on", "1")
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:

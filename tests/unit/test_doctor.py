@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ from llmx.hardware.compare import runs_on
 from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
 from llmx.plan.types import HostPlan
+from llmx.run.rundir import RunDir
 
 
 def test_this_machine_as_a_table_and_as_json(
@@ -62,9 +64,12 @@ def test_a_mistyped_flag_is_named_with_the_one_that_is_meant() -> None:
 
 def test_a_command_to_test_ssh_needs_no_run_directory() -> None:
     host = HostPlan("node-x", "10.0.0.7", 2222, "ada", "/keys/id", 1, "cpu", None, False)
-    text = "node-x: closed. Test it with: ssh -F RUN_DIR/ssh_config node-x true"
+    spec = SimpleNamespace(
+        plan=SimpleNamespace(hosts=[host]), run_dir=RunDir(Path("/runs/.llmx-doctor-1"))
+    )
+    text = "node-x: closed. Test it with: ssh -F /runs/.llmx-doctor-1/ssh_config node-x true"
     expected = "node-x: closed. Test it with: ssh -p 2222 -i /keys/id ada@10.0.0.7 true"
-    assert pasteable(text, [host]) == expected
+    assert pasteable(text, spec) == expected  # type: ignore[arg-type]
 
 
 def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:

@@ -218,6 +218,15 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert "for 101 s before the first step (launch.loading_timeout_s)" in outcome.cause
 
 
+def test_loading_has_no_limit_while_a_host_is_out_of_sight() -> None:
+    loading = hang_module.LoadingWatch(100.0)
+    loading.update({0: {"state": "loading"}}, 0, now=0.0)
+    loading.pause(60.0)
+    assert loading.silent_s(150.0) == 90.0
+    assert not loading.is_stuck(150.0)
+    assert loading.is_stuck(161.0)
+
+
 def test_the_places_where_ranks_wait() -> None:
     def stack(*frames: str) -> str:
         return "\n".join(["Thread 0x1 (most recent call first):", *(f"  {f}" for f in frames), ""])

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import queue
 import secrets
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,7 +106,7 @@ def handshake(spec: LaunchSpec, connections: list[Connection]) -> None:
             message=lambda each: handshake_message(spec, each, nonce),
         ):
             if isinstance(reply, AgentError):
-                problems.append(_unreachable(connection, str(reply)))
+                problems.append(_unreachable(spec, connection, str(reply)))
                 missing.append(connection.name)
                 continue
             connection.host_info = reply
@@ -178,13 +179,14 @@ def take_over(spec: LaunchSpec, connection: Connection) -> None:
     )
 
 
-def _unreachable(connection: Connection, stderr: str) -> str:
+def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
     diagnosis = diagnose(Failure(log=stderr))
     if diagnosis.name:
         return f"{connection.name}: {diagnosis.cause}. Fix: {diagnosis.fix}."
+    test = shlex.join(["ssh", "-F", str(spec.run_dir.ssh_config), connection.name, "true"])
     return (
-        f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: ssh -F "
-        f"RUN_DIR/ssh_config {connection.name} true"
+        f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: {test}. If that "
+        "hangs, large packets may be lost on the way (MTU)."
     )
 
 
@@ -301,13 +303,16 @@ def check_environments(
     Its disk and RAM are always looked at. ``is_restart``: too little disk is a warning, since the
     supervisor waits for space by itself.
     """
-    if problems := transport_of(spec.plan.transport).host_problems(spec):
+    problems = transport_of(spec.plan.transport).host_problems(spec)
+    if problems:
         raise LaunchError("\n".join(problems))
     here = space_facts(str(spec.run_dir.root))
     space = check_disks(spec, {None: here}, is_restart=is_restart)
     if not any(connection.is_remote for connection in connections):
         return (*space, *_check_this_machine(spec, here))
-    surveys = survey_hosts(spec, connections)
+    surveys, problems = survey_hosts(spec, connections)
+    if problems:
+        raise LaunchError("\n".join(problems))
     findings = compare_hosts(spec.exp, spec.plan, surveys, offsets_s=clock_offsets(connections))
     write_json(spec.run_dir.hosts, surveys)
     if findings.errors:
@@ -331,9 +336,9 @@ def _questions(spec: LaunchSpec) -> Message:
 
 def survey_hosts(
     spec: LaunchSpec, connections: list[Connection], *, runs: bool = False
-) -> dict[str, Message]:
-    """Host -> its survey, by the agents; all hosts at once. ``runs``: list other runs there, too.
-    LaunchError where a host has none."""
+) -> tuple[dict[str, Message], list[str]]:
+    """Host -> its survey, by the agents; all hosts at once. And why others have none. ``runs``:
+    list other runs there, too."""
     used = [connection for connection in connections if connection.hosts]
     questions = {**_questions(spec), "runs": runs}
     name = survey_request(spec.python, questions)
@@ -345,17 +350,16 @@ def survey_hosts(
         arguments.append(json.dumps({**questions, "known": known_facts}))
         return {"python": spec.python, "program": survey_source(), "arguments": arguments}
 
-    surveys = {}
+    surveys, problems = {}, []
     for connection, reply in request_all(
         used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
         if isinstance(reply, AgentError):
-            raise LaunchError(
-                f"{connection.name}: {spec.python} cannot list the installed packages: {reply}"
-            ) from reply
+            problems.append(f"{connection.name}: {spec.python} cannot survey this host: {reply}")
+            continue
         surveys[connection.name] = reply["facts"]
         records[connection.name].note_survey(name, reply["facts"])
-    return surveys
+    return surveys, problems
 
 
 def clock_offsets(connections: list[Connection]) -> dict[str, float]:

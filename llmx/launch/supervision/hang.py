@@ -126,6 +126,10 @@ class LoadingWatch:
             self._states, self._log_bytes = states, log_bytes
             self._progress_at, self._notice_s = now, NOTICE_S
 
+    def pause(self, seconds: float) -> None:
+        """A host was out of sight for so long: what its ranks did meanwhile is not known yet."""
+        self._progress_at += seconds
+
     def silent_s(self, now: float) -> float | None:
         """Seconds without progress; None where no rank loads."""
         loading = BEFORE_TRAINING.intersection(self._states.values())

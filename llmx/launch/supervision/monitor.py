@@ -164,8 +164,10 @@ class RankMonitor:
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
         self.progress.update(self.evidence.statuses)
-        if time.monotonic() - self._sized_at > SIZES_S:
+        if (since_s := time.monotonic() - self._sized_at) > SIZES_S:
             self._sized_at = time.monotonic()
+            if any(renewal.is_alive() for renewal in self._renewals.values()):
+                self.loading.pause(since_s)
             loading = [
                 rank
                 for rank, status in self.evidence.statuses.items()
