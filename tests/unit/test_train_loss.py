@@ -199,7 +199,8 @@ def test_the_fused_loss_of_a_model_is_its_loss(kind: str) -> None:
     (loss, expected), (fused_loss, got) = found
     assert fused_loss == pytest.approx(loss, rel=1e-6)
     for one, other in zip(expected, got, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+        # Whole tensors: the rounding of one element depends on the threads.
+        assert (other - one).norm() <= 1e-5 * one.norm() + 1e-7
 
 
 def test_a_batch_without_targets_runs_and_moves_nothing() -> None:
