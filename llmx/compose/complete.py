@@ -160,6 +160,9 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
 
     Also returns one message for each path that cannot be used.
     """
+    if exp.hardware.kind == "slurm" and exp.launch.transport == "auto":
+        launch = dataclasses.replace(exp.launch, transport="slurm")
+        exp = dataclasses.replace(exp, launch=launch)
     hardware = resolve_hardware(exp.hardware)
     names = local_names()
     all_here = exp.launch.sync == "rsync" or all(

@@ -520,8 +520,9 @@ class HardwareConfig:
 
     name: str = ""
     """A short name for tables."""
-    kind: str = choice("static", "local", "hostfile")
-    """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``."""
+    kind: str = choice("static", "local", "hostfile", "slurm")
+    """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``;
+    ``slurm`` takes the nodes of the allocation (``SLURM_JOB_ID``)."""
     path: str | None = None
     """An existing hostfile (``kind: hostfile``)."""
     device: str | None = None
@@ -534,6 +535,9 @@ class HardwareConfig:
     """Default interface of hosts read from a hostfile."""
     slots: int | None = number(None, minimum=1, maximum=1024, example=4)
     """Use only this many devices of each host."""
+    nodes: int | None = number(None, minimum=1, maximum=4096, example=2)
+    """``kind: slurm`` outside an allocation: the number of nodes that a job asks for, with
+    ``slots`` and ``device``. ``plan`` and ``launch.slurm.submit`` use it."""
     hosts: list[HostConfig] = items(maximum=4096, example="[{name: node-a, slots: 8}]")
     """The machines, in the order of their ranks (``kind: static``)."""
     devices: dict[str, DeviceConfig] = mapping(

@@ -24,12 +24,16 @@ MAX_HOSTFILE_BYTES = 1 << 20
 
 
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """``local`` and ``hostfile`` become a static list of hosts; ``slots`` is applied; names,
-    addresses and precisions that follow from others are written out."""
+    """``local``, ``hostfile`` and ``slurm`` become a static list of hosts; ``slots`` is applied;
+    names, addresses and precisions that follow from others are written out."""
     if hardware.kind == "local":
         hardware = detect_hardware(hardware)
     elif hardware.kind == "hostfile":
         hardware = _from_hostfile(hardware)
+    elif hardware.kind == "slurm":
+        from llmx.hardware.slurm import hardware_of_allocation
+
+        hardware = hardware_of_allocation(hardware)
     hardware = dataclasses.replace(
         hardware,
         master_addr=hardware.master_addr and bare(hardware.master_addr),

@@ -44,6 +44,11 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
         for name in sorted(COPIED_NAMES)
         if is_secret("", os.environ.get(name, ""))
     ]
+    if exp.hardware.kind == "slurm" and not exp.dry_run:
+        problems.append(
+            "hardware=slurm: there is no allocation here (SLURM_JOB_ID is not set). Start in one "
+            "(salloc, sbatch), or set launch.slurm.submit=true."
+        )
     if not transport_of(plan.transport).is_remote:
         problems += [
             f'launch.transport={plan.transport}: "{host.name}" is another machine. Use '

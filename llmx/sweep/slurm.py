@@ -7,20 +7,19 @@ sweep's process; the journal has its number, by which a sweep that is continued 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from llmx.config import Experiment
 from llmx.errors import LaunchError, exit_code
 from llmx.hardware.detect import local_names
+from llmx.hardware.slurm import ask
 from llmx.launch import supervise, write_launch_files
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports.slurm import chosen_options
@@ -31,7 +30,6 @@ from llmx.sweep.process import End, Ended
 
 POLL_S = 2.0
 """Between two questions to the controller on one job."""
-COMMAND_S = 30.0
 FINISH_S = 180.0
 """For a job to leave the queue once its ``result.json`` is there."""
 SCRIPT = "job.sh"
@@ -67,7 +65,7 @@ class SlurmJob:
         run = spec.run_dir
         run.logs.mkdir(parents=True, exist_ok=True)
         write_text(run.root / SCRIPT, script(spec), mode=0o755)
-        done = _asked(["sbatch", *arguments(spec), str(run.root / SCRIPT)])
+        done = ask(["sbatch", *arguments(spec), str(run.root / SCRIPT)])
         number = done.stdout.strip().partition(";")[0]
         if done.returncode != 0 or not number.isdecimal():
             message = done.stderr.strip() or done.stdout.strip() or "it said nothing"
@@ -87,11 +85,11 @@ class SlurmJob:
     def signal(self, number: int) -> None:
         """A job that waits is cancelled; the supervisor of one that runs gets the signal."""
         name = signal.Signals(number).name.removeprefix("SIG")
-        _asked(["scancel", "--quiet", "--state=PENDING", self.number])
-        _asked(["scancel", "--quiet", "--batch", f"--signal={name}", self.number])
+        ask(["scancel", "--quiet", "--state=PENDING", self.number])
+        ask(["scancel", "--quiet", "--batch", f"--signal={name}", self.number])
 
     def _is_over(self, now: float) -> bool:
-        done = _asked(["squeue", "--noheader", "--format=%T", f"--jobs={self.number}"])
+        done = ask(["squeue", "--noheader", "--format=%T", f"--jobs={self.number}"])
         if done.returncode != 0:
             # Else the controller does not answer: asked again.
             return "Invalid job id" in done.stderr
@@ -126,7 +124,7 @@ class SlurmJob:
 
     def _facts(self) -> dict[str, str]:
         """The values of ``scontrol show job``, by key."""
-        done = _asked(["scontrol", "show", "job", self.number, "--oneliner"])
+        done = ask(["scontrol", "show", "job", self.number, "--oneliner"])
         pairs = (word.partition("=") for word in done.stdout.split() if "=" in word)
         return {key: value for key, _, value in pairs}
 
@@ -160,23 +158,6 @@ def script(spec: LaunchSpec) -> str:
     if spec.code_root is not None:
         path = f"export PYTHONPATH={shlex.quote(spec.code_root)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
     return f"#!/bin/sh\n# The Slurm job of this trial.\n{path}exec {shlex.join(words)}\n"
-
-
-def _asked(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command of Slurm; one that cannot be run, or takes too long, has failed."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        try:
-            return subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=COMMAND_S,
-                check=False,
-            )
-        except OSError as error:
-            return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: {error.strerror}")
-    return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: no answer in {COMMAND_S:.0f} s")
 
 
 def main() -> int:

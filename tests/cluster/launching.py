@@ -144,9 +144,11 @@ def start_llmx(
     run_dir = directory / name
     out = directory / f"{name}.out"
     argv = [
-        sys.executable, "-m", "llmx", *SMALL, f"hardware={name}", f"run_dir={run_dir}",
+        sys.executable, "-m", "llmx", *SMALL, f"run_dir={run_dir}",
         f"data.cache_dir={directory / 'cache'}", *overrides, f"--config-dir={conf.parent}",
     ]  # fmt: skip
+    if not any(word.startswith("hardware=") for word in overrides):
+        argv.append(f"hardware={name}")
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     if "launch.transport=openmpi" in overrides:
         # mpirun passes on no path with a blank, and a clone may lie below one.

@@ -123,13 +123,14 @@ def test_ranks_do_not_outlive_their_supervisor(
 def test_inside_an_allocation(
     slurm_cluster: Cluster, tmp_path: Path, need: Callable[..., None]
 ) -> None:
-    """There the run is a step: it ends, and the allocation stays."""
+    """There the run is a step on the nodes of the allocation: it ends, and the allocation stays.
+    In an allocation that has ended, it is refused."""
     need("slurm")
     host = slurm_cluster.first
     host.run(["salloc", "--no-shell", "-N2", "-n2", "--job-name=mine"])
     (job,) = host.run(["squeue", "-ho", "%A"]).stdout.split()
     try:
-        overrides = ["launch.transport=slurm", *LONG]
+        overrides = ["hardware=slurm", "hardware.device=cpu", *LONG]
         env = {"SLURM_JOB_ID": job, "SLURM_JOBID": job}
         run = start_llmx(slurm_cluster, tmp_path, overrides=overrides, env=env)
         run.until_step(5)
@@ -147,6 +148,9 @@ def test_inside_an_allocation(
     finally:
         slurm_cluster.first.run(["scancel", job])
     nothing_left(slurm_cluster, timeout_s=20)
+    run = start_llmx(slurm_cluster, tmp_path, overrides=overrides, env=env, name="late")
+    assert run.wait(timeout_s=60) == 2, run.output()
+    assert f"SLURM_JOB_ID={job}: that job has ended (its state is CANCELLED)" in run.output()
 
 
 def test_ctrl_c_twice_does_not_wait(

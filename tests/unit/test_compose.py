@@ -41,6 +41,7 @@ PARTNERS = {
     ("zero", "stage3_zeropp"): ["hardware=a100x2_v100x2"],
     ("hardware", "static"): ["hardware.hosts=[{{name: a, slots: 2, device: a100_80g}}]"],
     ("hardware", "hostfile"): ["hardware.path={hostfile}", "hardware.device=a100_80g"],
+    ("hardware", "slurm"): ["hardware.nodes=2", "hardware.slots=4", "hardware.device=a100_80g"],
     ("launch", "slurm"): ["hardware=a100x2_v100x2"],
     ("launch", "openmpi"): ["hardware=a100x2_v100x2"],
     ("batch", "by_speed"): ["hardware=a100x2_v100x2"],

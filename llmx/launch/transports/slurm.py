@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig, SlurmConfig
+from llmx.hardware.slurm import output_of, read_allocation
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import Transport, deepspeed_argv
 from llmx.plan.types import Plan
@@ -46,12 +46,15 @@ class SlurmTransport(Transport):
 
     def host_problems(self, spec: LaunchSpec) -> list[str]:
         hosts, job = [host.name for host in spec.plan.hosts], spec.environ.get("SLURM_JOB_ID", "")
-        nodelist = spec.environ.get("SLURM_JOB_NODELIST", "")
-        if job and not nodelist:
-            return []  # an allocation joined by its id
-        every_node = ["sinfo", "--noheader", "--Node", "--format=%N"]
-        output = _output(["scontrol", "show", "hostnames", nodelist] if job else every_node)
-        return missing_nodes(hosts, list(dict.fromkeys(output.split())), job=job)
+        if not job:
+            every_node = output_of(["sinfo", "--noheader", "--Node", "--format=%N"]).split()
+            return missing_nodes(hosts, list(dict.fromkeys(every_node)), job="")
+        allocation = read_allocation(job)
+        if allocation is None:
+            return []  # Slurm does not answer: srun will say why
+        if problem := allocation.problem():
+            return [problem]
+        return missing_nodes(hosts, allocation.nodes, job=job)
 
     def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
         slots = max(host.slots for host in plan.hosts)
@@ -162,7 +165,7 @@ def slurm_cores(environ: Mapping[str, str], hosts: list[str]) -> int | None:
         # An allocation joined by its id: it may have fewer cores than its hosts.
         return None
     words = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%c"]
-    return min((int(word) for word in _output(words).split() if word.isdecimal()), default=None)
+    return min((int(word) for word in output_of(words).split() if word.isdecimal()), default=None)
 
 
 def missing_nodes(hosts: Sequence[str], nodes: Sequence[str], *, job: str) -> list[str]:
@@ -177,19 +180,3 @@ def missing_nodes(hosts: Sequence[str], nodes: Sequence[str], *, job: str) -> li
         for host in hosts
         if nodes and host not in nodes
     ]
-
-
-def _output(words: list[str]) -> str:
-    """The output of a command of Slurm; empty where it fails."""
-    try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
