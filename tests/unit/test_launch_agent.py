@@ -33,6 +33,14 @@ STUBBORN = (
 )
 
 
+BIND = (
+    "import signal, socket, sys\n"
+    "name = socket.socket(socket.AF_UNIX); name.bind(chr(0) + sys.argv[1]); name.listen()\n"
+    "print(1, flush=True); signal.pause()\n"
+)
+"""Binds a name, as any user can."""
+
+
 def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -401,6 +409,36 @@ def test_an_agent_of_an_earlier_attempt_does_not_end_the_next(rig: Rig) -> None:
     finally:
         later.close(timeout_s=5)
         sibling.close(timeout_s=5)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_processes_of_another_user_are_none_of_the_run(rig: Rig) -> None:
+    """With the token in their environment and on their command line, and with an agent's name."""
+    drop = "import os, signal, socket, sys; os.setuid(65534); "
+    foreign = [
+        rig.process(f"{drop} print(1, flush=True); {PAUSE}", rig.token, env={"RANK": "0"}),
+        rig.process(drop + BIND, f"llmx-agent-{rig.token}-zero-0-1", "llmx-remote"),
+    ]
+    for process in foreign:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+    rig.handshake(session="one")
+    rig.connection.request("watch", stream=False, timeout_s=10)
+    rank = rig.process(env={"RANK": "1"})
+    assert rig.event("rank_start")["rank"] == 1
+    assert rig.connection.request("kill_leftovers", grace_s=1, timeout_s=20)["ended"] == 1
+    assert rank.wait(timeout=5) != 0
+    assert [process.poll() for process in foreign] == [None, None]
+
+
+def test_only_an_agent_is_ended_as_one(rig: Rig) -> None:
+    """Another program of this user that has bound an agent's name."""
+    rig.handshake(session="one")
+    other = rig.process(BIND, f"llmx-agent-{rig.token}-zero-0-1", own=False)
+    assert other.stdout is not None
+    assert other.stdout.readline()
+    assert rig.connection.request("kill_leftovers", grace_s=1, timeout_s=20)["ended"] == 0
+    assert other.poll() is None
 
 
 def test_small_files_and_what_lies_there(tmp_path: Path) -> None:

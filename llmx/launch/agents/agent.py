@@ -3,7 +3,8 @@
 One file, standard library only, so that it can be sent over ssh to a host which has neither llmx
 nor a shared file system. It exchanges JSON lines with the supervisor over stdin and stdout. It
 finds the processes of its run by ``LLMX_RUN_TOKEN`` in their environment, never by a pattern that
-another run might match.
+another run might match, and only among the processes of its own user: another user may have the
+same variable.
 
 It ends the run on its host on request and when the supervisor exits, for whatever reason: its stdin
 closes, on another host after a ``bye``. Where the connection is silent or breaks without that (the
@@ -127,6 +128,8 @@ class ProcessTable:
             self.variable in environ.split(b"\0") or self.variable in cmdline or self.token in argv
         ):
             return None
+        if _user_id(pid) != os.getuid():
+            return None  # anybody can start a process with this variable
         # A container or a UTS namespace with the same process table is another host.
         if self.host and _link(f"/proc/{pid}/ns/uts") not in ("", self.host):
             return None
@@ -538,7 +541,9 @@ class Agent:
 
     def _kill_agents(self, prefix: str, keep: str = "\n") -> None:
         """End other agents of the run, by the beginning of their names. One that misses its
-        supervisor would end the ranks, also those of the next attempt."""
+        supervisor would end the ranks, also those of the next attempt.
+
+        Any user can bind such a name: what is ended is an agent, and of this user."""
         prefix, keep = f"@llmx-agent-{prefix}", f"@llmx-agent-{keep}"
         for line in _bytes("/proc/net/unix").decode("utf-8", "replace").splitlines():
             name = line.split(" ")[-1]
@@ -550,8 +555,9 @@ class Agent:
                     credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 except OSError:
                     continue  # it has exited just now
-            pid = struct.unpack("3i", credentials)[0]
-            if pid > 0:  # else it is in another container
+            pid, user, _ = struct.unpack("3i", credentials)
+            # Without a pid it is in another container.
+            if pid > 0 and user == os.getuid() and _is_agent(pid):
                 _signal(pid, signal.SIGKILL)
 
     def do_signal(self, message: Message) -> Message:
@@ -762,6 +768,20 @@ def _is_rank(argv: list[str]) -> bool:
     )
 
 
+def _is_agent(pid: int) -> bool:
+    """Whether this is the command line of an agent: of the bootstrap, or of this file."""
+    argv = _bytes(f"/proc/{pid}/cmdline").split(b"\0")
+    return any(b"llmx-remote" in part or part.endswith(b"/agents/agent.py") for part in argv)
+
+
+def _user_id(pid: int) -> int | None:
+    """The real user of a process: who started it, also where a program changes its user."""
+    for line in _bytes(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[1])
+    return None
+
+
 def _user_of(pid: str) -> str:
     import pwd  # for this answer only
 
@@ -937,9 +957,11 @@ def _write_problem(root: str, names: tuple[str, ...]) -> str:
         path = os.path.join(root, name)
         while not os.path.isdir(path):
             path = os.path.dirname(path)
-        probe = os.path.join(path, f".llmx-{socket.gethostname()}-{os.getpid()}.tmp")
+        probe = os.path.join(
+            path, f".llmx-{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.tmp"
+        )
         try:
-            os.close(os.open(probe, os.O_CREAT | os.O_WRONLY, 0o600))
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             os.unlink(probe)
         except OSError as error:
             return f"{path}: {error.strerror}, as user {_user()}"
