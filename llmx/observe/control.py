@@ -8,7 +8,7 @@ standard library alone; the program there ends when the connection does.
 """
 
 # os instead of pathlib: its import would be a third of the start on a far host.
-# ruff: noqa: PTH110, PTH111, PTH118, PTH123, PTH202
+# ruff: noqa: PTH110, PTH111, PTH116, PTH118, PTH123, PTH202
 from __future__ import annotations
 
 import contextlib
@@ -74,7 +74,15 @@ def main(words: list[str]) -> int:
         return _refuse(
             f"{path} is not running: {state}. To resume it: python -m llmx resume {path}"
         )
-    return _attach(root) if command == "attach" else _stop(root, int(holder["pid"]))
+    if command == "attach":
+        return _attach(root)
+    if not holds_lock(root, holder["pid"]):
+        return _refuse(
+            f"{path}: process {holder['pid']} of its supervisor.lock does not hold that lock here, "
+            "so it may be any other process, and was not ended. Whoever started the run can end it "
+            "(Ctrl-C in its terminal, or `kill` of its supervisor)."
+        )
+    return _stop(root, int(holder["pid"]))
 
 
 def _attach(root: str) -> int:
@@ -128,6 +136,19 @@ def _is_held(root: str) -> bool:
         except OSError:
             return True
     return False
+
+
+def holds_lock(root: str, pid: object) -> bool:
+    """Whether the kernel says that this process holds the lock of the run. Its file alone could
+    name any process: the directory may be somebody else's."""
+    inode = os.stat(os.path.join(root, "supervisor.lock")).st_ino
+    with open("/proc/locks", encoding="ascii") as file:  # 1: FLOCK ADVISORY WRITE PID x:y:INODE ...
+        locks = [line.split() for line in file]
+    return any(
+        words[1] == "FLOCK" and words[4] == str(pid) and words[5].endswith(f":{inode}")
+        for words in locks
+        if len(words) > 5
+    )
 
 
 def _json(root: str, name: str) -> dict[str, Any]:

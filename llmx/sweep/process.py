@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.lifecycle.detach import write_to_console_log
+from llmx.observe.control import holds_lock
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.run.sweepdir import is_locked
 
@@ -147,13 +148,13 @@ def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -
             is_announced = True
         if time.monotonic() > deadline:
             holder = read_mapping(run.supervisor_lock)
-            pid, host = holder.get("pid"), holder.get("host")
-            if host != socket.gethostname() or not isinstance(pid, int):
+            pid, host = holder.get("pid", 0), holder.get("host")
+            if host != socket.gethostname() or not holds_lock(str(run.root), pid):
                 raise ConfigError(
                     f"{run.root}: process {pid} on {host} still runs the earlier attempt at this "
                     "trial. End it there, then continue the sweep."
                 )
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
             deadline = time.monotonic() + 5
         time.sleep(0.1)

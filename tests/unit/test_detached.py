@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -76,6 +78,19 @@ def test_a_run_of_another_machine(run: RunDir, capfd: pytest.CaptureFixture[str]
     assert f"python -m llmx stop USER@login-1:{run.root}" in capfd.readouterr().err
     assert main(["attach", str(run.root / "no-such")]) == 2
     assert read_mapping(run.supervisor_lock)["pid"] == 1
+
+
+def test_only_the_holder_of_the_lock_is_ended(
+    run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody's run directory may name any process as its supervisor."""
+    with supervisor_lock(run, "1" * 16), subprocess.Popen(["sleep", "60"]) as other:
+        for pid in (other.pid, -other.pid, 0, "1"):
+            run.supervisor_lock.write_text(json.dumps({"pid": pid}))
+            assert main(["stop", str(run.root)]) == 2
+            assert f"process {pid} of its supervisor.lock" in capfd.readouterr().err
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.parametrize(
