@@ -1,8 +1,9 @@
 """Serve a trained model with vLLM: ``python -m llmx serve RUN|MODEL``.
 
 Prints it, and where vLLM is installed becomes it: an HTTP server with OpenAI's interface on port
-8000. An adapter is served on its base. The precision is that of the model's files, the chat
-template that of training, the GPUs as few of this machine as hold the weights.
+8000, for programs of this machine (``-- --host 0.0.0.0``: of others, too). An adapter is served on
+its base. The precision is that of the model's files, the chat template that of training, the GPUs
+as few of this machine as hold the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     command = vllm_command(
         target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
     )
-    command += options.behind
+    command += _passed_on(options.behind)
     print(printed(command), flush=True)
     program = shutil.which(PROGRAM)
     if options.print:
@@ -53,6 +54,17 @@ def run(options: argparse.Namespace) -> int:
         return 0
     os.execv(program, command)
     raise AssertionError("unreachable")
+
+
+def _passed_on(words: Sequence[str]) -> list[str]:
+    """Arguments of the user for vLLM, which by itself would listen on every address."""
+    options = {word.partition("=")[0] for word in words}
+    if "--api-key" in options:
+        raise ConfigError(
+            "--api-key: every user of this machine can read a command line. Set the environment "
+            "variable VLLM_API_KEY instead, which vLLM reads."
+        )
+    return [*([] if "--host" in options else ["--host", "127.0.0.1"]), *words]
 
 
 def vllm_command(

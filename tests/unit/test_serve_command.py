@@ -118,14 +118,15 @@ def test_it_is_printed_and_becomes_vllm_where_that_is(run: RunDir, tmp_path: Pat
 
     absent = typed()
     assert absent.returncode == 0
-    assert absent.stdout == printed(words(run.root)) + "\n"
+    assert absent.stdout == printed([*words(run.root), "--host", "127.0.0.1"]) + "\n"
     assert "vLLM is not installed here" in absent.stderr
     (programs / "vllm").write_text('#!/bin/sh\nfor word; do echo "<$word>"; done\nexit 7\n')
     (programs / "vllm").chmod(0o755)
     assert typed("--print").returncode == 0
+    assert "VLLM_API_KEY" in typed("--", "--host", "0.0.0.0", "--api-key", "key").stderr
     found = typed("--", "--port", "8001")
     assert found.returncode == 7
-    wanted = [*words(run.root)[1:], "--port", "8001"]
+    wanted = [*words(run.root)[1:], "--host", "127.0.0.1", "--port", "8001"]
     assert found.stdout.splitlines()[-len(wanted) :] == [f"<{word}>" for word in wanted]
 
 
