@@ -18,6 +18,8 @@ USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 """An ssh user."""
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}"
 """A network interface: 15 characters at most, as the kernel has it."""
+FINGERPRINT = r"SHA256:[A-Za-z0-9+/]{43}"
+"""Of a host's key, as ``ssh-keygen -l`` prints it."""
 PATH = f"[^\"'\\\\{CONTROL}]*"
 """A path that ``ssh_config`` can hold, in double quotes where it has a space."""
 

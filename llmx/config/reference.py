@@ -96,6 +96,7 @@ EXAMPLES = {
     "hardware.hosts[].ssh_port": "2222",
     "hardware.hosts[].user": "train",
     "hardware.hosts[].identity_file": "~/.ssh/cluster",
+    "hardware.hosts[].fingerprint": "SHA256:uNiVztksCsDhcc0u9e8BrfxZzSPV1BmjQ5WOtTFtQwM",
     "hardware.hosts[].slots": "8",
     "hardware.hosts[].device": "a100_80g",
     "hardware.hosts[].interface": "eno1",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.addresses import INTERFACE, PATH, USER
+from llmx.config.addresses import FINGERPRINT, INTERFACE, PATH, USER
 from llmx.config.fields import (
     AUTO,
     Range,
@@ -51,6 +51,9 @@ _FILE_NAME = Text(
 _USER = Text(64, pattern=USER, rule="be the name of a user: letters, digits and . _ - + @")
 _INTERFACE = Text(
     15, pattern=INTERFACE, rule="be one network interface, as `ip -brief address` lists them"
+)
+_FINGERPRINT = Text(
+    50, pattern=FINGERPRINT, rule="be a fingerprint of ssh-keygen -l: SHA256: and 43 characters"
 )
 _IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslashes")
 
@@ -501,6 +504,10 @@ class HostConfig:
     """The user to log in as; default: the user who starts the run."""
     identity_file: str | None = text(None, _IDENTITY_FILE)
     """The private key for this host, a path on this machine; default: the key that ssh selects."""
+    fingerprint: str | None = text(None, _FINGERPRINT)
+    """The fingerprint of its ssh host key, as ``ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub``
+    prints it on the host. A host with another key is refused. Default: the key in ``known_hosts``,
+    or that of the first login. Needs OpenSSH 8.5 or newer on this machine."""
     slots: int = number(1, minimum=1, maximum=1024)
     """The number of ranks on this host, one per device."""
     device_indices: list[int] = indices(maximum=1024, example=[2, 3])

@@ -13,12 +13,19 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmx.config.addresses import PATH, USER, address_problem, name_problem
+from llmx.config.addresses import FINGERPRINT, PATH, USER, address_problem, name_problem
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.plan.types import HostPlan
 
 CONNECT_TIMEOUT_S = 10
+# Arguments: the fingerprint of the host's key (NONE: ssh asks which keys it should prefer), the
+# expected one, and the line of known_hosts. ssh itself runs it for the key that the host has shown,
+# so there is no second connection that another machine could answer, and jump hosts change nothing.
+CHECK_KEY = (
+    'if [ "$1" = "$2" ]; then echo "$3 $4 $5"; elif [ "$1" != NONE ]; then '
+    'echo "error: $3 has the host key $1 ($4) instead of fingerprint=$2" >&2; fi'
+)
 ALIVE_INTERVAL_S = 15
 ALIVE_COUNT = 4
 
@@ -46,6 +53,15 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
         if host.identity_file:
             lines.append(f"    IdentityFile {_path(host.identity_file)}")
             lines.append("    IdentitiesOnly yes")
+        if host.fingerprint:
+            lines += [
+                "    StrictHostKeyChecking yes",
+                "    UserKnownHostsFile /dev/null",
+                "    GlobalKnownHostsFile /dev/null",
+                f"    KnownHostsCommand /bin/sh -c '{CHECK_KEY}' sh %f {host.fingerprint} %H %t %K",
+                "    VerifyHostKeyDNS no",
+                "    ControlPath none",  # a master of the user's has checked another key
+            ]
         blocks.append("\n".join(lines) + "\n")
     blocks.append(
         "\n".join(
@@ -91,6 +107,13 @@ def _check(host: HostPlan) -> None:
             None
             if re.fullmatch(PATH, host.identity_file or "") and "${" not in str(host.identity_file)
             else "it must be a path without quotes and variables",
+        ),
+        (
+            "fingerprint",
+            host.fingerprint,
+            None
+            if re.fullmatch(FINGERPRINT, host.fingerprint or f"SHA256:{'x' * 43}")
+            else "it is no SHA256 fingerprint",
         ),
     ]
     for key, value, problem in problems:

@@ -155,6 +155,7 @@ def _host(host: HostConfig, local_names: frozenset[str]) -> HostPlan:
         device=host.device,
         interface=host.interface,
         is_local=address in local_names or host.name in LOCAL_NAMES,
+        fingerprint=host.fingerprint,
     )
 
 

@@ -29,6 +29,8 @@ class HostPlan:
     interface: str | None
     is_local: bool
     """This machine: reached without ssh."""
+    fingerprint: str | None = None
+    """Of its ssh host key."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"user": "ada\nProxyCommand x"}, r"hosts\[2\].user=.*must"),
         ({"user": "-l"}, "must be the name of a user"),
         ({"identity_file": 'a"b'}, "a path without quotes"),
+        ({"fingerprint": "MD5:00:11"}, "must be a fingerprint of ssh-keygen -l: SHA256:"),
         ({"interface": "eth0 ib0"}, "must be one network interface"),
         ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
         ({"device": ""}, "no device type"),
@@ -278,6 +279,7 @@ def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
         "address": "10.0.0.1\n    ProxyCommand touch /tmp/x",
         "user": "ada\n    ProxyCommand x",
         "identity_file": 'k"\n    ProxyCommand x',
+        "fingerprint": f"SHA256:{'x' * 43}\n    ProxyCommand x",
     }.items():
         bad = dataclasses.replace(done.plan.hosts[0], **{key: value})
         plan = dataclasses.replace(done.plan, hosts=(bad, done.plan.hosts[1]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
-import re
 import shlex
 import subprocess
 import sys
@@ -21,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmx.config import experiment_from_dict
-from llmx.config.addresses import address_problem
+from llmx.config.addresses import FINGERPRINT, address_problem
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.detect import Gpu
 from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
-from llmx.launch.environment import launcher_env, rank_env, render_ds_env
+from llmx.launch.environment import launcher_env, rank_env
 from llmx.launch.files import (
     check_launch,
     check_programs,
@@ -169,6 +168,7 @@ def _plan_hosts() -> st.SearchStrategy[HostPlan]:
         device=st.just("a100"),
         interface=st.none(),
         is_local=st.just(False),
+        fingerprint=st.none() | st.from_regex(FINGERPRINT, fullmatch=True),
     )
 
 
@@ -195,24 +195,10 @@ def test_ssh_reads_what_was_written(host: HostPlan) -> None:
     assert (read["port"], read["user"]) == (str(host.ssh_port), host.user)
     assert read["identityfile"].replace("%%", "%") == host.identity_file
     assert read.get("proxycommand", "none") == "none"
-
-
-@given(st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]*", fullmatch=True), st.text(max_size=30)))
-def test_what_ds_env_holds_is_one_line_a_variable(env: dict[str, str]) -> None:
-    """Read back as the shell of the other host does, or refused."""
-    try:
-        text = render_ds_env(env, shell=True, transport="openmpi")
-    except ConfigError:
-        return
-    lines = text.split("\n")[:-1]
-    assert [line.split("=", 1)[0] for line in lines] == list(env)
-    for line, value in zip(lines, env.values(), strict=True):
-        read = line.split("=", 1)[1].replace("%%", "%")
-        if re.fullmatch(r"[\w@%+=:,./-]*", value, re.ASCII) is None:
-            # In double quotes a shell takes the backslash off these; shlex off two of them alone.
-            assert re.sub(r'\\([$`"\\])', r"\1", read) == value or "!" in value
-        else:
-            assert read == value
+    pinned = ("true", "/dev/null") if host.fingerprint else ("accept-new", None)
+    assert read["stricthostkeychecking"] == pinned[0]
+    assert pinned[1] in (None, read["userknownhostsfile"])
+    assert f" sh %f {host.fingerprint} " in read.get("knownhostscommand", " sh %f None ")
 
 
 def test_hostfile_of_a_user() -> None:
