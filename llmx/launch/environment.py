@@ -152,6 +152,8 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
                     "launch.transport=pdsh."
                 )
             value = re.sub(r'(["$`\\])', r"\\\1", value)
+            if value != value.strip():
+                value = f'""{value}""'  # DeepSpeed strips it, and adds a quote on both sides
         if shell:
             value = value.replace("%", "%%")  # pdsh expands %h, %n, %u
         lines.append(f"{name}={value}\n")

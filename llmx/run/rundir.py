@@ -193,8 +193,10 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     if path.is_symlink():  # only then: /proc/PID/root above it is no path that can be read
         path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    # New: one that another user made under this name would keep its mode and its owner.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
+        temporary.unlink(missing_ok=True)
         with os.fdopen(os.open(temporary, flags, mode), "wb") as stream:
             yield stream
             stream.flush()
@@ -238,6 +240,11 @@ def _printed_to(path: Path) -> int | None:
             if os.path.samestat(path.stat(), os.fstat(number)):
                 return number
     return None
+
+
+def append_private(path: Path) -> IO[bytes]:
+    """A stream to the end of a file that only this user may read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:

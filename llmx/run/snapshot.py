@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -122,8 +123,11 @@ def write_identity(run: RunDir, *, parent: RunDir | None = None) -> str:
 
 
 def run_id(run: RunDir) -> str | None:
-    """The id in ``run.json``; None where there is none."""
-    return read_mapping(run.identity).get("run_id") or None
+    """The id in ``run.json``; None where there is none, or a text that llmx has not made: it
+    becomes a part of commands and names."""
+    identity = read_mapping(run.identity).get("run_id")
+    is_id = isinstance(identity, str) and re.fullmatch(r"[A-Za-z0-9_-]{7,64}", identity)
+    return identity if is_id else None
 
 
 class _Dumper(yaml.SafeDumper):

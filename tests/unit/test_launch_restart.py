@@ -286,6 +286,9 @@ def test_the_identity_is_kept(tmp_path: Path) -> None:
     assert write_identity(run_dir) == made == read_json(run_dir.identity)["run_id"]
     run_dir.identity.write_text('{"run_id": "0123456789abcdef", "created": 1, "parent": null}')
     assert write_identity(run_dir) == "0123456789abcdef"
+    # Of somebody else's run directory: it would become a part of a command of Slurm.
+    run_dir.identity.write_text('{"run_id": "x\\"; system(\\"id\\") \\"", "created": 1}')
+    assert write_identity(run_dir).isalnum()
 
 
 def test_one_supervisor_a_run(tmp_path: Path) -> None:

@@ -74,6 +74,16 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_a_file_with_the_name_of_the_temporary_one_is_not_written_to(tmp_path: Path) -> None:
+    """Another user may have made it, to read what is written."""
+    path, theirs = tmp_path / "file", tmp_path / f".file.{os.getpid()}.tmp"
+    theirs.touch(mode=0o666)
+    with theirs.open("rb") as stream:
+        write_text(path, "new", mode=0o600)
+        assert stream.read() == b""
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
