@@ -15,9 +15,9 @@ git              provenance of a run
 "
 TESTS="
 python3-dev      headers for DeepSpeed's extensions
-openssh-client   pdsh and Open MPI reach the hosts through ssh
+openssh-client   all hosts are reached through ssh
 openssh-server   the hosts of the test cluster
-pdsh             DeepSpeed's usual transport
+pdsh             launch.transport=pdsh
 rsync            launch.sync=rsync
 iproute2         the test cluster's networks: ip, ss, tc
 util-linux       the test cluster's hosts: nsenter, unshare

@@ -141,7 +141,7 @@ def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
     if not transport.has_agents and unseen:
         report.warnings.append(
             f"{', '.join(unseen)}: not looked at: launch.transport={spec.plan.transport} has no "
-            "agents there. Use launch.transport=pdsh for this command where ssh works."
+            "agents there. Use launch.transport=ssh for this command where ssh works."
         )
     return report
 

@@ -76,6 +76,7 @@ TRANSPORTS = Plugins(
     "llmx.transports",
     {
         "local": "llmx.launch.transports.local:LocalTransport",
+        "ssh": "llmx.launch.transports.ssh:SshTransport",
         "pdsh": "llmx.launch.transports.pdsh:PdshTransport",
         "openmpi": "llmx.launch.transports.openmpi:OpenMpiTransport",
         "slurm": "llmx.launch.transports.slurm:SlurmTransport",

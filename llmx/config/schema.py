@@ -512,7 +512,7 @@ class HostConfig:
     """The number of ranks on this host, one per device."""
     device_indices: list[int] = indices(maximum=1024, example=[2, 3])
     """The devices to use, one per slot, by index (``nvidia-smi -L``); empty: the first ones. For
-    GPUs, on this machine and over ssh (pdsh)."""
+    GPUs, on this machine and over ssh (``launch.transport=ssh``, ``pdsh``)."""
     device: str = ""
     """Its device type, a key of ``hardware.devices``."""
     interface: str | None = text(None, _INTERFACE)
@@ -752,7 +752,8 @@ class LaunchConfig:
     """How ranks are started on the hosts, watched and stopped."""
 
     transport: str = choice_or("auto", *TRANSPORTS.shipped, rule=TRANSPORTS)
-    """``auto``: ``local`` if all ranks run on this machine, else ``pdsh``."""
+    """``auto``: ``local`` if all ranks run on this machine, else ``ssh``, where llmx's agents start
+    the ranks. With ``pdsh``, ``openmpi`` and ``slurm`` DeepSpeed's launcher for it does."""
     sync: str = choice("none", "rsync")
     """``rsync`` copies code, model and data to the same path on every host."""
     sync_extra: list[str] = items(example="[/data/more]")

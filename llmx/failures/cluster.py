@@ -78,7 +78,7 @@ ROWS: tuple[Row, ...] = (
         "mpirun counts fewer slots than ranks", "slots=N per host in the hostfile, or --oversubscribe", "correct the slots of the hosts, or launch.openmpi_args=[--oversubscribe]"),
     Row("mpi_orted", "config", r"(orted|prted|hydra_pmi_proxy|hydra_bstrap_proxy): (command )?not found|(orted|prted|hydra\w+).{0,40}No such file", ("bash: orted: command not found",),
         "MPI is not installed on a host, or not on the PATH of its non-interactive shells", "install the same MPI at the same path on every host, and mpirun --prefix PATH (or export PATH for non-interactive shells)",
-        "install the same MPI at the same path on every host, or launch.transport=pdsh"),
+        "install the same MPI at the same path on every host, or launch.transport=ssh"),
     Row("mpi_root", "config", r"mpirun has detected an attempt to run as root|prterun has detected an attempt to run as root", ("mpirun has detected an attempt to run as root.",),
         "mpirun refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or --allow-run-as-root", "launch.openmpi_args=[--allow-run-as-root]"),
     Row("slurm_pmi", "config", r"SLURM's PMI support|direct launched using \"srun\"|PMI2_Init failed|PMIX?[\w ]*(ERROR|error|failed to init|not found)|MPI plugin type '?\w*'? ?(not found|invalid)|cannot find (mpi|pmi)|OMPI was not built with SLURM|invalid MPI type",

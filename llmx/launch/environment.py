@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
                 raise ConfigError(
                     f"{name}={value!r}: with launch.transport={transport} DeepSpeed passes only "
                     f"values of letters, digits and @%+=:,./-_. {fix}, or use "
-                    "launch.transport=pdsh."
+                    "launch.transport=ssh."
                 )
             value = re.sub(r'(["$`\\])', r"\\\1", value)
             if value != value.strip():
@@ -158,6 +159,11 @@ def render_ds_env(env: Mapping[str, str], *, shell: bool, transport: str) -> str
             value = value.replace("%", "%%")  # pdsh expands %h, %n, %u
         lines.append(f"{name}={value}\n")
     return "".join(lines)
+
+
+def render_exports(env: Mapping[str, str]) -> str:
+    """Lines for a shell that set these variables."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
 
 
 def _prepended(first: str, paths: str) -> str:

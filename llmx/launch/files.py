@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -52,7 +51,7 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
     if not transport_of(plan.transport).is_remote:
         problems += [
             f'launch.transport={plan.transport}: "{host.name}" is another machine. Use '
-            "launch.transport=pdsh."
+            "launch.transport=ssh."
             for host in plan.hosts
             if not host.is_local
         ]
@@ -165,14 +164,7 @@ def runner_env(spec: LaunchSpec) -> dict[str, str]:
 
 def render_command(spec: LaunchSpec) -> str:
     """``command.txt``: the command of the run, to be pasted into a shell on this machine."""
-    transport = transport_of(spec.plan.transport)
-    env = {**rank_env(spec), **transport.env(spec)}
-    exports = "".join(
-        f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items())
-    )
     return (
         "# The command of this run. Paste it into a shell to run it again by hand.\n"
-        f"cd {shlex.quote(str(spec.run_dir.root))}\n"
-        f"{exports}"
-        f"{shlex.join(transport.argv(spec))}\n"
+        + transport_of(spec.plan.transport).commands(spec)
     )

@@ -162,7 +162,7 @@ def _host(host: HostConfig, local_names: frozenset[str]) -> HostPlan:
 def _transport(launch: LaunchConfig, hosts: tuple[HostPlan, ...]) -> str:
     if launch.transport != "auto":
         return launch.transport
-    return "local" if len(hosts) == 1 and hosts[0].is_local else "pdsh"
+    return "local" if len(hosts) == 1 and hosts[0].is_local else "ssh"
 
 
 def _master_addr(hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:

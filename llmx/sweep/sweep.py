@@ -462,7 +462,7 @@ class Runner:
             raise ConfigError(
                 f"sweep.slots_per_trial={count} with launch.transport={transport.name}: "
                 f"{transport.device_choice} GPUs of a host, so trials would share them. Use "
-                "launch.transport=pdsh, or whole hosts."
+                "launch.transport=ssh, or whole hosts."
             )
         return _placed(on_cluster, typed, first)
 

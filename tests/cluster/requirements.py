@@ -22,6 +22,7 @@ PROGRAMS = {
     "/usr/sbin/sshd": "openssh-server",
 }
 TRANSPORTS = {
+    "ssh": {},
     "pdsh": {"pdsh": "pdsh"},
     "rsync": {"rsync": "rsync"},
     "openmpi": {"mpirun": "openmpi-bin"},

@@ -20,11 +20,10 @@ LONG = "task.steps=100000"
 ONCE = "launch.max_restarts=0"
 
 
-def test_no_shared_file_system(make_cluster: Make, tmp_path: Path, need: Need) -> None:
-    need("pdsh")
+def test_no_shared_file_system(make_cluster: Make, tmp_path: Path) -> None:
     cluster = make_cluster(private_paths=[tmp_path / "runs"])
     (tmp_path / "runs").mkdir(exist_ok=True)
-    overrides = ["launch.transport=pdsh", f"run_dir={tmp_path}/runs/x"]
+    overrides = ["launch.transport=ssh", f"run_dir={tmp_path}/runs/x"]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     assert run.wait(timeout_s=60) == 4, run.output()
     assert "launch.sync=rsync" in run.out.read_text()
@@ -33,12 +32,12 @@ def test_no_shared_file_system(make_cluster: Make, tmp_path: Path, need: Need) -
 
 def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """Each host has a disk of its own: half of a checkpoint must fit on it, twice."""
-    need("pdsh", "rsync")
+    need("rsync")
     cluster = make_cluster()
     runs = tmp_path / "runs"
     runs.mkdir()
     cluster["node-b"].add_disk(runs, size_mib=6)
-    overrides = ["launch.transport=pdsh", "launch.sync=rsync", f"run_dir={runs}/x"]
+    overrides = ["launch.transport=ssh", "launch.sync=rsync", f"run_dir={runs}/x"]
     overrides += ["model.config.hidden_size=256", "model.config.intermediate_size=1024"]
     overrides += ["model.config.num_hidden_layers=4", "checkpoint.every_steps=2"]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
@@ -49,11 +48,10 @@ def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need
     nothing_left(cluster, timeout_s=5)
 
 
-def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path, need: Need) -> None:
-    need("pdsh")
+def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path) -> None:
     cluster = make_cluster()
     cluster["node-b"].stop_sshd()
-    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=pdsh"])
+    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=ssh"])
     assert run.wait(timeout_s=60) == 4, run.output()
     said = run.out.read_text()
     assert "node-b" in said
@@ -61,10 +59,9 @@ def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path, need: Need) -
     nothing_left(cluster, timeout_s=5)
 
 
-def test_a_taken_port(cluster: Cluster, tmp_path: Path, need: Need) -> None:
-    need("pdsh")
+def test_a_taken_port(cluster: Cluster, tmp_path: Path) -> None:
     host = cluster.first
-    overrides = ["launch.transport=pdsh", f"launch.master_port={host.ssh_port}"]
+    overrides = ["launch.transport=ssh", f"launch.master_port={host.ssh_port}"]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     assert run.wait(timeout_s=60) == 4, run.output()
     assert f"launch.master_port={host.ssh_port}: is in use on node-a" in run.out.read_text()
@@ -87,14 +84,13 @@ def test_a_doctor_of_healthy_hosts(cluster: Cluster, tmp_path: Path) -> None:
     nothing_left(cluster, timeout_s=5)
 
 
-def test_hosts_that_do_not_reach_each_other(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+def test_hosts_that_do_not_reach_each_other(make_cluster: Make, tmp_path: Path) -> None:
     """ssh works, and so does the rendezvous; the ranks would wait for hours in a broadcast."""
-    need("pdsh")
     cluster = make_cluster(hosts=3)
     _, near, far = cluster.hosts
 
     def refused(name: str) -> str:
-        how = {"slots": (0, 1, 1), "overrides": ["launch.transport=pdsh"], "name": name}
+        how = {"slots": (0, 1, 1), "overrides": ["launch.transport=ssh"], "name": name}
         run = start_llmx(cluster, tmp_path, **how)
         assert run.wait(timeout_s=60) == 4, run.output()
         assert not rank_pids(near)
@@ -115,10 +111,9 @@ def test_hosts_that_do_not_reach_each_other(make_cluster: Make, tmp_path: Path, 
     nothing_left(cluster, timeout_s=5)
 
 
-def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path, need: Need) -> None:
+def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path) -> None:
     """A start time-out names the ranks and their hosts."""
-    need("pdsh")
-    overrides = ["launch.transport=pdsh", "launch.start_timeout_s=1", LONG, ONCE]
+    overrides = ["launch.transport=ssh", "launch.start_timeout_s=1", LONG, ONCE]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     assert run.wait(timeout_s=60) == 1, run.output()
     result = run.result()
@@ -127,10 +122,9 @@ def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path, need: Need) ->
     nothing_left(cluster, timeout_s=5)
 
 
-def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path, need: Need) -> None:
+def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path) -> None:
     """A rank that somebody else ends is not called a crash."""
-    need("pdsh")
-    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=pdsh", LONG])
+    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=ssh", LONG])
     run.until_step(5)
     far = cluster["node-b"]
     (rank,) = rank_pids(far)

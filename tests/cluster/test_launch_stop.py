@@ -69,7 +69,7 @@ def bystanders(cluster: Cluster) -> Iterator[Callable[[], bool]]:
 # One handler serves SIGINT and SIGTERM; how ranks are reached differs by transport.
 @pytest.mark.parametrize(
     ("transport", "number"),
-    [("pdsh", signal.SIGINT), ("openmpi", signal.SIGTERM), ("slurm", signal.SIGUSR1)],
+    [("ssh", signal.SIGINT), ("openmpi", signal.SIGTERM), ("slurm", signal.SIGUSR1)],
 )
 def test_a_killed_rank_is_named_and_a_stopped_run_leaves_nothing(
     transport: str,
@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_and_a_stopped_run_leaves_nothing(
         assert "checkpoint of step" in run.result()["cause"]
 
 
-@pytest.mark.parametrize("transport", ["pdsh", "openmpi", "slurm"])
+@pytest.mark.parametrize("transport", ["ssh", "openmpi", "slurm"])
 def test_ranks_do_not_outlive_their_supervisor(
     transport: str, request: pytest.FixtureRequest, tmp_path: Path, need: Callable[..., None]
 ) -> None:
@@ -153,12 +153,9 @@ def test_inside_an_allocation(
     assert f"SLURM_JOB_ID={job}: that job has ended (its state is CANCELLED)" in run.output()
 
 
-def test_ctrl_c_twice_does_not_wait(
-    cluster: Cluster, tmp_path: Path, need: Callable[..., None]
-) -> None:
+def test_ctrl_c_twice_does_not_wait(cluster: Cluster, tmp_path: Path) -> None:
     """Ranks that ignore the first request (stopped ones cannot hear it) are killed at once."""
-    need("pdsh")
-    overrides = ["launch.transport=pdsh", "launch.stop_grace_s=60", *LONG]
+    overrides = ["launch.transport=ssh", "launch.stop_grace_s=60", *LONG]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
     run.until_step(5)
     for host in cluster.hosts:

@@ -29,7 +29,7 @@ WORDS = "the red map lies in a small garden behind Anna and Ben went to the muse
 def test_private_disks_and_no_checkout(
     make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
 ) -> None:
-    need("pdsh", "rsync")
+    need("rsync")
     work, code = tmp_path / "work", tmp_path / "code"
     work.mkdir()
     code.mkdir()
@@ -46,7 +46,7 @@ def test_private_disks_and_no_checkout(
     source = tmp_path / "corpus.jsonl"
     write_documents(source)
     overrides = [
-        "launch.transport=pdsh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
+        "launch.transport=ssh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
         f"data.cache_dir={work}/cache", "data=text", f"data.path={source}", "data.seq_len=128",
         "data.max_rows=null", "task=pretrain", "task.epochs=null",
     ]  # fmt: skip

@@ -48,13 +48,13 @@ def until_attempt(run: LlmxRun, number: int, *, step: int) -> None:
 def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """No shared disk. The far host loses its power: the run goes on without it, from what was
     collected; when it is back, with nothing on its disk, it takes part again."""
-    need("pdsh", "rsync")
+    need("rsync")
     work = tmp_path / "work"
     work.mkdir()
     cluster = make_cluster(private_paths=[work])
     near, far = cluster.hosts
     overrides = [
-        *("launch.transport=pdsh", "launch.sync=rsync", "launch.elastic=true"),
+        *("launch.transport=ssh", "launch.sync=rsync", "launch.elastic=true"),
         *("launch.heartbeat_timeout_s=15", "launch.host_wait_s=3", "launch.restart_backoff_s=1"),
         *(f"checkpoint.every_steps={EVERY}", "task.steps=100000"),
         *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
@@ -122,13 +122,13 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
 def test_a_supervisor_that_is_away(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """Cut off for less than launch.orphan_timeout_s it takes the ranks over again; suspended for
     longer it starts them again. No shared disk, and no rank on the supervisor's machine."""
-    need("pdsh", "rsync")
+    need("rsync")
     work = tmp_path / "work"
     work.mkdir()
     cluster = make_cluster(private_paths=[work])
     near, far = cluster.hosts
     overrides = [
-        *("launch.transport=pdsh", "launch.sync=rsync", "launch.restart_backoff_s=1"),
+        *("launch.transport=ssh", "launch.sync=rsync", "launch.restart_backoff_s=1"),
         *("launch.orphan_timeout_s=20", "checkpoint.every_steps=1000", "task.steps=100000"),
         *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
     ]
@@ -168,9 +168,8 @@ def test_a_supervisor_that_is_away(make_cluster: Make, tmp_path: Path, need: Nee
     nothing_left(cluster, timeout_s=10)
 
 
-def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Need) -> None:
+def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path) -> None:
     """The last checkpoint does not fit: the run waits until somebody makes space, and ends well."""
-    need("pdsh")
     cluster = make_cluster(hosts=1)
     host = cluster.first
     disk = tmp_path / "small"
@@ -178,7 +177,7 @@ def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path, need: Nee
     host.add_disk(disk, size_mib=12)
     steps = 160  # the disk is full several checkpoints before the last one
     overrides = [
-        *("launch.restart_backoff_s=1", "launch.transport=pdsh", f"task.steps={steps}"),
+        *("launch.restart_backoff_s=1", "launch.transport=ssh", f"task.steps={steps}"),
         *("checkpoint.every_steps=20", "checkpoint.at_end=true", "checkpoint.keep.last=1"),
         f"run_dir={disk}/run",
     ]

@@ -36,9 +36,8 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 
 def test_a_sweep_on_two_hosts_ends_as_it_must(
-    make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
+    make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    need("pdsh")
     cluster = make_cluster(hosts=2)
     for host in cluster.hosts:
         host.limit_memory(RAM_MIB)

@@ -127,18 +127,17 @@ def _check_processes(
 
 
 def test_names_that_resolve_to_loopback_and_interfaces_that_differ(
-    alone: Trained, make_cluster: Make, need: Need, tmp_path: Path
+    alone: Trained, make_cluster: Make, tmp_path: Path
 ) -> None:
     """As Debian sets hosts up: gloo would offer 127.0.1.1 to the others, and they would hang. And
     the way to the other host goes through another interface on each, found by the agents."""
-    need("pdsh")
     cluster = make_cluster(loopback_names=True)
     for host in cluster.hosts:
         assert host.run(["getent", "ahostsv4", host.name]).stdout.startswith("127.0.1.1 ")
     for change in (["down"], ["name", "ib7"], ["up"]):
         device = "lan0" if change[-1] != "up" else "ib7"
         cluster["node-b"].run(["ip", "link", "set", device, *change])
-    overrides = [*CURVE, "launch.transport=pdsh"]
+    overrides = [*CURVE, "launch.transport=ssh"]
     run = start_llmx(cluster, tmp_path, overrides=overrides, interface=None)
     assert _trained(run).losses == pytest.approx(alone.losses, abs=2e-4)
     assert "LLMX_INTERFACES=lan0,ib7\n" in run.dir.ds_env.read_text()
@@ -164,7 +163,7 @@ def _check_offline(run: LlmxRun, trained: Trained) -> None:
 def test_sft_on_real_instructions_without_a_shared_disk(
     make_cluster: Make, need: Need, real_data: Path, tmp_path: Path
 ) -> None:
-    need("pdsh", "rsync")
+    need("rsync")
     source = _file(real_data, "alpaca_zh_demo.json")
     work = tmp_path / "work"
     work.mkdir()
@@ -189,7 +188,7 @@ def test_sft_on_real_instructions_without_a_shared_disk(
 def _start_real(cluster: Cluster, directory: Path, work: Path, overrides: list[str]) -> LlmxRun:
     """Twenty steps of a small Llama with the 50k vocabulary, its run directory in ``work``."""
     common = [
-        *("launch.transport=pdsh", "task.steps=20", "task.log_every_steps=1"),
+        *("launch.transport=ssh", "task.steps=20", "task.log_every_steps=1"),
         *("model.config.hidden_size=64", "model.config.intermediate_size=128"),
         *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=4"),
         *("model.config.vocab_size=50265", f"model.tokenizer={work / 'tokenizer'}"),

@@ -43,7 +43,7 @@ def run_of(directory: Path, hardware: dict[str, Any] | None, **groups: Any) -> R
     if hardware is not None:
         defaults["hardware"] = hardware
         if len(hardware["hosts"]) > 1:
-            defaults["launch"] = {**defaults["launch"], "transport": "pdsh"}
+            defaults["launch"] = {**defaults["launch"], "transport": "ssh"}
     return write_run(experiment(directory, **defaults))
 
 

@@ -81,7 +81,7 @@ def test_the_command_of_the_mission() -> None:
     done = composed(["task=sft", "zero=stage3", "hardware=a100x2_v100x2"])
     plan = done.plan
     assert [host.slots for host in plan.hosts] == [2, 2]
-    assert plan.transport == "pdsh"
+    assert plan.transport == "ssh"
     assert plan.master_addr == "10.0.0.1"
     assert plan.precision == "fp16"
     assert plan.precision_reason == "v100_32g (node-b) has no bf16"

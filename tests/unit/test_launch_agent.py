@@ -330,6 +330,44 @@ def test_ranks_are_reported(rig: Rig) -> None:
     assert rig.stop()["ended"] == 1  # its child
 
 
+def start_message(code: str, *ranks: int) -> dict[str, Any]:
+    """Ranks that run a line of Python."""
+    return {
+        "argv": [sys.executable, "-c", code],
+        "env": {"PATH": os.environ["PATH"], "ODD": "two $words"},
+        "inherit": False,
+        "devices": "",
+        "ranks": {rank: {"RANK": str(rank)} for rank in ranks},
+    }
+
+
+def test_ranks_that_the_agent_starts(rig: Rig) -> None:
+    """Its children: with the signals and the environment of any process, their codes known."""
+    rig.handshake()
+    rig.connection.request("watch", timeout_s=5)
+    code = (
+        "import os, signal, sys; rank = os.environ['RANK']\n"
+        "kinds = [signal.getsignal(getattr(signal, 'SIG' + n)) for n in ('QUIT', 'TERM', 'HUP')]\n"
+        "print(sorted(set(os.environ) - {'LC_CTYPE'}), os.environ['ODD'], set(kinds), flush=True)\n"
+        "signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.exit(9)\n"
+        "os.kill(os.getpid(), 9) if rank == '1' else sys.exit(int(rank))"
+    )
+    rig.connection.request("start", **start_message(code, 1, 2), timeout_s=10)
+    codes = {event["rank"]: event["code"] for event in (rig.event("rank_exit") for _ in range(2))}
+    assert codes == {1: -signal.SIGKILL, 2: 2}
+    for rank in (1, 2):
+        assert (rig.directory / f"logs/rank-{rank:03d}.log").read_text() == (
+            "['ODD', 'PATH', 'RANK'] two $words {<Handlers.SIG_DFL: 0>}\n"
+        )
+
+
+def test_a_rank_that_cannot_be_started(rig: Rig) -> None:
+    rig.handshake()
+    message = {**start_message("", 0), "argv": ["/no/python"]}
+    with pytest.raises(AgentError, match="No such file or directory: '/no/python'"):
+        rig.connection.request("start", **message, timeout_s=10)
+
+
 def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
     (rig.directory / "logs").mkdir()
     (rig.directory / "ranks").mkdir()

@@ -181,7 +181,7 @@ def test_a_supervisor_that_comes_back_takes_the_ranks_over(
         )
         for rank in (0, 1)
     ]
-    exp = experiment("pdsh", (2,), "cpu")
+    exp = experiment("ssh", (2,), "cpu")
     spec = dataclasses.replace(spec_of(exp), token=token, run_dir=RunDir(tmp_path))
     connection.shared = False
     try:
@@ -224,7 +224,7 @@ def test_a_supervisor_that_comes_back_too_late(tmp_path: Path) -> None:
         [sys.executable, "-c", "import signal; signal.pause()"],
         env={**os.environ, "LLMX_RUN_TOKEN": token, "RANK": "0"},
     )
-    spec = spec_of(experiment("pdsh", (1,), "cpu"))
+    spec = spec_of(experiment("ssh", (1,), "cpu"))
     spec = dataclasses.replace(spec, token=token, run_dir=RunDir(tmp_path))
     try:
         connection.request("watch", timeout_s=10)
@@ -267,7 +267,7 @@ def test_hosts_that_another_run_uses(agent: Rig, tmp_path: Path) -> None:
     assert busy["device"] == "5"
     assert abs(busy["since"] - time.time()) < 60
     spec = dataclasses.replace(
-        spec_of(experiment("pdsh", (1,), "cpu")), run_dir=RunDir(Path(own_run))
+        spec_of(experiment("ssh", (1,), "cpu")), run_dir=RunDir(Path(own_run))
     )
     agent.connection.hosts = (0,)
     with pytest.raises(LaunchError, match=rf"is busy with 1 rank of {other_run}, a run of \w+"):
@@ -354,7 +354,7 @@ def test_a_job_without_processes_here_is_cancelled_too(agent: Rig) -> None:
 
 def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> None:
     """Here the second host takes the address for that of another machine."""
-    spec = dataclasses.replace(spec_of(experiment("pdsh", (1, 1), "cpu")), port=0)
+    spec = dataclasses.replace(spec_of(experiment("ssh", (1, 1), "cpu")), port=0)
     far = Rig(tmp_path / "far")
     try:
         for index, rig in enumerate((agent, far)):

@@ -286,7 +286,7 @@ def test_what_agents_sent_last_comes_before_whole_copies(
         on_start=lambda: None,
     )
     attempt.monitor, attempt.connections = rig.monitor, rig.connections
-    attempt.runner = subprocess.Popen(["true"])
+    attempt.launched, attempt.runner = True, subprocess.Popen(["true"])
     attempt._shut_down(0)
     rig.monitor.poll(final=True)
     assert copied == ['{"kind": "end"}\n'] == [rig.run_dir.metrics.read_text()]

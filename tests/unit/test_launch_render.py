@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import ipaddress
+import json
 import shlex
 import subprocess
 import sys
@@ -116,7 +118,8 @@ def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
     return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
 
 
-SLOTS = {"local": (2,), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
+ODD_VALUE = "two words $HOME `id` \"quoted\" 'single' 50%n back\\slash;&|"
+SLOTS = {"local": (2,), "ssh": (2, 1), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
@@ -507,9 +510,47 @@ def test_command_can_be_pasted(tmp_path: Path) -> None:
     assert argv == transport_of("local").argv(spec)
     script = "\n".join([*head, shlex.join([sys.executable, "-c", show, *argv])])
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    import json
-
     assert json.loads(done.stdout) == [argv, 'it\'s $HOME "here"', str(tmp_path)]
+
+
+def test_commands_for_each_host_can_be_pasted(tmp_path: Path) -> None:
+    """With ``ssh`` and DeepSpeed's launcher replaced by a program that shows what it is given."""
+    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD']]), flush=True)"
+    (tmp_path / "deepspeed/launcher").mkdir(parents=True)
+    (tmp_path / "deepspeed/launcher/launch.py").write_text(show)
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nshift 3\nexec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    exp = experiment("ssh", (2, 1), "cpu", env={"ODD": ODD_VALUE, "PYTHONPATH": str(tmp_path)})
+    exp.run_dir = str(tmp_path)
+    spec = spec_of(exp, python=sys.executable, environ={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    done = subprocess.run(
+        ["sh", "-c", rendered_files(spec)["command.txt"]],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )
+    shown = sorted(json.loads(line) for line in done.stdout.splitlines())
+    assert [odd for _, odd in shown] == [ODD_VALUE, ODD_VALUE]
+    assert [argv[1] for argv, _ in shown] == ["--node_rank=0", "--node_rank=1"]
+    encoded = shown[0][0][0].removeprefix("--world_info=")
+    assert json.loads(base64.urlsafe_b64decode(encoded)) == {"node-a": [0, 1], "node-b": [0]}
+
+
+def test_the_ranks_of_each_host() -> None:
+    """As DeepSpeed's launcher would start them; one host may have fewer than the others."""
+    exp = experiment("ssh", (1, 2))
+    spec = spec_of(exp, environ={**ENVIRON, "CUDA_VISIBLE_DEVICES": "1"})
+    message = transport_of("ssh").start_message(spec, 1)
+    assert message["argv"][1:] == ["-u", "-m", "llmx.worker", "/runs/demo"]
+    assert message["devices"] == "0,1"
+    assert message["ranks"][2] == {
+        "RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_SIZE": "2",
+        "CROSS_RANK": "1", "CROSS_SIZE": "2",
+    }  # fmt: skip
+    assert "CUDA_VISIBLE_DEVICES" not in message["env"], "that of this machine"
+    assert "HOME" not in message["env"]
 
 
 def test_nothing_heavy_is_imported() -> None:

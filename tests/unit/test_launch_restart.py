@@ -228,7 +228,7 @@ def test_who_is_waited_for() -> None:
 
 
 def test_a_hang_is_a_verdict_of_its_own() -> None:
-    plan = make_plan(experiment("pdsh", (2, 1)))
+    plan = make_plan(experiment("ssh", (2, 1)))
     hang = Hang(100.0, 61.0, 5, 2, "its process has been stopped for 61 s", "stack")
     outcome = classify(Evidence(statuses=states(("training", 5)), hang=hang), plan)
     assert (outcome.kind, outcome.rank, outcome.host) == ("hang", 2, "node-b")
@@ -244,7 +244,7 @@ def test_a_hang_is_a_verdict_of_its_own() -> None:
 
 
 def test_fewer_hosts_at_the_same_global_batch() -> None:
-    exp = experiment("pdsh", (2, 1))
+    exp = experiment("ssh", (2, 1))
     exp.model.tokenizer = "demo"
     plan = make_plan(exp)
     smaller, planned = without_hosts(exp, plan, {"node-a"})
@@ -263,7 +263,7 @@ def test_fewer_hosts_at_the_same_global_batch() -> None:
 
 @pytest.mark.parametrize("sums", ["fp32", "bf16"])
 def test_fewer_hosts_sum_gradients_as_before(sums: str) -> None:
-    exp = experiment("pdsh", (2, 1))
+    exp = experiment("ssh", (2, 1))
     exp.model.tokenizer = "demo"
     exp.zero.stage, exp.precision = 2, "auto"
     plan = make_plan(exp)
@@ -338,7 +338,7 @@ def test_records(tmp_path: Path) -> None:
 
 def hosts_of(directory: Path, stream: io.StringIO, **launch: Any) -> HostSelection:
     """node-a is here, node-b refuses every connection."""
-    exp = experiment("pdsh", (1, 1), "cpu", **launch)
+    exp = experiment("ssh", (1, 1), "cpu", **launch)
     exp.model.tokenizer, exp.run_dir = "demo", str(directory)
     exp.batch.global_batch, exp.batch.accumulation = 4, None
     near, far = exp.hardware.hosts

@@ -27,7 +27,7 @@ from tests.unit.test_launch_render import experiment, spec_of
 
 
 def spec(tmp_path: Path, **data: object) -> LaunchSpec:
-    exp = experiment("pdsh", (1, 1), sync="rsync")
+    exp = experiment("ssh", (1, 1), sync="rsync")
     exp.data.cache_dir = str(tmp_path / "cache")
     for key, value in data.items():
         group, name = key.split("__")
@@ -109,7 +109,7 @@ def test_sync_extra_must_exist(tmp_path: Path) -> None:
 
 
 def test_sync_extra_must_be_absolute() -> None:
-    exp = experiment("pdsh", (1, 1), sync_extra=["data/x"])
+    exp = experiment("ssh", (1, 1), sync_extra=["data/x"])
     with pytest.raises(
         ConfigError, match=r"launch.sync_extra\[0\]=data/x: must be an absolute path"
     ):

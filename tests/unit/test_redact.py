@@ -94,7 +94,7 @@ def test_nested_values() -> None:
     ],
 )
 def test_a_config_with_a_credential_is_refused(group: str, key: str, value: object) -> None:
-    exp = experiment("pdsh", (1, 1))
+    exp = experiment("ssh", (1, 1))
     setattr(getattr(exp, group), key, value)
     with pytest.raises(ConfigError) as caught:
         validate(exp)

@@ -6,6 +6,8 @@ finds the processes of its run by ``LLMX_RUN_TOKEN`` in their environment, never
 another run might match, and only among the processes of its own user: another user may have the
 same variable.
 
+With ``launch.transport=ssh`` it also starts the ranks of its host, as its own children.
+
 It ends the run on its host on request and when the supervisor exits, for whatever reason: its stdin
 closes, on another host after a ``bye``. Where the connection is silent or breaks without that (the
 supervisor is suspended, or its host or network failed), the agent keeps the ranks for
@@ -225,6 +227,7 @@ class Agent:
         self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
+        self.children: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self.offsets: dict[str, int] = {}
         self.stamps: dict[str, tuple[int, int]] = {}
         self.inodes: dict[str, int] = {}
@@ -238,7 +241,7 @@ class Agent:
     def serve(self) -> None:
         """Until the supervisor exits, or has been unreachable for ``orphan_timeout_s``."""
         for number in (signal.SIGINT, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by ranks
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         threading.Thread(target=self.listen, daemon=True).start()
@@ -515,6 +518,29 @@ class Agent:
         self.watching = True
         return {"offsets": self.offsets}
 
+    def do_start(self, message: Message) -> Message:
+        """Start ranks: rank -> its variables, beside those of all. ``inherit``: they also get those
+        of this process. What they print before they redirect it goes to their logs, too."""
+        env = {**(os.environ if message["inherit"] else {}), **message["env"]}
+        if message["devices"]:
+            env.setdefault("CUDA_VISIBLE_DEVICES", message["devices"])
+        os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
+        for name, variables in message["ranks"].items():
+            rank = int(name)
+            with open(os.path.join(self.run_dir, f"logs/rank-{rank:03d}.log"), "ab") as log:
+                child = subprocess.Popen(
+                    message["argv"],
+                    cwd=self.run_dir,
+                    env={**env, **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self.children[rank], self.ranks[rank] = child, child.pid
+            self.send({"event": "rank_start", "rank": rank, "pid": child.pid})
+        return {}
+
     def do_flush(self, message: Message) -> Message:
         self.poll()
         return {"oom_kills": _oom_kills()}
@@ -633,28 +659,38 @@ class Agent:
         """Report ranks that started or exited, and stream new content of files."""
         if self.table is None:
             return
-        processes = self.table.find()
-        ranks_by_pid = {p.pid: p.rank for p in processes if p.rank is not None}
+        ended = self._ended_children() if self.children else self._ended_processes(self.table)
+        if self.streaming:
+            self.stream()
+        for rank, code in ended.items():
+            pid, self.ranks[rank] = self.ranks[rank], 0
+            self.send(
+                {
+                    "event": "rank_exit",
+                    "rank": rank,
+                    "pid": pid,
+                    "code": code,
+                    "time": time.time(),
+                    "oom_kills": _oom_kills(),
+                    "disk_free": _disk_free(self.run_dir),
+                }
+            )
+
+    def _ended_children(self) -> dict[int, int | None]:
+        """Ranks that have exited since the last look, and their exit codes."""
+        codes = {rank: child.poll() for rank, child in self.children.items() if self.ranks[rank]}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _ended_processes(self, table: ProcessTable) -> dict[int, int | None]:
+        """The same for ranks that another program started, without codes; reports new ones."""
+        processes = table.find()
         for process in rank_processes(processes):
             rank = process.rank
             if rank is not None and rank not in self.ranks:
                 self.ranks[rank] = process.pid
                 self.send({"event": "rank_start", "rank": rank, "pid": process.pid})
-        if self.streaming:
-            self.stream()
-        for rank, pid in list(self.ranks.items()):
-            if pid and pid not in ranks_by_pid:
-                self.ranks[rank] = 0
-                self.send(
-                    {
-                        "event": "rank_exit",
-                        "rank": rank,
-                        "pid": pid,
-                        "time": time.time(),
-                        "oom_kills": _oom_kills(),
-                        "disk_free": _disk_free(self.run_dir),
-                    }
-                )
+        pids = {process.pid for process in processes if process.rank is not None}
+        return {rank: None for rank, pid in self.ranks.items() if pid and pid not in pids}
 
     def stream(self) -> None:
         """Send what ranks wrote since the last poll; replaced files as a whole."""

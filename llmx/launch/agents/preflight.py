@@ -441,6 +441,24 @@ def check_network(
         raise LaunchError("\n".join(problems))
 
 
+def start_ranks(spec: LaunchSpec, connections: list[Connection]) -> None:
+    """Every agent starts the ranks of its host; LaunchError where one cannot."""
+    transport = transport_of(spec.plan.transport)
+    pending = [
+        (connection, connection.send("start", **transport.start_message(spec, host)))
+        for connection in connections
+        for host in connection.hosts
+    ]
+    problems = []
+    for connection, replies in pending:
+        try:
+            connection.wait_for(replies, timeout_s=60)
+        except AgentError as error:
+            problems.append(f"{connection.name}: cannot start its ranks: {error}")
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
 def connection_to(connections: list[Connection], host: int) -> Connection | None:
     """The connection to a host of the plan."""
     return next((connection for connection in connections if host in connection.hosts), None)

@@ -1,4 +1,4 @@
-"""One attempt of a run: prepare, start ``deepspeed``, monitor every rank, shut down, classify.
+"""One attempt of a run: prepare, start the ranks, monitor every rank, shut down, classify.
 
 However an attempt ends, no process of it is left on any host. What follows (another attempt, or
 the end of the run) is decided by ``supervisor.py``.
@@ -23,6 +23,7 @@ from llmx.launch.agents.preflight import (
     kill_leftovers,
     resolve_network,
     start_agents,
+    start_ranks,
 )
 from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
@@ -71,7 +72,10 @@ class Attempt:
         self.started = time.time()
         self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
         self.connections: list[Connection] = []
+        self.launched = False
+        """Whether the start of ranks has begun."""
         self.runner: subprocess.Popen[bytes] | None = None
+        """``deepspeed``, where the agents do not start the ranks."""
         self.monitor: RankMonitor | None = None
         self.checkpoints: CheckpointSync | None = None
 
@@ -82,7 +86,7 @@ class Attempt:
         first = progress.first_step if progress else None
         return AttemptRecord(
             outcome,
-            launched=self.runner is not None,
+            launched=self.launched,
             first_step=first,
             last_step=progress.last_step if progress else None,
             saved_step=new or first or None,
@@ -152,10 +156,23 @@ class Attempt:
 
     def _start(self) -> None:
         spec = self.spec
-        argv = transport_of(spec.plan.transport).argv(spec)
+        transport = transport_of(spec.plan.transport)
         hosts = ", ".join(f"{host.name} ({host.slots})" for host in spec.plan.hosts)
         ranks = plural(spec.plan.world_size, "rank")
         self.log.info(f"launching {ranks} over {spec.plan.transport}: {hosts}")
+        self.launched = True
+        if transport.agents_start_ranks:
+            start_ranks(spec, self.connections)
+        else:
+            self._start_runner(transport.argv(spec))
+        self.journal.state("running", attempt=self.number)
+        self.on_start()
+        if self.checkpoints is not None:
+            self.checkpoints.start()
+
+    def _start_runner(self, argv: list[str]) -> None:
+        """Start ``deepspeed`` on this machine."""
+        spec = self.spec
         with spec.run_dir.launcher_log.open("ab") as stream:
             # A session of its own: DeepSpeed handles Ctrl-C with `pkill -f` on a pattern that all
             # its launches share, so it must never receive one.
@@ -169,15 +186,10 @@ class Attempt:
                 start_new_session=True,
             )
         self.log.debug(f"deepspeed is process {self.runner.pid}; port {spec.port}")
-        self.journal.state("running", attempt=self.number)
-        self.on_start()
-        if self.checkpoints is not None:
-            self.checkpoints.start()
 
     def _monitor_ranks(self) -> None:
         """Poll until the attempt is over, or its end is requested."""
         assert self.monitor is not None
-        assert self.runner is not None
         monitor = self.monitor
         with contextlib.closing(RunPlace(self.spec.run_dir, self.log, self.shutdown)) as place:
             while True:
@@ -186,7 +198,7 @@ class Attempt:
                 self.journal.heartbeat()
                 if self.shutdown.count:
                     break
-                if monitor.is_over(self.runner.poll()):
+                if monitor.is_over(self.runner.poll() if self.runner else None):
                     return
         monitor.evidence.interrupted_at = self.shutdown.time
         monitor.evidence.interrupted_by = self.shutdown.source
@@ -228,16 +240,17 @@ class Attempt:
             connections,
             log,
             lost=lost,
-            launched=self.runner is not None,
+            launched=self.launched,
             requests=lambda: self.shutdown.count,
             grace_s=grace_s,
             save=save,
         )
-        if self.runner is not None and connections:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self.runner.wait(timeout=5)
-                if monitor is not None and code >= 0:
-                    monitor.evidence.runner_code = code
+        if self.launched and connections:
+            if self.runner is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self.runner.wait(timeout=5)
+                    if monitor is not None and code >= 0:
+                        monitor.evidence.runner_code = code
             if monitor is not None:
                 monitor.drain()
             pull_outputs(spec, connections, log)

@@ -434,7 +434,10 @@ class RankMonitor:
         self.evidence.exits.setdefault(
             message["rank"],
             RankExit(
-                message["time"] - connection.clock_offset_s, oom_kills, message.get("disk_free")
+                message["time"] - connection.clock_offset_s,
+                oom_kills,
+                message.get("disk_free"),
+                message.get("code"),
             ),
         )
 

@@ -59,6 +59,8 @@ class RankExit:
     """By the kernel of its host, since the run began."""
     disk_free: int | None = None
     """Free bytes on the disk of the run directory there; None where unknown."""
+    code: int | None = None
+    """Its exit code, negative for a signal; None where the agent did not start it."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +258,15 @@ def _disk_full(rank: int, host: str) -> Diagnosis:
     )
 
 
-def _without_log(rank: int, host: str, launcher_log: str) -> Diagnosis:
+def _without_log(rank: int, host: str, code: int | None, launcher_log: str) -> Diagnosis:
     """Of a rank that ended before it wrote a line: only its launcher can say why."""
+    if code is not None:
+        return Diagnosis(
+            "crash",
+            f"rank {rank} on {host} exited with code {code} before it wrote a line",
+            f"start its Python by hand: ssh -F RUN_DIR/ssh_config {host}, then what follows exec "
+            "in RUN_DIR/command.txt",
+        )
     diagnosis = diagnose(Failure(log=launcher_log))
     if diagnosis.name:
         return diagnosis
@@ -329,12 +338,17 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
             full = rank_exit.disk_free is not None and rank_exit.disk_free < FULL_BYTES
             if full:
                 diagnosis = _disk_full(rank.rank, host)
+            elif rank_exit.code is not None and (log.strip() or rank_exit.code < 0):
+                ended_by = max(0, -rank_exit.code)
+                diagnosis = diagnose(
+                    Failure(signal=ended_by, oom_kills=rank_exit.oom_kills, log=log)
+                )
             elif log.strip() or status or rank_exit.oom_kills:
                 # One that has written its status has run, and said nothing at its end.
                 silent = signal_of_silent_death(log) if log.strip() else signal.SIGKILL
                 diagnosis = diagnose(Failure(signal=silent, oom_kills=rank_exit.oom_kills, log=log))
             else:
-                diagnosis = _without_log(rank.rank, host, evidence.launcher_log)
+                diagnosis = _without_log(rank.rank, host, rank_exit.code, evidence.launcher_log)
             candidates.append(
                 _Candidate(rank_exit.time, diagnosis, rank.rank, host, _traceback_in(log))
             )

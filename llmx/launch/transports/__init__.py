@@ -1,8 +1,9 @@
 """The transports, which start ranks on hosts: one file for each, and here their common part.
 
-``local``: this machine; ``pdsh``: ssh to every host in parallel; ``openmpi``: ``mpirun``;
-``slurm``: ``srun``. Each renders the argv and the environment of ``deepspeed`` from a
-``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package can add one.
+``local``: this machine; ``ssh``: the agents start ranks; ``pdsh``: ssh to every host in parallel;
+``openmpi``: ``mpirun``; ``slurm``: ``srun``. All but ``ssh`` render the argv and the environment of
+``deepspeed`` from a ``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package
+can add one.
 
 ``python -m llmx launch.transport=openmpi hardware=a100x2_v100x2 dry_run=true`` shows it.
 """
@@ -11,15 +12,17 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.errors import LaunchError
 from llmx.hardware.detect import detect_gpus, visible_gpus
 from llmx.hardware.hostfile import HostSlots
-from llmx.launch.environment import render_ds_env
+from llmx.launch.environment import rank_env, render_ds_env, render_exports
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan, Plan
 from llmx.text import plural
@@ -35,6 +38,8 @@ class Transport:
     """Whether it starts ranks on other hosts, too."""
     has_agents = True
     """Whether the supervisor starts an agent on every other host over ssh."""
+    agents_start_ranks = False
+    """Whether these start the ranks, instead of ``argv``."""
     ends_by_itself = True
     """Whether to wait for the launcher after the last rank has exited: one that removes files of
     its own. DeepSpeed's leaves nothing, and takes two to three seconds to notice."""
@@ -52,7 +57,7 @@ class Transport:
         if chosen and self.device_choice:
             yield (
                 f"launch.transport={self.name}: {self.device_choice} the devices of a host, and "
-                f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=pdsh."
+                f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=ssh."
             )
 
     def host_problems(self, spec: LaunchSpec) -> list[str]:
@@ -89,6 +94,15 @@ class Transport:
             return [HostSlots(name, max(indices) + 1) for name, indices in devices.items()]
         return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
 
+    def start_message(self, spec: LaunchSpec, host: int) -> dict[str, Any]:
+        """What the agent of a host is sent to start its ranks (``agents_start_ranks``)."""
+        raise NotImplementedError
+
+    def commands(self, spec: LaunchSpec) -> str:
+        """The text of ``command.txt``: shell commands for this machine that run the ranks."""
+        exports = render_exports({**rank_env(spec), **self.env(spec)})
+        return f"cd {shlex.quote(str(spec.run_dir.root))}\n{exports}{shlex.join(self.argv(spec))}\n"
+
     def further_files(self, spec: LaunchSpec) -> dict[str, str]:
         """Files of the run directory that only this transport needs: name -> text."""
         return {}
@@ -106,8 +120,8 @@ class Transport:
 @functools.cache
 def transport_of(name: str) -> Transport:
     """The transport of ``plan.transport`` or ``launch.transport``; ``auto`` chooses devices as
-    ``pdsh`` does."""
-    transport: Transport = TRANSPORTS.load("pdsh" if name == "auto" else name)()
+    ``ssh`` does."""
+    transport: Transport = TRANSPORTS.load("ssh" if name == "auto" else name)()
     return transport
 
 

@@ -23,7 +23,7 @@ class LocalTransport(Transport):
         if len(hardware.hosts) > 1:
             yield (
                 f"launch.transport=local starts the ranks of this machine only, but there are "
-                f"{len(hardware.hosts)} hosts. Use launch.transport=pdsh, openmpi or slurm."
+                f"{len(hardware.hosts)} hosts. Use launch.transport=ssh, pdsh, openmpi or slurm."
             )
 
     def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:

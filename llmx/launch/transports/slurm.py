@@ -36,12 +36,12 @@ class SlurmTransport(Transport):
             yield (
                 f"launch.transport=slurm needs the same number of slots on every host (they have: "
                 f"{slots}). Use hardware.slots={min(host.slots for host in hosts)}, or "
-                "launch.transport=pdsh inside the allocation."
+                "launch.transport=ssh inside the allocation."
             )
         if launch.sync == "rsync":
             yield (
                 "launch.sync=rsync copies over ssh, which launch.transport=slurm does not use: it "
-                "needs a shared file system. Use launch.sync=none, or launch.transport=pdsh."
+                "needs a shared file system. Use launch.sync=none, or launch.transport=ssh."
             )
 
     def host_problems(self, spec: LaunchSpec) -> list[str]:

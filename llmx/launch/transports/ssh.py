@@ -1,0 +1,107 @@
+"""The agents of llmx start the ranks of their hosts. That needs nothing but ssh and Python, each
+host gets a command of its own, and a rank's exit code comes back. The default for several hosts.
+
+``launch.transport=ssh dry_run=true``; ``RUN_DIR/command.txt`` has commands for a shell, by which
+DeepSpeed's launcher on each host starts the same ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmx.hardware.hostfile import HostSlots
+from llmx.launch.environment import launcher_env, rank_env, render_exports
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.ssh_config import ssh_argv
+from llmx.launch.transports import Transport, chosen_devices, module_argv
+
+
+class SshTransport(Transport):
+    """Ranks as children of the agents."""
+
+    name = "ssh"
+    programs = (("ssh", "openssh-client"),)
+    agents_start_ranks = True
+    ends_by_itself = False
+
+    def ds_env(self, env: Mapping[str, str]) -> str:
+        return "".join(f"{name}={value}\n" for name, value in env.items())
+
+    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
+        return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
+
+    def env(self, spec: LaunchSpec) -> dict[str, str]:
+        return {}
+
+    def start_message(self, spec: LaunchSpec, host: int) -> dict[str, Any]:
+        """What the agent of a host needs to start its ranks (``Agent.do_start``)."""
+        is_local = spec.plan.hosts[host].is_local
+        own = {**launcher_env(spec), **rank_env(spec)} if is_local else rank_env(spec)
+        return {
+            "argv": [spec.python, "-u", "-m", spec.worker, str(spec.run_dir.root)],
+            "env": own | _devices(spec, host),
+            "inherit": not is_local,
+            "devices": ",".join(map(str, range(spec.plan.hosts[host].slots)))
+            if spec.plan.on_gpus
+            else "",
+            "ranks": rank_variables(spec, host),
+        }
+
+    def commands(self, spec: LaunchSpec) -> str:
+        blocks = []
+        for index, host in enumerate(spec.plan.hosts):
+            shell = ["sh", "-s"]
+            words = shell if host.is_local else ssh_argv(spec.run_dir.ssh_config, host.name, shell)
+            blocks.append(
+                f"{shlex.join(words)} <<'END' &\n"
+                f"cd {shlex.quote(str(spec.run_dir.root))} || exit\n"
+                f"{render_exports(rank_env(spec))}"
+                f"exec {shlex.join(_node_argv(spec, index))}\n"
+                "END\n"
+            )
+        return "".join(blocks) + "wait\n"
+
+
+def rank_variables(spec: LaunchSpec, host: int) -> dict[int, dict[str, str]]:
+    """The ranks of a host, and what DeepSpeed's launcher would set for each."""
+    plan = spec.plan
+    ranks = [rank.rank for rank in plan.ranks if rank.host == host]
+    common = {
+        "WORLD_SIZE": plan.world_size,
+        "LOCAL_SIZE": len(ranks),
+        "CROSS_RANK": host,
+        "CROSS_SIZE": len(plan.hosts),
+    }
+    return {
+        rank: {
+            name: str(value)
+            for name, value in {**common, "RANK": rank, "LOCAL_RANK": local_rank}.items()
+        }
+        for local_rank, rank in enumerate(ranks)
+    }
+
+
+def _devices(spec: LaunchSpec, host: int) -> dict[str, str]:
+    devices = chosen_devices(spec).get(spec.plan.hosts[host].name)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+
+
+def _node_argv(spec: LaunchSpec, host: int) -> list[str]:
+    """DeepSpeed's launcher of one host."""
+    chosen = chosen_devices(spec)
+    world = {host.name: chosen.get(host.name, list(range(host.slots))) for host in spec.plan.hosts}
+    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return [
+        spec.python,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={encoded}",
+        f"--node_rank={host}",
+        f"--master_addr={spec.plan.master_addr}",
+        f"--master_port={spec.port}",
+        *module_argv(spec),
+    ]
