@@ -65,6 +65,7 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     plan = Plan.from_dict(read_json(run_dir.plan))
     check_place(plan, os.environ)
     os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
+    choose_gpus(plan, os.environ)
     choose_interface(plan, os.environ)
     choose_threads(exp, plan, os.environ)
     choose_allocator(plan, os.environ)
@@ -123,6 +124,17 @@ def local_size(plan: Plan, rank: int) -> int:
     """Ranks on this rank's host (DeepSpeed counts CPU devices by LOCAL_SIZE)."""
     host = plan.ranks[rank].host
     return sum(other.host == host for other in plan.ranks)
+
+
+def choose_gpus(plan: Plan, environment: MutableMapping[str, str]) -> None:
+    """Make the GPUs visible that the launch chose for the ranks of this host. CUDA shows a process
+    one MIG slice at most, so a rank with slices sees its own alone."""
+    hosts = environment.get("LLMX_GPUS", "").split(":")
+    if plan.on_gpus and len(hosts) == len(plan.hosts):
+        gpus = hosts[plan.ranks[int(environment["RANK"])].host].split(",")
+        if any(gpu.startswith("MIG-") for gpu in gpus):
+            gpus = [gpus[int(environment["LOCAL_RANK"])]]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
 def choose_interface(plan: Plan, environment: MutableMapping[str, str]) -> None:

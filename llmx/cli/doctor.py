@@ -121,7 +121,7 @@ def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
     connections = start_agents(spec, inbox)
     try:
         with report.collect():
-            handshake(spec, connections)
+            spec = handshake(spec, connections)
         # The clocks of hosts are measured by the pings of the handshake, meanwhile.
         with report.collect():
             runs_python = [
@@ -149,12 +149,20 @@ def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
 def _examine_hosts(report: Report, spec: LaunchSpec, connections: list[Connection]) -> None:
     from llmx.hardware.compare import compare_hosts, runs_on
     from llmx.launch.agents.preflight import check_disks, clock_offsets, survey_hosts
+    from llmx.launch.environment import gpus_of_hosts
 
     report.facts, problems = survey_hosts(spec, connections, runs=True)
     report.errors += problems
     report.clock_offsets_s = clock_offsets(connections)
-    findings = compare_hosts(spec.exp, spec.plan, report.facts, offsets_s=report.clock_offsets_s)
+    findings = compare_hosts(
+        spec.exp,
+        spec.plan,
+        report.facts,
+        offsets_s=report.clock_offsets_s,
+        gpus=gpus_of_hosts(spec),
+    )
     report.errors += findings.errors
+    (report.warnings if spec.exp.launch.allow_busy else report.errors).extend(findings.busy)
     report.warnings += findings.warnings
     for name, facts in report.facts.items():
         report.warnings += runs_on(name, facts)

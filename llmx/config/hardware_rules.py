@@ -120,22 +120,23 @@ def _slots_and_device(host: HostConfig, where: str, hardware: HardwareConfig) ->
             f"{shown(host.device)}. Use at most {host.slots}."
         )
 
-    yield from _indices(host, where, hardware)
+    yield from _gpus(host, where, hardware)
 
 
-def _indices(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator[str]:
-    chosen, device = host.device_indices, hardware.devices.get(host.device)
+def _gpus(host: HostConfig, where: str, hardware: HardwareConfig) -> Iterator[str]:
+    chosen, device = host.gpus, hardware.devices.get(host.device)
     if not chosen:
         return
+    listed = shown(f"[{', '.join(chosen)}]")
     if len(set(chosen)) != len(chosen):
-        yield f"{where}: device_indices={chosen}: a device is there twice. Name each once."
+        yield f"{where}: gpus={listed}: a GPU is there twice. Name each once."
     elif len(chosen) != host.slots:
         yield (
-            f"{where}: device_indices={chosen} names {len(chosen)}, but slots={host.slots}. Name "
-            "one for each slot."
+            f"{where}: gpus={listed} names {len(chosen)}, but slots={host.slots}. Name one for "
+            "each slot."
         )
     if device is not None and not ACCELERATORS[device.accelerator].is_gpu:
-        yield f"{where}: device_indices is for GPUs. Leave it out."
+        yield f"{where}: gpus is for hosts with GPUs, and {shown(host.device)} is none."
 
 
 def _master(hardware: HardwareConfig) -> Iterator[str]:

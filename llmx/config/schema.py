@@ -25,7 +25,6 @@ from llmx.config.fields import (
     choice_or_flag,
     choice_or_null,
     choices,
-    indices,
     items,
     mapping,
     number,
@@ -54,6 +53,11 @@ _INTERFACE = Text(
 )
 _FINGERPRINT = Text(
     50, pattern=FINGERPRINT, rule="be a fingerprint of ssh-keygen -l: SHA256: and 43 characters"
+)
+_GPU = Text(
+    100,
+    pattern=r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+",
+    rule="be a number (0), the UUID of a GPU (GPU-...) or the name of a MIG slice (MIG-...)",
 )
 _IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslashes")
 
@@ -510,9 +514,9 @@ class HostConfig:
     or that of the first login. Needs OpenSSH 8.5 or newer on this machine."""
     slots: int = number(1, minimum=1, maximum=1024)
     """The number of ranks on this host, one per device."""
-    device_indices: list[int] = indices(maximum=1024, example=[2, 3])
-    """The devices to use, one per slot, by index (``nvidia-smi -L``); empty: the first ones. For
-    GPUs, on this machine and over ssh (``launch.transport=ssh``, ``pdsh``)."""
+    gpus: list[str] = items(maximum=1024, example="[0, 2]", rule=_GPU)
+    """The GPUs to use, one per slot, by number, UUID (``nvidia-smi -L``) or name of a MIG slice;
+    empty: the first ones. Numbers count those that CUDA_VISIBLE_DEVICES of the host leaves."""
     device: str = ""
     """Its device type, a key of ``hardware.devices``."""
     interface: str | None = text(None, _INTERFACE)

@@ -369,15 +369,16 @@ RESERVED = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK",
         "CROSS_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE", "DS_ACCELERATOR",
-        "LLMX_RUN_TOKEN", "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND",
+        "LLMX_RUN_TOKEN", "LLMX_GPUS", "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE",
+        "PDSH_SSH_ARGS_APPEND",
     }
 )  # fmt: skip
 """Variables that the launch sets itself."""
 _INSTEAD = {
     "MASTER_ADDR": ", and set hardware.master_addr=ADDRESS",
     "MASTER_PORT": ", and set launch.master_port=PORT",
-    "CUDA_VISIBLE_DEVICES": ", and export it before llmx is started (a run on this machine), or "
-    "set the slots of the host",
+    "CUDA_VISIBLE_DEVICES": ", and list the gpus of the host in the hardware file, or export it on "
+    "the host",
 }
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")

@@ -6,7 +6,7 @@ Errors stop the launch with the fix; warnings are shown and the run goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,8 @@ class Findings:
 
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
+    busy: tuple[str, ...] = ()
+    """GPUs of the run that other processes use."""
 
 
 def compare_hosts(
@@ -87,10 +89,12 @@ def compare_hosts(
     surveys: Mapping[str, dict[str, Any]],
     *,
     offsets_s: Mapping[str, float] | None = None,
+    gpus: Mapping[str, Sequence[str]] | None = None,
 ) -> Findings:
     """Judge the surveys of the hosts, by name, in hostfile order.
 
-    ``offsets_s``: each host's clock minus the supervisor's, seconds.
+    ``offsets_s``: each host's clock minus the supervisor's, seconds; ``gpus``: of the ranks of each
+    host (``llmx.launch.environment.gpus_of_hosts``).
     """
     errors, warnings = _versions(surveys)
     codes = {name: str(facts.get("code")) for name, facts in surveys.items()}
@@ -103,10 +107,12 @@ def compare_hosts(
     if plan.on_gpus:
         errors += _builds(surveys)
         errors += _devices(exp.hardware, plan, surveys)
+    busy: list[str] = []
     for name, facts in surveys.items():
+        gpus_of_host = (gpus or {}).get(name, ())
         more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
-        errors += _indices(exp.hardware, plan, name, facts)
-        warnings += _gpus_in_use(exp.hardware, plan, name, facts)
+        errors += _missing_gpus(name, gpus_of_host, facts)
+        busy += _gpus_in_use(name, gpus_of_host, facts)
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -114,7 +120,7 @@ def compare_hosts(
             warnings.append(
                 f"{name}: its clock is {offset_s:+.0f} s off; start chrony or ntpd on this host."
             )
-    return Findings(tuple(errors), tuple(warnings))
+    return Findings(tuple(errors), tuple(warnings), tuple(busy))
 
 
 def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -179,18 +185,16 @@ def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
     )
 
 
-def _indices(
-    hardware: HardwareConfig, plan: Plan, name: str, facts: Mapping[str, Any]
-) -> Iterator[str]:
+def _missing_gpus(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
     """GPUs that were chosen and are not there."""
-    gpus = facts["gpus"] or 0
-    for host in hardware.hosts:
-        over = [index for index in host.device_indices if index >= gpus]
-        if host.name == name and over and plan.on_gpus and gpus >= host.slots:
-            yield (
-                f"{name}: device_indices has {over[0]}, but this host has {plural(gpus, 'GPU')}, "
-                f"numbered from 0. Use indices below {gpus}."
-            )
+    count = facts["gpus"] or 0
+    over = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= count]
+    if over and count >= len(gpus):
+        yield (
+            f"{name}: GPU {over[0]} is not there: this host has {plural(count, 'GPU')}, numbered "
+            f"from 0. Use numbers below {count} in gpus of the host, or in CUDA_VISIBLE_DEVICES "
+            "there."
+        )
 
 
 def _host(
@@ -266,19 +270,15 @@ def _host(
     return errors, warnings
 
 
-def _gpus_in_use(
-    hardware: HardwareConfig, plan: Plan, name: str, facts: Mapping[str, Any]
-) -> Iterator[str]:
+def _gpus_in_use(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
     """Memory that other processes have on the GPUs of a host's ranks."""
-    slots = sum(host.slots for host in plan.hosts if host.name == name)
-    chosen = [host.device_indices for host in hardware.hosts if host.name == name]
-    indices = chosen[0] if chosen and chosen[0] else range(slots)
     for process in facts.get("gpu_processes", ()):
-        if process["gpu"] in indices:
+        if any(gpu == process["gpu"] or process["uuid"].startswith(gpu) for gpu in gpus):
             yield (
                 f"{name}: GPU {process['gpu']} has {process['mib']:,} MiB in use by process "
-                f"{process['pid']} of {process['user']} ({process['command']}). End it, or use "
-                "other GPUs (device_indices of the host)."
+                f"{process['pid']} of {process['user']} ({process['command']}). Wait, end it, or "
+                "list other GPUs (gpus of the host). launch.allow_busy=true starts this run beside "
+                "it."
             )
 
 

@@ -83,9 +83,9 @@ def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     for word in (part.strip() for part in visible.split(",")):
         if word.startswith("MIG-"):
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher cannot start ranks on MIG "
-                "slices. Name whole GPUs, e.g. CUDA_VISIBLE_DEVICES=0, or set it empty to train on "
-                "the CPU."
+                f"CUDA_VISIBLE_DEVICES={visible}: hardware=local takes whole GPUs. Name those, "
+                "e.g. CUDA_VISIBLE_DEVICES=0, or write a hardware file whose host has gpus: "
+                "[MIG-...] and whose device is the slice (memory_gib, compute_capability)."
             )
         matches = [
             gpu

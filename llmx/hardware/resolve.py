@@ -45,10 +45,7 @@ def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
     ]
     limit = hardware.slots
     if limit is not None and hosts and all(1 <= limit <= host.slots for host in hosts):
-        hosts = [
-            dataclasses.replace(host, slots=limit, device_indices=host.device_indices[:limit])
-            for host in hosts
-        ]
+        hosts = [dataclasses.replace(host, slots=limit, gpus=host.gpus[:limit]) for host in hosts]
     return dataclasses.replace(hardware, hosts=hosts)
 
 

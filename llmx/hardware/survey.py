@@ -300,7 +300,13 @@ def gpu_processes() -> list[dict[str, Any]]:
     apps = output_of([*query, "--query-compute-apps=gpu_uuid,pid,used_memory"], timeout_s=30)
     index_of = dict(re.findall(r"(\S+), *(\d+)", gpus))
     return [
-        {"gpu": int(index_of.get(uuid, 0)), "mib": int(mib), "pid": int(pid), **_process(int(pid))}
+        {
+            "gpu": index_of.get(uuid, "0"),
+            "uuid": uuid,
+            "mib": int(mib),
+            "pid": int(pid),
+            **_process(int(pid)),
+        }
         for uuid, pid, mib in re.findall(r"(\S+), *(\d+), *(\d+)", apps)
     ]
 

@@ -16,6 +16,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmx.config.build import shown
+from llmx.config.plugins import TRANSPORTS
 from llmx.config.user_code import user_code
 from llmx.config.validate import (
     RESERVED,
@@ -23,10 +25,13 @@ from llmx.config.validate import (
     is_one_line,
     is_variable_name,
 )
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, LaunchError
+from llmx.hardware.detect import HIDES_ALL
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.threads import threads_per_rank
+from llmx.plan.types import HostPlan
 from llmx.redact import is_secret
+from llmx.text import plural
 
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",
@@ -99,11 +104,52 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
             exp, plan.accelerator, cores=spec.cores, ranks=ranks, environment=env
         )
         env["OMP_NUM_THREADS"] = str(threads)
+    if gpus := gpus_of_hosts(spec):
+        env["LLMX_GPUS"] = ":".join(",".join(gpus[host.name]) for host in plan.hosts)
     env["DS_ACCELERATOR"] = plan.accelerator
     env["MASTER_ADDR"] = plan.master_addr
     env["MASTER_PORT"] = str(spec.port)
     env["LLMX_RUN_TOKEN"] = spec.token
     return dict(sorted(env.items()))
+
+
+def gpus_of_hosts(spec: LaunchSpec) -> dict[str, list[str]]:
+    """The GPUs of the ranks of each host, as CUDA_VISIBLE_DEVICES names them; empty on the CPU, and
+    where a scheduler chooses.
+
+    Ranks set the variable themselves (``llmx.worker``), because DeepSpeed's launcher overwrites it
+    with 0 to slots - 1, and takes no UUIDs.
+    """
+    if not spec.plan.on_gpus or TRANSPORTS.load(spec.plan.transport).allocates:
+        return {}
+    chosen = {host.name: host.gpus for host in spec.exp.hardware.hosts}
+    visible = dict(spec.visible_gpus)
+    exported = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    for host in spec.plan.hosts:
+        if host.is_local and exported:
+            visible[host.name] = exported
+    return {
+        host.name: _gpus_of(host, chosen.get(host.name, []), visible.get(host.name))
+        for host in spec.plan.hosts
+    }
+
+
+def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str]:
+    """Of one host. Numbers in ``chosen`` count those that ``visible`` leaves."""
+    if visible is None or not all(gpu.isdecimal() for gpu in chosen):
+        return chosen or [str(number) for number in range(host.slots)]
+    left = [word.strip() for word in visible.split(",") if word.strip()]
+    if visible.strip() in HIDES_ALL:
+        left = []
+    numbers = [int(gpu) for gpu in chosen] or list(range(host.slots))
+    if max(numbers) >= len(left):
+        wanted = f"gpus=[{', '.join(chosen)}] counts" if chosen else f"slots={host.slots} needs"
+        raise LaunchError(
+            f"{host.name}: CUDA_VISIBLE_DEVICES={shown(visible)} there leaves "
+            f"{plural(len(left), 'GPU')}, and {wanted} {max(numbers) + 1}. Unset or change it "
+            "there, or set slots and gpus of the host."
+        )
+    return [left[number] for number in numbers]
 
 
 def launcher_env(spec: LaunchSpec) -> dict[str, str]:

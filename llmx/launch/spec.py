@@ -41,6 +41,8 @@ class LaunchSpec:
     smallest host under Slurm. None: each rank looks at its host."""
     cpus_per_task: int | None = None
     """Under Slurm: cores of a rank; None where the cores of the hosts are unknown."""
+    visible_gpus: Mapping[str, str] = field(default_factory=dict)
+    """Host -> CUDA_VISIBLE_DEVICES there, as its agent found it; without those that lack it."""
     interfaces: tuple[str | None, ...] = ()
     """Network interface of each host, where it is known."""
 

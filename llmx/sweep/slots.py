@@ -138,10 +138,8 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
     """The experiment on its slots: hosts, devices, RAM and the share of cores as plain values."""
     hardware = exp.hardware
     hosts = [_host(share) for share in placed.shares]
-    if on_cpus(hardware):
-        hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
-    if transport_of(exp.launch.transport).device_choice:
-        hosts = [dataclasses.replace(host, device_indices=[]) for host in hosts]
+    if on_cpus(hardware) or transport_of(exp.launch.transport).allocates:
+        hosts = [dataclasses.replace(host, gpus=[]) for host in hosts]
     keeps_first = hardware.hosts[0].name == hosts[0].name
     env, launch = dict(hardware.env), exp.launch
     if launch.transport == "slurm":
@@ -169,9 +167,9 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
 def _host(share: tuple[HostConfig, tuple[int, ...]]) -> HostConfig:
     """A host as its part: the slots of the trial, and their share of the RAM."""
     host, slots = share
-    indices = [host.device_indices[slot] for slot in slots] if host.device_indices else list(slots)
+    gpus = [host.gpus[slot] for slot in slots] if host.gpus else list(map(str, slots))
     memory = host.memory_gib and host.memory_gib * len(slots) / host.slots
-    return dataclasses.replace(host, slots=len(slots), device_indices=indices, memory_gib=memory)
+    return dataclasses.replace(host, slots=len(slots), gpus=gpus, memory_gib=memory)
 
 
 def _place(host: HostConfig) -> tuple[str, int]:

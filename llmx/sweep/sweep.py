@@ -25,11 +25,10 @@ from typing import Any
 from llmx import text as human
 from llmx.compose.complete import Composed, complete, objective_of, plan_experiment
 from llmx.config import Experiment, SweepConfig, experiment_from_dict
-from llmx.config.hardware_rules import hardware_problems, on_cpus
+from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
-from llmx.launch.transports import transport_of
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
 from llmx.observe.report.sweep_data import CSV, load_sweep, measure
@@ -455,15 +454,6 @@ class Runner:
         if problems:
             raise ConfigError("\n".join(problems))
         first = first_of(on_cluster.hardware, count)
-        part = any(len(slots) < host.slots for host, slots in first.shares)
-        gpus = not on_cpus(on_cluster.hardware)
-        transport = transport_of(on_cluster.launch.transport)
-        if transport.device_choice and not transport.allocates and part and gpus:
-            raise ConfigError(
-                f"sweep.slots_per_trial={count} with launch.transport={transport.name}: "
-                f"{transport.device_choice} GPUs of a host, so trials would share them. Use "
-                "launch.transport=ssh, or whole hosts."
-            )
         return _placed(on_cluster, typed, first)
 
     def _wait_for_room(self, on_cluster: Experiment) -> Placed | None:

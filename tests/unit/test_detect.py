@@ -80,8 +80,8 @@ def test_the_gpus_that_are_visible(visible, indices, catalogue, monkeypatch) -> 
 @pytest.mark.parametrize(
     ("visible", "problem"),
     [
-        ("MIG-3f2a", "cannot start ranks on MIG slices"),
-        ("MIG-GPU-1f3a/1/0", "cannot start ranks on MIG slices"),
+        ("MIG-3f2a", "hardware=local takes whole GPUs"),
+        ("MIG-GPU-1f3a/1/0", "hardware=local takes whole GPUs"),
         (
             "9",
             "'9' is not a GPU of this machine. GPUs found: 0: NVIDIA H100 80GB HBM3 GPU-0f3a, 1:",
@@ -101,7 +101,7 @@ def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, catalogue, m
         detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr(detect, "detect_gpus", list)
     with pytest.raises(
-        ConfigError, match=r"MIG slices|GPUs found: none\. .*empty to train on the C"
+        ConfigError, match=r"takes whole GPUs|GPUs found: none\. .*empty to train on the C"
     ):
         detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": visible})
 

@@ -101,6 +101,6 @@ def test_the_processes_on_a_gpu_by_the_words_of_the_driver(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(survey, "count_gpus", lambda: 2)
     (process,) = survey.gpu_processes()
-    assert (process["gpu"], process["mib"], process["pid"]) == (1, 30121, os.getpid())
+    assert (process["gpu"], process["mib"], process["pid"]) == ("1", 30121, os.getpid())
     assert process["user"] == getpass.getuser()
     assert "python" in process["command"]

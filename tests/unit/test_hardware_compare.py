@@ -380,12 +380,21 @@ def test_what_is_asked_of_hosts() -> None:
 
 def test_memory_of_gpus_in_use_names_its_owner() -> None:
     """GPU 5 is not one of the two that ranks use."""
-    process = {"mib": 30121, "pid": 4711, "user": "ada", "command": "python train.py"}
-    busy = facts(gpu_processes=[{**process, "gpu": gpu} for gpu in (1, 5)])
-    (warning,) = judge(facts(), busy).warnings
-    assert warning.startswith(
-        "node-b: GPU 1 has 30,121 MiB in use by process 4711 of ada (python train.py). End it"
+    process = {
+        "mib": 30121,
+        "uuid": "GPU-a1",
+        "pid": 4711,
+        "user": "ada",
+        "command": "python train.py",
+    }
+    busy = facts(gpu_processes=[{**process, "gpu": gpu} for gpu in "15"])
+    gpus = {"node-a": ["0", "1"], "node-b": ["0", "1"]}
+    (problem,) = judge(facts(), busy, gpus=gpus).busy
+    assert problem.startswith(
+        "node-b: GPU 1 has 30,121 MiB in use by process 4711 of ada (python train.py). Wait"
     )
+    assert judge(facts(), busy, gpus={"node-b": ["0", "2"]}).busy == ()
+    assert len(judge(facts(), busy, gpus={"node-b": ["GPU-a1"]}).busy) == 2
 
 
 def test_infiniband_locks_memory() -> None:

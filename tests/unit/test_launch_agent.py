@@ -336,7 +336,6 @@ def start_message(code: str, *ranks: int) -> dict[str, Any]:
         "argv": [sys.executable, "-c", code],
         "env": {"PATH": os.environ["PATH"], "ODD": "two $words"},
         "inherit": False,
-        "devices": "",
         "ranks": {rank: {"RANK": str(rank)} for rank in ranks},
     }
 

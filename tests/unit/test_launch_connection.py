@@ -252,7 +252,7 @@ def test_hosts_that_another_run_uses(agent: Rig, tmp_path: Path) -> None:
     other_run, own_run = str(sweep / "1"), str(sweep / "0")
     rank = subprocess.Popen(
         [sys.executable, str(package / "worker.py"), other_run],
-        env={**os.environ, "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5"},
+        env={**os.environ, "LOCAL_RANK": "1", "LLMX_GPUS": "0,1:4,5", "CROSS_RANK": "1"},
         stdout=subprocess.PIPE,
     )
     agent.started.append(rank)

@@ -27,7 +27,6 @@ from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
-from llmx.hardware.detect import Gpu
 from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.environment import launcher_env, rank_env
 from llmx.launch.files import (
@@ -398,32 +397,27 @@ def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) ->
 def test_chosen_gpus_stay_chosen() -> None:
     """DeepSpeed would put the ranks of everybody on GPUs 0 and 1."""
     spec = spec_of(experiment("local", (2,)))
-    assert "--include=localhost:2,3" in transport_of("local").argv(spec)
-    assert rendered_files(spec)["hostfile"] == "localhost slots=4\n"
+    assert rank_env(spec)["LLMX_GPUS"] == "2,3"
+    spec = dataclasses.replace(spec, environ={"CUDA_VISIBLE_DEVICES": "GPU-3f3a,GPU-1f"})
+    assert rank_env(spec)["LLMX_GPUS"] == "GPU-3f3a,GPU-1f"
 
 
-def test_gpus_are_chosen_by_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's launcher takes numbers only."""
-    gpus = [Gpu("NVIDIA A100", 80.0, 8.0, index, f"GPU-{index}f3a") for index in range(4)]
-    monkeypatch.setattr("llmx.launch.transports.detect_gpus", lambda: gpus)
-    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": "GPU-3f3a,GPU-1f"})
-    assert "--include=localhost:3,1" in transport_of("local").argv(spec)
-    spec = dataclasses.replace(spec, environ={"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-7f"})
-    with pytest.raises(ConfigError, match="'GPU-7f' is not a GPU of this machine"):
-        transport_of("local").argv(spec)
-
-
-def test_gpus_of_this_machine_stay_chosen_beside_other_hosts() -> None:
-    exp = experiment("pdsh", (2, 1))
+@pytest.mark.parametrize("transport", ["ssh", "pdsh", "openmpi"])
+def test_the_gpus_of_several_hosts(transport: str) -> None:
+    """Here, by the hardware file, and by the environment of the host."""
+    exp = experiment(transport, (2, 2, 2, 1))
+    exp.hardware.hosts[1].gpus = ["GPU-3f3a", "MIG-77aa"]
+    exp.hardware.hosts[2].gpus = ["0", "2"]
     spec = spec_of(exp, plan=make_plan(exp, local_names=frozenset({"10.0.0.1"})))
-    assert spec.plan.hosts[0].is_local
-    assert "--include=node-a:2,3@node-b:0" in transport_of("pdsh").argv(spec)
+    spec = dataclasses.replace(spec, visible_gpus={"node-b": "0,1", "node-c": "4,5,6"})
+    assert rank_env(spec)["LLMX_GPUS"] == "2,3:GPU-3f3a,MIG-77aa:4,6:0"
 
 
-def test_gpus_that_are_too_few() -> None:
-    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": "0"})
-    with pytest.raises(LaunchError, match="1 GPU for 2 slots. List 2, or set hardware.slots=1"):
-        transport_of("local").argv(spec)
+@pytest.mark.parametrize(("visible", "count"), [("0", "1 GPU"), ("-1", "0 GPUs"), ("", "0 GPUs")])
+def test_gpus_that_are_too_few(visible: str, count: str) -> None:
+    spec = spec_of(experiment("ssh", (1, 2)), visible_gpus={"node-b": visible})
+    with pytest.raises(LaunchError, match=f"node-b: CUDA_VISIBLE_DEVICES=.* leaves {count}, and"):
+        rank_env(spec)
 
 
 def test_slurm_asks_for_gpus_only_where_there_are_some() -> None:
@@ -517,7 +511,8 @@ def test_commands_for_each_host_can_be_pasted(tmp_path: Path) -> None:
     """With ``ssh`` and DeepSpeed's launcher replaced by a program that shows what it is given."""
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD']]), flush=True)"
     (tmp_path / "deepspeed/launcher").mkdir(parents=True)
-    (tmp_path / "deepspeed/launcher/launch.py").write_text(show)
+    for name in ("__init__.py", "launcher/__init__.py", "launcher/launch.py"):
+        (tmp_path / "deepspeed" / name).write_text(show if "launch.py" in name else "")
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift 3\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
@@ -544,7 +539,6 @@ def test_the_ranks_of_each_host() -> None:
     spec = spec_of(exp, environ={**ENVIRON, "CUDA_VISIBLE_DEVICES": "1"})
     message = transport_of("ssh").start_message(spec, 1)
     assert message["argv"][1:] == ["-u", "-m", "llmx.worker", "/runs/demo"]
-    assert message["devices"] == "0,1"
     assert message["ranks"][2] == {
         "RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_SIZE": "2",
         "CROSS_RANK": "1", "CROSS_SIZE": "2",

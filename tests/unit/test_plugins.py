@@ -132,8 +132,8 @@ def test_a_transport(tmp_path: Path) -> None:
     done = composed(words, run_dir=tmp_path)
     spec = write_launch_files(done.experiment, done.plan, RunDir(tmp_path))
     assert "--launcher=rope --module" in render_command(spec)
-    list_indices = "hardware.hosts=[{name: a, slots: 1, device: v100_32g, device_indices: [1]}]"
-    with pytest.raises(ConfigError, match="rope chooses the devices of a host"):
+    list_indices = "hardware.hosts=[{name: a, slots: 1, device: v100_32g, gpus: [1]}]"
+    with pytest.raises(ConfigError, match="rope chooses the GPUs of a host"):
         composed([*words, list_indices], run_dir=tmp_path)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from llmx.config import Experiment, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.launch.files import make_spec, rendered_files
-from llmx.launch.transports import transport_of
+from llmx.launch.environment import rank_env
+from llmx.launch.files import make_spec
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir
 from llmx.sweep.slots import Placed, Slots, first_of, placed_on
@@ -69,12 +69,12 @@ def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
     node_b = exp.hardware.hosts[1]
     found = placed_on(exp, Placed(((node_b, (1,)),)))
     (host,) = found.hardware.hosts
-    assert (host.name, host.slots, host.device_indices) == ("node-b", 1, [1])
+    assert (host.name, host.slots, host.gpus) == ("node-b", 1, ["1"])
     assert host.memory_gib == 128, "its share of the RAM"
     assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
-    mine = dataclasses.replace(node_b, device_indices=[4, 6])
+    mine = dataclasses.replace(node_b, gpus=["4", "6"])
     (host,) = placed_on(exp, Placed(((mine, (1,)),))).hardware.hosts
-    assert host.device_indices == [6], "of those that the user chose"
+    assert host.gpus == ["6"], "of those that the user chose"
     cpu = composed(["hardware=cpu2"]).experiment
     found = placed_on(cpu, Placed(((cpu.hardware.hosts[0], (1,)),)))
     assert found.hardware.hosts[0].device_indices == [], "a CPU rank has no device"
@@ -85,38 +85,35 @@ def gpus(*indices: list[int], transport: str = "auto") -> Experiment:
     """On hosts of which only some GPUs are used."""
     exp = composed([*TWO_TYPES, "batch.accumulation=1", f"launch.transport={transport}"]).experiment
     chosen = [
-        dataclasses.replace(host, slots=len(part), device_indices=part)
+        dataclasses.replace(host, slots=len(part), gpus=list(map(str, part)))
         for host, part in zip(exp.hardware.hosts, indices, strict=False)
     ]
     return dataclasses.replace(exp, hardware=dataclasses.replace(exp.hardware, hosts=chosen))
 
 
 def test_only_the_chosen_gpus_are_used(tmp_path: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's launcher makes only those visible that --include names."""
+    """Each rank makes those of its host visible."""
     exp = gpus([1], [0, 3])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     spec = make_spec(exp, make_plan(exp), RunDir(tmp_path), port=1)
-    assert "--include=node-a:1@node-b:0,3" in transport_of("pdsh").argv(spec)
-    assert rendered_files(spec)["hostfile"] == "node-a slots=2\nnode-b slots=4\n"
+    assert rank_env(spec)["LLMX_GPUS"] == "1:0,3"
     exp = gpus([1])
     plan = make_plan(exp, local_names=frozenset({"10.0.0.1"}))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert plan.transport == "local"
-    spec = make_spec(exp, plan, RunDir(tmp_path), port=1)
-    assert "--include=node-a:1" in transport_of("local").argv(spec)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     spec = make_spec(exp, plan, RunDir(tmp_path), port=1)
-    assert "--include=node-a:7" in transport_of("local").argv(spec), "of those that are left"
+    assert rank_env(spec)["LLMX_GPUS"] == "7", "of those that are left"
 
 
 def test_mistakes_in_the_choice_of_devices() -> None:
     words = ["hardware.kind=static", "model=tiny"]
     for host, said in [
-        ("{name: localhost, slots: 2, device: a100_40g, device_indices: [1]}", "slots=2"),
-        ("{name: localhost, slots: 2, device: a100_40g, device_indices: [1, 1]}", "twice"),
-        ("{name: localhost, slots: 1, device: cpu, device_indices: [0]}", "is for GPUs"),
+        ("{name: localhost, slots: 2, device: a100_40g, gpus: [1]}", "slots=2"),
+        ("{name: localhost, slots: 2, device: a100_40g, gpus: [1, 1]}", "twice"),
+        ("{name: localhost, slots: 1, device: cpu, gpus: [0]}", "is for GPUs"),
     ]:
         with pytest.raises(ConfigError, match=said):
             composed([*words, f"hardware.hosts=[{host}]"])
-    host = "{name: node-a, slots: 1, device: a100_40g, device_indices: [1]}"
-    with pytest.raises(ConfigError, match="Slurm chooses the devices"):
+    host = "{name: node-a, slots: 1, device: a100_40g, gpus: [1]}"
+    with pytest.raises(ConfigError, match="slurm chooses the GPUs"):
         composed([*words, f"hardware.hosts=[{host}]", "launch.transport=slurm"])

@@ -100,6 +100,22 @@ def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "rank", "visible"),
+    [
+        ("2,3:GPU-a1", 0, "2,3"),
+        ("2,3:GPU-a1", 2, "GPU-a1"),
+        ("MIG-a,MIG-b:0", 1, "MIG-b"),  # CUDA shows a process one slice
+        ("", 0, None),  # a scheduler chooses
+    ],
+)
+def test_the_gpus_of_this_host(gpus: str, rank: int, visible: str | None, tmp_path: Path) -> None:
+    plan = dataclasses.replace(two_hosts(tmp_path), accelerator="cuda")
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LLMX_GPUS": gpus}
+    worker.choose_gpus(plan, environment)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
     ("environment", "threads"),
     [
         ({}, "16"),

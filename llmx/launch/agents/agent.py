@@ -354,6 +354,7 @@ class Agent:
             "cannot_write": _write_problem(self.run_dir, ("", "ranks", "logs")),
             "sees_code": code is None or os.path.exists(code),
             "python": _python_info(python, message.get("modules", [])) if python else None,
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "rsync": any(
                 os.access(os.path.join(path, "rsync"), os.X_OK)
                 for path in os.environ.get("PATH", "/usr/bin:/bin").split(":")
@@ -522,8 +523,6 @@ class Agent:
         """Start ranks: rank -> its variables, beside those of all. ``inherit``: they also get those
         of this process. What they print before they redirect it goes to their logs, too."""
         env = {**(os.environ if message["inherit"] else {}), **message["env"]}
-        if message["devices"]:
-            env.setdefault("CUDA_VISIBLE_DEVICES", message["devices"])
         os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
         for name, variables in message["ranks"].items():
             rank = int(name)
@@ -833,12 +832,17 @@ def _user_of(pid: str) -> str:
 
 def _device_of(pid: str) -> str | None:
     """The GPU of a rank, as CUDA_VISIBLE_DEVICES names it; empty for a rank on the CPU, None where
-    its environment cannot be read (it is of another user)."""
+    it is not known (another user's environment cannot be read)."""
     environ = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace").split("\0")
     values = dict(part.split("=", 1) for part in environ if "=" in part)
     if not values:
         return None
-    devices = [word for word in values.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    hosts = values.get("LLMX_GPUS", "").split(":")
+    host = int(values.get("CROSS_RANK", "0" if len(hosts) == 1 else len(hosts)))
+    if host >= len(hosts):
+        return None
+    visible = hosts[host] or values.get("CUDA_VISIBLE_DEVICES", "")
+    devices = [word for word in visible.split(",") if word]
     local = values.get("LOCAL_RANK", "0")
     return devices[int(local)] if local.isdigit() and int(local) < len(devices) else ""
 

@@ -19,6 +19,7 @@ from llmx.config.schema import LaunchConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.failures.diagnose import Failure, diagnose
 from llmx.hardware.compare import (
+    Findings,
     asked_of_hosts,
     compare_hosts,
     disk_problem,
@@ -38,13 +39,13 @@ from llmx.launch.agents.connection import (
     request_all,
 )
 from llmx.launch.agents.mesh import Node, find_nodes, mesh_problems, probe_mesh
-from llmx.launch.environment import rank_env, tool_env
+from llmx.launch.environment import gpus_of_hosts, rank_env, tool_env
 from llmx.launch.files import write_rendered
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.sync import HostRecord, survey_request
-from llmx.launch.transports import chosen_devices, transport_of
+from llmx.launch.transports import transport_of
 from llmx.run.rundir import write_json, write_text
 from llmx.text import plural
 
@@ -92,8 +93,9 @@ def start_agents(
     return connections
 
 
-def handshake(spec: LaunchSpec, connections: list[Connection]) -> None:
-    """Tell every agent about the run, and check its host."""
+def handshake(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
+    """Tell every agent about the run, and check its host. Returns the spec with what the hosts make
+    visible."""
     nonce = f".run-{spec.token}"
     write_text(spec.run_dir.root / nonce, "")
     problems: list[str] = []
@@ -120,6 +122,12 @@ def handshake(spec: LaunchSpec, connections: list[Connection]) -> None:
         raise HostsUnreachable("\n".join(problems), missing)
     if problems:
         raise LaunchError("\n".join(problems))
+    visible = {
+        agent.name: str(agent.host_info["gpus"])
+        for agent in connections
+        if agent.is_remote and agent.host_info["gpus"] is not None
+    }
+    return dataclasses.replace(spec, visible_gpus=visible)
 
 
 def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> Message:
@@ -264,19 +272,21 @@ def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: boo
     # Runs on the CPU of this machine alone are small, and share it.
     if spec.exp.launch.allow_busy or not (plan.on_gpus or transport_of(plan.transport).has_agents):
         return
-    chosen = chosen_devices(spec)
+    gpus = gpus_of_hosts(spec)
     for connection, reply in request_all(
         [connection for connection in connections if connection.hosts], "busy", timeout_s=30
     ):
         if isinstance(reply, AgentError):
             continue  # an old agent, or no /proc
         host = plan.hosts[connection.hosts[0]]
-        devices = {str(device) for device in chosen.get(host.name, range(host.slots))}
+        gpus_here = gpus.get(host.name, [])
         runs: dict[str, list[Message]] = {}
         for rank in reply["ranks"]:
             is_sibling = is_trial and Path(rank["run_dir"]).parent == spec.run_dir.root.parent
             device = rank["device"]
-            elsewhere = device == "" or ((device or "").isdecimal() and device not in devices)
+            # A number and a UUID may be one GPU.
+            comparable = device and {gpu.isdecimal() for gpu in gpus_here} == {device.isdecimal()}
+            elsewhere = device == "" or (comparable and device not in gpus_here)
             if is_sibling or (plan.on_gpus and elsewhere):
                 continue
             runs.setdefault(rank["run_dir"], []).append(rank)
@@ -309,12 +319,19 @@ def check_environments(
     here = space_facts(str(spec.run_dir.root))
     space = check_disks(spec, {None: here}, is_restart=is_restart)
     if not any(connection.is_remote for connection in connections):
-        return (*space, *_check_this_machine(spec, here))
+        return (*space, *_check_this_machine(spec, here, is_restart=is_restart))
     surveys, problems = survey_hosts(spec, connections)
     if problems:
         raise LaunchError("\n".join(problems))
-    findings = compare_hosts(spec.exp, spec.plan, surveys, offsets_s=clock_offsets(connections))
+    findings = compare_hosts(
+        spec.exp,
+        spec.plan,
+        surveys,
+        offsets_s=clock_offsets(connections),
+        gpus=gpus_of_hosts(spec),
+    )
     write_json(spec.run_dir.hosts, surveys)
+    busy = _busy_gpus(spec, findings, is_restart=is_restart)
     if findings.errors:
         raise LaunchError("\n".join(findings.errors))
     remote = {
@@ -322,7 +339,7 @@ def check_environments(
         for agent in connections
         if agent.hosts and agent.is_remote and not agent.shared
     }
-    return (*space, *check_disks(spec, remote, is_restart=is_restart), *findings.warnings)
+    return (*space, *check_disks(spec, remote, is_restart=is_restart), *busy, *findings.warnings)
 
 
 def _questions(spec: LaunchSpec) -> Message:
@@ -385,7 +402,15 @@ def check_disks(
     return (*errors, *warnings)
 
 
-def _check_this_machine(spec: LaunchSpec, here: Message) -> tuple[str, ...]:
+def _busy_gpus(spec: LaunchSpec, findings: Findings, *, is_restart: bool) -> tuple[str, ...]:
+    """GPUs that others use: warnings where the run may share them, else LaunchError. At a restart
+    the memory of the ranks before may not be free yet."""
+    if findings.busy and not (spec.exp.launch.allow_busy or is_restart):
+        raise LaunchError("\n".join(findings.busy))
+    return findings.busy
+
+
+def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *other_hosts = spec.plan.hosts
     needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus
@@ -404,11 +429,12 @@ def _check_this_machine(spec: LaunchSpec, here: Message) -> tuple[str, ...]:
         record.note_survey(name, facts)
     except SurveyError as error:
         return (f"this machine could not be checked before the start: {error}",)
-    findings = compare_hosts(spec.exp, spec.plan, {host.name: facts})
+    gpus = gpus_of_hosts(spec)
+    findings = compare_hosts(spec.exp, spec.plan, {host.name: facts}, gpus=gpus)
     if findings.errors:
         # No network is involved: what is missing now would be missing at a restart.
         raise ConfigError("\n".join(findings.errors))
-    return findings.warnings
+    return (*_busy_gpus(spec, findings, is_restart=is_restart), *findings.warnings)
 
 
 def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:

@@ -141,7 +141,7 @@ class Attempt:
         check_launch(spec.exp, spec.plan)
         check_programs(spec.exp.launch, spec.plan)
         self.connections = start_agents(spec, self.inbox)
-        handshake(spec, self.connections)
+        self.spec = spec = handshake(spec, self.connections)
         kill_leftovers(spec, self.connections, log)
         if not self.is_restart:
             check_busy(spec, self.connections, is_trial=self.is_trial)

@@ -19,13 +19,10 @@ from typing import Any
 
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
-from llmx.errors import LaunchError
-from llmx.hardware.detect import detect_gpus, visible_gpus
 from llmx.hardware.hostfile import HostSlots
 from llmx.launch.environment import rank_env, render_ds_env, render_exports
 from llmx.launch.spec import LaunchSpec
-from llmx.plan.types import HostPlan, Plan
-from llmx.text import plural
+from llmx.plan.types import Plan
 
 
 class Transport:
@@ -45,19 +42,16 @@ class Transport:
     its own. DeepSpeed's leaves nothing, and takes two to three seconds to notice."""
     ds_env_for_shell = True
     """Whether a shell on the other host reads the values of ``ds_env``."""
-    device_choice = ""
-    """Why no run can choose GPUs of a host: ``mpirun cannot choose``; empty where it can:
-    then ``argv`` contains ``include_argv(spec)``."""
     allocates = False
-    """Whether a scheduler gives each run cores and GPUs of its own."""
+    """Whether a scheduler gives each run cores and GPUs of its own, which no run can choose."""
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
         """Rules of the config that are broken: value, rule and fix."""
-        chosen = [host.name for host in hardware.hosts if host.device_indices]
-        if chosen and self.device_choice:
+        chosen = [host.name for host in hardware.hosts if host.gpus]
+        if chosen and self.allocates:
             yield (
-                f"launch.transport={self.name}: {self.device_choice} the devices of a host, and "
-                f"{chosen[0]} has device_indices. Leave them out, or use launch.transport=ssh."
+                f"launch.transport={self.name} chooses the GPUs of a host itself, and {chosen[0]} "
+                "has gpus. Leave them out, or use launch.transport=ssh."
             )
 
     def host_problems(self, spec: LaunchSpec) -> list[str]:
@@ -87,11 +81,7 @@ class Transport:
         return render_ds_env(env, shell=self.ds_env_for_shell, transport=self.name)
 
     def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        """The lines of ``RUN_DIR/hostfile``. Where GPUs are chosen (``include_argv``), DeepSpeed
-        needs slots up to the highest index."""
-        devices = {} if self.device_choice else chosen_devices(spec)
-        if devices:
-            return [HostSlots(name, max(indices) + 1) for name, indices in devices.items()]
+        """The lines of ``RUN_DIR/hostfile``."""
         return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
 
     def start_message(self, spec: LaunchSpec, host: int) -> dict[str, Any]:
@@ -119,8 +109,8 @@ class Transport:
 
 @functools.cache
 def transport_of(name: str) -> Transport:
-    """The transport of ``plan.transport`` or ``launch.transport``; ``auto`` chooses devices as
-    ``ssh`` does."""
+    """The transport of ``plan.transport`` or ``launch.transport``; ``auto`` is most like
+    ``ssh``."""
     transport: Transport = TRANSPORTS.load("ssh" if name == "auto" else name)()
     return transport
 
@@ -147,54 +137,3 @@ def deepspeed_argv(spec: LaunchSpec, launcher: list[str]) -> list[str]:
 def module_argv(spec: LaunchSpec) -> list[str]:
     """The program of a rank as a module, with one argument and no ``--local_rank``."""
     return ["--module", "--no_local_rank", spec.worker, str(spec.run_dir.root)]
-
-
-def chosen_devices(spec: LaunchSpec) -> dict[str, list[int]]:
-    """The GPUs of each host by index, where ``hardware`` or this machine's CUDA_VISIBLE_DEVICES
-    chooses some; empty: the first ones.
-
-    Given a hostfile, DeepSpeed overwrites the variable with 0..slots-1, and two users of a machine
-    would run on the same GPUs; so they are passed to it with ``--include``.
-    """
-    if not spec.plan.on_gpus:
-        return {}
-    indices = {host.name: list(host.device_indices) for host in spec.exp.hardware.hosts}
-    visible = spec.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    chosen = {}
-    for host in spec.plan.hosts:
-        on_host = indices.get(host.name) or []
-        if host.is_local and visible:
-            on_host = _among_visible(visible, host, on_host)
-        if on_host:
-            chosen[host.name] = on_host
-    if not chosen:
-        return {}
-    return {host.name: chosen.get(host.name, list(range(host.slots))) for host in spec.plan.hosts}
-
-
-def _among_visible(visible: str, host: HostPlan, indices: list[int]) -> list[int]:
-    """The GPUs of this machine's ranks. ``indices``: its ``device_indices``, which count those that
-    ``visible`` leaves."""
-    words = [word.strip() for word in visible.split(",")]
-    if all(word.isdecimal() for word in words):
-        gpus = list(map(int, words))
-    else:  # UUIDs: DeepSpeed's launcher takes numbers only
-        gpus = [gpu.index for gpu in visible_gpus(detect_gpus(), visible)]
-    if indices and max(indices) >= len(gpus):
-        raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={visible} leaves {plural(len(gpus), 'GPU')}, and device_indices="
-            f"{indices} of {host.name} counts these from 0 on. Use indices below {len(gpus)}."
-        )
-    if len(gpus) < host.slots:
-        raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={visible}: {plural(len(gpus), 'GPU')} for {host.slots} slots. "
-            f"List {host.slots}, or set hardware.slots={len(gpus)}."
-        )
-    return [gpus[index] for index in indices or range(host.slots)]
-
-
-def include_argv(spec: LaunchSpec) -> list[str]:
-    """``--include`` of ``deepspeed`` for the chosen GPUs: its launcher makes only them visible."""
-    devices = chosen_devices(spec)
-    parts = (f"{name}:{','.join(map(str, indices))}" for name, indices in devices.items())
-    return [f"--include={'@'.join(parts)}"] if devices else []

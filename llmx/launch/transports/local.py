@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports import Transport, deepspeed_argv, include_argv, module_argv
+from llmx.launch.transports import Transport, deepspeed_argv, module_argv
 from llmx.plan.types import Plan
 
 
@@ -30,4 +30,4 @@ class LocalTransport(Transport):
         return len(os.sched_getaffinity(0)), None
 
     def argv(self, spec: LaunchSpec) -> list[str]:
-        return deepspeed_argv(spec, [*include_argv(spec), *module_argv(spec)])
+        return deepspeed_argv(spec, module_argv(spec))

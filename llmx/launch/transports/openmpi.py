@@ -19,7 +19,6 @@ class OpenMpiTransport(Transport):
         ("ssh", "openssh-client"),
     )
     ds_env_for_shell = False
-    device_choice = "mpirun cannot choose"
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         launcher = [

@@ -4,7 +4,7 @@ have different numbers of slots."""
 from __future__ import annotations
 
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports import Transport, deepspeed_argv, include_argv, module_argv
+from llmx.launch.transports import Transport, deepspeed_argv, module_argv
 
 
 class PdshTransport(Transport):
@@ -16,7 +16,7 @@ class PdshTransport(Transport):
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         # --force_multi: DeepSpeed runs a hostfile of one host on this machine otherwise.
-        launcher = ["--launcher=pdsh", "--force_multi", *include_argv(spec)]
+        launcher = ["--launcher=pdsh", "--force_multi"]
         return deepspeed_argv(spec, [*launcher, *module_argv(spec)])
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:

@@ -25,7 +25,6 @@ class SlurmTransport(Transport):
         ("sinfo", "slurm-client"),
     )
     has_agents = False
-    device_choice = "Slurm chooses"
     allocates = True
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from llmx.hardware.hostfile import HostSlots
 from llmx.launch.environment import launcher_env, rank_env, render_exports
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import ssh_argv
-from llmx.launch.transports import Transport, chosen_devices, module_argv
+from llmx.launch.transports import Transport, module_argv
 
 
 class SshTransport(Transport):
@@ -31,23 +30,17 @@ class SshTransport(Transport):
     def ds_env(self, env: Mapping[str, str]) -> str:
         return "".join(f"{name}={value}\n" for name, value in env.items())
 
-    def hostfile(self, spec: LaunchSpec) -> Iterable[HostSlots]:
-        return [HostSlots(host.name, host.slots) for host in spec.plan.hosts]
-
     def env(self, spec: LaunchSpec) -> dict[str, str]:
         return {}
 
     def start_message(self, spec: LaunchSpec, host: int) -> dict[str, Any]:
         """What the agent of a host needs to start its ranks (``Agent.do_start``)."""
         is_local = spec.plan.hosts[host].is_local
-        own = {**launcher_env(spec), **rank_env(spec)} if is_local else rank_env(spec)
+        env = {**launcher_env(spec), **rank_env(spec)} if is_local else rank_env(spec)
         return {
             "argv": [spec.python, "-u", "-m", spec.worker, str(spec.run_dir.root)],
-            "env": own | _devices(spec, host),
+            "env": env,
             "inherit": not is_local,
-            "devices": ",".join(map(str, range(spec.plan.hosts[host].slots)))
-            if spec.plan.on_gpus
-            else "",
             "ranks": rank_variables(spec, host),
         }
 
@@ -85,15 +78,9 @@ def rank_variables(spec: LaunchSpec, host: int) -> dict[int, dict[str, str]]:
     }
 
 
-def _devices(spec: LaunchSpec, host: int) -> dict[str, str]:
-    devices = chosen_devices(spec).get(spec.plan.hosts[host].name)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-
-
 def _node_argv(spec: LaunchSpec, host: int) -> list[str]:
     """DeepSpeed's launcher of one host."""
-    chosen = chosen_devices(spec)
-    world = {host.name: chosen.get(host.name, list(range(host.slots))) for host in spec.plan.hosts}
+    world = {host.name: list(range(host.slots)) for host in spec.plan.hosts}
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return [
         spec.python,

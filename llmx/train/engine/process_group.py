@@ -139,12 +139,14 @@ def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
     (``--gpus-per-task``, ``--gpu-bind`` of Slurm): number 0 there, whatever ``LOCAL_RANK`` is."""
     if local_rank < slots <= gpus.visible:
         return local_rank
-    if gpus.visible == 1 and (gpus.installed is None or gpus.installed >= slots):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    is_slice = visible.startswith("MIG-")
+    if gpus.visible == 1 and (is_slice or gpus.installed is None or gpus.installed >= slots):
         return 0
     there = "" if gpus.installed is None else f" of {gpus.installed}"
     raise ConfigError(
         f"{host}: {slots} ranks are planned, but local rank {local_rank} sees {gpus.visible} "
-        f"GPUs{there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+        f"GPUs{there} (CUDA_VISIBLE_DEVICES={visible}). "
         "Each rank must see all GPUs of its host, or one of its own. Set slots of the host to its "
         "number of GPUs; under Slurm check --gpus-per-task and --gpu-bind in "
         "launch.slurm.extra_args."
