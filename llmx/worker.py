@@ -19,6 +19,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from llmx.config import Experiment, experiment_of_snapshot
+from llmx.config.by_host import experiment_on, host_named
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.threads import threads_per_rank
@@ -64,6 +65,8 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     exp = read_experiment(run_dir)
     plan = Plan.from_dict(read_json(run_dir.plan))
     check_place(plan, os.environ)
+    host = plan.hosts[plan.ranks[int(os.environ["RANK"])].host].name
+    exp = experiment_on(exp, host_named(exp.hardware, host))
     os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
     choose_gpus(plan, os.environ)
     choose_interface(plan, os.environ)

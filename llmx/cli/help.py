@@ -122,7 +122,7 @@ ENVIRONMENT = {
         "SWANLAB_API_KEY": "For tracking=swanlab. It stays in the control process. "
         "SWANLAB_API_HOST: a server of your own.",
         "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE overrides it.",
-        "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that a local run may use.",
+        "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that its ranks may use.",
         "TORCH_EXTENSIONS_DIR": "Where DeepSpeed builds its extensions.",
         "COLUMNS": "The width of tables where there is no terminal to ask.",
     },
@@ -139,6 +139,7 @@ ENVIRONMENT = {
     "Set by llmx for its own processes; do not set them": {
         "LLMX_RUN_TOKEN": "The id of a run. All its processes have it in their environment, "
         "so that leftovers can be found and ended.",
+        "LLMX_GPUS": "The GPUs of the ranks of each host, in order; set by the launch.",
         "LLMX_INTERFACES": "The network interface of each host in order, if they differ.",
         "LLMX_RANKS_PER_HOST": "Ranks that share the cores of a host with those of other trials.",
     },

@@ -523,6 +523,23 @@ class HostConfig:
     """The network interface to the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
     memory_gib: float | None = number(None, above=0, maximum=10**6, example=512)
     """Host RAM, for the offload plan."""
+    python: str | None = text(None, Text(), example="/opt/venv/bin/python")
+    """The path of Python on this host; default: ``launch.python``."""
+    root: str | None = text(None, Text(), example="/mnt/nfs/ada/proj")
+    """The directory on this host for what ``hardware.root`` has on the launching machine: the run
+    directory, code, data and model, as far as they are below it."""
+    env: dict[str, str] = mapping(maximum=100, example="{NCCL_IB_HCA: mlx5_0}", rule=Text())
+    """Environment variables of its ranks, beside ``hardware.env``, which they win over."""
+    setup: str | None = text(None, Text(), example="/opt/modules/cuda.sh")
+    """A shell script on this host that is sourced before its ranks start (modules, conda). What it
+    exports wins over what is copied from the launching machine."""
+    data: str | None = text(None, Text(), example="/local/chats.jsonl")
+    """The path on this host of what ``data.path`` names on the launching machine."""
+    model: str | None = text(None, Text(), example="/local/Qwen3-8B")
+    """The path on this host of what ``model.path`` names on the launching machine."""
+    enter: list[str] = items(maximum=100, example="[docker, exec, -i, trainer]")
+    """A command that is put before whatever runs on this host, one word per entry: enters a
+    container or a namespace."""
 
 
 @dataclass
@@ -556,6 +573,9 @@ class HardwareConfig:
     )
     """Device types by name, with values from the vendors' data sheets. Add your own to the known
     ones."""
+    root: str | None = text(None, Text(), example="/home/ada/proj")
+    """The directory of the launching machine that ``root`` of a host stands for; default: the one
+    in which llmx is started."""
     master_addr: str | None = None
     """The address of rank 0; default: the address of the first host."""
     network_gbit_per_s: float | None = number(None, above=0, maximum=10**6, example=100)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.build import experiment_from_dict, shown, to_dict
+from llmx.config.by_host import by_host_problems
 from llmx.config.hardware_rules import hardware_problems, on_cpus, used_devices
 from llmx.config.model_rules import (
     adapter_problems,
@@ -69,6 +70,7 @@ def validate(
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
         *launch_problems(exp.launch, exp.hardware),
+        *by_host_problems(exp.hardware, exp.data, exp.model),
         *_secrets(to_dict(exp)),
         *_sweep(exp.sweep),
     ]
@@ -388,6 +390,8 @@ def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[
     """Every broken rule: value, rule and fix."""
     yield from env_problems(hardware.env, key="hardware.env")
     yield from env_problems(launch.env, key="launch.env")
+    for host in hardware.hosts:
+        yield from env_problems(host.env, key=f"hardware.hosts ({shown(host.name)}).env")
     for index, path in enumerate(launch.sync_extra):
         if not path.startswith(("/", "~")):
             yield (

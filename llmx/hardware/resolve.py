@@ -46,7 +46,10 @@ def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
     limit = hardware.slots
     if limit is not None and hosts and all(1 <= limit <= host.slots for host in hosts):
         hosts = [dataclasses.replace(host, slots=limit, gpus=host.gpus[:limit]) for host in hosts]
-    return dataclasses.replace(hardware, hosts=hosts)
+    root = hardware.root
+    if root is None and any(host.root for host in hosts):
+        root = str(Path.cwd())
+    return dataclasses.replace(hardware, hosts=hosts, root=root)
 
 
 def _from_hostfile(hardware: HardwareConfig) -> HardwareConfig:

@@ -50,7 +50,7 @@ class CheckpointSync:
         self.has_ranks_here = any(host.is_local for host in spec.plan.hosts)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pool = RsyncPool(spec.run_dir.ssh_config)
+        self._pool = RsyncPool(spec)
         self._verified: set[str] = set()
         self._rollbacks = read_rollbacks(spec.run_dir)
 
@@ -80,7 +80,7 @@ class CheckpointSync:
         if not self.private:
             return
         self._stop.clear()
-        self._pool = RsyncPool(self.spec.run_dir.ssh_config)
+        self._pool = RsyncPool(self.spec)
         try:
             self._pull_all(limit=False)
         except (AgentError, LaunchError, OSError) as error:
@@ -138,9 +138,10 @@ class CheckpointSync:
 
     def _push(self, connection: Connection, directory: Path, names: list[str]) -> None:
         """Send these files of a checkpoint to a host, where no rank runs now."""
-        target = f"{connection.name}:{directory}"
-        parents = [str((directory / name).parent) for name in names]
-        connection.request("mkdir", paths=sorted({str(directory), *parents}), timeout_s=60)
+        target = self._pool.at(connection.name, directory)
+        parents = {directory, *((directory / name).parent for name in names)}
+        paths = sorted(self.spec.path_on(connection.hosts[0], path) for path in parents)
+        connection.request("mkdir", paths=paths, timeout_s=60)
         # The manifest last: without it the directory is not a checkpoint.
         for part in ([name for name in names if name != MANIFEST], [MANIFEST]):
             if set(part) & set(names):
@@ -148,6 +149,7 @@ class CheckpointSync:
                     ["--files-from=-", f"{directory}/", f"{target}/"],
                     label=f"{directory.name} to {connection.name}",
                     stdin="\n".join(part),
+                    host=connection.name,
                 )
 
     def _push_metrics(self, connection: Connection) -> None:
@@ -160,7 +162,9 @@ class CheckpointSync:
             path = self.spec.run_dir.root / name
             if path.exists() and path.stat().st_size > files_there.get(name, -1):
                 self._pool.run(
-                    [str(path), f"{connection.name}:{path}"], label=f"{name} to {connection.name}"
+                    [str(path), self._pool.at(connection.name, path)],
+                    label=f"{name} to {connection.name}",
+                    host=connection.name,
                 )
 
     def _loop(self) -> None:
@@ -219,7 +223,9 @@ class CheckpointSync:
         beside.mkdir(parents=True, exist_ok=True)
         source = self.private[0].name
         self._pool.run(
-            [f"{source}:{target}/{MANIFEST}", f"{beside}/"], label=f"{step} from {source}"
+            [self._pool.at(source, target / MANIFEST), f"{beside}/"],
+            label=f"{step} from {source}",
+            host=source,
         )
         manifest = read_manifest(beside)
         return isinstance(manifest, Manifest) and manifest.is_abandoned(self._rollbacks)
@@ -245,8 +251,9 @@ class CheckpointSync:
         for connection in self.private:
             link = [f"--link-dest={target}"] if target.is_dir() else []
             self._pool.run(
-                [*rate, *link, f"{connection.name}:{target}/", f"{beside}/"],
+                [*rate, *link, f"{self._pool.at(connection.name, target)}/", f"{beside}/"],
                 label=f"{step} from {connection.name}",
+                host=connection.name,
             )
         manifest = read_manifest(beside)
         if isinstance(manifest, Problem):

@@ -60,8 +60,9 @@ _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 """Values that DeepSpeed forwards without double quotes."""
 
 
-def rank_env(spec: LaunchSpec) -> dict[str, str]:
-    """The whole environment that the launch gives to a rank, without secrets.
+def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
+    """The whole environment that the launch gives to a rank of a host (None: what all of them
+    have), without secrets.
 
     Raises ConfigError for a variable of the config that breaks a rule.
     """
@@ -85,19 +86,21 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     if plan.on_gpus:
         # CUDA counts GPUs by their speed unless it is told to count as nvidia-smi does.
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    env["PATH"] = _prepended(str(Path(spec.python).parent), env.get("PATH", "/usr/bin:/bin"))
+    python = spec.python if host is None else spec.python_on(host)
+    env["PATH"] = _prepended(str(Path(python).parent), env.get("PATH", "/usr/bin:/bin"))
     for code in user_code(exp.task):
         if not code.is_installed:
-            env["PYTHONPATH"] = _prepended(str(code.root), env.get("PYTHONPATH", ""))
+            root = str(code.root) if host is None else spec.path_on(host, code.root)
+            env["PYTHONPATH"] = _prepended(root, env.get("PYTHONPATH", ""))
     if spec.code_root is not None:
-        env["PYTHONPATH"] = _prepended(spec.code_root, env.get("PYTHONPATH", ""))
+        root = spec.code_root if host is None else spec.path_on(host, spec.code_root)
+        env["PYTHONPATH"] = _prepended(root, env.get("PYTHONPATH", ""))
     env["PYTHONFAULTHANDLER"] = "1"  # a rank that dies of SIGSEGV says where
     chosen = len(plan.hosts) == 1 or any(host.interface for host in plan.hosts)
     for name, value in _interfaces(spec).items():
         if chosen or name not in env:  # an exported one wins over a detected one
             env[name] = value
-    env.update(exp.hardware.env)
-    env.update(exp.launch.env)
+    env.update(configured_env(spec, host))
     if spec.cores is not None and "OMP_NUM_THREADS" not in env:
         ranks = max(host.slots for host in plan.hosts)
         threads = threads_per_rank(
@@ -111,6 +114,12 @@ def rank_env(spec: LaunchSpec) -> dict[str, str]:
     env["MASTER_PORT"] = str(spec.port)
     env["LLMX_RUN_TOKEN"] = spec.token
     return dict(sorted(env.items()))
+
+
+def configured_env(spec: LaunchSpec, host: int | None) -> dict[str, str]:
+    """The variables that the config sets for the ranks of a host."""
+    own = {} if host is None else spec.host(host).env
+    return {**spec.exp.hardware.env, **own, **spec.exp.launch.env}
 
 
 def gpus_of_hosts(spec: LaunchSpec) -> dict[str, list[str]]:

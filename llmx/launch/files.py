@@ -55,6 +55,11 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
             for host in plan.hosts
             if not host.is_local
         ]
+    problems += [
+        f"{host.name}: root is for another machine, or for a container (enter). Leave it out."
+        for config, host in zip(exp.hardware.hosts, plan.hosts, strict=False)
+        if host.is_local and config.root and not config.enter
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -62,7 +67,8 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
 def path_problems(exp: Experiment, plan: Plan) -> list[str]:
     """Paths that a launch cannot use. A plan only warns of them: it may be made in another place
     than where it is launched."""
-    if not transport_of(plan.transport).is_remote:
+    transport = transport_of(plan.transport)
+    if transport.agents_start_ranks or not transport.is_remote:
         return []
     # DeepSpeed writes paths into the command for the other hosts without quotes.
     paths = {"run_dir": exp.run_dir, "launch.python": exp.launch.python or sys.executable}

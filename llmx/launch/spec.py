@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import llmx
-from llmx.config.schema import Experiment
+from llmx.config.by_host import host_named, path_on
+from llmx.config.schema import Experiment, HostConfig
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
 
@@ -45,6 +46,22 @@ class LaunchSpec:
     """Host -> CUDA_VISIBLE_DEVICES there, as its agent found it; without those that lack it."""
     interfaces: tuple[str | None, ...] = ()
     """Network interface of each host, where it is known."""
+
+    def host(self, index: int) -> HostConfig:
+        """The config of a host of the plan."""
+        return host_named(self.exp.hardware, self.plan.hosts[index].name)
+
+    def index_of(self, name: str) -> int:
+        """The index of a host of the plan."""
+        return next(i for i, host in enumerate(self.plan.hosts) if host.name == name)
+
+    def python_on(self, index: int) -> str:
+        """The Python of the ranks of a host."""
+        return self.host(index).python or self.python
+
+    def path_on(self, index: int, path: str | Path) -> str:
+        """The path on a host of what is at ``path`` here."""
+        return path_on(self.exp.hardware, self.host(index), str(path))
 
     @property
     def job_name(self) -> str:

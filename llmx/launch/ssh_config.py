@@ -88,7 +88,8 @@ def render_ssh_config(hosts: Iterable[HostPlan]) -> str:
 
 
 def ssh_argv(ssh_config: Path, host: str, remote: list[str]) -> list[str]:
-    """``ssh`` to ``host`` running ``remote``, quoted for the login shell there."""
+    """``ssh`` to ``host`` running ``remote``, quoted for the login shell there: no word of it is
+    read as code."""
     return ["ssh", "-F", str(ssh_config), host, shlex.join(remote)]
 
 

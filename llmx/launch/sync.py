@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -225,7 +226,7 @@ def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
     """
     if spec.exp.launch.sync != "rsync" or all(host.is_local for host in spec.plan.hosts):
         return []
-    pool, rows = RsyncPool(spec.run_dir.ssh_config), []
+    pool, rows = RsyncPool(spec), []
     for item in paths_to_push(spec, run_dir=True):
         if not shutil.which("rsync"):
             rows.append((item.what, item.path, "size unknown: rsync is not installed here"))
@@ -286,7 +287,7 @@ def push(
     remote = [connection for connection in connections if connection.is_remote]
     if spec.exp.launch.sync != "rsync" or not remote:
         return
-    pool = RsyncPool(spec.run_dir.ssh_config)
+    pool = RsyncPool(spec)
 
     def push_host(connection: Connection) -> str:
         record = HostRecord(spec.plan.hosts[connection.hosts[0]])
@@ -320,29 +321,36 @@ def _push_host(
                 "writable on every host."
             ) from error
 
-    def stamps(items: list[SyncPath]) -> dict[str, str | None]:
-        paths = [(item.path, list(item.excludes)) for item in items]
-        reply = ask("look at its files", "stamp", timeout_s=600, paths=paths)
-        return dict(reply["stamps"])
+    def there_of(path: str | Path) -> str:
+        return spec.path_on(connection.hosts[0], path)
 
-    items = paths_to_push(spec, run_dir=private_run_dir)
+    def stamps(items: list[SyncPath]) -> dict[str, str | None]:
+        paths = [(there_of(item.path), list(item.excludes)) for item in items]
+        reply = ask("look at its files", "stamp", timeout_s=600, paths=paths)
+        return {item.path: reply["stamps"].get(there_of(item.path)) for item in items}
+
+    items = [
+        item
+        for item in paths_to_push(spec, run_dir=private_run_dir)
+        if item.path not in _given_paths(spec, connection.hosts[0])
+    ]
     parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
     outputs = [spec.run_dir.logs, spec.run_dir.ranks] if private_run_dir else []
-    ask("create the directories", "mkdir", paths=[*parents, *map(str, outputs)])
+    ask("create the directories", "mkdir", paths=[*map(there_of, parents), *map(there_of, outputs)])
     trees = [item for item in items if not item.only]
     here = {item.path: tree_stamp(item.path, list(item.excludes)) for item in trees}
     there = stamps(trees)
     changed = [
         item
         for item in trees
-        if not record.is_synced(item.path, here[item.path], there.get(item.path))
+        if not record.is_synced(there_of(item.path), here[item.path], there.get(item.path))
     ]
     files = sent = 0
     for item in items:
         if item.only:
             contents = {file: Path(item.path, file).read_bytes() for file in _there(item)}
             encoded = {file: base64.b64encode(data).decode() for file, data in contents.items()}
-            ask("write the run's files", "put", path=item.path, files=encoded)
+            ask("write the run's files", "put", path=there_of(item.path), files=encoded)
             files, sent = files + len(contents), sent + sum(map(len, contents.values()))
         elif item in changed:
             notify(f"sync: {name}: {item.what} {item.path}")
@@ -352,7 +360,7 @@ def _push_host(
     if changed:
         there = stamps(changed)
         for item in changed:
-            record.note_synced(item.path, here[item.path], there.get(item.path))
+            record.note_synced(there_of(item.path), here[item.path], there.get(item.path))
     unchanged = len(trees) - len(changed)
     return (
         f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
@@ -372,9 +380,10 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
     delete = ["--delete"] if item.what == "code" else []
     arguments, names = _source(item)
     output = pool.run(
-        ["--stats", *delete, *arguments, _target(host, item)],
+        ["--stats", *delete, *arguments, _target(pool, host, item)],
         label=f"{item.path} to {host}",
         stdin=names,
+        host=host,
     )
     return _number(output, r"transferred: ([\d,]+)"), _bytes_received(output)
 
@@ -385,9 +394,10 @@ def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
     mode = ["--checksum"] if by_content else []
     arguments, names = _source(item)
     output = pool.run(
-        ["--dry-run", "--itemize-changes", *mode, *arguments, _target(host, item)],
+        ["--dry-run", "--itemize-changes", *mode, *arguments, _target(pool, host, item)],
         label=item.path,
         stdin=names,
+        host=host,
     )
     lines = differing(output, by_content=by_content)
     if lines:
@@ -412,7 +422,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     Of ``logs`` and ``ranks`` only the files of this host; ``model`` as a whole. For checkpoints see
     ``llmx/launch/checkpoint_sync.py``.
     """
-    root, received, pool = spec.run_dir.root, 0, RsyncPool(spec.run_dir.ssh_config)
+    root, received, pool = spec.run_dir.root, 0, RsyncPool(spec)
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
@@ -421,8 +431,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
     for mode, patterns in (["--append-verify"], logs), ([], names):
         include = [f"--include={name}" for name in patterns]
-        words = ["--stats", *mode, *include, "--exclude=*", f"{host}:{root}/", f"{root}/"]
-        received += _bytes_received(pool.run(words, label=f"{root} from {host}"))
+        words = ["--stats", *mode, *include, "--exclude=*", f"{pool.at(host, root)}/", f"{root}/"]
+        received += _bytes_received(pool.run(words, label=f"{root} from {host}", host=host))
     return received
 
 
@@ -432,23 +442,40 @@ def _source(item: SyncPath) -> tuple[list[str], str]:
     return ["--from0", "--exclude-from=-", source], "\0".join(item.excludes)
 
 
-def _target(host: str, item: SyncPath) -> str:
-    return f"{host}:{item.path}{'/' if item.is_dir else ''}"
+def _target(pool: RsyncPool, host: str, item: SyncPath) -> str:
+    return pool.at(host, item.path) + ("/" if item.is_dir else "")
+
+
+def _given_paths(spec: LaunchSpec, index: int) -> set[str]:
+    """Paths of the config in whose place a host has one of its own."""
+    data, model, host = spec.exp.data, spec.exp.model, spec.host(index)
+    paths = [data.path if host.data else None]
+    if host.model:
+        paths += [model.path, model.tokenizer if model.tokenizer == model.path else None]
+    return {os.path.normpath(Path(path).expanduser()) for path in paths if path}
 
 
 class RsyncPool:
     """Runs rsync, in several threads at once, until all are terminated."""
 
-    def __init__(self, ssh_config: Path) -> None:
-        self.ssh_config = ssh_config
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.spec = spec
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._terminated = False
 
-    def run(self, arguments: list[str], *, label: str, stdin: str = "") -> str:
-        """The output; LaunchError names ``label`` where it fails."""
+    def at(self, host: str, path: str | Path) -> str:
+        """The name for rsync of a path on another host (as it is called here)."""
+        return f"{host}:{self.spec.path_on(self.spec.index_of(host), path)}"
+
+    def run(self, arguments: list[str], *, label: str, stdin: str = "", host: str = "") -> str:
+        """The output; LaunchError names ``label`` where it fails. ``host``: the other side."""
         argv = ["rsync", "-a", "--partial", "--no-owner", "--no-group", "-s"]
-        argv += ["-e", f"ssh -F {self.ssh_config}", *arguments]
+        argv += ["-e", shlex.join(["ssh", "-F", str(self.spec.run_dir.ssh_config)])]
+        enter = self.spec.host(self.spec.index_of(host)).enter if host else []
+        if enter:
+            argv.append(f"--rsync-path={shlex.join([*enter, 'rsync'])}")
+        argv += arguments
         pipe = subprocess.PIPE
         with self._lock:
             if self._terminated:

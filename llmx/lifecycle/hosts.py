@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from llmx.config import LaunchConfig
+from llmx.config import Experiment
+from llmx.config.by_host import host_named, path_on
 from llmx.hardware.remote import SurveyError, run_survey
 from llmx.launch.ssh_config import render_ssh_config, ssh_argv
 from llmx.plan.types import HostPlan, Plan
@@ -24,25 +25,25 @@ from llmx.run.scratch import scratch_directory
 TIMEOUT_S = 30.0
 
 
-def hosts_then_and_now(
-    run: RunDir, launch: LaunchConfig, run_dir: str, plan: Plan
-) -> list[Difference]:
+def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Difference]:
     """Ask the hosts of a run over several now, and list the differences from then."""
     then = read_mapping(run.hosts)
     if len(plan.hosts) < 2 or not then:
         return []
-    return host_differences(then, ask_hosts(launch, run_dir, plan))
+    return host_differences(then, ask_hosts(exp, plan))
 
 
-def ask_hosts(launch: LaunchConfig, run_dir: str, plan: Plan) -> dict[str, dict[str, Any]]:
+def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey; ``{"error": why}`` for one that does not answer. Hosts at once."""
-    python = launch.python or sys.executable
+    python = exp.launch.python or sys.executable
     with scratch_directory() as directory:
         config = directory / "ssh_config"
         config.write_text(render_ssh_config(plan.hosts), encoding="utf-8")
 
         def ask(host: HostPlan) -> dict[str, Any]:
-            words = [python, "-", run_dir]
+            keys = host_named(exp.hardware, host.name)
+            run_dir = path_on(exp.hardware, keys, exp.run_dir)
+            words = [*keys.enter, keys.python or python, "-", run_dir]
             argv = words if host.is_local else ssh_argv(config, host.name, words)
             try:
                 return run_survey(argv, timeout_s=TIMEOUT_S)

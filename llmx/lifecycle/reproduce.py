@@ -239,7 +239,7 @@ def all_differences(
     rows = [
         *edited_config(run, then),
         *of_this_machine(differences(then, now), composed.plan),
-        *hosts_then_and_now(run, new.launch, new.run_dir, composed.plan),
+        *hosts_then_and_now(run, new, composed.plan),
         *plan_differences(
             read_mapping(run.plan),
             as_trained(run, composed.plan),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
+from llmx.config.by_host import keys_of
 from llmx.config.schema import (
     BatchConfig,
     DataConfig,
@@ -83,7 +84,7 @@ def make_plan(
         precision=precision,
         precision_reason=reason,
         batch=BatchPlan(len(placed), 1, (1,) * len(placed), exp.data.seq_len),
-        transport=_transport(exp.launch, hosts),
+        transport=_transport(exp.launch, exp.hardware, hosts),
         master_addr=_master_addr(hardware, hosts),
         num_parameters=(shape.num_parameters + (adapter.added if adapter else 0) if shape else 0),
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
@@ -159,10 +160,11 @@ def _host(host: HostConfig, local_names: frozenset[str]) -> HostPlan:
     )
 
 
-def _transport(launch: LaunchConfig, hosts: tuple[HostPlan, ...]) -> str:
+def _transport(launch: LaunchConfig, hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:
     if launch.transport != "auto":
         return launch.transport
-    return "local" if len(hosts) == 1 and hosts[0].is_local else "ssh"
+    is_plain = len(hosts) == 1 and hosts[0].is_local and not keys_of(hardware.hosts[0])
+    return "local" if is_plain else "ssh"
 
 
 def _master_addr(hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:

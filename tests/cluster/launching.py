@@ -131,15 +131,19 @@ def start_llmx(
     reverse: bool = False,
     rank_env: dict[str, str] | None = None,
     devices: Sequence[tuple[str, dict[str, Any]]] = (),
+    by_host: dict[str, dict[str, Any]] | None = None,
 ) -> LlmxRun:
     """Start a run on the first host, its run directory under ``directory``. ``devices``: name and
-    description of each used host's device type, where they are not all ``cpu``."""
+    description of each used host's device type, where they are not all ``cpu``; ``by_host``:
+    further keys of a host."""
     conf = directory / "conf" / "hardware"
     conf.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(cluster, slots, interface=interface, reverse=reverse)
     hardware["env"] = rank_env or {}
     for host, (device, about) in zip(hardware["hosts"], devices, strict=False):
         host["device"], hardware["devices"][device] = device, about
+    for host in hardware["hosts"]:
+        host |= (by_host or {}).get(host["name"], {})
     (conf / f"{name}.yaml").write_text(yaml.safe_dump(hardware))
     run_dir = directory / name
     out = directory / f"{name}.out"

@@ -9,6 +9,7 @@ same global batch must give them again. Then real instructions.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,43 @@ def test_names_that_resolve_to_loopback_and_interfaces_that_differ(
     run = start_llmx(cluster, tmp_path, overrides=overrides, interface=None)
     assert _trained(run).losses == pytest.approx(alone.losses, abs=2e-4)
     assert "LLMX_INTERFACES=lan0,ib7\n" in run.dir.ds_env.read_text()
+    nothing_left(cluster, timeout_s=5)
+
+
+def test_hosts_that_differ(alone: Trained, make_cluster: Make, tmp_path: Path) -> None:
+    """The ranks of one host run in a container, by another Python, where the directories of the
+    launching machine have another path."""
+    cluster = make_cluster()
+    far, inside = cluster["node-b"], tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "python-b").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python-b").chmod(0o755)
+    (tmp_path / "setup.sh").write_text("echo welcome\nexport FROM_SETUP='two $words'\n")
+    mount = f"mount --bind {tmp_path} {inside} && exec sleep infinity"
+    container = far.popen(["unshare", "-m", "sh", "-c", mount])
+
+    def container_pid() -> int:
+        return next((pid for pid, argv in far.processes().items() if argv[0] == "sleep"), 0)
+
+    pid = wait_until(container_pid, timeout_s=20, what="the container")
+    keys = {
+        "enter": ["nsenter", "-t", str(pid), "-m", "--"],
+        "root": str(inside),
+        "python": str(inside / "python-b"),
+        "setup": str(inside / "setup.sh"),
+        "env": {"NCCL_IB_HCA": "mlx5_1"},
+    }
+    run = start_llmx(cluster, tmp_path, overrides=CURVE, by_host={"node-b": keys})
+    wanted = {"NCCL_IB_HCA": "mlx5_1", "FROM_SETUP": "two $words"}
+    rank = wait_until(lambda: run.process.poll() or rank_pids(far), timeout_s=60, what="a rank")
+    assert isinstance(rank, list), run.output()
+    assert far.processes()[rank[0]][-1] == f"{inside}/run"
+    values = far.path(f"/proc/{rank[0]}/environ").read_bytes().decode().split("\0")
+    assert all(f"{name}={value}" in values for name, value in wanted.items())
+    assert _trained(run).losses == pytest.approx(alone.losses, abs=2e-4)
+    assert read_json(run.dir.rank_status(1))["state"] == "finished"
+    container.kill()
+    container.wait()
     nothing_left(cluster, timeout_s=5)
 
 

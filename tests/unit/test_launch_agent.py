@@ -336,6 +336,8 @@ def start_message(code: str, *ranks: int) -> dict[str, Any]:
         "argv": [sys.executable, "-c", code],
         "env": {"PATH": os.environ["PATH"], "ODD": "two $words"},
         "inherit": False,
+        "first": {"PATH": "/my/bin"},
+        "fixed": ["FIXED"],
         "ranks": {rank: {"RANK": str(rank)} for rank in ranks},
     }
 
@@ -358,6 +360,32 @@ def test_ranks_that_the_agent_starts(rig: Rig) -> None:
         assert (rig.directory / f"logs/rank-{rank:03d}.log").read_text() == (
             "['ODD', 'PATH', 'RANK'] two $words {<Handlers.SIG_DFL: 0>}\n"
         )
+
+
+def test_a_setup_script(rig: Rig) -> None:
+    """What it exports wins, but for what the config sets; the own Python stays first in PATH."""
+    script = rig.directory / "my setup; false"
+    script.write_text("echo welcome\nexport PATH=/opt/x:$PATH A='two $words' FIXED=1\nB=2\n")
+    assert rig.handshake(setup=str(script))["setup_error"] == ""
+    rig.connection.request("watch", timeout_s=5)
+    code = "import os; print(*(os.environ.get(n) for n in ('PATH', 'A', 'FIXED', 'B')), sep='|')"
+    message = start_message(code, 0)
+    message["env"] |= {"A": "here", "FIXED": "by config"}
+    rig.connection.request("start", **message, timeout_s=10)
+    assert rig.event("rank_exit")["code"] == 0
+    log = (rig.directory / "logs/rank-000.log").read_text()
+    assert log == f"/my/bin:/opt/x:{os.environ['PATH']}|two $words|by config|None\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("return 3", "exit code 3"), ("export X=$(", "exit code"), (None, "No such")],
+)
+def test_a_setup_script_that_fails(rig: Rig, text: str | None, error: str) -> None:
+    script = rig.directory / "setup.sh"
+    if text is not None:
+        script.write_text(f"{text}\n")
+    assert error in rig.handshake(setup=str(script))["setup_error"]
 
 
 def test_a_rank_that_cannot_be_started(rig: Rig) -> None:

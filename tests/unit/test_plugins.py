@@ -48,7 +48,7 @@ class Rope(Transport):
     name = "rope"
     programs = (("rope", "rope-client"),)
     has_agents = False
-    device_choice = "rope chooses"
+    allocates = True
 
     def argv(self, spec):
         return deepspeed_argv(spec, ["--launcher=rope", *module_argv(spec)])

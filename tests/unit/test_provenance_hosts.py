@@ -23,28 +23,23 @@ def test_every_host_is_asked_and_one_out_of_reach_is_said(tmp_path) -> None:
         done.plan.hosts[0], name="away.invalid", address="away.invalid", is_local=False
     )
     plan = dataclasses.replace(done.plan, hosts=(*done.plan.hosts, away))
-    found = ask_hosts(done.experiment.launch, done.experiment.run_dir, plan)
+    found = ask_hosts(done.experiment, plan)
     here = found["localhost"]
     assert here["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert here["packages"]["torch"]
     assert "away.invalid" in found["away.invalid"]["error"]
 
     run = RunDir(tmp_path)
-    assert (
-        hosts_then_and_now(run, done.experiment.launch, done.experiment.run_dir, plan) == []
-    )  # nothing was recorded
+    assert hosts_then_and_now(run, done.experiment, plan) == []  # nothing was recorded
     then = {"localhost": survey("/"), "away.invalid": survey("/")}
     then["localhost"]["packages"] = {**then["localhost"]["packages"], "torch": "1.0"}
     write_json(run.hosts, then)
-    rows = {
-        row.what: row
-        for row in hosts_then_and_now(run, done.experiment.launch, done.experiment.run_dir, plan)
-    }
+    rows = {row.what: row for row in hosts_then_and_now(run, done.experiment, plan)}
     assert set(rows) == {"localhost: torch", "away.invalid: cannot be asked"}
     assert rows["localhost: torch"].severity == BREAKS
     assert rows["away.invalid: cannot be asked"].severity == MAY
     # A run on one host has nothing to ask.
-    assert hosts_then_and_now(run, done.experiment.launch, done.experiment.run_dir, done.plan) == []
+    assert hosts_then_and_now(run, done.experiment, done.plan) == []
 
 
 def test_a_host_is_compared_with_itself_and_not_with_others() -> None:

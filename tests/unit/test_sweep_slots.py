@@ -77,7 +77,7 @@ def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
     assert host.gpus == ["6"], "of those that the user chose"
     cpu = composed(["hardware=cpu2"]).experiment
     found = placed_on(cpu, Placed(((cpu.hardware.hosts[0], (1,)),)))
-    assert found.hardware.hosts[0].device_indices == [], "a CPU rank has no device"
+    assert found.hardware.hosts[0].gpus == [], "a CPU rank has no device"
     assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
 
 
@@ -110,7 +110,7 @@ def test_mistakes_in_the_choice_of_devices() -> None:
     for host, said in [
         ("{name: localhost, slots: 2, device: a100_40g, gpus: [1]}", "slots=2"),
         ("{name: localhost, slots: 2, device: a100_40g, gpus: [1, 1]}", "twice"),
-        ("{name: localhost, slots: 1, device: cpu, gpus: [0]}", "is for GPUs"),
+        ("{name: localhost, slots: 1, device: cpu, gpus: [0]}", "is for hosts with GPUs"),
     ]:
         with pytest.raises(ConfigError, match=said):
             composed([*words, f"hardware.hosts=[{host}]"])

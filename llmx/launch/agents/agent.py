@@ -38,6 +38,7 @@ import socket
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -227,6 +228,7 @@ class Agent:
         self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
+        self.setup_env: dict[str, str] = {}
         self.children: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self.offsets: dict[str, int] = {}
         self.stamps: dict[str, tuple[int, int]] = {}
@@ -342,6 +344,7 @@ class Agent:
         self.cancel_force = message.get("cancel_force", [])
         self.signals = message.get("signals", {})
         self.session, self.place = message.get("session", ""), message.get("place", "")
+        setup_error = self.source(message["setup"]) if message.get("setup") else ""
         if message.get("take_over"):
             self._kill_agents(f"{self.token}-{self.session}-{self.place}-")
         self._register()
@@ -351,6 +354,8 @@ class Agent:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "sees_run_dir": bool(nonce) and os.path.exists(os.path.join(self.run_dir, nonce)),
+            "setup_error": setup_error,
+            "absent": [path for path in message.get("paths", []) if not os.path.exists(path)],
             "cannot_write": _write_problem(self.run_dir, ("", "ranks", "logs")),
             "sees_code": code is None or os.path.exists(code),
             "python": _python_info(python, message.get("modules", [])) if python else None,
@@ -362,6 +367,26 @@ class Agent:
             "oom_kills": _oom_kills(),
             "ranks_ended": json.loads(_bytes(os.path.join(self.run_dir, RANKS_ENDED)) or b"null"),
         }
+
+    def source(self, script: str) -> str:
+        """Take over the environment that a shell has after a script; what is wrong with it, if
+        anything."""
+        shell = next((path for path in ("/bin/bash", "/usr/bin/bash") if os.path.exists(path)), "")
+        show = "import json, os; print(json.dumps(dict(os.environ)))"
+        words = ['. "$1" >&2 || exit; exec "$2" -I -S -c "$3"', "sh", script, sys.executable, show]
+        try:
+            output = _printed([shell or "/bin/sh", "-c", *words], timeout_s=120)
+            environ = json.loads(output.splitlines()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+            return str(error)
+        shells = ("_", "SHLVL", "PWD", "OLDPWD")
+        self.setup_env = {
+            name: value
+            for name, value in environ.items()
+            if os.environ.get(name) != value and name not in shells
+        }
+        os.environ.update(self.setup_env)
+        return ""
 
     def do_ping(self, message: Message) -> Message:
         return {"sent": message.get("sent"), "time": time.time()}
@@ -521,8 +546,16 @@ class Agent:
 
     def do_start(self, message: Message) -> Message:
         """Start ranks: rank -> its variables, beside those of all. ``inherit``: they also get those
-        of this process. What they print before they redirect it goes to their logs, too."""
+        of this process. What they print before they redirect it goes to their logs, too.
+
+        What the setup script of the host exports wins, but for the variables of ``fixed``; lists of
+        directories begin with those of ``first``."""
         env = {**(os.environ if message["inherit"] else {}), **message["env"]}
+        for name, value in self.setup_env.items():
+            if name in message["first"]:
+                value = f"{message['first'][name]}:{value}"
+            if name not in message["fixed"]:
+                env[name] = value
         os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
         for name, variables in message["ranks"].items():
             rank = int(name)

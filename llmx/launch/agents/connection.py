@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -296,16 +296,20 @@ def remote_connection(
     log: Path,
     inbox: queue.Queue[tuple[Connection, Message]],
     *,
-    ssh_config: Path,
+    ssh_config: Path | None,
     python: str,
+    enter: Sequence[str] = (),
 ) -> Connection:
-    """The connection to the agent of another host, over ssh."""
+    """The connection to the agent of another host, over ssh (``ssh_config=None``: on this machine,
+    in another container). ``enter``: the command that enters it."""
     script = (
         f'for p in {shlex.quote(python)} python3; do command -v "$p" >/dev/null 2>&1 && '
         f'exec "$p" -I -S -u -c {shlex.quote(BOOTSTRAP)}; done; '
         'echo "no python3 on this host" >&2; exit 127'
     )
-    argv = ssh_argv(ssh_config, name, ["/bin/sh", "-c", script])
+    argv = [*enter, "/bin/sh", "-c", script]
+    if ssh_config is not None:
+        argv = ssh_argv(ssh_config, name, argv)
     return Connection(name, hosts, argv, log, inbox, is_remote=True)
 
 

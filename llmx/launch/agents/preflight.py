@@ -39,7 +39,7 @@ from llmx.launch.agents.connection import (
     request_all,
 )
 from llmx.launch.agents.mesh import Node, find_nodes, mesh_problems, probe_mesh
-from llmx.launch.environment import gpus_of_hosts, rank_env, tool_env
+from llmx.launch.environment import configured_env, gpus_of_hosts, rank_env, tool_env
 from llmx.launch.files import write_rendered
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
@@ -70,7 +70,11 @@ def start_agents(
     """Start an agent on this machine (the first of the list) and on every host that uses ssh."""
     plan, logs = spec.plan, spec.run_dir.logs
     write_text(spec.run_dir.ssh_config, render_ssh_config(plan.hosts))
-    local = tuple(index for index, host in enumerate(plan.hosts) if host.is_local)
+    local = tuple(
+        index
+        for index, host in enumerate(plan.hosts)
+        if host.is_local and not spec.host(index).enter
+    )
     name = plan.hosts[local[0]].name if local else "this machine"
     connections = [local_connection(name, local, logs / "agent-local.log", inbox)]
     if transport_of(plan.transport).has_agents:
@@ -80,11 +84,12 @@ def start_agents(
                 (index,),
                 logs / f"agent-{host.name}.log",
                 inbox,
-                ssh_config=spec.run_dir.ssh_config,
-                python=spec.python,
+                ssh_config=None if host.is_local else spec.run_dir.ssh_config,
+                python=spec.python_on(index),
+                enter=spec.host(index).enter,
             )
             for index, host in enumerate(plan.hosts)
-            if not host.is_local
+            if index not in local
         ]
     session = secrets.token_hex(4)
     for connection in connections:
@@ -137,16 +142,24 @@ def handshake_message(spec: LaunchSpec, connection: Connection, nonce: str) -> M
     message: Message = {
         "token": spec.token,
         "session": connection.session,
-        "place": str(connection.hosts[0]) if connection.hosts else "",
         "run_dir": str(spec.run_dir.root),
         "nonce": nonce,
         "grace_s": launch.stop_grace_s,
         "code": spec.worker_path,
     }
+    if connection.hosts:
+        index, config = connection.hosts[0], spec.host(connection.hosts[0])
+        message |= {
+            "place": str(index),
+            "run_dir": spec.path_on(index, spec.run_dir.root),
+            "code": spec.path_on(index, spec.worker_path),
+            "setup": config.setup,
+            "paths": [path for path in (config.data, config.model) if path],
+        }
     if connection.is_remote:
         return message | {
             "orphan_timeout_s": _orphan_timeout_s(launch),
-            "python": spec.python,
+            "python": spec.python_on(connection.hosts[0]),
             "modules": list(MODULES) if spec.code_root else [*MODULES, "llmx"],
         }
     transport = transport_of(spec.plan.transport)
@@ -200,20 +213,32 @@ def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
 
 def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
     """Problems that prevent ranks from starting on a host that answered."""
+    name, info = connection.name, connection.host_info
+    problems = [
+        f"{name}: {path} is not there (data, model of the host)." for path in info["absent"]
+    ]
+    if info["setup_error"]:
+        setup = spec.host(connection.hosts[0]).setup
+        problems.append(
+            f"{name}: the setup script {setup} fails ({info['setup_error']}). Try it there: "
+            f"bash -c '. {setup}'"
+        )
     if not connection.is_remote:
-        return []
-    name, info, problems = connection.name, connection.host_info, []
+        return problems
+    index = connection.hosts[0]
+    run_dir = spec.path_on(index, spec.run_dir.root)
+    code = spec.path_on(index, spec.worker_path)
     python = info.get("python") or {}
     if "error" in python:
         problems.append(
-            f"{name}: {spec.python} does not run there ({python['error']}). Install the same "
-            "environment at the same path on every host, or set e.g. "
-            "launch.python=/opt/venv/bin/python."
+            f"{name}: {spec.python_on(index)} does not run there ({python['error']}). Install the "
+            "same environment at the same path on every host, or set python of the host to its "
+            "path there, e.g. /opt/venv/bin/python (launch.python: of all hosts)."
         )
     elif python.get("missing"):
         problems.append(
-            f"{name}: {spec.python} has no {', '.join(python['missing'])}. Install the same "
-            "packages on every host (pip install -c constraints.txt ...)."
+            f"{name}: {spec.python_on(index)} has no {', '.join(python['missing'])}. Install the "
+            "same packages on every host (pip install -c constraints.txt ...)."
         )
     if info["cannot_write"] and (connection.shared or spec.exp.launch.sync == "rsync"):
         problems.append(
@@ -228,12 +253,13 @@ def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
             )
     elif not connection.shared:
         problems.append(
-            f"{name}: does not see the run directory {spec.run_dir.root}: it is not on a shared "
-            "file system. Set launch.sync=rsync, or set run_dir to a directory on a shared one."
+            f"{name}: does not see the run directory {run_dir}: it is not on a shared file system. "
+            "Set launch.sync=rsync, or set run_dir to a directory on a shared one (root of the "
+            "host, where it is at another path there)."
         )
     elif not info["sees_code"]:
         problems.append(
-            f"{name}: does not see the code ({spec.worker_path}). Set launch.sync=rsync, or "
+            f"{name}: does not see the code ({code}). Set launch.sync=rsync, or "
             "install llmx on every host."
         )
     return problems
@@ -342,10 +368,12 @@ def check_environments(
     return (*space, *check_disks(spec, remote, is_restart=is_restart), *busy, *findings.warnings)
 
 
-def _questions(spec: LaunchSpec) -> Message:
+def _questions(spec: LaunchSpec, index: int) -> Message:
     """What the survey of a host is asked for this experiment."""
     questions = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
-    ranks = rank_env(spec)
+    ranks = rank_env(spec, index)
+    if spec.host(index).setup:  # its agent has what the script exports
+        ranks = configured_env(spec, index)
     names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "DS_SKIP_CUDA_CHECK")
     questions["env"] = {name: ranks[name] for name in names if name in ranks}
     return questions
@@ -357,25 +385,31 @@ def survey_hosts(
     """Host -> its survey, by the agents; all hosts at once. And why others have none. ``runs``:
     list other runs there, too."""
     used = [connection for connection in connections if connection.hosts]
-    questions = {**_questions(spec), "runs": runs}
-    name = survey_request(spec.python, questions)
+    questions = {agent.name: {**_questions(spec, agent.hosts[0]), "runs": runs} for agent in used}
+    names = {
+        agent.name: survey_request(spec.python_on(agent.hosts[0]), questions[agent.name])
+        for agent in used
+    }
     records = {agent.name: HostRecord(spec.plan.hosts[agent.hosts[0]]) for agent in used}
 
     def request(connection: Connection) -> Message:
-        known_facts = records[connection.name].survey(name)
-        arguments = [str(spec.run_dir.root), str(Path(spec.worker_path).parent)]
-        arguments.append(json.dumps({**questions, "known": known_facts}))
-        return {"python": spec.python, "program": survey_source(), "arguments": arguments}
+        index, name = connection.hosts[0], connection.name
+        paths = [spec.run_dir.root, Path(spec.worker_path).parent]
+        arguments = [spec.path_on(index, path) for path in paths]
+        known_facts = records[name].survey(names[name])
+        arguments.append(json.dumps({**questions[name], "known": known_facts}))
+        return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
 
     surveys, problems = {}, []
     for connection, reply in request_all(
         used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
         if isinstance(reply, AgentError):
-            problems.append(f"{connection.name}: {spec.python} cannot survey this host: {reply}")
+            python = spec.python_on(connection.hosts[0])
+            problems.append(f"{connection.name}: {python} cannot survey this host: {reply}")
             continue
         surveys[connection.name] = reply["facts"]
-        records[connection.name].note_survey(name, reply["facts"])
+        records[connection.name].note_survey(names[connection.name], reply["facts"])
     return surveys, problems
 
 
@@ -420,12 +454,12 @@ def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) ->
         storage = storage_of(spec.plan, host.name)
         text = "" if storage is None else ram_problem(storage, host.name, here)
         return (text,) if text else ()
-    questions = {**_questions(spec), "torch": False}
-    record, name = HostRecord(host), survey_request(spec.python, questions)
+    questions = {**_questions(spec, 0), "torch": False}
+    record, name = HostRecord(host), survey_request(spec.python_on(0), questions)
     request = json.dumps({**questions, "known": record.survey(name)})
     arguments = [str(spec.run_dir.root), "", request]
     try:
-        facts = run_survey([spec.python, "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
+        facts = run_survey([spec.python_on(0), "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
         record.note_survey(name, facts)
     except SurveyError as error:
         return (f"this machine could not be checked before the start: {error}",)

@@ -131,8 +131,10 @@ def disk_space(spec: LaunchSpec, host: str | None) -> tuple[float, float] | None
         usage = shutil.disk_usage(at)
         free_mib, total_mib = usage.free / 2**20, usage.total / 2**20
     else:
-        output = _ssh(spec, str(host), ["df", "-Pk", str(run_dir.checkpoints)])
-        output = output or _ssh(spec, str(host), ["df", "-Pk", str(run_dir.root)])
+        index = spec.index_of(str(host))
+        paths = [spec.path_on(index, path) for path in (run_dir.checkpoints, run_dir.root)]
+        answers = (_ssh(spec, str(host), ["df", "-Pk", path]) for path in paths)
+        output = next(filter(None, answers), None)
         words = output.splitlines()[-1].split() if output else []
         if len(words) < 4 or not (words[1].isdigit() and words[3].isdigit()):
             return None
@@ -146,7 +148,9 @@ def _ssh(spec: LaunchSpec, host: str, remote: list[str]) -> str | None:
     """The output of a command on ``host``; None where it or ssh fails."""
     try:
         done = subprocess.run(
-            ssh_argv(spec.run_dir.ssh_config, host, remote),
+            ssh_argv(
+                spec.run_dir.ssh_config, host, [*spec.host(spec.index_of(host)).enter, *remote]
+            ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmx.config.by_host import keys_of
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.hardware.hostfile import HostSlots
@@ -47,6 +48,12 @@ class Transport:
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
         """Rules of the config that are broken: value, rule and fix."""
+        for host in () if self.agents_start_ranks else hardware.hosts:
+            if keys := keys_of(host):
+                yield (
+                    f"launch.transport={self.name} starts the same command on every host, and "
+                    f"{host.name} has {', '.join(keys)}. Use launch.transport=ssh."
+                )
         chosen = [host.name for host in hardware.hosts if host.gpus]
         if chosen and self.allocates:
             yield (

@@ -20,6 +20,7 @@ class LocalTransport(Transport):
     ends_by_itself = False
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+        yield from super().problems(launch, hardware)
         if len(hardware.hosts) > 1:
             yield (
                 f"launch.transport=local starts the ranks of this machine only, but there are "

@@ -11,9 +11,11 @@ import base64
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from llmx.launch.environment import launcher_env, rank_env, render_exports
+from llmx.config.validate import RESERVED
+from llmx.launch.environment import configured_env, launcher_env, rank_env, render_exports
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import ssh_argv
 from llmx.launch.transports import Transport, module_argv
@@ -35,11 +37,14 @@ class SshTransport(Transport):
 
     def start_message(self, spec: LaunchSpec, host: int) -> dict[str, Any]:
         """What the agent of a host needs to start its ranks (``Agent.do_start``)."""
-        is_local = spec.plan.hosts[host].is_local
-        env = {**launcher_env(spec), **rank_env(spec)} if is_local else rank_env(spec)
+        is_local = spec.plan.hosts[host].is_local and not spec.host(host).enter
+        env, python = rank_env(spec, host), spec.python_on(host)
         return {
-            "argv": [spec.python, "-u", "-m", spec.worker, str(spec.run_dir.root)],
-            "env": env,
+            "argv": [python, "-u", "-m", spec.worker, spec.path_on(host, spec.run_dir.root)],
+            "env": {**launcher_env(spec), **env} if is_local else env,
+            "fixed": sorted({*configured_env(spec, host), *RESERVED}),
+            "first": {"PATH": str(Path(python).parent)}
+            | {name: env[name] for name in ("PYTHONPATH",) if name in env},
             "inherit": not is_local,
             "ranks": rank_variables(spec, host),
         }
@@ -47,12 +52,14 @@ class SshTransport(Transport):
     def commands(self, spec: LaunchSpec) -> str:
         blocks = []
         for index, host in enumerate(spec.plan.hosts):
-            shell = ["sh", "-s"]
+            config = spec.host(index)
+            shell = [*config.enter, "bash" if config.setup else "sh", "-s"]
+            setup = f". {shlex.quote(config.setup)}\n" if config.setup else ""
             words = shell if host.is_local else ssh_argv(spec.run_dir.ssh_config, host.name, shell)
             blocks.append(
                 f"{shlex.join(words)} <<'END' &\n"
-                f"cd {shlex.quote(str(spec.run_dir.root))} || exit\n"
-                f"{render_exports(rank_env(spec))}"
+                f"cd {shlex.quote(spec.path_on(index, spec.run_dir.root))} || exit\n"
+                f"{render_exports(rank_env(spec, index))}{setup}"
                 f"exec {shlex.join(_node_argv(spec, index))}\n"
                 "END\n"
             )
@@ -83,12 +90,13 @@ def _node_argv(spec: LaunchSpec, host: int) -> list[str]:
     world = {host.name: list(range(host.slots)) for host in spec.plan.hosts}
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return [
-        spec.python,
+        spec.python_on(host),
         "-m",
         "deepspeed.launcher.launch",
         f"--world_info={encoded}",
         f"--node_rank={host}",
         f"--master_addr={spec.plan.master_addr}",
         f"--master_port={spec.port}",
-        *module_argv(spec),
+        *module_argv(spec)[:-1],
+        spec.path_on(host, spec.run_dir.root),
     ]

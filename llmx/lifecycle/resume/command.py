@@ -90,7 +90,7 @@ def prepare_resume(
     then = read_mapping(run.provenance)
     refuse_other_content(upcoming.changes, then, now)
     rows = of_this_machine(differences(then, now), new.plan) if then else []
-    rows += hosts_then_and_now(run, new.experiment.launch, new.experiment.run_dir, new.plan)
+    rows += hosts_then_and_now(run, new.experiment, new.plan)
     rows += edited_config(run, then)
     if origin:
         refuse_other_data(rows)
