@@ -776,8 +776,8 @@ class LaunchConfig:
     """How ranks are started on the hosts, watched and stopped."""
 
     transport: str = choice_or("auto", *TRANSPORTS.shipped, rule=TRANSPORTS)
-    """``auto``: ``local`` if all ranks run on this machine, else ``ssh``, where llmx's agents start
-    the ranks. With ``pdsh``, ``openmpi`` and ``slurm`` DeepSpeed's launcher for it does."""
+    """``auto``: ``local`` if all ranks run on this machine, else ``ssh``. With these llmx's agents
+    start the ranks; with ``pdsh``, ``openmpi`` and ``slurm`` DeepSpeed's launcher for it does."""
     sync: str = choice("none", "rsync")
     """``rsync`` copies code, model and data to the same path on every host."""
     sync_extra: list[str] = items(example="[/data/more]")

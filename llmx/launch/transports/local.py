@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import Transport, deepspeed_argv, module_argv
+from llmx.launch.transports.ssh import SshTransport
 from llmx.plan.types import Plan
 
 
-class LocalTransport(Transport):
-    """``deepspeed`` with a hostfile of one line, for which it needs no launcher."""
+class LocalTransport(SshTransport):
+    """The agent of this machine starts them; ``command.txt`` has the ``deepspeed`` command, whose
+    two launchers each import torch first."""
 
     name = "local"
+    programs = ()
     is_remote = False
     has_agents = False
-    ends_by_itself = False
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
         yield from super().problems(launch, hardware)
@@ -32,3 +34,6 @@ class LocalTransport(Transport):
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         return deepspeed_argv(spec, module_argv(spec))
+
+    def commands(self, spec: LaunchSpec) -> str:
+        return Transport.commands(self, spec)
