@@ -25,7 +25,7 @@ class SshTransport(Transport):
     """Ranks as children of the agents."""
 
     name = "ssh"
-    programs = (("ssh", "openssh-client"),)
+    programs: tuple[tuple[str, str], ...] = (("ssh", "openssh-client"),)
     agents_start_ranks = True
     ends_by_itself = False
 
