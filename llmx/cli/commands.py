@@ -412,6 +412,24 @@ sweep. The exit code is 0 if the run finished, or if no trial of the sweep faile
 The exit code is 0 if the run was interrupted or finished, 1 if it failed, 2 if it was not
 running.""",
     ),
+    "queue": Command(
+        "run several commands one after another: queue FILE|-",
+        "FILE | - [--stop] [--detach]",
+        "Runs the commands of a file, one per line (what follows python -m llmx; # begins a\n"
+        "comment), for hosts without a scheduler. A run waits until other runs have left its\n"
+        "hosts (launch.queue=true is added). A command that fails does not stop the others. Ends\n"
+        "with a table of outcomes. - is standard input. Ctrl-C saves a checkpoint of the run that\n"
+        "is on, and ends the queue.",
+        Runs.FLAGS,
+        "llmx.cli.queue",
+        words=(
+            Word("--stop", "stop after a command that fails"),
+            Word("--detach", "go on without the terminal; the output goes to FILE.log"),
+        ),
+        arguments=(Argument("run", "file", "FILE"),),
+        notes="The exit code is 0 if all commands went well, 1 if one failed, 130 after Ctrl-C.",
+        examples=("python -m llmx queue tonight.txt", "python -m llmx queue tonight.txt --detach"),
+    ),
     "compare": Command(
         "compare the configs and loss curves of two runs: compare RUN_A RUN_B",
         "RUN_A RUN_B [--out FILE.png] [--width N]",

@@ -64,7 +64,10 @@ def run_hydra(
 
 def _detaches(word: str) -> bool:
     key, _, value = word.lstrip("+~").partition("=")
-    return key == "launch.detach" and value.strip("'\"").lower() in ("true", "yes", "on", "1")
+    value = value.strip("'\"").lower()
+    if key == "launch.supervisor":
+        return value != "null"
+    return key == "launch.detach" and value in ("true", "yes", "on", "1")
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:

@@ -830,8 +830,14 @@ class LaunchConfig:
     detach: bool = False
     """Start the supervisor in a session of its own and give the terminal back at once. ``attach``
     shows its console, ``stop`` ends the run with a checkpoint."""
+    supervisor: str | None = text(None, Text(), example="first")
+    """Start the supervisor on this host of the hardware file (``first``: the first one), detached,
+    instead of on this machine. Without a shared file system it needs ``launch=rsync``."""
     allow_busy: bool = False
     """Start although another run of llmx trains on the same hosts (on the same GPUs)."""
+    queue: bool = False
+    """Wait for other runs to leave the hosts (the GPUs) instead of being refused. Runs that wait
+    for a host start in the order in which they were started."""
     elastic: bool = False
     """When a host is lost, continue on the remaining hosts, at the same global batch."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

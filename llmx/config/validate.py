@@ -392,6 +392,17 @@ def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[
     yield from env_problems(launch.env, key="launch.env")
     for host in hardware.hosts:
         yield from env_problems(host.env, key=f"hardware.hosts ({shown(host.name)}).env")
+    if launch.queue and launch.allow_busy:
+        yield (
+            "launch.queue=true and launch.allow_busy=true: one waits for the other runs on the "
+            "hosts, the other starts beside them. Leave one out."
+        )
+    names = [host.name for host in hardware.hosts]
+    if launch.supervisor not in (None, "first", *names):
+        yield (
+            f"launch.supervisor={launch.supervisor}: must be a host of the hardware file, or first "
+            f"for the first one. Hosts: {', '.join(names)}."
+        )
     for index, path in enumerate(launch.sync_extra):
         if not path.startswith(("/", "~")):
             yield (

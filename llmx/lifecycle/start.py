@@ -37,11 +37,20 @@ def run_composed(
     ``keep``: the run directory of a plan. ``is_trial``: it is one of a sweep.
     """
     out = stream or sys.stdout
+    supervisor = composed.experiment.launch.supervisor
+    if supervisor is not None:  # the run is detached there, where it is no key of its config
+        settings = replace(composed.experiment.launch, supervisor=None, detach=True)
+        exp = replace(composed.experiment, launch=settings)
+        composed = replace(composed, experiment=exp)
     launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
     exp, plan, run = launch.exp, launch.plan, launch.run_dir
     if not exp.dry_run:
         for line in plan.memory_warnings:
             print(f"! {line}", file=out, flush=True)
+        if supervisor is not None:
+            from llmx.lifecycle.far_supervisor import start_on
+
+            return start_on(supervisor, launch)
         return launched(launch)
     from llmx.hardware.compare import problems_here
     from llmx.hardware.survey import space_facts

@@ -30,7 +30,13 @@ from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AGENT, Connection
 from llmx.launch.agents.mesh import Node
-from llmx.launch.agents.preflight import check_busy, check_environments, check_network, take_over
+from llmx.launch.agents.preflight import (
+    check_busy,
+    check_environments,
+    check_network,
+    take_over,
+    uses_of_hosts,
+)
 from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.files import make_spec
 from llmx.launch.supervision.console import Console, RunLog
@@ -284,6 +290,47 @@ def test_hosts_that_another_run_uses(agent: Rig, tmp_path: Path) -> None:
     assert other_run not in [entry["run_dir"] for entry in mine]
     spec.exp.launch.allow_busy = True
     check_busy(spec, [agent.connection], is_trial=False)
+
+
+def test_runs_that_wait_for_a_host_start_in_their_order(agent: Rig, tmp_path: Path) -> None:
+    """The first one starts when the other run has left; then, when its ranks are seen, the next."""
+    package = tmp_path / "llmx"
+    package.mkdir()
+    (package / "worker.py").write_text("import signal; print(1, flush=True); signal.pause()")
+    words, other_run = [sys.executable, str(package / "worker.py")], str(tmp_path / "other")
+    other = subprocess.Popen([*words, other_run], stdout=subprocess.PIPE)
+    agent.started.append(other)
+    assert other.stdout is not None
+    assert other.stdout.readline()
+    second = Rig(tmp_path)
+    try:
+        for rig, name in ((agent, "one"), (second, "two")):
+            rig.connection.hosts = (0,)
+            rig.handshake(run_dir=str(tmp_path / name))
+        specs = [
+            dataclasses.replace(
+                spec_of(experiment("pdsh", (1,), "cpu")), run_dir=RunDir(tmp_path / name)
+            )
+            for name in ("one", "two")
+        ]
+
+        def uses(at: int) -> list[tuple[str, int]]:
+            rig = (agent, second)[at]
+            found = uses_of_hosts(specs[at], [rig.connection], is_trial=False, queued_at=1000 + at)
+            # Other tests may run beside this one.
+            return [(u.run_dir, u.count) for u in found if not u.run_dir or u.run_dir == other_run]
+
+        assert uses(0) == [(other_run, 1)]
+        assert uses(1) == [(other_run, 1), ("", 1)]
+        other.kill()
+        other.wait()
+        assert uses(0) == []
+        assert uses(1) == [("", 1)]
+        agent.connection.request("watch", timeout_s=10)
+        agent.process("import signal; signal.pause()", env={"RANK": "0"})
+        wait_until(lambda: uses(1) == [], timeout_s=10)
+    finally:
+        second.connection.close(timeout_s=20)
 
 
 def test_a_host_that_greets_in_json(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+QUEUE = "llmx-queue-"  # names of runs that wait for this host end with the time since when
 PROBES = 64  # connections of this host that are tried at once
 PORTS = range(20000, 32700)  # below the kernel's ports for outgoing connections
 
@@ -225,6 +226,7 @@ class Agent:
         self.reserved: socket.socket | None = None
         self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
+        self.turn: socket.socket | None = None  # its name is the place of this run in the queue
         self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
@@ -398,8 +400,14 @@ class Agent:
         return {"facts": json.loads(_printed(argv, timeout_s=150).splitlines()[-1])}
 
     def do_busy(self, message: Message) -> Message:
-        """The ranks of other runs on this host, of every user: a command line is public."""
+        """The ranks of other runs on this host, of every user: a command line is public. And how
+        many runs wait for this host since before ``queued_at``, where this one waits, too."""
         ranks = []
+        queued_at = message.get("queued_at", 0)
+        if queued_at and self.turn is None:
+            self.turn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):
+                self.turn.bind(f"\0{QUEUE}{queued_at}")  # freed when this process ends
         host = _link("/proc/self/ns/uts")
         for entry in os.listdir("/proc"):
             argv = _bytes(f"/proc/{entry}/cmdline").decode("utf-8", "replace").split("\0")[:-1]
@@ -416,7 +424,12 @@ class Agent:
                     "device": _device_of(entry),
                 }
             )
-        return {"ranks": ranks}
+        waiting = [
+            int(name.partition("@" + QUEUE)[2])
+            for name in _bytes("/proc/net/unix").decode("utf-8", "replace").split()
+            if name.startswith("@" + QUEUE) and name[len(QUEUE) + 1 :].isdigit()
+        ]
+        return {"ranks": ranks, "ahead": sum(since < queued_at for since in waiting)}
 
     def do_reserve_port(self, message: Message) -> Message:
         """A free port, reserved against other runs as long as this process lives."""
@@ -720,6 +733,8 @@ class Agent:
             rank = process.rank
             if rank is not None and rank not in self.ranks:
                 self.ranks[rank] = process.pid
+                if self.turn is not None:
+                    self.turn.close()  # the next one sees the rank
                 self.send({"event": "rank_start", "rank": rank, "pid": process.pid})
         pids = {process.pid for process in processes if process.rank is not None}
         return {rank: None for rank, pid in self.ranks.items() if pid and pid not in pids}

@@ -11,7 +11,7 @@ import queue
 import secrets
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ from llmx.text import plural
 HANDSHAKE_TIMEOUT_S = 60.0
 SURVEY_TIMEOUT_S = 180.0
 """The survey imports torch, which takes up to a minute from a busy network file system."""
+QUEUE_POLL_S = 2.0
+"""Between two looks at the hosts of a run that waits for its turn."""
 MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
 """What a rank imports; every other host is checked for them, without importing them."""
 
@@ -290,20 +292,55 @@ def kill_leftovers(spec: LaunchSpec, connections: list[Connection], log: RunLog)
             )
 
 
-def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: bool) -> None:
-    """LaunchError where another run trains on the hosts, or on the GPUs that this one would use.
-    ``is_trial``: the other trials of a sweep, whose directories are beside this one, are no
-    others."""
-    plan, problems = spec.plan, []
+@dataclasses.dataclass(frozen=True)
+class HostUse:
+    """Another run that has a host of this one, or waits for it."""
+
+    host: str
+    run_dir: str
+    """Empty: runs that have waited for longer."""
+    user: str = ""
+    since: float = 0.0
+    count: int = 0
+    """Its ranks there, or the runs that wait."""
+
+    @property
+    def words(self) -> str:
+        if not self.run_dir:
+            return f"{self.host}: {plural(self.count, 'run')} queued before this one"
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since))
+        return (
+            f"{self.host}: is busy with {plural(self.count, 'rank')} of {self.run_dir}, a run of "
+            f"{self.user}, since {since}"
+        )
+
+
+def uses_of_hosts(
+    spec: LaunchSpec, connections: list[Connection], *, is_trial: bool, queued_at: int = 0
+) -> list[HostUse]:
+    """The other runs on the hosts, or on the GPUs that this one would use, and those that have
+    waited for them since before ``queued_at`` (0: this one does not wait). ``is_trial``: the other
+    trials of a sweep, whose directories are beside this one, are no others.
+
+    LaunchError where a host of a run that waits has been lost meanwhile.
+    """
+    plan, uses = spec.plan, []
     # Runs on the CPU of this machine alone are small, and share it.
-    if spec.exp.launch.allow_busy or not (plan.on_gpus or transport_of(plan.transport).has_agents):
-        return
+    shared = not (plan.on_gpus or transport_of(plan.transport).has_agents)
+    if spec.exp.launch.allow_busy or (shared and not queued_at):
+        return []
     gpus = gpus_of_hosts(spec)
     for connection, reply in request_all(
-        [connection for connection in connections if connection.hosts], "busy", timeout_s=30
+        [connection for connection in connections if connection.hosts],
+        "busy",
+        timeout_s=30,
+        message=lambda _: {"queued_at": queued_at},
     ):
         if isinstance(reply, AgentError):
-            continue  # an old agent, or no /proc
+            if queued_at:
+                text = _unreachable(spec, connection, str(reply))
+                raise HostsUnreachable(text, [connection.name]) from reply
+            continue  # no /proc
         host = plan.hosts[connection.hosts[0]]
         gpus_here = gpus.get(host.name, [])
         runs: dict[str, list[Message]] = {}
@@ -316,16 +353,49 @@ def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: boo
             if is_sibling or (plan.on_gpus and elsewhere):
                 continue
             runs.setdefault(rank["run_dir"], []).append(rank)
-        for run_dir, ranks in runs.items():
-            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(ranks[0]["since"]))
-            problems.append(
-                f"{host.name}: is busy with {plural(len(ranks), 'rank')} of {run_dir}, a run of "
-                f"{ranks[0]['user']}, since {since}. Wait for its end, end it where it was started "
-                f"(python -m llmx stop {run_dir}), or use other hosts. launch.allow_busy=true "
-                "starts this run beside it."
+        uses += [
+            HostUse(host.name, run_dir, ranks[0]["user"], ranks[0]["since"], len(ranks))
+            for run_dir, ranks in runs.items()
+        ]
+        if reply["ahead"]:
+            uses.append(HostUse(host.name, "", count=reply["ahead"]))
+    return uses
+
+
+def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: bool) -> None:
+    """LaunchError where another run trains on the hosts, or on the GPUs that this one would use."""
+    uses = uses_of_hosts(spec, connections, is_trial=is_trial)
+    if uses:
+        raise LaunchError(
+            "\n".join(
+                f"{use.words}. Wait for its end (launch.queue=true does), end it where it was "
+                f"started (python -m llmx stop {use.run_dir}), or use other hosts. "
+                "launch.allow_busy=true starts this run beside it."
+                for use in uses
             )
-    if problems:
-        raise LaunchError("\n".join(problems))
+        )
+
+
+def wait_for_turn(
+    spec: LaunchSpec,
+    connections: list[Connection],
+    *,
+    is_trial: bool,
+    notify: Callable[[str], None],
+    waiting: Callable[[str], None],
+) -> None:
+    """``launch.queue=true``: wait until no other run has the hosts, or has waited for them for
+    longer. ``notify``: shows a line; ``waiting``: is told all the time what it waits for."""
+    queued_at, shown = time.time_ns(), None
+    while uses := uses_of_hosts(spec, connections, is_trial=is_trial, queued_at=queued_at):
+        text = "; ".join(use.words for use in uses)
+        if text != shown:
+            notify(f"waiting for its turn (launch.queue=true): {text}")
+            shown = text
+        waiting(text)
+        time.sleep(QUEUE_POLL_S)
+    if shown:
+        notify("the hosts are free")
 
 
 def check_environments(

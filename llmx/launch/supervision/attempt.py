@@ -24,6 +24,7 @@ from llmx.launch.agents.preflight import (
     resolve_network,
     start_agents,
     start_ranks,
+    wait_for_turn,
 )
 from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
@@ -143,7 +144,16 @@ class Attempt:
         self.connections = start_agents(spec, self.inbox)
         self.spec = spec = handshake(spec, self.connections)
         kill_leftovers(spec, self.connections, log)
-        if not self.is_restart:
+        if spec.exp.launch.queue:
+            wait_for_turn(
+                spec,
+                self.connections,
+                is_trial=self.is_trial,
+                notify=log.info,
+                waiting=self._waiting,
+            )
+            self.journal.state("preparing", attempt=self.number)
+        elif not self.is_restart:
             check_busy(spec, self.connections, is_trial=self.is_trial)
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
@@ -153,6 +163,9 @@ class Attempt:
         self.checkpoints.push_missing()
         self.monitor = RankMonitor(spec, self.connections, self.inbox, log)
         self.monitor.start()
+
+    def _waiting(self, why: str) -> None:
+        self.journal.state("waiting", attempt=self.number, why=why)
 
     def _start(self) -> None:
         spec = self.spec
