@@ -216,7 +216,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "check the hosts of a training and the network between them: doctor hardware=NAME",
-        f"{_OVERRIDES} [--bandwidth] [--json]",
+        f"{_OVERRIDES} [--bandwidth] [--fix] [--json]",
         "Makes every check that a launch makes before it starts ranks, on all hosts at once, and\n"
         "starts nothing: ssh, Python and packages, GPUs and who uses them, disks, limits, clocks,\n"
         "leftovers of runs, interfaces, and a connection of every host to every other one. Each\n"
@@ -224,7 +224,8 @@ COMMANDS = {
         Runs.WORDS,
         "llmx.cli.doctor",
         words=(
-            Word("--bandwidth", "also measure the bandwidth of every pair of hosts"),
+            Word("--bandwidth", "also measure every pair of hosts, and an all-reduce of all ranks"),
+            Word("--fix", "remove stale locks and processes of dead runs, after a question"),
             Word("--json", "print JSON, for scripts"),
         ),
         overrides=True,

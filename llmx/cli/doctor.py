@@ -1,5 +1,5 @@
-"""``python -m llmx doctor [overrides] [--bandwidth] [--json]``: what a launch would check, without
-one. Everything that is wrong is listed, not only the first.
+"""``python -m llmx doctor [overrides] [--bandwidth] [--fix] [--json]``: what a launch would check,
+without one. Everything that is wrong is listed, not only the first.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import queue
 import shlex
 import statistics
@@ -23,10 +24,10 @@ from llmx.errors import ConfigError, LaunchError, LlmxError, closest
 if TYPE_CHECKING:
     from llmx.compose.complete import Composed
     from llmx.launch.agents.connection import Connection
-    from llmx.launch.agents.mesh import Mesh, Node
+    from llmx.launch.agents.mesh import AllReduce, Mesh, Node
     from llmx.launch.spec import LaunchSpec
 
-FLAGS = ("--bandwidth", "--json")
+FLAGS = ("--bandwidth", "--fix", "--json")
 
 
 @dataclass
@@ -41,8 +42,9 @@ class Report:
     mesh: Mesh | None = None
     gbit_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """(source, target) -> bandwidth of one connection."""
+    all_reduce: AllReduce | None = None
     meaning: str = ""
-    """What the slowest pair means for a step of this config."""
+    """What the network means for a step of this config."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -64,12 +66,14 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     from llmx.run.rundir import RunDir
 
     out, began = stream or sys.stdout, time.monotonic()
+    if {"--fix", "--json"} <= set(words):
+        raise ConfigError("--fix asks before it removes something: leave out --json.")
     for word in words:
         if word.startswith("--") and word not in FLAGS and (near := closest(word, FLAGS)):
             raise ConfigError(f"{word}: no such option. Did you mean {near}?")
     line = read_line([word for word in words if word not in FLAGS])
     if line.show or line.multirun:
-        raise ConfigError("doctor: takes overrides, --config-dir, --bandwidth and --json only.")
+        raise ConfigError(f"doctor: takes overrides, --config-dir, {' and '.join(FLAGS)} only.")
     composed = composed_line(line)
     exp, plan = composed.experiment, composed.plan
     place = Path(exp.run_dir)
@@ -80,17 +84,47 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
         for name in ("logs", "ranks"):
             (Path(directory) / name).mkdir()
         spec = make_spec(exp, plan, RunDir(Path(directory)), port=0)
-        report = examine(spec, bandwidth="--bandwidth" in words)
-        if report.gbit_per_s:
-            report.meaning = network_time(composed, min(report.gbit_per_s.values()))
-        for texts in (report.errors, report.warnings):
-            texts[:] = [pasteable(text, spec).replace(directory, exp.run_dir) for text in texts]
-    report.seconds = time.monotonic() - began
-    if "--json" in words:
-        print(json.dumps(to_json(report), indent=2), file=out)
-    else:
-        print("\n".join(lines_of(report)), file=out)
+        leftovers: dict[str, dict[str, list[Any]]] = {}
+        for removes in (True, False):
+            report = examine(spec, bandwidth="--bandwidth" in words, remove=leftovers)
+            if report.gbit_per_s:
+                slowest = min(report.gbit_per_s.values())
+                reduced = report.all_reduce.gbit_per_s if report.all_reduce else slowest
+                report.meaning = network_time(composed, reduced)
+            for texts in (report.errors, report.warnings):
+                texts[:] = [pasteable(text, spec).replace(directory, exp.run_dir) for text in texts]
+            report.seconds = time.monotonic() - began
+            if "--json" in words:
+                print(json.dumps(to_json(report), indent=2), file=out)
+            else:
+                print("\n".join(lines_of(report)), file=out)
+            leftovers = leftovers_of(report) if "--fix" in words and removes else {}
+            if not leftovers or not agreed(leftovers, out):
+                break
+            began = time.monotonic()
     return LaunchError.exit_code if report.errors else 0
+
+
+def leftovers_of(report: Report) -> dict[str, dict[str, list[Any]]]:
+    """Host -> what may be removed there without harm: stale locks of extension builds, and
+    processes of dead runs."""
+    leftovers = {}
+    for name, facts in report.facts.items():
+        pids = [pid for run in facts["runs"] if run["is_dead"] for pid in run["pids"]]
+        if facts["stale_locks"] or pids:
+            leftovers[name] = {"locks": facts["stale_locks"], "pids": pids}
+    return leftovers
+
+
+def agreed(leftovers: Mapping[str, Mapping[str, list[Any]]], out: TextIO) -> bool:
+    """List what would be removed, and ask."""
+    for name, removed in leftovers.items():
+        for lock in removed["locks"]:
+            print(f"  {name}: rm {lock}", file=out)
+        if removed["pids"]:
+            print(f"  {name}: kill -9 {' '.join(map(str, removed['pids']))}", file=out)
+    print("Do that? [y/N] ", end="", file=out, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def pasteable(text: str, spec: LaunchSpec) -> str:
@@ -104,8 +138,10 @@ def pasteable(text: str, spec: LaunchSpec) -> str:
     return text
 
 
-def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
-    """Run every check of a launch on its hosts."""
+def examine(
+    spec: LaunchSpec, *, bandwidth: bool, remove: Mapping[str, Mapping[str, list[Any]]]
+) -> Report:
+    """Run every check of a launch on its hosts. ``remove``: host -> leftovers to remove first."""
     from llmx.launch.agents.preflight import handshake, start_agents
     from llmx.launch.files import check_launch, check_programs
     from llmx.launch.transports import transport_of
@@ -129,11 +165,10 @@ def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
                 for agent in connections
                 if agent.host_info and "error" not in (agent.host_info["python"] or {})
             ]
-            _examine_hosts(report, spec, runs_python)
+            _examine_hosts(report, spec, runs_python, remove)
         answering = [agent for agent in connections if agent.host_info and agent.hosts]
-        if len(answering) > 1:
-            with report.collect():
-                _examine_network(report, spec, answering, bandwidth=bandwidth)
+        with report.collect():
+            _examine_network(report, spec, answering, bandwidth=bandwidth)
     finally:
         for connection in connections:
             connection.close(timeout_s=5)
@@ -146,13 +181,20 @@ def examine(spec: LaunchSpec, *, bandwidth: bool) -> Report:
     return report
 
 
-def _examine_hosts(report: Report, spec: LaunchSpec, connections: list[Connection]) -> None:
+def _examine_hosts(
+    report: Report,
+    spec: LaunchSpec,
+    connections: list[Connection],
+    remove: Mapping[str, Mapping[str, list[Any]]],
+) -> None:
     from llmx.hardware.compare import compare_hosts, runs_on
     from llmx.launch.agents.preflight import check_disks, clock_offsets, survey_hosts
     from llmx.launch.environment import gpus_of_hosts
 
-    report.facts, problems = survey_hosts(spec, connections, runs=True)
+    report.facts, problems = survey_hosts(spec, connections, runs=True, remove=remove)
     report.errors += problems
+    for name, facts in report.facts.items():
+        report.warnings += [f"{name}: {text}" for text in facts["removed"]]
     report.clock_offsets_s = clock_offsets(connections)
     findings = compare_hosts(
         spec.exp,
@@ -173,22 +215,34 @@ def _examine_hosts(report: Report, spec: LaunchSpec, connections: list[Connectio
 def _examine_network(
     report: Report, spec: LaunchSpec, connections: list[Connection], *, bandwidth: bool
 ) -> None:
-    from llmx.launch.agents.mesh import find_nodes, measure_bandwidth, mesh_problems, probe_mesh
+    from llmx.launch.agents.mesh import (
+        find_nodes,
+        measure_all_reduce,
+        measure_bandwidth,
+        mesh_problems,
+        probe_mesh,
+    )
     from llmx.launch.agents.preflight import reserve_port
 
-    report.nodes = find_nodes(spec.plan.hosts, connections)
+    hosts = spec.plan.hosts
     has_first = any(0 in agent.hosts for agent in connections)
     meet = (spec.plan.master_addr, reserve_port(spec, connections)) if has_first else None
-    report.mesh = probe_mesh(report.nodes, connections, rendezvous=meet)
-    problems = mesh_problems(report.mesh)
-    report.errors += problems
-    if bandwidth and not problems:
-        report.gbit_per_s = measure_bandwidth(report.nodes, connections)
+    if len(connections) > 1:
+        report.nodes = find_nodes(hosts, connections)
+        report.mesh = probe_mesh(report.nodes, connections, rendezvous=meet)
+        problems = mesh_problems(report.mesh)
+        report.errors += problems
+        if bandwidth and not problems:
+            report.gbit_per_s = measure_bandwidth(report.nodes, connections)
+    answer = {index for agent in connections for index in agent.hosts}
+    is_whole = len(answer) == len(hosts) and spec.plan.world_size > 1
+    if bandwidth and meet and is_whole and not report.errors:
+        report.all_reduce = measure_all_reduce(spec, report.nodes, connections, meet=meet)
 
 
 def network_time(composed: Composed, gbit_per_s: float) -> str:
     """What the plan predicts with a network of this bandwidth."""
-    from llmx.compose.complete import plan_experiment
+    from llmx.compose.complete import plan_experiment, refusal
     from llmx.lifecycle.learned import with_learned_time
 
     exp = composed.experiment
@@ -198,10 +252,20 @@ def network_time(composed: Composed, gbit_per_s: float) -> str:
     key = f"hardware.network_gbit_per_s={gbit_per_s:.3g}"
     if time_plan is None or not time_plan.step_s:
         return f"With {key} the plan predicts by it."
-    return (
+    text = (
         f"By the plan with {key} a step of this config takes {time_plan.step_s:.3g} s, of which "
         f"{time_plan.exposed_s:.3g} s wait for communication."
     )
+    for stage in (2, 1) if exp.zero.stage == 3 else ():
+        zero = dataclasses.replace(exp.zero, stage=stage)
+        variant = dataclasses.replace(exp, hardware=hardware, zero=zero)
+        if refusal(variant):
+            continue
+        plan = with_learned_time(plan_experiment(variant, is_checked=True)).plan
+        waits_s = plan.time.exposed_s if plan.time else math.inf
+        if not plan.memory_warnings and waits_s < 0.9 * time_plan.exposed_s:
+            return f"{text} zero=stage{stage} fits, too, and waits {waits_s:.3g} s."
+    return text
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -229,6 +293,7 @@ def to_json(report: Report) -> dict[str, Any]:
             {"from": source, "to": target, "gbit_per_s": round(value, 3)}
             for (source, target), value in report.gbit_per_s.items()
         ],
+        "all_reduce": None if report.all_reduce is None else dataclasses.asdict(report.all_reduce),
         "meaning": report.meaning,
         "errors": report.errors,
         "warnings": report.warnings,
@@ -242,6 +307,8 @@ def lines_of(report: Report) -> Iterator[str]:
     for label, text in rows:
         yield f"  {label:<{width}}  {text}"
     yield from _matrix(report)
+    if report.meaning:
+        yield f"  {report.meaning}"
     for sign, texts in (("✗", report.errors), ("!", report.warnings)):
         for text in texts:
             yield f"{sign} {text}"
@@ -269,6 +336,7 @@ def _names(hosts: Mapping[str, Any]) -> str:
 def _facts(report: Report) -> dict[str, dict[str, str]]:
     """Label -> host -> value."""
     from llmx import text as human
+    from llmx.text import plural
 
     def rows(show: Any) -> dict[str, str]:
         return {name: str(show(facts)) for name, facts in report.facts.items()}
@@ -276,6 +344,21 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
     def gpus(facts: Mapping[str, Any]) -> str:
         names = facts["gpu_names"] or ["GPU"] * (facts["gpus"] or 0)
         return ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or "none"
+
+    def memory(facts: Mapping[str, Any]) -> str:
+        """The least and the most that is in use."""
+        used = [state["used_mib"] for state in facts["gpu_states"] if state["used_mib"] is not None]
+        return f"{min(used):,.0f} to {max(used):,.0f} MiB" if used else "unknown"
+
+    def lanes(facts: Mapping[str, Any]) -> str:
+        found = [(s["pcie_gen"], s["lanes"]) for s in facts["gpu_states"] if s["lanes"]]
+        pcie = [f"PCIe {gen or 0:.0f}.0 x{count:.0f}" for gen, count in dict.fromkeys(found)]
+        links = [f"{kind} ({plural(pairs, 'pair')})" for kind, pairs in facts["gpu_links"].items()]
+        return ", ".join([*pcie, *links]) or "unknown"
+
+    def port(port: Mapping[str, Any]) -> str:
+        gids = f", GID {port['gids'][0]}" if port["gids"] else ""
+        return f"{port['port']} {port['state']} ({port['rate']}{gids})"
 
     def least(label: str) -> str:
         """A size that differs from host to host by nature: the smallest."""
@@ -293,13 +376,18 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         "DeepSpeed": rows(lambda f: f["packages"]["deepspeed"]),
         "llmx": rows(lambda f: f["code"] or "installed"),
         "GPUs": rows(gpus),
+        **(
+            {"GPU memory in use": rows(memory), "GPU links": rows(lanes)}
+            if any(facts["gpu_states"] for facts in report.facts.values())
+            else {}
+        ),
         "driver": rows(lambda f: f["driver"] or "none"),
         "NCCL": rows(lambda f: (f["torch_build"] or {}).get("nccl") or ", ".join(f["nccl"]) or "-"),
         "open files": rows(lambda f: f["open_files"]),
         "locked memory": rows(
             lambda f: "unlimited" if f["locked_bytes"] < 0 else human.size(f["locked_bytes"])
         ),
-        "InfiniBand": rows(lambda f: ", ".join(f["infiniband"]) or "none"),
+        "InfiniBand": rows(lambda f: ", ".join(map(port, f["infiniband"])) or "none"),
     }
     if report.facts:
         for label, key in (
@@ -324,6 +412,12 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         if trips:
             text += f", an answer takes {statistics.median(trips):.1f} ms with all at once"
         facts["connections"] = {"": text}
+    if reduced := report.all_reduce:
+        facts["all-reduce"] = {
+            "": f"{reduced.world} ranks met in {reduced.connect_s:.1f} s; 64 MB in "
+            f"{reduced.seconds:.3g} s ({reduced.gbit_per_s:.3g} Gbit/s), 8 bytes in "
+            f"{1e3 * reduced.latency_s:.2g} ms"
+        }
     return facts
 
 
@@ -340,5 +434,4 @@ def _matrix(report: Report) -> Iterator[str]:
         texts = ["-" if cell is None else f"{cell:.2f}" for cell in cells]
         yield "  " + " ".join(f"{cell:>{width}}" for cell in [source, *texts])
     (source, target), least = min(report.gbit_per_s.items(), key=lambda pair: pair[1])
-    yield f"  Slowest: {source} -> {target}, {least:.3g} Gbit/s. {report.meaning}"
-    yield "  InfiniBand, and several connections at once, may be faster than one of TCP."
+    yield f"  Slowest: {source} -> {target}, {least:.3g} Gbit/s."

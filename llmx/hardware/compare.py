@@ -113,6 +113,8 @@ def compare_hosts(
         more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
         errors += _missing_gpus(name, gpus_of_host, facts)
         busy += _gpus_in_use(name, gpus_of_host, facts)
+        warnings += _gpu_health(name, gpus_of_host, facts)
+        warnings += _infiniband(exp, name, facts)
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -255,13 +257,6 @@ def _host(
         )
     if storage is not None and (text := ram_problem(storage, name, facts)):
         warnings.append(text)
-    if facts.get("infiniband") and 0 <= facts.get("locked_bytes", -1) < 64 * MIB:
-        warnings.append(
-            f"{name}: processes may lock {facts['locked_bytes'] // 1024} KiB of memory "
-            "(ulimit -l). InfiniBand locks its buffers: NCCL fails with Cannot allocate memory. "
-            "Set memlock to unlimited (/etc/security/limits.conf, in Slurm also "
-            "PropagateResourceLimitsExcept=MEMLOCK)."
-        )
     if 0 <= facts["open_files"] < 4096:
         warnings.append(
             f"{name}: at most {facts['open_files']} open files per process (ulimit -n); data "
@@ -273,12 +268,101 @@ def _host(
 def _gpus_in_use(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
     """Memory that other processes have on the GPUs of a host's ranks."""
     for process in facts.get("gpu_processes", ()):
-        if any(gpu == process["gpu"] or process["uuid"].startswith(gpu) for gpu in gpus):
+        if _is_of(process, gpus):
             yield (
                 f"{name}: GPU {process['gpu']} has {process['mib']:,} MiB in use by process "
                 f"{process['pid']} of {process['user']} ({process['command']}). Wait, end it, or "
                 "list other GPUs (gpus of the host). launch.allow_busy=true starts this run beside "
                 "it."
+            )
+
+
+def _is_of(gpu: Mapping[str, Any], gpus: Sequence[str]) -> bool:
+    """Whether a GPU, or one with a process, is among those that ``gpus`` names."""
+    return any(name == gpu["gpu"] or gpu["uuid"].startswith(name) for name in gpus)
+
+
+SLOWED_BY = {
+    0x40: "heat (the hardware itself)",
+    0x20: "heat (the driver)",
+    0x80: "the power supply (power brake)",
+    0x08: "the hardware (heat or power)",
+}
+"""Bits of NVML's clock event reasons that are no regular operation, the most exact first."""
+UNSEEN_MIB = 1024
+"""Memory in use that the driver alone does not take."""
+
+
+def _gpu_health(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
+    """What the driver says against the GPUs of a host's ranks."""
+    in_use = {process["gpu"] for process in facts.get("gpu_processes", ())}
+    for state in facts.get("gpu_states", ()):
+        gpu = state["gpu"]
+        if not _is_of(state, gpus):
+            continue
+        if state["ecc_errors"]:
+            errors = plural(int(state["ecc_errors"]), "uncorrectable ECC error")
+            yield (
+                f"{name}: GPU {gpu} has {errors} since its driver was loaded: processes on it "
+                f"crash. Reset it (nvidia-smi --gpu-reset -i {gpu}); if errors come back, have it "
+                "replaced."
+            )
+        reason = next((r for bit, r in SLOWED_BY.items() if int(state["slowed_by"] or 0) & bit), "")
+        if reason:
+            heat = "" if state["celsius"] is None else f" at {state['celsius']:.0f} °C"
+            yield (
+                f"{name}: GPU {gpu} is slowed down{heat} by {reason}, and all ranks wait for it. "
+                f"Look at its cooling and power: nvidia-smi -q -i {gpu} -d PERFORMANCE,POWER."
+            )
+        limit_w, usual_w = state["power_limit_w"], state["usual_power_limit_w"]
+        if limit_w and usual_w and limit_w < 0.95 * usual_w:
+            yield (
+                f"{name}: GPU {gpu} is limited to {limit_w:.0f} of {usual_w:.0f} W, which makes it "
+                f"slower. Raise the limit: nvidia-smi -i {gpu} -pl {usual_w:.0f}."
+            )
+        if state["lanes"] and state["usual_lanes"] and state["lanes"] < state["usual_lanes"]:
+            yield (
+                f"{name}: GPU {gpu} uses {state['lanes']:.0f} of {state['usual_lanes']:.0f} PCIe "
+                "lanes: copies to the host take longer. Seat the card or its riser again."
+            )
+        used_mib = state["used_mib"] or 0
+        if used_mib > UNSEEN_MIB and gpu not in in_use:
+            yield (
+                f"{name}: GPU {gpu} has {used_mib:,.0f} MiB in use by a process that cannot be "
+                f"seen from here (a container, another user). On the host itself: sudo fuser -v "
+                f"/dev/nvidia{gpu}. Or list other GPUs (gpus of the host)."
+            )
+
+
+def _infiniband(exp: Experiment, name: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Why NCCL would not use InfiniBand or RoCE, or fail with it."""
+    ports = facts.get("infiniband", ())
+    own = next((host.env for host in exp.hardware.hosts if host.name == name), {})
+    environment = {**exp.hardware.env, **own, **exp.launch.env}
+    active = [port for port in ports if port["state"] == "ACTIVE"]
+    if not ports or environment.get("NCCL_IB_DISABLE") == "1":
+        return
+    if not active:
+        listed = ", ".join(f"{port['port']} {port['state'] or 'unknown'}" for port in ports)
+        yield (
+            f"{name}: no port of its InfiniBand adapters is active ({listed}): NCCL uses TCP, "
+            "which is slower. Look at the cable, the switch and its subnet manager (ibstat)."
+        )
+        return
+    if 0 <= facts.get("locked_bytes", -1) < 64 * MIB:
+        yield (
+            f"{name}: processes may lock {facts['locked_bytes'] // 1024} KiB of memory "
+            "(ulimit -l). InfiniBand locks its buffers: NCCL fails with Cannot allocate memory. "
+            "Set memlock to unlimited (/etc/security/limits.conf, in Slurm also "
+            "PropagateResourceLimitsExcept=MEMLOCK)."
+        )
+    index = environment.get("NCCL_IB_GID_INDEX", "")
+    for port in active:
+        if port["link"] == "Ethernet" and index.isdecimal() and int(index) not in port["gids"]:
+            usable = ", ".join(map(str, port["gids"])) or "none"
+            yield (
+                f"{name}: NCCL_IB_GID_INDEX={index} is no RoCE v2 address of {port['port']}. Set "
+                f"it to one that is, on every host: {usable} (show_gids)."
             )
 
 

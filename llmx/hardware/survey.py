@@ -7,9 +7,10 @@ environment's own Python runs it, so that a host needs neither llmx nor the code
 
 The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
 ``aio`` compiles a line against libaio, ``nvme`` names a directory to look at, ``gpu_processes`` and
-``runs`` list what runs here; ``env`` has variables of the ranks. ``known`` has the facts of an
-earlier survey that was asked the same: what takes time is taken from it while the environment is
-the same (``stamp``), all else is looked at again.
+``runs`` list what runs here (``gpu_processes`` also the state of the GPUs); ``remove`` names locks
+and processes of dead runs to be removed first; ``env`` has variables of the ranks. ``known`` has
+the facts of an earlier survey that was asked the same: what takes time is taken from it while the
+environment is the same (``stamp``), all else is looked at again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,21 @@ COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safete
 MODULES = ("flash_attn", "flash_attn_interface")
 """Modules of attention kernels; looked for without importing them."""
 STALE_LOCK_S = 600
+GPU_STATE = {
+    "gpu": "index",
+    "uuid": "uuid",
+    "used_mib": "memory.used",
+    "total_mib": "memory.total",
+    "ecc_errors": "ecc.errors.uncorrected.volatile.total",
+    "slowed_by": "REASONS.active",
+    "power_limit_w": "power.limit",
+    "usual_power_limit_w": "power.default_limit",
+    "pcie_gen": "pcie.link.gen.max",
+    "lanes": "pcie.link.width.current",
+    "usual_lanes": "pcie.link.width.max",
+    "celsius": "temperature.gpu",
+}
+"""Name -> field of ``nvidia-smi --query-gpu``."""
 TORCH = """
 import json, torch
 print(json.dumps({
@@ -51,6 +68,7 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
     """The facts, as plain values. ``package``: the directory of llmx's code; ``needs``: what is
     looked at besides."""
     needs = needs or {}
+    removed = remove_leftovers(**needs["remove"]) if needs.get("remove") else []
     os.environ.update(needs.get("env") or {})  # compilers are looked for where ranks look
     stamp = environment_stamp()
     earlier = needs.get("known") or {}
@@ -63,6 +81,7 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
 
     return {
         "stamp": stamp,
+        "removed": removed,
         "python": ".".join(str(part) for part in sys.version_info[:3]),
         "packages": {name: version(name) for name in COMPARED},
         "nccl": sorted(
@@ -82,8 +101,10 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": directory_names("/sys/class/infiniband"),
+        "infiniband": infiniband_ports(),
         "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
+        "gpu_states": gpu_states() if needs.get("gpu_processes") else [],
+        "gpu_links": gpu_links() if needs.get("gpu_processes") and needs.get("runs") else {},
         "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
@@ -311,6 +332,83 @@ def gpu_processes() -> list[dict[str, Any]]:
     ]
 
 
+def gpu_states() -> list[dict[str, Any]]:
+    """The state of each GPU by the driver (``parse_gpu_states``); empty without one."""
+    if count_gpus() is None:
+        return []
+    for reasons in ("clocks_throttle_reasons", "clocks_event_reasons"):  # renamed with driver 535
+        fields = ",".join(GPU_STATE.values()).replace("REASONS", reasons)
+        words = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={fields}"]
+        if states := parse_gpu_states(output_of(words, timeout_s=30)):
+            return states
+    return []
+
+
+def parse_gpu_states(text: str) -> list[dict[str, Any]]:
+    """A line of ``nvidia-smi --query-gpu`` for each GPU: index and UUID, then numbers; None where a
+    GPU does not tell."""
+    states = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == len(GPU_STATE) and words[0].isdigit():
+            values = [*words[:2], *map(_value, words[2:])]
+            states.append(dict(zip(GPU_STATE, values)))  # noqa: B905 (Python 3.9)
+    return states
+
+
+def _value(word: str) -> float | None:
+    """``12``, ``250.00``, ``0x0000000000000004``; None for ``[N/A]``."""
+    try:
+        return int(word, 16) if word.startswith("0x") else float(word)
+    except ValueError:
+        return None
+
+
+def gpu_links() -> dict[str, int]:
+    """How the GPUs are connected with each other (``parse_gpu_links``)."""
+    if (count_gpus() or 0) < 2:
+        return {}
+    return parse_gpu_links(output_of(["nvidia-smi", "topo", "-m"], timeout_s=30))
+
+
+def parse_gpu_links(text: str) -> dict[str, int]:
+    """Kind of link -> pairs of GPUs, from the matrix of ``nvidia-smi topo -m``: ``NV12`` (NVLinks),
+    ``PIX``, ``PXB``, ``PHB``, ``NODE``, ``SYS`` (PCIe, over ever longer ways)."""
+    rows = [line.split() for line in re.sub("\x1b\\[[0-9;]*m", "", text).splitlines()]
+    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0])]
+    header = next((row for row in rows if row[1:2] and row[1].startswith("GPU")), [])
+    count = sum(word.startswith("GPU") for word in header)
+    links: dict[str, int] = {}
+    for at, row in enumerate(row for row in rows if row is not header):
+        for kind in row[at + 2 : count + 1]:
+            links[kind] = links.get(kind, 0) + 1
+    return links
+
+
+def infiniband_ports(root: str = "/sys/class/infiniband") -> list[dict[str, Any]]:
+    """The ports of InfiniBand and RoCE adapters. ``gids``: indices of RoCE v2 with an IPv4 address,
+    as NCCL takes them (``NCCL_IB_GID_INDEX``)."""
+    ports = []
+    for path in sorted(glob.glob(f"{root}/*/ports/*")):  # noqa: PTH207
+        adapter, _, port = path[len(root) + 1 :].split("/")
+        indices = [int(name) for name in directory_names(f"{path}/gids") if name.isdigit()]
+        ports.append(
+            {
+                "port": f"{adapter}:{port}",
+                "state": _text(f"{path}/state").strip().partition(": ")[2],
+                "rate": _text(f"{path}/rate").strip(),
+                "link": _text(f"{path}/link_layer").strip(),
+                "gids": [
+                    index
+                    for index in sorted(indices)
+                    if _text(f"{path}/gid_attrs/types/{index}").strip() == "RoCE v2"
+                    and ":ffff:" in _text(f"{path}/gids/{index}")
+                ],
+            }
+        )
+    return ports
+
+
 def _process(pid: int) -> dict[str, str]:
     """User and command of a process."""
     command = _text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
@@ -325,21 +423,48 @@ def _process(pid: int) -> dict[str, str]:
 
 def other_runs() -> list[dict[str, Any]]:
     """Runs of llmx with ranks on this host: their directories, processes, and whether an agent of
-    their supervisor is here."""
+    their supervisor is here. ``is_dead``: without one, and not in a job of a scheduler, where none
+    is."""
     supervised = _text("/proc/net/unix")
     runs: dict[str, dict[str, Any]] = {}
     for path in glob.glob("/proc/[0-9]*/environ"):  # noqa: PTH207
-        match = re.search(r"(?:^|\0)LLMX_RUN_TOKEN=([^\0]+)", _text(path))
+        environ = _text(path)
+        match = re.search(r"(?:^|\0)LLMX_RUN_TOKEN=([^\0]+)", environ)
         # A container or a namespace with the same process table is another host.
         if match and _link(path.replace("environ", "ns/uts")) == _link("/proc/self/ns/uts"):
             pid, token = int(path.split("/")[2]), match.group(1)
             words = _text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
             has_agent = f"@llmx-agent-{token}-" in supervised
-            run = runs.setdefault(token, {"pids": [], "run_dir": "", "has_agent": has_agent})
+            in_job = re.search(
+                r"(?:^|\0)(SLURM_JOB_ID|KUBERNETES_SERVICE_HOST|LSB_JOBID)=", environ
+            )
+            new = {"pids": [], "run_dir": "", "has_agent": has_agent, "is_dead": not has_agent}
+            run = runs.setdefault(token, new)
+            run["is_dead"] = run["is_dead"] and not in_job
             run["pids"].append(pid)
             if len(words) > 1 and re.search(r"llmx[./]worker", words[-2]):
                 run["run_dir"] = words[-1]
     return list(runs.values())
+
+
+def remove_leftovers(locks: list[str], pids: list[int]) -> list[str]:
+    """Remove stale locks and end processes of dead runs, those of the lists that still are such;
+    what was done, in sentences."""
+    done = []
+    dead = [pid for run in other_runs() if run["is_dead"] for pid in run["pids"]]
+    for lock in sorted(set(locks) & set(stale_locks())):
+        try:
+            os.unlink(lock)  # noqa: PTH108
+            done.append(f"removed {lock}")
+        except OSError as error:
+            done.append(f"{lock} is not removed: {error.strerror}")
+    for pid in sorted(set(pids) & set(dead)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+            done.append(f"ended process {pid}")
+        except OSError as error:
+            done.append(f"process {pid} is not ended: {error.strerror}")
+    return done
 
 
 def gpu_names(directory: str = "/proc/driver/nvidia/gpus") -> list[str]:

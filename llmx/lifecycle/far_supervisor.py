@@ -39,6 +39,13 @@ def start_on(name: str, launch: LaunchSpec) -> int:
     as it holds the run there."""
     hosts = launch.plan.hosts
     host = hosts[0] if name == "first" else next(host for host in hosts if host.name == name)
+    index = hosts.index(host)
+    config, root = launch.host(index), launch.run_dir.root
+    if config.enter or launch.path_on(index, root) != str(root):
+        raise ConfigError(
+            f"launch.supervisor={host.name}: this host has a root or a container (enter) of its "
+            "own. Log in to it, and start the run there with launch.detach=true."
+        )
     if host.is_local:
         return detach(launch.run_dir, lambda: supervised(launch))
     if not transport_of(launch.plan.transport).has_agents:
@@ -49,10 +56,9 @@ def start_on(name: str, launch: LaunchSpec) -> int:
     alone = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, hosts=(host,)))
     shared = _hand_over(alone)
     print(f"On {host.name}:", flush=True)
-    root, python = launch.run_dir.root, launch.python
     ssh_config = launch.run_dir.ssh_config
-    words = [python, "-m", "llmx", "resume", str(root), "trust=true"]
-    script = "".join([*_exports(launch), f"exec {shlex.join(words)}\n"])
+    words = [launch.python_on(index), "-m", "llmx", "resume", str(root), "trust=true"]
+    script = "".join([*_exports(launch, index), f"exec {shlex.join(words)}\n"])
     # By stdin: a command line is public.
     argv = ssh_argv(ssh_config, host.name, ["/bin/sh"])
     code = subprocess.run(argv, input=script, text=True, env=tool_env(), check=False).returncode
@@ -95,9 +101,9 @@ def _hand_over(alone: LaunchSpec) -> bool:
             connection.close(timeout_s=5)
 
 
-def _exports(launch: LaunchSpec) -> Iterator[str]:
+def _exports(launch: LaunchSpec, index: int) -> Iterator[str]:
     """What the ranks get of the environment here, and what finds the code."""
-    for key, value in rank_env(launch).items():
+    for key, value in rank_env(launch, index).items():
         if launch.environ.get(key) == value or key == "PYTHONPATH":
             yield f"export {key}={shlex.quote(value)}\n"
 

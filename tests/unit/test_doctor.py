@@ -82,10 +82,58 @@ def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
         assert rank.stdout.readline()
         runs = [run for run in other_runs() if rank.pid in run["pids"]]
         rank.kill()
-    assert runs == [{"pids": [rank.pid], "run_dir": str(tmp_path), "has_agent": False}]
+    run = {"pids": [rank.pid], "run_dir": str(tmp_path), "has_agent": False, "is_dead": True}
+    assert runs == [run]
     (line,) = runs_on("node-a", {"runs": runs})
     assert line.startswith(f"node-a: processes of {tmp_path} are here, without an agent")
     assert line.endswith(f"kill -9 {rank.pid}")
+
+
+def test_leftovers_are_removed_after_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that is young, and processes of a job of Slurm, where no agent is, stay."""
+    extensions = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    monkeypatch.chdir(tmp_path)
+    old, young = extensions / "fused_adam" / "lock", extensions / "cpu_adam" / "lock"
+    for lock in (old, young):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(old, (1, 1))
+    program = "import signal; print(1, flush=True); signal.pause()"
+    words = [sys.executable, "-c", program, "llmx.worker", str(tmp_path)]
+    ranks = []
+    for name, job in (("dead", {}), ("job", {"SLURM_JOB_ID": "7"})):
+        environment = {**os.environ, "LLMX_RUN_TOKEN": f"{name}-{os.getpid()}", **job}
+        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE))
+        assert ranks[-1].stdout is not None
+        assert ranks[-1].stdout.readline()
+    dead, in_job = ranks
+    pids = [pid for run in other_runs() if run["is_dead"] for pid in run["pids"]]
+    assert dead.pid in pids
+    assert in_job.pid not in pids
+    if len(pids) > 1:
+        pytest.skip("other dead runs are here, and nobody is asked for them")
+    out = io.StringIO()
+    try:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+        main(["hardware=local", "--fix"], stream=out)
+        assert f"kill -9 {dead.pid}\nDo that? [y/N] " in out.getvalue()
+        assert old.exists()
+        assert dead.poll() is None
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+        main(["hardware=local", "--fix"], stream=out)
+        assert f"! localhost: removed {old}\n! localhost: ended process {dead.pid}\n" in (
+            out.getvalue()
+        )
+        assert (old.exists(), young.exists()) == (False, True)
+        assert dead.wait(timeout=10) == -9
+        assert in_job.poll() is None
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_the_processes_on_a_gpu_by_the_words_of_the_driver(

@@ -400,8 +400,77 @@ def test_memory_of_gpus_in_use_names_its_owner() -> None:
 def test_infiniband_locks_memory() -> None:
     little = {"locked_bytes": 65536}
     assert judge(facts(), facts(**little)).warnings == ()
-    (warning,) = judge(facts(), facts(**little, infiniband=["mlx5_0"])).warnings
+    (warning,) = judge(facts(), facts(**little, infiniband=[ib_port()])).warnings
     assert "node-b: processes may lock 64 KiB of memory (ulimit -l)" in warning
+
+
+def ib_port(**changes: Any) -> dict[str, Any]:
+    port = {"port": "mlx5_0:1", "state": "ACTIVE", "rate": "200 Gb/sec (4X HDR)"}
+    return {**port, "link": "InfiniBand", "gids": [], **changes}
+
+
+def test_infiniband_that_nccl_cannot_use() -> None:
+    (warning,) = judge(facts(infiniband=[ib_port(state="DOWN")]), facts()).warnings
+    assert "no port of its InfiniBand adapters is active (mlx5_0:1 DOWN)" in warning
+    roce = facts(infiniband=[ib_port(link="Ethernet", gids=[3, 5])])
+    assert judge(roce, roce, "hardware.env={NCCL_IB_GID_INDEX: 3}").warnings == ()
+    (warning, _) = judge(roce, roce, "hardware.env={NCCL_IB_GID_INDEX: 0}").warnings
+    assert "NCCL_IB_GID_INDEX=0 is no RoCE v2 address of mlx5_0:1. Set it to one" in warning
+    assert "on every host: 3, 5 (show_gids)" in warning
+
+
+def test_the_ports_of_an_adapter(tmp_path: Path) -> None:
+    files = {
+        "state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)", "link_layer": "Ethernet",
+        "gids/0": "fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "gid_attrs/types/0": "IB/RoCE v1",
+        "gids/1": "fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "gid_attrs/types/1": "RoCE v2",
+        "gids/3": "0000:0000:0000:0000:0000:ffff:0a4d:0001", "gid_attrs/types/3": "RoCE v2",
+    }  # fmt: skip
+    for name, text in files.items():
+        path = tmp_path / "mlx5_0" / "ports" / "1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    (port,) = program.infiniband_ports(str(tmp_path))
+    expected = ib_port(rate="100 Gb/sec (4X EDR)", link="Ethernet", gids=[3])
+    assert port == expected
+
+
+# As nvidia-smi prints it with --format=csv,noheader,nounits.
+A100 = "0, GPU-a, 4, 40960, 0, 0x0000000000000001, 400.00, 400.00, 4, 16, 16, 31\n"
+V100_SICK = "1, GPU-b, 16131, 32768, 2, 0x0000000000000048, 250.00, 300.00, 3, 8, 16, 88\n"
+GTX = "2, GPU-c, 11, 8192, [N/A], [Not Supported], [N/A], [N/A], 3, 16, 16, 40\n"
+
+
+def test_the_state_of_the_gpus() -> None:
+    states = program.parse_gpu_states(f"{A100}{V100_SICK}{GTX}No devices were found\n")
+    assert [state["gpu"] for state in states] == ["0", "1", "2"]
+    assert states[1]["slowed_by"] == 0x48
+    assert states[2]["ecc_errors"] is states[2]["power_limit_w"] is None
+    gpus = {"node-a": ["0", "GPU-b", "2"], "node-b": ["0"]}
+    assert judge(facts(gpu_states=[states[0], states[2]]), facts(), gpus=gpus).warnings == ()
+    warnings = judge(facts(gpu_states=states), facts(), gpus=gpus).warnings
+    assert [re.sub(r"\. .*", "", text) for text in warnings] == [
+        "node-a: GPU 1 has 2 uncorrectable ECC errors since its driver was loaded: processes on it "
+        "crash",
+        "node-a: GPU 1 is slowed down at 88 °C by heat (the hardware itself), and all ranks wait "
+        "for it",
+        "node-a: GPU 1 is limited to 250 of 300 W, which makes it slower",
+        "node-a: GPU 1 uses 8 of 16 PCIe lanes: copies to the host take longer",
+        "node-a: GPU 1 has 16,131 MiB in use by a process that cannot be seen from here (a "
+        "container, another user)",
+    ]
+
+
+def test_how_gpus_are_connected() -> None:
+    text = (
+        "\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+        "GPU0\t X \tNV12\tSYS\tPXB\t0-31\t0\n"
+        "GPU1\tNV12\t X \tSYS\tSYS\t0-31\t0\n"
+        "GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\n"
+        "NIC0\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
+    )
+    assert program.parse_gpu_links(text) == {"NV12": 1, "SYS": 2}
+    assert program.parse_gpu_links("") == {}
 
 
 def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:

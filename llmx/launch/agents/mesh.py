@@ -10,19 +10,27 @@ missing route wait in their first collective, for hours and without a message.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from llmx.config.validate import RESERVED
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection, request_all
+from llmx.launch.environment import gpus_of_hosts, rank_env
+from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan
 from llmx.text import plural
 
 SIZE = 1 << 16
 """Bytes in each direction: more than the packets of any MTU, and than what a host sends before an
 answer."""
+ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
+MEGABYTES = 64
+"""Of an all-reduce that is timed."""
 BULK = 64 << 20
 """Bytes in each direction, of which the bandwidth is measured."""
 TIMEOUT_S = 4.0
@@ -238,6 +246,72 @@ def measure_bandwidth(
     return speeds
 
 
+@dataclass(frozen=True)
+class AllReduce:
+    """Ranks that met as those of a training do, and what an all-reduce of them takes."""
+
+    world: int
+    connect_s: float
+    latency_s: float
+    """Of 8 bytes."""
+    seconds: float
+    """Of ``MEGABYTES``."""
+
+    @property
+    def gbit_per_s(self) -> float:
+        """What a ring of them sends and receives: ``2 (n - 1) / n`` times the data."""
+        return 2 * (self.world - 1) / self.world * MEGABYTES * 8e-3 / self.seconds
+
+
+def measure_all_reduce(
+    spec: LaunchSpec,
+    nodes: Mapping[str, Node],
+    connections: Sequence[Connection],
+    *,
+    meet: tuple[str, int],
+) -> AllReduce:
+    """Start a rank for each slot on its host (NCCL on GPUs, else gloo), and time all-reduces.
+
+    Raises:
+        LaunchError: a rank failed, with its last line.
+    """
+    plan, source = spec.plan, ALL_REDUCE.read_text(encoding="utf-8")
+    gpus = gpus_of_hosts(spec)
+
+    def request(connection: Connection) -> dict[str, Any]:
+        name, index = connection.name, connection.hosts[0]
+        env = {k: v for k, v in rank_env(spec, index).items() if k not in RESERVED}
+        if name in nodes and (interface := nodes[name].interface):
+            env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        if name in gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[name])
+        ranks = [rank.rank for rank in plan.ranks if rank.host in connection.hosts]
+        backend = "nccl" if plan.on_gpus else "gloo"
+        words = {
+            "master": meet, "ranks": ranks, "world": plan.world_size, "backend": backend,
+            "megabytes": MEGABYTES, "env": env, "source": source,
+        }  # fmt: skip
+        return {
+            "python": spec.python_on(index), "program": source, "arguments": [json.dumps(words)],
+        }  # fmt: skip
+
+    used = [connection for connection in connections if connection.hosts]
+    results: dict[str, dict[str, float]] = {}
+    problems = []
+    for connection, reply in request_all(used, "survey", timeout_s=180, message=request):
+        error = str(reply) if isinstance(reply, AgentError) else reply["facts"].get("error")
+        if error or isinstance(reply, AgentError):
+            problems.append(f"{connection.name}: ranks do not reduce together: {error}")
+        else:
+            results[connection.name] = reply["facts"]
+    if problems:
+        raise LaunchError("\n".join(problems))
+    # The slowest counts: all wait for it.
+    slowest = {key: max(result[key] for result in results.values()) for key in _TIMES}
+    return AllReduce(plan.world_size, **slowest)
+
+
+_TIMES = ("connect_s", "latency_s", "seconds")
 _ERRORS = {
     "ETIMEDOUT": "no answer",
     "ECONNREFUSED": "refused",

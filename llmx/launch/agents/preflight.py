@@ -450,10 +450,14 @@ def _questions(spec: LaunchSpec, index: int) -> Message:
 
 
 def survey_hosts(
-    spec: LaunchSpec, connections: list[Connection], *, runs: bool = False
+    spec: LaunchSpec,
+    connections: list[Connection],
+    *,
+    runs: bool = False,
+    remove: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, Message], list[str]]:
     """Host -> its survey, by the agents; all hosts at once. And why others have none. ``runs``:
-    list other runs there, too."""
+    list other runs there, too; ``remove``: host -> leftovers that are removed first."""
     used = [connection for connection in connections if connection.hosts]
     questions = {agent.name: {**_questions(spec, agent.hosts[0]), "runs": runs} for agent in used}
     names = {
@@ -467,7 +471,8 @@ def survey_hosts(
         paths = [spec.run_dir.root, Path(spec.worker_path).parent]
         arguments = [spec.path_on(index, path) for path in paths]
         known_facts = records[name].survey(names[name])
-        arguments.append(json.dumps({**questions[name], "known": known_facts}))
+        leftovers = (remove or {}).get(name)
+        arguments.append(json.dumps({**questions[name], "known": known_facts, "remove": leftovers}))
         return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
 
     surveys, problems = {}, []
