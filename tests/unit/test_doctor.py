@@ -9,6 +9,7 @@ import getpass
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmx.cli.doctor import Report, by_value, lines_of, main, pasteable
+from llmx.cli.doctor import Report, by_value, lines_of, main, network_time, pasteable
 from llmx.errors import ConfigError
 from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
@@ -24,6 +25,7 @@ from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
 from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
+from tests.composing import composed
 
 
 def test_this_machine_as_a_table_and_as_json(
@@ -53,7 +55,7 @@ def test_errors_come_after_the_table_and_are_counted() -> None:
     lines = list(lines_of(report))
     assert lines[0] == "  network      eth0 (MTU 1500)"
     assert lines[1].startswith("  connections  1 of 2 work")
-    assert "  Slowest: b -> a, 9.41 Gbit/s. " in lines
+    assert "  Slowest: b -> a, 9.41 Gbit/s." in lines
     assert lines[-3:] == ["✗ no way", "! a clock", "✗ 2 hosts in 0.0 s: 1 error, 1 warning"]
 
 
@@ -152,3 +154,12 @@ def test_the_processes_on_a_gpu_by_the_words_of_the_driver(
     assert (process["gpu"], process["mib"], process["pid"]) == ("1", 30121, os.getpid())
     assert process["user"] == getpass.getuser()
     assert "python" in process["command"]
+
+
+def test_a_network_that_a_lower_stage_waits_less_for() -> None:
+    words = ["hardware=a100x2_v100x2", "experiment=opt_1_3b_sft", "batch.micro_batch=1"]
+    words += ["batch.accumulation=null", "batch.global_batch=64"]
+    slow = network_time(composed([*words, "zero=stage3"]), 5.0)
+    assert slow.startswith("By the plan with hardware.network_gbit_per_s=5 a step of this config")
+    assert re.search(r" zero=stage[12] fits, too, and waits [\d.]+ s\.$", slow)
+    assert "fits, too" not in network_time(composed([*words, "zero=stage2"]), 5.0)
