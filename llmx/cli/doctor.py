@@ -361,13 +361,13 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         gids = f", GID {port['gids'][0]}" if port["gids"] else ""
         return f"{port['port']} {port['state']} ({port['rate']}{gids})"
 
-    def least(label: str) -> str:
+    def least(label: str, unit: str = "") -> str:
         """A size that differs from host to host by nature: the smallest."""
         sizes = {n: facts[label] for n, facts in report.facts.items() if facts[label] is not None}
         if not sizes:
             return "unknown"
         name = min(sizes, key=lambda n: sizes[n])
-        return f"at least {human.size(sizes[name])} ({name})"
+        return f"at least {human.size(sizes[name])}{unit} ({name})"
 
     verb = "answers" if len(report.facts) == 1 else "answer"
     facts = {
@@ -397,6 +397,9 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
             ("/dev/shm", "shm_bytes"),
         ):
             facts[label] = dict.fromkeys(report.facts, least(key))
+        facts["disk writes"] = dict.fromkeys(report.facts, least("disk_bytes_per_s", "/s"))
+        if any(host["container"] for host in report.facts.values()):
+            facts["container"] = rows(lambda f: f["container"] or "none")
         offsets = report.clock_offsets_s.values()
         facts["clocks"] = {"": f"{max(map(abs, offsets), default=0.0):.2f} s apart at most"}
     facts["network"] = {

@@ -35,6 +35,8 @@ COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safete
 MODULES = ("flash_attn", "flash_attn_interface")
 """Modules of attention kernels; looked for without importing them."""
 STALE_LOCK_S = 600
+DISK_MIB = 16
+"""Written to measure a disk, which all hosts may share."""
 GPU_STATE = {
     "gpu": "index",
     "uuid": "uuid",
@@ -98,6 +100,8 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
         **space_facts(run_dir),
+        "disk_bytes_per_s": disk_speed(run_dir) if needs.get("runs") else None,
+        "container": container(),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -269,6 +273,33 @@ def space_facts(run_dir: str) -> dict[str, Any]:
         "checkpoints": len(glob.glob(f"{glob.escape(checkpoints)}/step-*/")),  # noqa: PTH207
         "ram_available_bytes": ram_available(),
     }
+
+
+def disk_speed(run_dir: str) -> float | None:
+    """Bytes that are written and synced where checkpoints are, per second; None where it fails."""
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryFile(dir=nearest_directory(run_dir)) as file:
+            began = time.monotonic()
+            for _ in range(DISK_MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return DISK_MIB * len(block) / (time.monotonic() - began)
+    except OSError:
+        return None
+
+
+def container() -> str:
+    """The kind of container that this host is, by its marks; empty where there are none."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "Kubernetes"
+    marks = {
+        "/.dockerenv": "Docker",
+        "/run/.containerenv": "Podman",
+        "/.singularity.d": "Apptainer",
+    }
+    return next((kind for path, kind in marks.items() if os.path.exists(path)), "")  # noqa: PTH110
 
 
 def ram_available(root: str = "/") -> int | None:

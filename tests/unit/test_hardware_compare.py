@@ -42,6 +42,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "infiniband": [],
         "gpu_processes": [],
         "gpu_states": [],
+        "disk_bytes_per_s": None,
+        "container": "",
         "gpu_links": {},
         "runs": [],
         "removed": [],
