@@ -119,7 +119,7 @@ def check_place(plan: Plan, environment: Mapping[str, str]) -> None:
         raise ConfigError(
             f"This is rank {rank} of {world}, the plan has {plan.world_size} ranks: the "
             "launcher started another number of processes, or the nodes do not know each "
-            "other. See logs/launcher.log."
+            "other. See logs/launcher.log, if it is there."
         )
 
 

@@ -260,3 +260,21 @@ def test_an_unknown_failure_shows_its_error_and_not_the_exit(plan: Plan) -> None
     outcome = classify(Evidence(launcher_log=log, runner_code=1), plan)
     assert outcome.name == ""
     assert outcome.cause.endswith(": KeyError: 'frobnicate'")
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "words"),
+    [
+        (-9, "step 10\n", "SIGKILL"),
+        (-11, "step 10\n", "SIGSEGV"),
+        (-9, "", "SIGKILL"),
+        (1, "ModuleNotFoundError: No module named 'llmx'\n", "No module named 'llmx'"),
+        (3, "", "rank 2 on node-b exited with code 3 before it wrote a line"),
+    ],
+)
+def test_the_exit_code_of_a_rank_is_known(code: int, log: str, words: str, plan: Plan) -> None:
+    """Where its agent started it."""
+    evidence = Evidence(exits={2: RankExit(100.0, code=code)}, rank_logs={2: log})
+    outcome = classify(evidence, plan)
+    assert (outcome.rank, outcome.host) == (2, "node-b")
+    assert words in outcome.cause

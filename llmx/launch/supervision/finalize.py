@@ -146,7 +146,7 @@ def print_failure(result: Result, run_dir: RunDir, stream: TextIO) -> None:
         lines.append(result.fix if result.outcome == "interrupted" else f"fix: {result.fix}")
     if result.log:
         lines.append(f"log: {result.log}")
-    elif result.launched and result.outcome != "interrupted":
+    elif run_dir.launcher_log.exists() and result.launched and result.outcome != "interrupted":
         lines.append(f"log: {run_dir.launcher_log}")
         if not result.traceback:
             end = tail_text(run_dir.launcher_log, max_bytes=2000).strip().splitlines()[-8:]

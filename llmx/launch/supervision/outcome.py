@@ -427,7 +427,8 @@ def _never_started(evidence: Evidence, plan: Plan) -> Outcome:
     return Outcome(
         "comm",
         cause,
-        "read RUN_DIR/logs/launcher.log; a stale lock of the extension cache also blocks a start: "
+        "read RUN_DIR/logs (rank-*.log, launcher.log); a stale lock of the extension cache also "
+        "blocks a start: "
         "find ~/.cache/torch_extensions -name lock",
         missing[0].rank if missing else None,
         hosts[0] if hosts else None,
