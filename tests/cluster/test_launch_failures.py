@@ -114,13 +114,23 @@ def test_hosts_that_do_not_reach_each_other(make_cluster: Make, tmp_path: Path) 
 
 
 def test_ranks_that_never_start(cluster: Cluster, tmp_path: Path) -> None:
-    """A start time-out names the ranks and their hosts."""
-    overrides = ["launch.transport=ssh", "launch.start_timeout_s=1", LONG, ONCE]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    """A start time-out names the ranks and their hosts. One host has a Python that hangs."""
+    python = tmp_path / "python-b"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *llmx.worker*) exec sleep infinity;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    run = start_llmx(
+        cluster,
+        tmp_path,
+        overrides=["launch.start_timeout_s=1", LONG, ONCE],
+        by_host={"node-b": {"python": str(python)}},
+    )
     assert run.wait(timeout_s=60) == 1, run.output()
     result = run.result()
     assert "did not start within 1 s" in result["cause"]
-    assert "node-a" in result["cause"]
+    assert "node-b" in result["cause"]
     nothing_left(cluster, timeout_s=5)
 
 
