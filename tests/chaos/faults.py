@@ -36,18 +36,6 @@ def _kill_rank(site: Site, host: Host) -> str:
     return host.name
 
 
-def launcher_killed(site: Site, chance: random.Random) -> str:
-    """DeepSpeed's launcher is killed, which leaves its rank without a parent: that trains on, also
-    without the last of them."""
-    launchers = {host: pids for host in site.cluster.hosts if (pids := site.launchers(host))}
-    if not launchers:
-        raise GaveUp(f"no launcher on any host\n{site.story()}")
-    host = chance.choice(list(launchers))
-    for pid in launchers[host]:
-        site.signal(host, pid, signal.SIGKILL)
-    return host.name + (", the last one" if len(launchers) == 1 else "")
-
-
 def supervisor_killed(site: Site, chance: random.Random) -> str:
     """The supervisor dies without a word; its ranks must end by themselves; ``resume``."""
     assert site.process is not None

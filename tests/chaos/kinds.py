@@ -42,8 +42,6 @@ class Kind:
 KINDS = (
     Kind("rank", "SIGKILL of a rank", 5, faults.rank_killed, 2,
          leads=True, follow=while_down.rank_killed),
-    Kind("launcher", "SIGKILL of DeepSpeed's launcher", 3, faults.launcher_killed, 2,
-         restarts=False),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, faults.supervisor_killed, 2,
          follow=while_down.supervisor_killed),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, faults.supervisor_asked, 1,

@@ -65,7 +65,7 @@ class Site(RunFiles):
         (conf / "chaos.yaml").write_text(yaml.safe_dump(hardware_of(self.cluster, (1, 1))))
         words = [
             *training_words(self.steps),
-            *("hardware=chaos", "launch.transport=pdsh", "launch.sync=rsync"),
+            *("hardware=chaos", "launch.sync=rsync"),
             *(f"checkpoint.every_steps={self.every}", "checkpoint.keep.last=3"),
             *("launch.max_restarts=8", "launch.restart_backoff_s=0.2"),
             *("launch.restart_backoff_max_s=1", "launch.heartbeat_timeout_s=6"),
@@ -128,7 +128,7 @@ class Site(RunFiles):
     def story(self) -> str:
         """The ends of all logs, for a failure."""
         run = self.run_dir(self.near)
-        paths = [self.out, run.supervisor_log, run.launcher_log]
+        paths = [self.out, run.supervisor_log]
         for host in self.cluster.hosts:
             paths += sorted(self.run_dir(host).logs.glob("rank-*.log"))
         parts = []
@@ -159,14 +159,6 @@ class Site(RunFiles):
 
     def ranks(self, host: Host) -> list[int]:
         return rank_pids(host)
-
-    def launchers(self, host: Host) -> list[int]:
-        """DeepSpeed's launcher on a host, not the pdsh and the ssh that have its command."""
-        return [
-            pid
-            for pid, argv in self.processes(host).items()
-            if Path(argv[0]).name.startswith("python") and "deepspeed.launcher.launch" in argv
-        ]
 
     def signal(self, host: Host, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process of a host (numbered as there)."""

@@ -19,7 +19,7 @@ SEED = 20_300_101
 
 
 def test_as_if_undisturbed(tmp_path: Path) -> None:
-    if reason := missing("pdsh", "rsync"):
+    if reason := missing("rsync"):
         pytest.skip(f"no test cluster: {reason}")
     report = campaign(tmp_path, faults=len(KINDS), seed=SEED)
     assert not report.problems, report.problems[0]
