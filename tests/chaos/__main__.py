@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--docs", action="store_true", help="write it into benchmarks/results")
     parser.add_argument("--keep", action="store_true", help="keep the run directories' logs")
     options = parser.parse_args()
-    if reason := missing("pdsh", "rsync"):
+    if reason := missing("rsync"):
         print(f"chaos: no test cluster: {reason}", file=sys.stderr)
         return 2
     by_name = {kind.name: kind for kind in KINDS}
