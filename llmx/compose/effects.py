@@ -204,7 +204,7 @@ RULES = (
          lambda exp: exp.launch.transport == "slurm" or exp.hardware.kind == "slurm",
          "with this launch.transport", "launch=slurm"),
     Rule("launch.queue", lambda exp: exp.launch.transport != "slurm",
-         "with Slurm, which queues jobs itself", "launch=pdsh"),
+         "with Slurm, which queues jobs itself", "launch=default"),
     Rule("launch.openmpi_args", lambda exp: exp.launch.transport == "openmpi",
          "with this launch.transport", "launch=openmpi"),
     Rule("launch.restart_backoff_s launch.restart_backoff_max_s",
