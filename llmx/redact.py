@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 HIDDEN = "***"
-_NOT_SECRET = frozenset({"LLMX_RUN_TOKEN", "SSH_AUTH_SOCK"})
+_NOT_SECRET = frozenset({"SSH_AUTH_SOCK"})
 _OF_TEXT = re.compile(r"TOKENS|TOKENI[SZ]\w*|(BOS|EOS|PAD|UNK|SEP|CLS|MASK)_TOKEN")
 """Tokens of a text."""
 _NAME = re.compile(

@@ -18,7 +18,7 @@ from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
 from llmx.run.metrics import Metric
 from llmx.run.rundir import RunDir, write_json, write_text
 
-TOKEN = "20300101-120000-4f2a9c"
+RUN_ID = "20300101-120000-4f2a9c"
 START_S = 1_900_000_000.0
 
 
@@ -116,7 +116,7 @@ def experiment(root: Path, **tracking: Any) -> Experiment:
 def result(outcome: str = "ok", **values: Any) -> dict[str, Any]:
     """``result.json``."""
     return {
-        "run_token": TOKEN,
+        "run_id": RUN_ID,
         "outcome": outcome,
         "cause": "",
         "fix": "",
@@ -144,7 +144,7 @@ def write_start(root: Path, **tracking: Any) -> RunDir:
     write_json(run.ds_config, {"train_batch_size": 32, "zero_optimization": {"stage": 2}})
     provenance = {"git": {"commit": "abc123", "diff": "+x\n"}, "packages": {"torch": "2.13.0"}}
     write_json(run.provenance, provenance)
-    write_text(run.ds_env, f"LLMX_RUN_TOKEN={TOKEN}\nDS_ACCELERATOR=cpu\n", mode=0o600)
+    write_json(run.identity, {"run_id": RUN_ID, "created": START_S, "parent": None})
     return run
 
 

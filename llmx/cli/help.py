@@ -137,7 +137,7 @@ ENVIRONMENT = {
         "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it (CI).",
     },
     "Set by llmx for its own processes; do not set them": {
-        "LLMX_RUN_TOKEN": "The id of a run. All its processes have it in their environment, "
+        "LLMX_RUN_TOKEN": "A secret of a run. All its processes have it in their environment, "
         "so that leftovers can be found and ended.",
         "LLMX_GPUS": "The GPUs of the ranks of each host, in order; set by the launch.",
         "LLMX_INTERFACES": "The network interface of each host in order, if they differ.",

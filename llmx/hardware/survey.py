@@ -454,8 +454,8 @@ def _process(pid: int) -> dict[str, str]:
 
 def other_runs() -> list[dict[str, Any]]:
     """Runs of llmx with ranks on this host: their directories, processes, and whether an agent of
-    their supervisor is here. ``is_dead``: without one, and not in a job of a scheduler, where none
-    is."""
+    their supervisor is here. ``is_dead``: without one, not in a job of a scheduler, where none
+    is, and of this user."""
     supervised = _text("/proc/net/unix")
     runs: dict[str, dict[str, Any]] = {}
     for path in glob.glob("/proc/[0-9]*/environ"):  # noqa: PTH207
@@ -465,13 +465,15 @@ def other_runs() -> list[dict[str, Any]]:
         if match and _link(path.replace("environ", "ns/uts")) == _link("/proc/self/ns/uts"):
             pid, token = int(path.split("/")[2]), match.group(1)
             words = _text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
-            has_agent = f"@llmx-agent-{token}-" in supervised
+            tag = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()  # tag_of, agent.py
+            has_agent = f"@llmx-agent-{tag}-" in supervised
+            is_mine = re.search(rf"(?m)^Uid:\s+{os.getuid()}\s", _text(f"/proc/{pid}/status"))
             in_job = re.search(
                 r"(?:^|\0)(SLURM_JOB_ID|KUBERNETES_SERVICE_HOST|LSB_JOBID)=", environ
             )
             new = {"pids": [], "run_dir": "", "has_agent": has_agent, "is_dead": not has_agent}
             run = runs.setdefault(token, new)
-            run["is_dead"] = run["is_dead"] and not in_job
+            run["is_dead"] = run["is_dead"] and not in_job and bool(is_mine)
             run["pids"].append(pid)
             if len(words) > 1 and re.search(r"llmx[./]worker", words[-2]):
                 run["run_dir"] = words[-1]

@@ -33,6 +33,7 @@ from llmx.plan.types import HostPlan
 from llmx.redact import is_secret
 from llmx.text import plural
 
+TOKEN = "LLMX_RUN_TOKEN"
 COPIED_PREFIXES = (
     "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "OMP_", "MKL_",
     "KMP_", "GOMP_", "DS_", "UCX_", "OMPI_MCA_", "FI_", "LLMX_", "PYTHON",
@@ -112,7 +113,7 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     env["DS_ACCELERATOR"] = plan.accelerator
     env["MASTER_ADDR"] = plan.master_addr
     env["MASTER_PORT"] = str(spec.port)
-    env["LLMX_RUN_TOKEN"] = spec.token
+    env[TOKEN] = spec.token
     return dict(sorted(env.items()))
 
 
@@ -161,6 +162,11 @@ def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str
     return [left[number] for number in numbers]
 
 
+def without_token(env: Mapping[str, str]) -> dict[str, str]:
+    """What may be on a command line."""
+    return {name: value for name, value in env.items() if name != TOKEN}
+
+
 def launcher_env(spec: LaunchSpec) -> dict[str, str]:
     """Variables that ``deepspeed`` and its launcher need on this machine beside ``rank_env``."""
     return {
@@ -178,7 +184,7 @@ def tool_env() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in ("LLMX_RUN_TOKEN", "LC_ALL", "LANGUAGE") and not is_secret(name, value)
+        if name not in (TOKEN, "LC_ALL", "LANGUAGE") and not is_secret(name, value)
     } | {"LC_MESSAGES": "C"}
 
 

@@ -23,7 +23,7 @@ from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
 from llmx.redact import is_secret
 from llmx.run.rundir import RunDir, write_text
-from llmx.run.snapshot import write_identity
+from llmx.run.snapshot import run_token
 
 _SPECIAL_TO_SHELLS = re.compile(r"""[\s'"`$&;()<>|*?{}%\\]""")
 DEFAULT_PORT = 29500
@@ -113,7 +113,7 @@ def make_spec(
         plan=plan,
         run_dir=run_dir,
         port=port,
-        token=token or secrets.token_hex(8),
+        token=token or secrets.token_hex(16),
         python=exp.launch.python or sys.executable,
         code_root=code_root(),
         worker=worker,
@@ -138,7 +138,7 @@ def write_launch_files(exp: Experiment, plan: Plan, run_dir: RunDir) -> LaunchSp
     """Check a launch and write its files; returns the spec from which they were rendered."""
     check_launch(exp, plan)
     port = exp.launch.master_port or DEFAULT_PORT
-    spec = make_spec(exp, plan, run_dir, port=port, token=write_identity(run_dir))
+    spec = make_spec(exp, plan, run_dir, port=port, token=run_token(run_dir))
     write_rendered(spec)
     return spec
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import llmx
 from llmx.config.by_host import host_named, path_on
 from llmx.config.schema import Experiment, HostConfig
+from llmx.launch.agents.agent import tag_of
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
 
@@ -28,7 +29,7 @@ class LaunchSpec:
     port: int
     """MASTER_PORT: of the rendezvous, on the host of rank 0."""
     token: str
-    """Unique to this run; in the environment of each of its processes, on every host."""
+    """A secret of this run, in the environment of each of its processes, on every host."""
     python: str = sys.executable
     """The interpreter on the hosts, and of ``deepspeed``, which starts the ranks with its own."""
     code_root: str | None = None
@@ -66,7 +67,12 @@ class LaunchSpec:
     @property
     def job_name(self) -> str:
         """The name of the Slurm job; unique to this run."""
-        return f"llmx-{self.token}"
+        return f"llmx-{self.tag}"
+
+    @property
+    def tag(self) -> str:
+        """What stands for the token where every user can read it."""
+        return tag_of(self.token)
 
     @property
     def worker_path(self) -> str:

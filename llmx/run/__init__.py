@@ -12,8 +12,9 @@ launched, and refuses a directory that already contains a run:
                        in config.yaml (null or missing: whether they were edited is unknown)
     run.json           {"run_id": "16 hex digits", "created": t, "parent": null | "run id"}
 
-``run_id`` is the run's identity for all attempts: W&B's run id and ``LLMX_RUN_TOKEN``, by which
-processes of an earlier attempt are found and ended before the next.
+``run_id`` is the run's identity for all attempts, also W&B's run id. ``.token-UID`` (0600) is the
+secret ``LLMX_RUN_TOKEN``, by which processes of an earlier attempt are found and ended before the
+next.
 
 ``provenance`` records and compares; ``metrics`` reads ``metrics.jsonl`` and knows how a metric is
 shown; ``tail`` reads every JSON file, says what is damaged in it, and follows a file of lines that

@@ -70,7 +70,7 @@ class RunDir:
     console_log = _Inside("logs/console.log")
     """Of a trial of a sweep, what a single run prints."""
     launcher_log = _Inside("logs/launcher.log")
-    """What ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said."""
+    """What ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said (0600: it has their commands)."""
 
     # Written by the ranks.
     ranks = _Inside("ranks")

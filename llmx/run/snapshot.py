@@ -6,8 +6,10 @@ compared, so a value that YAML or the schema would change cannot slip through.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -128,6 +130,20 @@ def run_id(run: RunDir) -> str | None:
     identity = read_mapping(run.identity).get("run_id")
     is_id = isinstance(identity, str) and re.fullmatch(r"[A-Za-z0-9_-]{7,64}", identity)
     return identity if is_id else None
+
+
+def run_token(run: RunDir) -> str:
+    """The secret by which processes of the run are known, the same for all attempts of this user,
+    in a file that nobody else can read. It begins with the id: a copy of the directory that gets an
+    id of its own gets a secret of its own."""
+    path, identity = run.root / f".token-{os.getuid()}", write_identity(run)
+    with contextlib.suppress(OSError, ValueError):
+        token = path.read_text(encoding="utf-8")
+        if re.fullmatch(f"{identity}-[0-9a-f]{{32}}", token):
+            return token
+    token = f"{identity}-{secrets.token_hex(16)}"
+    write_text(path, token, mode=0o600)
+    return token
 
 
 class _Dumper(yaml.SafeDumper):

@@ -101,7 +101,7 @@ class SlurmJob:
 
     def _result(self) -> dict[str, object]:
         result = read_mapping(self.run.result)
-        return result if result.get("run_token") == snapshot.run_id(self.run) else {}
+        return result if result.get("run_id") == snapshot.run_id(self.run) else {}
 
     def _how_it_ended(self) -> End:
         deadline = time.monotonic() + 5

@@ -53,7 +53,7 @@ class Replays:
             now = time.time()
             result = {"outcome": trial.outcome, "cause": trial.cause, "fix": trial.fix}
             times = {"started": now, "ended": now}
-            write_json(run.result, {"run_token": snapshot.run_id(run), **result, **times})
+            write_json(run.result, {"run_id": snapshot.run_id(run), **result, **times})
             self._send(run, exp.tracking.finish_timeout_s)
 
     def failed(self, composed: Composed, run: RunDir) -> None:

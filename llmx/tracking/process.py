@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifeline: TextIO) -> int:
     """Send lines until ``result.json`` is there or ``lifeline`` ends."""
     started = time.time()
-    token = run_token(run)
+    identity = read_mapping(run.identity).get("run_id", "")
     statuses = TrackerStatuses(run)
     composite = _start(run, experiment, config, statuses=statuses)
     tail = MetricsTail(run.metrics)
@@ -72,7 +72,7 @@ def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifel
     alive = True
     while alive and result is None:
         alive = not _ended(lifeline, timeout_s=POLL_S)
-        result = fresh_result(run, token=token, started=started)
+        result = fresh_result(run, identity=identity, started=started)
         _forward(tail, composite)
     composite.finish(result)
     return statuses.exit_code
@@ -144,7 +144,7 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
     """The facts of the run that all trackers get besides its metrics."""
     identity = read_mapping(run.identity).get("run_id", "")
     return RunMeta(
-        run_id=run_id(identity or run_token(run) or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
+        run_id=run_id(identity or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
         name=name or run.root.name,
         run_dir=run.root,
         project=tracking.project,
@@ -160,30 +160,20 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
     )
 
 
-def run_id(token: str) -> str:
-    """A run id for trackers from the run's token: the token itself where W&B allows it."""
-    if re.fullmatch(r"[A-Za-z0-9_-]{8,48}", token):
-        return token
-    return hashlib.sha256(token.encode()).hexdigest()[:16]
+def run_id(identity: str) -> str:
+    """A run id for trackers from that of the run: itself where W&B allows it."""
+    if re.fullmatch(r"[A-Za-z0-9_-]{8,48}", identity):
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def run_token(run: RunDir) -> str:
-    """The run's unique token, as launch wrote it for the ranks; empty where it is not known."""
-    with contextlib.suppress(OSError):
-        for line in run.ds_env.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition("=")
-            if key == "LLMX_RUN_TOKEN":
-                return value.strip().strip("'\"")
-    return os.environ.get("LLMX_RUN_TOKEN", "")
-
-
-def fresh_result(run: RunDir, *, token: str, started: float) -> Record | None:
+def fresh_result(run: RunDir, *, identity: str, started: float) -> Record | None:
     """``result.json`` of this run; None while there is none, or only an earlier run's."""
     result: Record | None = read_mapping(run.result) or None
     if result is None:
         return None
-    if token and result.get("run_token"):
-        return result if result["run_token"] == token else None
+    if identity and result.get("run_id"):
+        return result if result["run_id"] == identity else None
     return result if float(result.get("ended") or 0.0) >= started else None
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -113,6 +114,11 @@ def test_ranks_do_not_outlive_their_supervisor(
     cluster = pick(transport, request)
     with bystanders(cluster) as alone:
         run = start(cluster, tmp_path, transport)
+        token = run.path(run.dir.root / f".token-{os.getuid()}").read_text()
+        words = [
+            word for host in cluster.hosts for argv in host.processes().values() for word in argv
+        ]
+        assert [word for word in words if token in word] == [], "every user reads command lines"
         run.kill()
         assert run.wait(timeout_s=10) == -signal.SIGKILL
         wait_until(alone, timeout_s=30, what="only the bystanders are left")

@@ -75,7 +75,7 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     until_committed(run, 2 * EVERY)
     token, port = run.token(), run.environment()["MASTER_PORT"]
     with pytest.raises(LaunchError, match=f"supervised by process {run.process.pid} on "):
-        supervisor_lock(run.dir, token).__enter__()
+        supervisor_lock(run.dir, str(snapshot.run_id(run.dir))).__enter__()
     assert read_json(run.dir.supervisor)["state"] == "running"
     os.kill(run.pid_of_rank(1), signal.SIGKILL)
     assert run.wait(timeout_s=300) == 0, run.out.read_text()
@@ -89,7 +89,8 @@ def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     check_metrics(run, 160)
     result = run.result()
     assert (result["outcome"], result["attempts"], result["restarts"]) == ("ok", 2, 1)
-    assert result["run_token"] == token == run.token() == snapshot.run_id(run.dir)
+    assert result["run_id"] == snapshot.run_id(run.dir)
+    assert token == run.token() == snapshot.run_token(run.dir)
     said = run.out.read_text()
     assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
     newest = f"newest checkpoint: step {first['saved_step']}"
@@ -141,7 +142,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     *_, last = read_attempts(run.dir)
     assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 45)
     check_metrics(run, newest + 45)
-    assert run.result()["run_token"] == read_json(run.dir.identity)["run_id"]
+    assert run.result()["run_id"] == read_json(run.dir.identity)["run_id"]
 
 
 def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     assert run.wait() == 0, run.out.read_text()
     exp, plan = snapshot.load(run.dir), Plan.from_dict(read_json(run.dir.plan))
     spec = make_spec(
-        exp, plan, run.dir, port=0, token=snapshot.write_identity(run.dir), worker=DIVERGING
+        exp, plan, run.dir, port=0, token=snapshot.run_token(run.dir), worker=DIVERGING
     )
     console = io.StringIO()
     result = supervise(exp, plan, run.dir, launch=spec, stream=console)

@@ -100,7 +100,7 @@ def tracker_state(run: RunDir, tracker: str) -> str:
 
 def only_wandb_file(run: RunDir, *, prefix: str) -> WandbFile:
     """The one transaction log of the run that counts."""
-    (path,) = (run.root / "wandb").glob(f"{prefix}run-*-{tracked_run.TOKEN}/*.wandb")
+    (path,) = (run.root / "wandb").glob(f"{prefix}run-*-{tracked_run.RUN_ID}/*.wandb")
     return WandbFile(path)
 
 
@@ -198,8 +198,8 @@ def test_online(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
     assert_history(server.history, records)
     unwrapped = {k: v["value"] for k, v in server.config.items() if isinstance(v, dict)}
     assert_config(unwrapped, without_empty(expected_config(run)))
-    assert list(server.runs) == [tracked_run.TOKEN], "one W&B run for one run"
-    assert server.runs[tracked_run.TOKEN]["tags"] == ["one", "two"]
+    assert list(server.runs) == [tracked_run.RUN_ID], "one W&B run for one run"
+    assert server.runs[tracked_run.RUN_ID]["tags"] == ["one", "two"]
     assert server.exit_codes == [0]
     assert server.url in out
     assert tracker_state(run, "wandb") == "finished"
@@ -243,7 +243,7 @@ def test_one_online_run_over_restarts(
     assert_history(server.history, records)
     rows = [row for row in server.history if row.get("resumed/step") == 20]
     assert [row["resumed/attempt"] for row in rows] == [2]
-    assert list(server.runs) == [tracked_run.TOKEN]
+    assert list(server.runs) == [tracked_run.RUN_ID]
 
 
 def test_sync_of_an_offline_run(tmp_path: Path, tracker: Callable[..., TrackerProcess]) -> None:
@@ -375,7 +375,7 @@ def test_a_result_of_an_earlier_run_is_not_the_end(
     tmp_path: Path, tracker: Callable[..., TrackerProcess]
 ) -> None:
     run = start_run(tmp_path, kinds=["csv"])
-    write_json(run.result, {**tracked_run.result(), "run_token": "an-earlier-run"})
+    write_json(run.result, {**tracked_run.result(), "run_id": "an-earlier-run"})
     records = tracked_run.lines()
     one = tracker(run)
     tracked_run.append(run, records[:6])

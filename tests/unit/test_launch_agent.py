@@ -13,6 +13,7 @@ import queue
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.agents.agent import tree_stamp
+from llmx.launch.agents.agent import tag_of, tree_stamp
 from llmx.launch.agents.connection import AGENT, AgentError, Connection, local_connection
 
 PAUSE = "import signal; signal.pause()"
@@ -54,6 +55,7 @@ class Rig:
 
     def __init__(self, directory: Path) -> None:
         self.token = secrets.token_hex(8)
+        self.tag = tag_of(self.token)
         self.directory = directory
         self.inbox: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
         self.connection = local_connection("here", (0,), directory / "agent.log", self.inbox)
@@ -481,8 +483,8 @@ def test_processes_of_another_user_are_none_of_the_run(rig: Rig) -> None:
     """With the token in their environment and on their command line, and with an agent's name."""
     drop = "import os, signal, socket, sys; os.setuid(65534); "
     foreign = [
-        rig.process(f"{drop} print(1, flush=True); {PAUSE}", rig.token, env={"RANK": "0"}),
-        rig.process(drop + BIND, f"llmx-agent-{rig.token}-zero-0-1", "llmx-remote"),
+        rig.process(f"{drop} print(1, flush=True); {PAUSE}", rig.tag, env={"RANK": "0"}),
+        rig.process(drop + BIND, f"llmx-agent-{rig.tag}-zero-0-1", "llmx-remote"),
     ]
     for process in foreign:
         assert process.stdout is not None
@@ -499,11 +501,24 @@ def test_processes_of_another_user_are_none_of_the_run(rig: Rig) -> None:
 def test_only_an_agent_is_ended_as_one(rig: Rig) -> None:
     """Another program of this user that has bound an agent's name."""
     rig.handshake(session="one")
-    other = rig.process(BIND, f"llmx-agent-{rig.token}-zero-0-1", own=False)
+    other = rig.process(BIND, f"llmx-agent-{rig.tag}-zero-0-1", own=False)
     assert other.stdout is not None
     assert other.stdout.readline()
     assert rig.connection.request("kill_leftovers", grace_s=1, timeout_s=20)["ended"] == 0
     assert other.poll() is None
+
+
+def test_the_token_is_for_a_shell_that_pdsh_starts(rig: Rig) -> None:
+    """The shell has the token only in its variables; it is known by the tag on its command line."""
+    rig.handshake()
+    rig.connection.request("watch", stream=False, timeout_s=10)
+    path = rig.directory / f".token-{os.getuid()}"
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == (rig.token, 0o600)
+    line = f'export LLMX_RUN_TOKEN="$(: {rig.tag}; cat {path})"; echo $LLMX_RUN_TOKEN; sleep 60; :'
+    with subprocess.Popen(["sh", "-c", line], stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == f"{rig.token}\n"
+        assert rig.stop(grace_s=1)["ended"] == 2
 
 
 def test_small_files_and_what_lies_there(tmp_path: Path) -> None:

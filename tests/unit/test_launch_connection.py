@@ -27,7 +27,7 @@ import pytest
 from llmx.config import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents import connection as connection_module
-from llmx.launch.agents.agent import ProcessTable
+from llmx.launch.agents.agent import ProcessTable, tag_of
 from llmx.launch.agents.connection import AGENT, Connection
 from llmx.launch.agents.mesh import Node
 from llmx.launch.agents.preflight import (
@@ -210,7 +210,7 @@ def test_a_supervisor_that_comes_back_takes_the_ranks_over(
         sent = [message for _, message in list(connection.inbox.queue)]
         text = [base64.b64decode(m["data"]) for m in sent if m["event"] == "append"]
         assert text == [b"one\n", b"two\n"]
-        agents = Path("/proc/net/unix").read_text().count(f"@llmx-agent-{token}-one-0-")
+        agents = Path("/proc/net/unix").read_text().count(f"@llmx-agent-{tag_of(token)}-one-0-")
         assert agents == 1
         connection.close(timeout_s=20)  # with a bye
         assert ranks[0].wait(timeout=5) == -signal.SIGUSR1

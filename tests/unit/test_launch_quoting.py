@@ -32,8 +32,9 @@ from llmx.config.validate import is_one_line
 from llmx.errors import ConfigError
 from llmx.launch.agents.connection import remote_connection
 from llmx.launch.environment import render_ds_env
-from llmx.launch.files import render_command
+from llmx.launch.files import render_command, rendered_files
 from llmx.launch.ssh_config import ssh_argv
+from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
 CODE = st.text(st.sampled_from("$`\"'\\\\ ;&|()<>*?~#!{}[]%hun\n\t=-é"), max_size=24)
@@ -134,6 +135,12 @@ def test_variables_through_pdsh(
     except ConfigError:
         return
     monkeypatch.chdir(empty)  # DeepSpeed goes there on the host
+    arrived = through_pdsh(ds_env, programs)
+    assert {name: arrived.get(name) for name in env} == env
+
+
+def through_pdsh(ds_env: str, programs: Path) -> dict[str, str]:
+    """The environment of the process that pdsh starts, with this file of DeepSpeed."""
     args = SimpleNamespace(
         user_args=["/runs/demo"], user_script="llmx.worker", ssh_port=None, venv_script=None,
         launcher_args="", master_addr="10.0.0.1", master_port=29876, no_python=False,
@@ -145,8 +152,22 @@ def test_variables_through_pdsh(
     words, _, environment = runner.get_cmd({"PATH": f"{programs}:/usr/bin:/bin"}, {"node-a": [0]})
     subprocess.run(words, env=environment, check=True, capture_output=True)
     there = (programs / "environment").read_bytes().decode().rstrip("\0").split("\0")
-    arrived = dict(line.split("=", 1) for line in there)
-    assert {name: arrived.get(name) for name in env} == env
+    return dict(line.split("=", 1) for line in there)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+def test_the_token_through_pdsh(
+    empty: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on no command line: the shell on the host reads it from a file."""
+    monkeypatch.chdir(empty)
+    run = RunDir(tmp_path / "it's %n $(touch canary)")
+    run.root.mkdir()
+    (run.root / f".token-{os.getuid()}").write_text("secret")
+    spec = spec_of(experiment("pdsh", (1, 1)), run_dir=run)
+    ds_env = rendered_files(spec)["ds_env"]
+    assert spec.token not in ds_env
+    assert through_pdsh(ds_env, programs)["LLMX_RUN_TOKEN"] == "secret"
 
 
 @FUZZ

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
-from llmx.run.snapshot import write_identity
+from llmx.run.snapshot import run_token, write_identity
 from tests.unit.test_launch_render import experiment, spec_of
 
 LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
@@ -289,6 +290,16 @@ def test_the_identity_is_kept(tmp_path: Path) -> None:
     # Of somebody else's run directory: it would become a part of a command of Slurm.
     run_dir.identity.write_text('{"run_id": "x\\"; system(\\"id\\") \\"", "created": 1}')
     assert write_identity(run_dir).isalnum()
+
+
+def test_the_token_is_secret_and_kept(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    token = run_token(run_dir)
+    assert run_token(run_dir) == token
+    (path,) = tmp_path.glob(".token-*")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    run_dir.identity.unlink()  # a copy becomes a run of its own
+    assert run_token(run_dir) != token
 
 
 def test_one_supervisor_a_run(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool)
         write_json(
             run.result,
             {"outcome": outcome, "cause": outcome if outcome != "ok" else "", "started": begun,
-             "ended": time.time(), "run_token": launch.token},
+             "ended": time.time(), "run_id": snapshot.run_id(run)},
         )  # fmt: skip
     return SimpleNamespace(exit_code={"ok": 0, "interrupted": 130}.get(outcome, 1))
 

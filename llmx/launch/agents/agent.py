@@ -53,7 +53,7 @@ STREAM_BYTES = 1 << 20
 SUSPENDED_S = 5.0  # between two polls: this process itself was suspended
 ORPHAN_GRACE_S = 15.0  # for the ranks to save a checkpoint after the supervisor disappeared
 STREAMED = ("metrics.jsonl", "logs/rank-*.log")
-MIN_TOKEN = 7  # a process with the token among its arguments belongs to the run, and will be ended
+MIN_TOKEN = 7
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
 REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
@@ -95,10 +95,10 @@ class ProcessTable:
     """Finds the processes of a run; remembers all others, so that each is read once."""
 
     def __init__(self, token: str) -> None:
-        if len(token) < MIN_TOKEN:  # "0" is an argument of many programs
+        if len(token) < MIN_TOKEN:
             raise ValueError(f"a run token of {len(token)} characters: at least {MIN_TOKEN}")
         self.variable = f"LLMX_RUN_TOKEN={token}".encode()
-        self.token = token.encode()
+        self.tag = tag_of(token).encode()
         self.ignored: dict[int, str] = {}
         self.host = _link("/proc/self/ns/uts")
 
@@ -127,10 +127,9 @@ class ProcessTable:
     def _read(self, pid: int, parent: int) -> Process | None:
         environ, cmdline = _bytes(f"/proc/{pid}/environ"), _bytes(f"/proc/{pid}/cmdline")
         argv = cmdline.rstrip(b"\0").split(b"\0")
-        # pdsh's remote shell has the variable in its command line, mpirun's daemon the token.
-        if not (
-            self.variable in environ.split(b"\0") or self.variable in cmdline or self.token in argv
-        ):
+        # The shell that pdsh starts here reads the token from its file, mpirun's daemon has none.
+        is_shell = b"$(: " + self.tag + b";" in cmdline
+        if not (self.variable in environ.split(b"\0") or is_shell or self.tag in argv):
             return None
         if _user_id(pid) != os.getuid():
             return None  # anybody can start a process with this variable
@@ -348,7 +347,7 @@ class Agent:
         self.session, self.place = message.get("session", ""), message.get("place", "")
         setup_error = self.source(message["setup"]) if message.get("setup") else ""
         if message.get("take_over"):
-            self._kill_agents(f"{self.token}-{self.session}-{self.place}-")
+            self._kill_agents(f"{tag_of(self.token)}-{self.session}-{self.place}-")
         self._register()
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
@@ -542,6 +541,7 @@ class Agent:
 
         ``offsets``, ``ranks``: what the supervisor has received already, where this agent takes
         over from another one."""
+        self._write_token()
         self.streaming = message.get("stream", False)
         self.port = message.get("port", self.port)
         if "offsets" in message:
@@ -586,6 +586,16 @@ class Agent:
             self.send({"event": "rank_start", "rank": rank, "pid": child.pid})
         return {}
 
+    def _write_token(self) -> None:
+        """For the shell that pdsh starts here: its command line, which ``ps`` shows to every user,
+        has the name of this file."""
+        path = os.path.join(self.run_dir, f".token-{os.getuid()}")
+        if self.run_dir and _bytes(path) != self.token.encode():
+            new = f"{path}-{socket.gethostname()}-{os.getpid()}.tmp"
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.token)
+            os.replace(new, path)
+
     def do_flush(self, message: Message) -> Message:
         self.poll()
         return {"oom_kills": _oom_kills()}
@@ -595,7 +605,8 @@ class Agent:
         moment ago, and its ranks may be saving a checkpoint: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        self._kill_agents(f"{self.token}-", keep=f"{self.token}-{self.session}-")
+        tag = tag_of(self.token)
+        self._kill_agents(f"{tag}-", keep=f"{tag}-{self.session}-")
         counts = terminate_processes(self.table, message["grace_s"], first_signal=signal.SIGUSR1)
         # Also where nothing was found: a Slurm job continues when the host of its srun fails.
         _run_all(self.cancel_force)
@@ -606,7 +617,7 @@ class Agent:
         if self.claim is None and self.session:
             self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(OSError):
-                name = f"{self.token}-{self.session}-{self.place}-{os.getpid()}"
+                name = f"{tag_of(self.token)}-{self.session}-{self.place}-{os.getpid()}"
                 self.claim.bind(f"\0llmx-agent-{name}")
                 self.claim.listen(8)
 
@@ -794,6 +805,13 @@ class Agent:
     def _on_signal(self, number: int, frame: object) -> None:
         self.received = signal.Signals(number).name
         raise KeyboardInterrupt
+
+
+def tag_of(token: str) -> str:
+    """What stands for the token in names and on command lines, which every user can read."""
+    import hashlib  # not for each start of an agent
+
+    return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
 
 
 def tree_stamp(path: str, excludes: list[str]) -> str | None:

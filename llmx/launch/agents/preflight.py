@@ -103,7 +103,7 @@ def start_agents(
 def handshake(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
     """Tell every agent about the run, and check its host. Returns the spec with what the hosts make
     visible."""
-    nonce = f".run-{spec.token}"
+    nonce = f".run-{secrets.token_hex(8)}"
     write_text(spec.run_dir.root / nonce, "")
     problems: list[str] = []
     missing: list[str] = []

@@ -91,8 +91,7 @@ def _log_counts(spec: LaunchSpec, connection: Connection, counts: Message, log: 
     if counts["left"]:
         left = plural(counts["left"], "process", "processes")
         log.warning(
-            f"{connection.name}: {left} cannot be killed (state D in `ps`: blocked in the "
-            f"kernel); their environment has LLMX_RUN_TOKEN={spec.token}"
+            f"{connection.name}: {left} cannot be killed (state D in `ps`: blocked in the kernel)"
         )
 
 

@@ -38,7 +38,7 @@ from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
 from llmx.launch.transports import transport_of
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, append_private
 from llmx.text import plural
 
 FAILURE_GRACE_S = 3.0
@@ -186,7 +186,7 @@ class Attempt:
     def _start_runner(self, argv: list[str]) -> None:
         """Start ``deepspeed`` on this machine."""
         spec = self.spec
-        with spec.run_dir.launcher_log.open("ab") as stream:
+        with append_private(spec.run_dir.launcher_log) as stream:
             # A session of its own: DeepSpeed handles Ctrl-C with `pkill -f` on a pattern that all
             # its launches share, so it must never receive one.
             self.runner = subprocess.Popen(

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,14 +27,14 @@ REFRESH_S = 3.0
 
 
 @contextlib.contextmanager
-def supervisor_lock(run_dir: RunDir, token: str) -> Iterator[None]:
+def supervisor_lock(run_dir: RunDir, run_id: str) -> Iterator[None]:
     """Hold the run for this process; LaunchError names the process that already does.
 
     A copy of a run directory has the same id: two of them at once on one machine would end each
     other's ranks, so the second one is refused too.
     """
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    with _held(run_dir, token, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as descriptor:
+    with _held(run_dir, run_id, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as descriptor:
         for temporary in run_dir.root.glob(".*.tmp"):  # of a supervisor that was killed
             temporary.unlink(missing_ok=True)
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
@@ -43,15 +44,15 @@ def supervisor_lock(run_dir: RunDir, token: str) -> Iterator[None]:
         yield
 
 
-def refuse_alive(run_dir: RunDir, token: str) -> None:
+def refuse_alive(run_dir: RunDir, run_id: str) -> None:
     """LaunchError where a supervisor of this run lives. Writes nothing."""
     if run_dir.supervisor_lock.exists():
-        with _held(run_dir, token, os.O_RDONLY, fcntl.LOCK_SH):
+        with _held(run_dir, run_id, os.O_RDONLY, fcntl.LOCK_SH):
             pass
 
 
 @contextlib.contextmanager
-def _held(run_dir: RunDir, token: str, flags: int, lock: int) -> Iterator[int]:
+def _held(run_dir: RunDir, run_id: str, flags: int, lock: int) -> Iterator[int]:
     """The open file of the lock, and the name of the run's id on this machine."""
     descriptor = os.open(run_dir.supervisor_lock, flags, 0o644)
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -61,17 +62,30 @@ def _held(run_dir: RunDir, token: str, flags: int, lock: int) -> Iterator[int]:
         except OSError:
             raise LaunchError(_held_message(run_dir)) from None
         try:
-            claim.bind(f"\0llmx-run-{token}")  # freed when this process ends, however it ends
+            claim.bind(f"\0llmx-run-{run_id}")  # freed when this process ends, however it ends
+            claim.listen()
         except OSError:
-            raise LaunchError(
-                f"{run_dir.root}: a run with the same id ({token}) is running from another "
-                "directory: this one is a copy of it. Remove run.json here to make it a run of its "
-                "own."
-            ) from None
+            if _is_mine(f"\0llmx-run-{run_id}"):
+                raise LaunchError(
+                    f"{run_dir.root}: a run with the same id ({run_id}) is running from another "
+                    "directory: this one is a copy of it. Remove run.json here to make it a run of "
+                    "its own."
+                ) from None
         yield descriptor
     finally:
         claim.close()
         os.close(descriptor)
+
+
+def _is_mine(name: str) -> bool:
+    """Whether a process of this user has bound this name; another user's only blocks it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as holder:
+        try:
+            holder.connect(name)
+            credentials = holder.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except OSError:
+            return False
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _held_message(run_dir: RunDir) -> str:

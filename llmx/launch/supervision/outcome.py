@@ -489,7 +489,7 @@ OUTCOME_EXIT_CODES = {
 class Result:
     """Typed outcome, cause and fix, and the numbers a sweep compares (``llmx.launch``)."""
 
-    run_token: str = ""
+    run_id: str = ""
     outcome: str = "ok"
     cause: str = ""
     fix: str = ""

@@ -37,7 +37,7 @@ from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, write_json
-from llmx.run.snapshot import write_identity
+from llmx.run.snapshot import run_token, write_identity
 from llmx.text import clock
 
 CAUSE_CHARACTERS = 160
@@ -59,7 +59,7 @@ def supervise(
     trial runs.
     LaunchError where another supervisor holds the run already.
     """
-    spec = launch or make_spec(exp, plan, run_dir, port=0, token=write_identity(run_dir))
+    spec = launch or make_spec(exp, plan, run_dir, port=0, token=run_token(run_dir))
     return Supervisor(spec, stream=stream, is_trial=is_trial).run()
 
 
@@ -76,7 +76,9 @@ class Supervisor:
         self.stream = stream or sys.stdout
         self.is_trial = is_trial
         self.console = Console(stream, total_steps=spec.exp.task.steps or spec.plan.total_steps)
-        self.result = Result(run_token=spec.token, started=time.time(), launched=False)
+        self.result = Result(
+            run_id=write_identity(spec.run_dir), started=time.time(), launched=False
+        )
         self.log = RunLog(self.run_dir.supervisor_log, self.console, self.result.warnings)
         self.journal = Journal(spec.run_dir)
         self.shutdown = ShutdownRequest()
@@ -92,7 +94,7 @@ class Supervisor:
     def run(self) -> Result:
         """Run to the end of the run; the run directory holds ``result.json`` afterwards."""
         with (
-            supervisor_lock(self.run_dir, self.spec.token),
+            supervisor_lock(self.run_dir, self.result.run_id),
             self.shutdown.handle_signals(self.log.info),
         ):
             self.run_dir.logs.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 
+from llmx.launch.environment import TOKEN, without_token
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.transports import Transport, deepspeed_argv, module_argv
 
@@ -19,6 +21,9 @@ class OpenMpiTransport(Transport):
         ("ssh", "openssh-client"),
     )
     ds_env_for_shell = False
+
+    def ds_env(self, env: Mapping[str, str]) -> str:
+        return super().ds_env(without_token(env))
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         launcher = [
@@ -35,8 +40,8 @@ def _mpirun_args(spec: LaunchSpec) -> list[str]:
         # Only this machine has ssh_config, so no host may start daemons on another one.
         "--mca", "plm_rsh_no_tree_spawn", "1",
         # On the command line of every daemon: by it the agents find the daemon as a process of
-        # the run.
-        "--mca", "llmx_run_token", spec.token,
+        # the run. The token itself, which nobody else may see, is in the environment of mpirun.
+        "--mca", "llmx_run", spec.tag, "-x", TOKEN,
         # By default each rank is bound to one core, or to one socket.
         "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root",
     ]  # fmt: skip

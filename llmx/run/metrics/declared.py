@@ -40,7 +40,7 @@ RESERVED = frozenset(
         *(*LINE_KEYS, *TRAIN_KEYS, *EVAL_KEYS),
         # result.json and the summary of a tracker have the metrics beside these.
         *("attempts", "cause", "ended", "exit_code", "failed_rank", "fix", "host", "launched"),
-        *("log", "model", "outcome", "restarts", "run_token", "started", "steps", "traceback"),
+        *("log", "model", "outcome", "restarts", "run_id", "started", "steps", "traceback"),
         *("warnings", "first_loss", "final_loss", "first_eval_loss", "final_eval_loss"),
         *("best_eval_loss", "best_eval_step", "checkpoints", "last_checkpoint", "num_parameters"),
         *("memory_gib_max", "resumed_from", "total_steps", "train_time_s", "world_size", "rows"),
