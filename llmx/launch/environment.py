@@ -71,6 +71,7 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     problems = [
         *env_problems(exp.hardware.env, key="hardware.env"),
         *env_problems(exp.launch.env, key="launch.env"),
+        *(p for each in exp.hardware.hosts for p in env_problems(each.env, key=f"{each.name}.env")),
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmx.config import Experiment, TaskConfig
+from llmx.config import Experiment, HostConfig, TaskConfig
 from llmx.config.user_code import code_hashes, user_code
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir, read_mapping, write_json
@@ -42,11 +42,7 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
         "launch.openmpi_args": launch.openmpi_args,
         "launch.slurm.extra_args": launch.slurm.extra_args,
         "hardware.env": hardware.env,
-        "hardware.hosts": [
-            "@".join(filter(None, (host.user, host.address or host.name)))
-            for host in hardware.hosts
-            if host.name != "localhost"
-        ],
+        "hardware.hosts": [code for host in hardware.hosts if (code := _code_of_host(host))],
     }
     parts = {
         MODEL: ["model.trust_remote_code=true"] if exp.model.trust_remote_code else [],
@@ -54,6 +50,14 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
         LAUNCH: [f"{key}={_shown(value)}" for key, value in values.items() if value],
     }
     return {part: lines for part, lines in parts.items() if lines}
+
+
+def _code_of_host(host: HostConfig) -> str | dict[str, Any]:
+    """Where ranks are started, and what is started there beside llmx."""
+    keys = ("python", "env", "setup", "enter")
+    own = {key: value for key in keys if (value := getattr(host, key))}
+    address = "@".join(filter(None, (host.user, host.address or host.name)))
+    return {"host": address, **own} if own else "" if host.name == "localhost" else address
 
 
 def _digest(task: TaskConfig) -> str:

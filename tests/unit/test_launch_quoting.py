@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 
 from llmx.config.validate import is_one_line
 from llmx.errors import ConfigError
+from llmx.launch.agents.agent import Agent
 from llmx.launch.agents.connection import remote_connection
 from llmx.launch.environment import render_ds_env
 from llmx.launch.files import render_command, rendered_files
@@ -89,6 +90,36 @@ def test_the_python_of_a_host(empty: Path, name: str) -> None:
         assert by_shell(connection.argv[-1], empty) == str(python)
 
 
+@FUZZ
+@given(st.lists(CODE, max_size=3))
+@example([*HOSTILE, "\n touch canary", ""])
+def test_the_command_that_enters_a_container(empty: Path, programs: Path, words: list[str]) -> None:
+    enter = [str(programs / "words"), *words]
+    connection = remote_connection(
+        "node-a", (0,), empty / "log", queue.Queue(), ssh_config=empty, python="no", enter=enter
+    )
+    arrived = by_shell(connection.argv[-1], empty).split("\0")
+    assert arrived[: len(words) + 2] == [*words, "/bin/sh", "-c"]
+
+
+@FUZZ
+@given(CODE.filter(lambda name: name not in ("", ".", "..")))
+@example("$(touch canary)")
+@example("'; touch canary; '")
+def test_the_setup_script_of_a_host(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The agent sources the file of this name, and takes over what it exports."""
+    monkeypatch.chdir(empty)
+    agent = Agent()
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / name
+        script.write_text("export LLMX_OF_SETUP='$(touch canary)'\n")
+        assert agent.source(str(script)) == ""
+    monkeypatch.delenv("LLMX_OF_SETUP")
+    assert agent.setup_env == {"LLMX_OF_SETUP": "$(touch canary)"}
+
+
 @functools.cache
 def pdsh_runner(python: str) -> Any:
     """DeepSpeed's own class that renders the command for pdsh, with this Python on the hosts. It is
@@ -109,13 +140,14 @@ def pdsh_runner(python: str) -> Any:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """``ssh``, which has the shell here run what sshd would have it run there, and ``python``,
-    which writes its environment down."""
+    """``ssh``, which has the shell here run what sshd would have it run there, ``python``, which
+    writes its environment down, and ``words``, which prints what it is called with."""
     directory = tmp_path / "bin"
     directory.mkdir()
     for name, script in {
         "ssh": 'until [ "$1" = node-a ]; do shift; done; shift\nexec /bin/sh -c "$*"\n',
         "python": f"env -0 > {directory}/environment\n",
+        "words": "printf '%s\\0' \"$@\"\n",
     }.items():
         (directory / name).write_text(f"#!/bin/sh\n{script}")
         (directory / name).chmod(0o755)

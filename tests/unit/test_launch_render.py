@@ -137,7 +137,8 @@ def test_no_secret_gets_through(transport: str) -> None:
         assert name not in text
         assert ENVIRON[name] not in text or len(ENVIRON[name]) < 4
     assert "PS1" not in runner_env(spec)
-    assert spec.token not in " ".join(transport_of(transport).argv(spec))
+    if not transport_of(transport).agents_start_ranks:
+        assert spec.token not in " ".join(transport_of(transport).argv(spec))
 
 
 _NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)

@@ -125,10 +125,11 @@ def test_a_run_without_code_has_no_signature(tmp_path: Path) -> None:
 def test_what_starts_ranks_is_code_too(tmp_path: Path) -> None:
     values = to_dict(experiment(tmp_path / "run"))
     values["launch"].update(python="/theirs/python", env={"NCCL_DEBUG": "INFO"})
+    values["hardware"]["hosts"][0]["enter"] = ["sh", "-c", "theirs"]
     values["hardware"]["hosts"].append({"name": "theirs", "slots": 2, "device": "cpu"})
     (lines,) = trust.code_of(experiment_from_dict(values)).values()
     assert lines == [
         "launch.python=/theirs/python",
         'launch.env={"NCCL_DEBUG": "INFO"}',
-        'hardware.hosts=["theirs"]',
+        'hardware.hosts=[{"enter": ["sh", "-c", "theirs"], "host": "localhost"}, "theirs"]',
     ]
