@@ -116,8 +116,9 @@ def test_the_setup_script_of_a_host(
         script = Path(directory) / name
         script.write_text("export LLMX_OF_SETUP='$(touch canary)'\n")
         assert agent.source(str(script)) == ""
-    monkeypatch.delenv("LLMX_OF_SETUP")
-    assert agent.setup_env == {"LLMX_OF_SETUP": "$(touch canary)"}
+    for variable in agent.setup_env:
+        monkeypatch.delenv(variable)
+    assert agent.setup_env["LLMX_OF_SETUP"] == "$(touch canary)"
 
 
 @functools.cache
