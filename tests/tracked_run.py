@@ -144,7 +144,7 @@ def write_start(root: Path, **tracking: Any) -> RunDir:
     write_json(run.ds_config, {"train_batch_size": 32, "zero_optimization": {"stage": 2}})
     provenance = {"git": {"commit": "abc123", "diff": "+x\n"}, "packages": {"torch": "2.13.0"}}
     write_json(run.provenance, provenance)
-    write_json(run.identity, {"run_id": RUN_ID, "created": START_S, "parent": None})
+    write_json(run.identity, {"run_id": RUN_ID})
     return run
 
 
