@@ -590,7 +590,7 @@ class Agent:
         """For the shell that pdsh starts here: its command line, which ``ps`` shows to every user,
         has the name of this file."""
         path = os.path.join(self.run_dir, f".token-{os.getuid()}")
-        if self.run_dir and _bytes(path) != self.token.encode():
+        if os.path.isdir(self.run_dir) and _bytes(path) != self.token.encode():
             new = f"{path}-{socket.gethostname()}-{os.getpid()}.tmp"
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(self.token)
