@@ -92,7 +92,7 @@ def _problems(path: Path) -> list[str]:
 
 
 def no_orphan(site: Site) -> None:
-    """While the run trains: one rank a host, one supervisor, nothing of an earlier attempt."""
+    """While the run trains: one rank a host, none of an earlier attempt."""
     for host in site.cluster.hosts:
         ranks = site.ranks(host)
         if len(ranks) != 1:

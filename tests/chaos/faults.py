@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 
 from llmx.checkpoint.manifest import rank_file
 from tests.chaos.site import Site
@@ -34,6 +35,16 @@ def _kill_rank(site: Site, host: Host) -> str:
         site.signal(host, pid, signal.SIGKILL)
     _until_noticed(site, f"the death of the rank on {host.name}")
     return host.name
+
+
+def agent_killed(site: Site, chance: random.Random) -> str:
+    """The agent of the far host is killed: the ranks that it started train on, with a new agent."""
+
+    def strike() -> None:
+        for pid in site.agents(site.far):
+            site.signal(site.far, pid, signal.SIGKILL)
+
+    return _connected_again(site, strike)
 
 
 def supervisor_killed(site: Site, chance: random.Random) -> str:
@@ -65,10 +76,19 @@ def supervisor_suspended(site: Site, chance: random.Random) -> str:
 def control_cut(site: Site, chance: random.Random) -> str:
     """sshd and all its sessions die, and sshd starts again: the connection to the agent breaks, and
     nothing else, so the ranks must go on."""
+
+    def strike() -> None:
+        site.far.stop_sshd()
+        site.far.start_sshd()
+
+    return _connected_again(site, strike)
+
+
+def _connected_again(site: Site, strike: Callable[[], None]) -> str:
+    """The supervisor must connect to the far host anew, and start nothing again."""
     log, attempts = site.run_dir(site.near).supervisor_log, len(site.attempts())
     before = log.read_text().count("connected again")
-    site.far.stop_sshd()
-    site.far.start_sshd()
+    strike()
     site.until(lambda: log.read_text().count("connected again") > before, what="a new connection")
     if len(site.attempts()) > attempts:
         raise GaveUp(f"the ranks were started again\n{site.story()}")

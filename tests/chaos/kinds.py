@@ -42,6 +42,8 @@ class Kind:
 KINDS = (
     Kind("rank", "SIGKILL of a rank", 5, faults.rank_killed, 2,
          leads=True, follow=while_down.rank_killed),
+    Kind("agent", "SIGKILL of the agent of a host", 3, faults.agent_killed, 1,
+         restarts=False, steps=60),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, faults.supervisor_killed, 2,
          follow=while_down.supervisor_killed),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, faults.supervisor_asked, 1,

@@ -160,6 +160,14 @@ class Site(RunFiles):
     def ranks(self, host: Host) -> list[int]:
         return rank_pids(host)
 
+    def agents(self, host: Host) -> list[int]:
+        """llmx's agents on a host."""
+        return [
+            pid
+            for pid, argv in host.processes().items()
+            if Path(argv[0]).name.startswith("python") and "llmx-remote" in " ".join(argv)
+        ]
+
     def signal(self, host: Host, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process of a host (numbered as there)."""
         host.run(["kill", f"-{number.value}", str(pid)], check=False)
