@@ -58,7 +58,12 @@ def run_hydra(
     if directory:
         argv += ["--config-dir", directory]
     return _compose(
-        [*argv, *line.show], checked.words, command=command, own_keys=own_keys, keep=keep
+        [*argv, *line.show],
+        checked.words,
+        command=command,
+        own_keys=own_keys,
+        keep=keep,
+        config_dir=directory,
     )
 
 
@@ -98,6 +103,7 @@ def _compose(
     command: str | None,
     own_keys: Sequence[str],
     keep: bool,
+    config_dir: str | None,
 ) -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -143,7 +149,9 @@ def _compose(
                 code = _run_command(command, exp, own_keys=own_keys)
             else:
                 composed = plan_experiment(*complete(exp))
-                code = run_composed(composed, overrides=words, keep=keep or has_own_dir)
+                code = run_composed(
+                    composed, overrides=words, config_dir=config_dir, keep=keep or has_own_dir
+                )
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:

@@ -49,8 +49,12 @@ def _dispatch(words: list[str]) -> int:
     name, arguments = split_command(words, tuple(COMMANDS))
     command = COMMANDS[name]
     if name in STARTS_RANKS:
-        from llmx.launch.external import refuse_several
+        from llmx.hardware.external import is_external, refuse_several
 
+        if is_external(arguments):
+            # The others wait there for the process of rank 0, which comes back with STARTED.
+            argv = [sys.executable, "-m", "llmx.external", *words]
+            os.execv(sys.executable, argv)
         refuse_several(os.environ)
     if command.runs == Runs.CONFIG:
         if not command.module:

@@ -163,7 +163,15 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     if exp.hardware.kind == "slurm" and exp.launch.transport == "auto":
         launch = dataclasses.replace(exp.launch, transport="slurm")
         exp = dataclasses.replace(exp, launch=launch)
-    hardware = resolve_hardware(exp.hardware)
+    hardware = exp.hardware
+    if exp.launch.transport == "external":
+        if hardware.kind not in ("local", "external"):
+            raise ConfigError(
+                f"hardware={hardware.name} with launch=external: the hosts are those of the "
+                "processes that were started. Leave hardware out."
+            )
+        hardware = dataclasses.replace(hardware, kind="external", name="external")
+    hardware = resolve_hardware(hardware)
     names = local_names()
     all_here = exp.launch.sync == "rsync" or all(
         {host.name, host.address} & names for host in hardware.hosts

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from llmx.config.fields import AUTO, Text, plain
+from llmx.config.plugins import Plugins
 from llmx.config.schema import SCHEMA_VERSION, Experiment
 from llmx.errors import ConfigError, did_you_mean
 
@@ -169,6 +170,12 @@ def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterato
         yield from _entry_problems(item, place, where, rules)
 
 
+def _instead(rule: Any, item: Any) -> str:
+    """How it is done here, of a name that others have for it; else empty."""
+    hint = rule.instead.get(item, "") if isinstance(rule, Plugins) else ""
+    return f" {hint}" if hint else ""
+
+
 def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
     allowed = rules.get("choices") or rules.get("item_choices")
     if allowed is not None and item not in allowed:
@@ -180,7 +187,7 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
         also = "" if other is None else f", or {other.rule.removeprefix('be ')}"
         yield (
             f"{_said(place, item)}: must be one of {', '.join(options)}{null}{also}."
-            f"{did_you_mean(str(item)[:100], options)}"
+            f"{_instead(other, item) or did_you_mean(str(item)[:100], options)}"
         )
     elif isinstance(item, str):
         problem = rules.get("text", Text()).problem(item)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmx.errors import ConfigError
@@ -29,6 +29,8 @@ class Plugins:
     """The group of the entry points."""
     shipped: Mapping[str, str]
     """Name -> ``module:object``, as an entry point names it."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """A name that others have for something -> how it is done here."""
 
     @property
     def rule(self) -> str:
@@ -80,7 +82,13 @@ TRANSPORTS = Plugins(
         "pdsh": "llmx.launch.transports.pdsh:PdshTransport",
         "openmpi": "llmx.launch.transports.openmpi:OpenMpiTransport",
         "slurm": "llmx.launch.transports.slurm:SlurmTransport",
+        "external": "llmx.launch.transports.external:ExternalTransport",
     },
+    instead=dict.fromkeys(
+        ("mpich", "impi", "mvapich"),
+        "Let its own mpiexec start the processes (mpiexec ... python -m llmx ... launch=external), "
+        "or use launch.transport=openmpi, ssh or pdsh.",
+    ),
 )
 """Classes: ``llmx.launch.transports.Transport``."""
 OPTIMIZERS = Plugins(

@@ -548,9 +548,10 @@ class HardwareConfig:
 
     name: str = ""
     """A short name for tables."""
-    kind: str = choice("static", "local", "hostfile", "slurm")
+    kind: str = choice("static", "local", "hostfile", "slurm", "external")
     """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``;
-    ``slurm`` takes the nodes of the allocation (``SLURM_JOB_ID``)."""
+    ``slurm`` takes the nodes of the allocation (``SLURM_JOB_ID``); ``external`` takes the
+    processes that another program started (``launch=external``)."""
     path: str | None = None
     """An existing hostfile (``kind: hostfile``)."""
     device: str | None = None
@@ -747,12 +748,18 @@ class CheckpointConfig:
 
 @dataclass
 class SlurmConfig:
-    """Arguments of ``srun`` when ``launch.transport=slurm``."""
+    """What Slurm is asked for (``launch.transport=slurm``)."""
 
+    submit: bool = False
+    """Write a batch script (``RUN_DIR/job.sh``) with this command, and submit it with ``sbatch``.
+    The job saves a checkpoint before its time limit, and continues in the queue."""
+    requeue: bool = False
+    """Before the time limit, save a checkpoint and put the job of this supervisor back into the
+    queue (``scontrol requeue``). Set by ``submit``; for batch scripts of your own."""
     partition: str | None = None
-    """``srun --partition``."""
+    """``--partition`` of ``srun`` and ``sbatch``."""
     account: str | None = None
-    """``srun --account``."""
+    """``--account`` of ``srun`` and ``sbatch``."""
     time_limit: str | None = text(
         None,
         Text(
@@ -763,12 +770,19 @@ class SlurmConfig:
         ),
         example="1-12:00:00",
     )
-    """``srun --time``, in Slurm's format, e.g. ``1-12:00:00``."""
+    """``--time`` of ``srun`` and ``sbatch``, in Slurm's format, e.g. ``1-12:00:00``."""
+    gres: str | None = text(
+        None, Text(100, pattern=r"[\w:,.-]+", rule="be a GRES"), example="gpu:a100:8"
+    )
+    """``--gres`` of ``srun`` and ``sbatch`` instead of ``--gpus-per-node``, where a cluster wants
+    it."""
     cpus_per_task: int | None = number(None, minimum=1, maximum=4096, example=8)
     """``srun --cpus-per-task``: cores per rank. Null: the cores of the allocation, or of the
     smallest host, divided among its ranks."""
     extra_args: list[str] = items(maximum=100, example='["--qos=high"]')
-    """Further arguments of ``srun``."""
+    """Further arguments of ``srun`` and ``sbatch``."""
+    sbatch_args: list[str] = items(maximum=100, example='["--mail-type=END"]')
+    """Further arguments of ``sbatch`` alone (``submit``)."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ MAX_HOSTFILE_BYTES = 1 << 20
 
 
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """``local``, ``hostfile`` and ``slurm`` become a static list of hosts; ``slots`` is applied;
+    """``local``, ``hostfile``, ... become a static list of hosts; ``slots`` is applied;
     names, addresses and precisions that follow from others are written out."""
     if hardware.kind == "local":
         hardware = detect_hardware(hardware)
@@ -34,6 +34,10 @@ def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
         from llmx.hardware.slurm import hardware_of_allocation
 
         hardware = hardware_of_allocation(hardware)
+    elif hardware.kind == "external":
+        from llmx.hardware.external import hardware_of_processes
+
+        hardware = hardware_of_processes(hardware)
     hardware = dataclasses.replace(
         hardware,
         master_addr=hardware.master_addr and bare(hardware.master_addr),

@@ -9,7 +9,7 @@ Nothing here imports torch or deepspeed.
 ``result.json``, by the supervisor, always, last:
 
     {"run_id": "...", "outcome": "ok", "cause": "", "fix": "", "other_fix": "",
-     "failure": "", "failed_rank": null, "host": null, "log": null, "traceback": "",
+     "failure": "", "signal": "", "failed_rank": null, "host": null, "log": null, "traceback": "",
      "started": 0.0, "ended": 0.0,
      "steps": 600, "final_loss": 0.1, "exact_match": 0.97, "tokens_per_s": 4e4,
      "model": "/abs/run/model", "exit_code": 0, "launched": true, "attempts": 1, "restarts": 0,

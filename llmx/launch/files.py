@@ -43,7 +43,7 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
         for name in sorted(COPIED_NAMES)
         if is_secret("", os.environ.get(name, ""))
     ]
-    if exp.hardware.kind == "slurm" and not exp.dry_run:
+    if exp.hardware.kind == "slurm" and not exp.dry_run and not exp.launch.slurm.submit:
         problems.append(
             "hardware=slurm: there is no allocation here (SLURM_JOB_ID is not set). Start in one "
             "(salloc, sbatch), or set launch.slurm.submit=true."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, refusal
-from llmx.errors import RunFailed
+from llmx.errors import ConfigError, RunFailed
 from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
@@ -29,14 +29,28 @@ def run_composed(
     *,
     overrides: list[str],
     stream: TextIO | None = None,
+    config_dir: str | None = None,
     keep: bool = True,
     is_trial: bool = False,
 ) -> int:
-    """Write the run directory, then plan only (``dry_run``) or launch and supervise.
+    """Write the run directory, then plan only (``dry_run``), or launch and supervise, or submit a
+    job that does.
 
-    ``keep``: the run directory of a plan. ``is_trial``: it is one of a sweep.
+    ``config_dir``: of the user's own groups. ``keep``: the run directory of a plan. ``is_trial``:
+    it is one of a sweep.
     """
     out = stream or sys.stdout
+    asked = composed.experiment
+    if asked.launch.slurm.submit and not asked.dry_run and not is_trial:
+        from llmx.launch import check_launch
+        from llmx.lifecycle.batch import submit
+
+        check_launch(asked, composed.plan)
+        check_packages(asked.tracking)
+        checked = with_checked_inputs(composed)
+        return submit(
+            checked.experiment, checked.plan, words=overrides, config_dir=config_dir, stream=out
+        )
     supervisor = composed.experiment.launch.supervisor
     if supervisor is not None:  # the run is detached there, where it is no key of its config
         settings = replace(composed.experiment.launch, supervisor=None, detach=True)
@@ -90,6 +104,11 @@ def _prepared(
     """The checked and written launch of a run, and the traces of its plan."""
     from llmx.launch import check_launch, rank_environment, write_launch_files
 
+    if is_trial and composed.experiment.launch.slurm.submit:
+        raise ConfigError(
+            "launch.slurm.submit=true: is for a single run. The trials of a sweep are jobs by "
+            "themselves with launch=slurm: leave it out."
+        )
     # Before anything is written: a secret in launch.env must not reach config.yaml.
     check_launch(composed.experiment, composed.plan)
     check_paths(composed.experiment, composed.plan)
@@ -136,11 +155,15 @@ def supervised(launch: LaunchSpec) -> int:
     """Supervise a run to its end; returns the exit code. If it ends well, it teaches
     (``learned.json``)."""
     from llmx.launch import supervise
+    from llmx.lifecycle.batch import newest_step, requeue_job
 
     exp, run = launch.exp, launch.run_dir
+    first_step = newest_step(run)
     result = supervise(exp, launch.plan, run, launch=launch)
     if result.exit_code == 0:
         learn(run, exp)
+    elif exp.launch.slurm.requeue:
+        requeue_job(run, result, first_step=first_step, stream=sys.stdout)
     return result.exit_code
 
 

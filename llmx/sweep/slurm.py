@@ -22,7 +22,7 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.slurm import ask
 from llmx.launch import supervise, write_launch_files
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.slurm import chosen_options
+from llmx.launch.transports.slurm import chosen_options, gpus_option
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json, read_mapping, write_text
@@ -147,7 +147,7 @@ def arguments(spec: LaunchSpec) -> list[str]:
     if spec.cpus_per_task:
         args.append(f"--cpus-per-task={spec.cpus_per_task}")
     if spec.plan.on_gpus:
-        args.append(f"--gpus-per-node={hosts[0].slots}")
+        args.append(gpus_option(spec.exp.launch.slurm, hosts[0].slots))
     return [*args, *chosen_options(spec.exp.launch.slurm)]
 
 

@@ -47,7 +47,13 @@ PARTNERS = {
     ("batch", "by_speed"): ["hardware=a100x2_v100x2"],
     ("batch", "tokens_2m"): ["hardware=a800x2_n7"],
 }
-EVERY = [(group, name) for group in GROUPS for name in options(group)]
+# launch=external needs processes: tests/cluster/test_external.py.
+EVERY = [
+    (group, name)
+    for group in GROUPS
+    for name in options(group)
+    if (group, name) != ("launch", "external")
+]
 
 
 @pytest.mark.parametrize(("group", "name"), EVERY, ids=[f"{g}={n}" for g, n in EVERY])

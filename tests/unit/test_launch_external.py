@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import pytest
 
 from llmx.cli.main import main
+from llmx.config import HardwareConfig
 from llmx.errors import ConfigError
-from llmx.launch.external import PLACES, refuse_several
+from llmx.external import complete_place
+from llmx.hardware import external
+from llmx.hardware.external import PLACES, Processes, hardware_of_processes, refuse_several
 
 
 @pytest.mark.parametrize(("rank", "world"), PLACES)
@@ -41,3 +47,69 @@ def test_commands_that_start_ranks_are_refused_before_anything_else(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(command) == 2
     assert "RANK=1 WORLD_SIZE=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PMI_RANK": "0"}, ("3", "4", "1")),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, ("3", "4", "0")),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, ("3", "4", "1")),
+        (
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
+            ("3", "4", "1"),
+        ),
+    ],
+)
+def test_the_place_of_a_process_is_read_from_its_starter(
+    environ: dict[str, str], place: tuple[str, ...]
+) -> None:
+    environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    complete_place(environ)
+    assert tuple(environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) == place
+
+
+def test_a_missing_address_is_named() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
+        complete_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+@pytest.fixture
+def hosts_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Sequence[tuple[str, int]]], list[tuple[str, int, str]]]:
+    """The hosts of processes with these host names and local ranks."""
+
+    def release(run_dir: str, environment: Mapping[str, str]) -> None:
+        raise AssertionError("nothing is started")
+
+    def made(places: Sequence[tuple[str, int]]) -> list[tuple[str, int, str]]:
+        facts: list[dict[str, Any]] = [
+            {"host": host, "local_rank": local_rank, "gpu": None} for host, local_rank in places
+        ]
+        monkeypatch.setattr(external, "STARTED", [Processes(facts, release)])
+        hardware = hardware_of_processes(HardwareConfig(), environ={"MASTER_ADDR": "10.0.0.1"})
+        assert hardware.master_addr == "10.0.0.1"
+        return [(host.name, host.slots, host.device) for host in hardware.hosts]
+
+    return made
+
+
+def test_hosts_are_those_of_the_processes(hosts_of: Callable[..., Any]) -> None:
+    places = [("node-b", 0), ("node-b", 1), ("node-a", 0)]
+    assert hosts_of(places) == [("node-b", 2, "cpu"), ("node-a", 1, "cpu")]
+
+
+def test_ranks_that_are_not_in_blocks_are_refused(hosts_of: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="rank 2 is on node-a, and so are earlier ranks"):
+        hosts_of([("node-a", 0), ("node-b", 0), ("node-a", 1)])
+
+
+def test_two_machines_of_one_name_are_refused(hosts_of: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="rank 1 on trainer has LOCAL_RANK=0, expected 1"):
+        hosts_of([("trainer", 0), ("trainer", 0)])
+
+
+def test_nothing_started_this_process() -> None:
+    with pytest.raises(ConfigError, match="no other program started this process"):
+        hardware_of_processes(HardwareConfig(), environ={})

@@ -603,6 +603,8 @@ def connection_to(connections: list[Connection], host: int) -> Connection | None
 
 def reserve_port(spec: LaunchSpec, connections: list[Connection]) -> int:
     """A port on the host of rank 0, kept as long as its agent lives."""
+    if (fixed := transport_of(spec.plan.transport).fixed_port(spec)) is not None:
+        return fixed
     chosen = spec.exp.launch.master_port
     # Under Slurm the host of rank 0 has no agent: a port that is free here is the best guess.
     connection = connection_to(connections, 0) or connections[0]

@@ -170,6 +170,7 @@ class Attempt:
     def _start(self) -> None:
         spec = self.spec
         transport = transport_of(spec.plan.transport)
+        transport.release(spec)
         hosts = ", ".join(f"{host.name} ({host.slots})" for host in spec.plan.hosts)
         ranks = plural(spec.plan.world_size, "rank")
         self.log.info(f"launching {ranks} over {spec.plan.transport}: {hosts}")

@@ -312,7 +312,8 @@ class RankMonitor:
                         self.log.debug(f"{connection.name}: {error}")
             return False  # one more poll, for what they sent
         states = [status.get("state") for status in self.evidence.statuses.values()]
-        if len(states) == self.plan.world_size and FINAL_STATES.issuperset(states):
+        ended = not any(any(connection.ranks.values()) for connection in self.connections)
+        if ended and len(states) == self.plan.world_size and FINAL_STATES.issuperset(states):
             return True
         # On a shared file system the last status may appear a little after the exit.
         return now - self._exited_at > SHARED_DELAY_S

@@ -499,6 +499,8 @@ class Result:
     """The name of the known failure (``docs/failures.md``); empty where none matches."""
     stopped_by: str = ""
     """Who asked an interrupted run to end: ``user``, ``time_limit`` or ``scheduler``."""
+    signal: str = ""
+    """The signal to the supervisor by which it was asked, such as ``SIGUSR1``."""
     failed_rank: int | None = None
     host: str | None = None
     log: str | None = None

@@ -70,6 +70,8 @@ class ShutdownRequest:
         """The first signal, as the user knows it: ``Ctrl-C``, ``SIGTERM``."""
         self.kind = ""
         """Of its sender (``Sender.kind``)."""
+        self.signal = ""
+        """The name of the first signal; empty where there was none."""
         self.time: float | None = None
         """Seconds since the epoch, of the first request."""
         self.event = threading.Event()
@@ -108,6 +110,7 @@ class ShutdownRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         sender = sender_of(number, os.environ, now=time.time())
+        self.signal = self.signal or signal.Signals(number).name
         self.request(sender.words, sender.kind)
         if self.raises:
             self.raises = False

@@ -35,6 +35,7 @@ from llmx.launch.supervision.journal import Journal, read_resume, supervisor_loc
 from llmx.launch.supervision.outcome import AttemptRecord, Outcome, Result, exit_code_of
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
+from llmx.launch.transports import transport_of
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, write_json
 from llmx.run.snapshot import run_token, write_identity
@@ -73,6 +74,8 @@ class Supervisor:
         """With every host; ``hosts.spec`` is that of the next attempt."""
         self.run_dir = spec.run_dir
         self.launch = spec.exp.launch
+        if not transport_of(spec.plan.transport).restarts:
+            self.launch = dataclasses.replace(self.launch, max_restarts=0)
         self.stream = stream or sys.stdout
         self.is_trial = is_trial
         self.console = Console(stream, total_steps=spec.exp.task.steps or spec.plan.total_steps)
@@ -233,6 +236,7 @@ class Supervisor:
         result.outcome, result.cause = outcome.kind, outcome.cause
         result.failure = outcome.name
         result.stopped_by = outcome.stopped_by
+        result.signal = self.shutdown.signal
         # Commands that are printed can be pasted.
         result.fix = outcome.fix.replace("RUN_DIR", shlex.quote(str(self.run_dir.root)))
         result.failed_rank, result.host = outcome.rank, outcome.host

@@ -1,9 +1,9 @@
 """The transports, which start ranks on hosts: one file for each, and here their common part.
 
 ``local``: this machine; ``ssh``: the agents start ranks; ``pdsh``: ssh to every host in parallel;
-``openmpi``: ``mpirun``; ``slurm``: ``srun``. All but ``ssh`` render the argv and the environment of
-``deepspeed`` from a ``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package
-can add one.
+``openmpi``: ``mpirun``; ``slurm``: ``srun``; ``external``: another program has started the
+processes. All but ``ssh`` render the argv and the environment of ``deepspeed`` from a
+``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package can add one.
 
 ``python -m llmx launch.transport=openmpi hardware=a100x2_v100x2 dry_run=true`` shows it.
 """
@@ -45,6 +45,8 @@ class Transport:
     """Whether a shell on the other host reads the values of ``ds_env``."""
     allocates = False
     """Whether a scheduler gives each run cores and GPUs of its own, which no run can choose."""
+    restarts = True
+    """Whether another attempt can be started; else whoever started the ranks starts them again."""
 
     def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
         """Rules of the config that are broken: value, rule and fix."""
@@ -74,6 +76,13 @@ class Transport:
         """Whether the run waits, by this line of the launcher's log, for an allocation of its
         hosts. None where it says nothing of it."""
         return None
+
+    def fixed_port(self, spec: LaunchSpec) -> int | None:
+        """The port of the rendezvous where it is given from outside; else None."""
+        return None
+
+    def release(self, spec: LaunchSpec) -> None:
+        """What is to be done right before the command starts; may raise LaunchError."""
 
     def argv(self, spec: LaunchSpec) -> list[str]:
         """The ``deepspeed`` command, with all of its arguments."""

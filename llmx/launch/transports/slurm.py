@@ -37,6 +37,11 @@ class SlurmTransport(Transport):
                 f"{slots}). Use hardware.slots={min(host.slots for host in hosts)}, or "
                 "launch.transport=ssh inside the allocation."
             )
+        if launch.slurm.submit and (launch.detach or launch.supervisor):
+            yield (
+                "launch.slurm.submit=true with launch.detach or launch.supervisor: a job has no "
+                "terminal, and Slurm chooses where it runs. Leave them out."
+            )
         if launch.sync == "rsync":
             yield (
                 "launch.sync=rsync copies over ssh, which launch.transport=slurm does not use: it "
@@ -96,7 +101,7 @@ class SlurmTransport(Transport):
             args += [f"--cpus-per-task={spec.cpus_per_task}", "--cpu-bind=cores"]
         if spec.plan.on_gpus:
             # Each rank sees all GPUs of its host, and takes the one of its local rank.
-            args += [f"--gpus-per-node={hosts[0].slots}", "--gpu-bind=none"]
+            args += [gpus_option(slurm, hosts[0].slots), "--gpu-bind=none"]
         return [*args, *chosen_options(slurm)]
 
     def env(self, spec: LaunchSpec) -> dict[str, str]:
@@ -142,6 +147,11 @@ def chosen_options(slurm: SlurmConfig) -> list[str]:
         "time": slurm.time_limit,
     }
     return [*(f"--{name}={value}" for name, value in options.items() if value), *slurm.extra_args]
+
+
+def gpus_option(slurm: SlurmConfig, count: int) -> str:
+    """The option of ``srun`` and ``sbatch`` for the GPUs of each node."""
+    return f"--gres={slurm.gres}" if slurm.gres else f"--gpus-per-node={count}"
 
 
 def share_of_cores(cores: int | None, slots: int) -> int | None:
