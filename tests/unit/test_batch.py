@@ -36,7 +36,7 @@ def test_a_job_asks_for_what_the_plan_has(tmp_path: Path) -> None:
             tmp_path,
             "launch.slurm.partition=gpu",
             "launch.slurm.time_limit=12:00:00",
-            "launch.slurm.sbatch_args=[--mail-type=END]",
+            "launch.slurm.sbatch_args=['--mail-type=END']",
             "launch.stop_grace_s=300",
         )
     )

@@ -118,7 +118,10 @@ def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
 
 
 ODD_VALUE = "two words $HOME `id` \"quoted\" 'single' 50%n back\\slash;&|"
-SLOTS = {"local": (2,), "ssh": (2, 1), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2)}
+SLOTS = {
+    "local": (2,), "ssh": (2, 1), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2),
+    "external": (2, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
