@@ -234,6 +234,28 @@ COMMANDS = {
             "python -m llmx doctor hardware=a100x2_v100x2 --bandwidth",
         ),
     ),
+    "render": Command(
+        "print the manifest of a job for another launcher: render k8s|sbatch|skypilot",
+        "k8s|sbatch|skypilot [overrides] [--image NAME] [--volume CLAIM:/PATH]",
+        "Prints a manifest that starts this command on the nodes and GPUs of its plan: a JobSet\n"
+        "of Kubernetes, the batch script that launch.slurm.submit=true submits, or a task of\n"
+        "SkyPilot. Starts nothing. With k8s and skypilot, torchrun starts the processes\n"
+        "(launch=external). run_dir must be on a file system that all nodes share.",
+        Runs.WORDS,
+        "llmx.cli.render",
+        words=(
+            Word("--image", "k8s: the container image, with llmx in it", "NAME"),
+            Word("--volume", "k8s: a shared volume and where it is mounted", "CLAIM:/PATH"),
+        ),
+        arguments=(Argument("", "target", "TARGET"),),
+        overrides=True,
+        examples=(
+            "python -m llmx render k8s --image me/llmx:1 --volume runs:/runs hardware=h100x8 "
+            "run_dir=/runs/a",
+            "python -m llmx render sbatch hardware=slurm hardware.nodes=2 hardware.slots=8 "
+            "hardware.device=a100_80g run_dir=runs/a",
+        ),
+    ),
     "sweep": Command(
         "run a grid of trainings: sweep NAME|FILE.yaml [overrides]; sweep resume DIR",
         f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",

@@ -1,6 +1,6 @@
 """The batch script of a run.
 
-``pytest tests/unit/test_batch.py``. ``tests/cluster/test_batch.py`` submits one.
+``pytest tests/unit/test_batch.py``
 """
 
 from __future__ import annotations
