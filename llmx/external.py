@@ -22,8 +22,9 @@ from llmx.cli.commands import COMMANDS
 from llmx.cli.hydra_app import run_hydra
 from llmx.errors import ConfigError, LaunchError, exit_code
 from llmx.hardware.external import PLACES, STARTED, Processes, process_facts
+from llmx.launch.environment import TOKEN
 from llmx.run.rundir import RunDir
-from llmx.run.snapshot import read_overrides, run_id
+from llmx.run.snapshot import read_overrides, run_id, run_token
 
 _NAMES = {
     "RANK": tuple(rank for rank, _ in PLACES),
@@ -88,7 +89,9 @@ def main(words: list[str]) -> int:
 
     def release(run_dir: str, environment: Mapping[str, str]) -> None:
         others = range(1, world)
-        meeting.put("run", {"run_dir": run_dir, "env": dict(environment)})
+        run = RunDir(Path(run_dir))
+        shown = {name: value for name, value in environment.items() if name != TOKEN}
+        meeting.put("run", {"run_dir": run_dir, "run_id": run_id(run), "env": shown})
         sees = {number: meeting.get(f"sees/{number}", timeout_s=60) for number in others}
         blind = [f"rank {rank} on {facts[rank]['host']}" for rank in others if not sees[rank]]
         meeting.put("start", not blind)
@@ -147,9 +150,8 @@ def _become_rank(meeting: Meeting, rank: int) -> int:
         if start is None:
             raise LaunchError("rank 0 did not start the run; its output has the cause.")
         run = RunDir(Path(start["run_dir"]))
-        token = start["env"]["LLMX_RUN_TOKEN"]
         deadline = time.monotonic() + SEE_S
-        while not (sees := run_id(run) == token) and time.monotonic() < deadline:
+        while not (sees := run_id(run) == start["run_id"]) and time.monotonic() < deadline:
             time.sleep(0.5)
         meeting.put(f"sees/{rank}", sees)
         starts = meeting.get("start", timeout_s=60 + SEE_S)
@@ -164,7 +166,9 @@ def _become_rank(meeting: Meeting, rank: int) -> int:
         where = "another machine does" if sees else "this machine does"
         raise LaunchError(f"rank {rank}: {where} not see the run directory {run.root}.")
     argv = [sys.executable, "-m", "llmx.worker", str(run.root)]
-    os.execve(sys.executable, argv, {**os.environ, **start["env"]})
+    # The token is a secret, and anybody may read the store: it is in the run directory.
+    environment = {**os.environ, **start["env"], TOKEN: run_token(run)}
+    os.execve(sys.executable, argv, environment)
 
 
 def _run(words: list[str]) -> int:

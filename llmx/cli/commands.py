@@ -252,8 +252,7 @@ COMMANDS = {
         examples=(
             "python -m llmx render k8s --image me/llmx:1 --volume runs:/runs hardware=h100x8 "
             "run_dir=/runs/a",
-            "python -m llmx render sbatch hardware=slurm hardware.nodes=2 hardware.slots=8 "
-            "hardware.device=a100_80g run_dir=runs/a",
+            "python -m llmx render sbatch hardware=a100x8 launch=slurm run_dir=runs/a",
         ),
     ),
     "sweep": Command(
