@@ -18,6 +18,7 @@ from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
 from llmx.config.plugins import TRACKERS
 from llmx.config.schema import Experiment
+from llmx.config.user_code import user_functions
 from llmx.errors import ConfigError
 
 _RESET = ("", "''", "null", "0", "[]", "{}")
@@ -125,8 +126,8 @@ RULES = (
     Rule("task.epochs", lambda exp: exp.task.steps is None, "beside task.steps", "task.steps=null"),
     Rule(
         "task.code_path",
-        lambda exp: any(":" in name for name in (exp.task.kind, *exp.task.eval_metrics)),
-        "without a task or a metric of your own",
+        lambda exp: ":" in exp.task.kind or bool(user_functions(exp.task)),
+        "without a task, a metric or a reward of your own",
         "task.kind=package.module:Class",
     ),
     Rule(

@@ -214,11 +214,20 @@ def model_source() -> Any:
     return field(default="", metadata={MODEL_SOURCE: True, "text": Text()})
 
 
-def items(*, maximum: int = MAX_ITEMS, example: str | None = None, rule: Text | None = None) -> Any:
-    """A list, empty by default, of at most ``maximum`` entries. ``rule``: of each text in it."""
+def items(
+    default: Sequence[str] = (),
+    *,
+    maximum: int = MAX_ITEMS,
+    example: str | None = None,
+    rule: Text | None = None,
+    values: Range | None = None,
+) -> Any:
+    """A list of at most ``maximum`` entries, empty by default. ``rule``: of each text in it;
+    ``values``: the range of each number in it."""
+    metadata = {"length": Range(0, maximum), "example": example, "text": rule or Text()}
     return field(
-        default_factory=list,
-        metadata={"length": Range(0, maximum), "example": example, "text": rule or Text()},
+        default_factory=lambda: list(default),
+        metadata=metadata if values is None else {**metadata, "range": values},
     )
 
 

@@ -1,5 +1,5 @@
-"""Finds code of the user's own without importing it: ``task.kind=my_package.my_task:MyTask``, and
-metrics of ``task.eval_metrics`` (``my_metrics:bleu``).
+"""Finds code of the user's own without importing it: ``task.kind=my_package.my_task:MyTask``,
+metrics of ``task.eval_metrics`` (``my_metrics:bleu``) and rewards of ``task.options.rewards``.
 
 The control process imports no torch, and a task does. So it only finds out where the package lies:
 that directory goes to the ranks' PYTHONPATH, to other hosts (``launch.sync=rsync``), and into the
@@ -54,15 +54,30 @@ def user_task(task: TaskConfig) -> UserCode | None:
     return _find(f"task.kind={task.kind}", task.kind, task)
 
 
+def user_functions(task: TaskConfig) -> dict[str, str]:
+    """The functions of the user's own that the task is given, by the key that names each."""
+    rewards = task.options.get("rewards")
+    by_key = {
+        "task.eval_metrics": task.eval_metrics,
+        "task.options.rewards": rewards if isinstance(rewards, list) else [],
+    }
+    return {
+        f"{key}: {name}": name
+        for key, names in by_key.items()
+        for name in names
+        if isinstance(name, str) and ":" in name
+    }
+
+
 def user_code(task: TaskConfig) -> list[UserCode]:
-    """The code of ``task.kind`` and of ``task.eval_metrics``, each package once.
+    """The code of ``task.kind``, metrics and rewards, each package once.
 
     Raises:
         ConfigError: one of them is not on this machine.
     """
-    paths = {f"task.eval_metrics: {name}": name for name in task.eval_metrics}
     packages: dict[Path, UserCode] = {}
-    for code in (user_task(task), *(_find(where, name, task) for where, name in paths.items())):
+    functions = user_functions(task).items()
+    for code in (user_task(task), *(_find(where, name, task) for where, name in functions)):
         if code is not None:
             packages.setdefault(code.package, code)
     return list(packages.values())
@@ -104,8 +119,8 @@ def with_code_path(task: TaskConfig) -> TaskConfig:
         return task
     if len(roots) > 1:
         raise ConfigError(
-            f"task.kind and task.eval_metrics name code in {' and '.join(map(str, roots))}. Put "
-            "it into one directory, task.code_path, or install it."
+            f"The task, its metrics and its rewards are code in {' and '.join(map(str, roots))}. "
+            "Put it into one directory, task.code_path, or install it."
         )
     return dataclasses.replace(task, code_path=str(roots[0]))
 

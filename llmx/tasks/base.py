@@ -47,7 +47,7 @@ class Loss:
     """fp32 scalar with a graph."""
     weight: float
     """What the sum is divided by, on this micro batch: its target tokens, its examples, ..."""
-    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]] = field(
+    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]] = field(
         default_factory=dict
     )
     """Sums (scalars without a graph) that have ``weight``, or (sum, weight). The same names for
@@ -200,7 +200,7 @@ class Task:
     """Whether a document of more than ``data.seq_len`` tokens may become several sequences
     (``data.over_long=split``). Its example has no columns then."""
 
-    normaliser: ClassVar[Normaliser] = "tokens"
+    normaliser: Normaliser = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""
 
@@ -349,7 +349,7 @@ class Task:
 
     generates: ClassVar[bool] = False
     """Whether steps are made by ``rollout``; else they are read."""
-    rollout_columns: ClassVar[tuple[Column, ...]] = ()
+    rollout_columns: tuple[Column, ...] = ()
     """What generated examples have beside their tokens, as ``columns``."""
 
     def rollout(
@@ -427,6 +427,15 @@ def add_loss(means: dict[str, Mean], loss: Loss) -> None:
     for name, value in loss.metrics.items():
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
         means.setdefault(name, Mean()).add(float(total), float(weight))
+
+
+def unused_dropout(exp: Experiment) -> str:
+    """The settings that ask for dropout, for a task that trains without; empty if none does."""
+    rates = {"adapter.dropout": exp.adapter.dropout if exp.adapter.kind != "none" else 0.0}
+    rates |= {
+        f"model.config.{key}": rate for key, rate in exp.model.config.items() if "drop" in key
+    }
+    return ", ".join(f"{key}={rate}" for key, rate in rates.items() if rate)
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from llmx.data.format.rows import Preference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Accumulator, JointLoss, Loss, Mean, Task
+from llmx.tasks.base import Accumulator, JointLoss, Loss, Mean, Task, unused_dropout
 
 if TYPE_CHECKING:
     import torch
@@ -111,13 +111,11 @@ class Dpo(Task):
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
         """Dropout that is asked for and would not be used."""
-        rates = {"adapter.dropout": exp.adapter.dropout if exp.adapter.kind != "none" else 0.0}
-        rates |= {f"model.config.{k}": v for k, v in exp.model.config.items() if "drop" in k}
-        settings = [f"{key}={rate}" for key, rate in rates.items() if rate]
+        settings = unused_dropout(exp)
         if not settings or exp.task.options.get("dropout"):
             return []
         return [
-            f"{', '.join(settings)}: task=dpo trains without dropout, since its reference has "
+            f"{settings}: task=dpo trains without dropout, since its reference has "
             "none. Set it to 0, or task.options.dropout=true."
         ]
 

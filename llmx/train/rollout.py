@@ -70,20 +70,35 @@ def rollout_step(
     ends = np.cumsum([0, *map(len, by_sample)]).tolist()
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
-    def micro_batch(micro_step: int) -> dict[str, torch.Tensor]:
-        places = batch.places(rank, micro_step, samples=len(indices))
-        samples = [sample for place in places for sample in drawn[place]]
-        tensors = layout.collate(samples, columns=schema.columns)
+    def generated(of_rank: int, micro_step: int) -> list[tuple[int, int]]:
+        """(place, number at that place) of each sample of a micro step of the plan."""
+        if micro_step >= len(batch.sizes_of(of_rank)):
+            return []
+        places = batch.places(of_rank, micro_step, samples=len(indices))
+        return [(place, number) for place in places for number in range(len(drawn[place]))]
+
+    def micro_batch(keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        tensors = layout.collate(
+            [drawn[place][number] for place, number in keys], columns=schema.columns
+        )
         if task.draws:
             seeds = [
-                draw_seed(seed, step, place) + number
-                for place in places
-                for number in range(sum(len(sample.sequence_starts) for sample in drawn[place]))
+                draw_seed(seed, step, place) + sequence
+                for place, number in keys
+                for sequence in _sequence_numbers(drawn[place], number)
             ]
             tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
         return tensors
 
-    micro_batches = tuple(micro_batch(number) for number in range(len(batch.sizes_of(rank))))
+    micro_batches = tuple(
+        micro_batch(keys)
+        for micro_step in range(len(batch.sizes_of(rank)))
+        for keys in _split(
+            [generated(of_rank, micro_step) for of_rank in range(len(batch.micro_batches))],
+            limits=batch.micro_batches,
+            rank=rank,
+        )
+    )
     samples = list(chain.from_iterable(drawn))
     weights = {
         "tokens": float(sum(_token_weight(sample) for sample in samples)),
@@ -100,6 +115,24 @@ def rollout_step(
         square_tokens=sum(squares),
         work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
     )
+
+
+def _split(
+    by_rank: Sequence[list[tuple[int, int]]], *, limits: Sequence[int], rank: int
+) -> list[list[tuple[int, int]]]:
+    """The generated samples of ``rank`` as micro batches of at most ``limits[rank]``, for which the
+    plan has foreseen the memory: as many as those of every other rank."""
+    parts = max(
+        1, *(-(-len(keys) // max(1, limit)) for keys, limit in zip(by_rank, limits, strict=True))
+    )
+    keys = by_rank[rank]
+    return [keys[len(keys) * n // parts : len(keys) * (n + 1) // parts] for n in range(parts)]
+
+
+def _sequence_numbers(samples: Sequence[Sample], number: int) -> range:
+    """The numbers of the sequences of one of these samples, among those of all."""
+    first = sum(len(sample.sequence_starts) for sample in samples[:number])
+    return range(first, first + len(samples[number].sequence_starts))
 
 
 def prompts_of(sample: Sample, columns: Sequence[Column] = ()) -> list[Prompt]:

@@ -97,19 +97,20 @@ def declare(names: Iterable[str]) -> dict[str, Metric]:
 Scores = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
 
 
-def load_metric(path: str) -> Scores:
-    """A metric of the user's: ``package.module:function``.
+def load_function(path: str, known: Iterable[str]) -> Callable[..., Any]:
+    """A function of the user's: ``package.module:function``. Found as Python finds it, and in the
+    directory where the command is typed.
 
-    ``function(completions, references)`` gets two lists of texts and gives a number, or numbers by
-    name. Found as Python finds it, and in the directory where the command is typed.
+    Args:
+        known: the names that may be given in its place, for the message.
 
     Raises:
-        ConfigError: it cannot be imported, or gives something else.
+        ConfigError: it cannot be imported, or is no function.
     """
     module, _, name = path.partition(":")
     if not module or not name:
         raise ConfigError(
-            f"{path}: is neither one of {', '.join(METRICS)} nor package.module:function."
+            f"{path}: is neither one of {', '.join(known)} nor package.module:function."
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -118,16 +119,29 @@ def load_metric(path: str) -> Scores:
         for part in name.split("."):  # a method of a class, too
             function = getattr(function, part)
     except Exception as error:  # whatever that file does when it is imported
-        raise ConfigError(f"{path} cannot be imported: {_said(error)}") from error
+        raise ConfigError(f"{path} cannot be imported: {failure(error)}") from error
     if not callable(function):
         raise ConfigError(f"{path} is a {type(function).__name__}, not a function.")
+    return function  # type: ignore[no-any-return]
+
+
+def load_metric(path: str) -> Scores:
+    """A metric of the user's: ``package.module:function``.
+
+    ``function(completions, references)`` gets two lists of texts and gives a number, or numbers by
+    name.
+
+    Raises:
+        ConfigError: it cannot be imported, or gives something else.
+    """
+    function, name = load_function(path, METRICS), path.partition(":")[2]
 
     def scores(completions: Sequence[str], references: Sequence[str]) -> Mapping[str, float]:
         try:
             returned = function(list(completions), list(references))
         except Exception as error:  # whatever it does: its own file and line say more than ours
             raise ConfigError(
-                f"{path} failed on {len(completions)} completions: {_said(error)}"
+                f"{path} failed on {len(completions)} completions: {failure(error)}"
             ) from error
         values = returned if isinstance(returned, Mapping) else {name.rpartition(".")[2]: returned}
         for key, value in values.items():
@@ -140,7 +154,7 @@ def load_metric(path: str) -> Scores:
     return scores
 
 
-def _said(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """Describe an error in a user's code, with the line of it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""

@@ -1,0 +1,679 @@
+"""``task=grpo``: a model learns from rewards of its own completions (GRPO, DAPO, RLOO and others).
+
+    python -m llmx task=grpo data=file data.path=questions.jsonl data.packing=none \\
+        model=hf model.path=Qwen/Qwen3-0.6B task.options.rewards=[exact_match]
+
+Each step draws ``group_size`` completions of each prompt, scores them, and makes those more likely
+that are better than the others of their group. The ranks that train also generate. Tried by
+``python -m pytest tests/unit/test_tasks_grpo.py`` (losses, gradients and advantages against TRL's).
+"""
+
+# ruff: noqa: RUF009 - the helpers return dataclasses.field()
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmx.config import Experiment
+from llmx.config.fields import Range, Text, choice, items, model_source, number
+from llmx.config.tasks import TaskDefaults
+from llmx.data import IGNORE, EvalPrompt, Sample, SampleStore, collate, held_out_prompts
+from llmx.data.examples import Column, Example, Tokens
+from llmx.data.format.rows import Conversation
+from llmx.data.split import DatasetSplit
+from llmx.errors import ConfigError
+from llmx.run.metrics import Metric
+from llmx.tasks.base import (
+    Loss,
+    Prompt,
+    RolloutKey,
+    Task,
+    completion_metrics,
+    completion_scores,
+    unused_dropout,
+)
+from llmx.tasks.rewards import (
+    BUILT_IN,
+    REWARD_MODEL,
+    Outcome,
+    Reward,
+    Scored,
+    all_outcomes,
+    check_options,
+    reward_functions,
+    reward_problems,
+    short_names,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmx.models.generate import Completion
+    from llmx.models.model import Batch, Model, Models, ModelSpec
+
+BY_TOKEN = ("dapo", "cispo")
+"""Losses that are means over the target tokens of a step; the others over its completions."""
+
+
+@dataclass
+class Options:
+    """``task.options`` of ``task=grpo``; ``task=rloo`` sets some of them otherwise."""
+
+    rewards: list[str] = items(
+        ["exact_match"],
+        maximum=20,
+        example="[exact_match]",
+        rule=Text(
+            200,
+            pattern=r"(" + "|".join(BUILT_IN) + r")|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*",
+            rule=f"be {', '.join(BUILT_IN)}, or a function of your own, package.module:function",
+        ),
+    )
+    """What a completion is rewarded for. A function of your own takes the texts of the prompt, the
+    completion and the reference (the completion in the data), and returns a number."""
+    reward_weights: list[float] = items(
+        maximum=20, example="[1, 0.5]", values=Range(-(10**6), 10**6)
+    )
+    """The weight of each reward in the sum; empty: 1 each."""
+    reward_timeout_s: float = number(10.0, above=0, maximum=3600)
+    """A reward function that takes longer for a completion is ended, and that completion has no
+    reward."""
+    format: str | None = None
+    """The regular expression of the reward ``format``."""
+    overlong_buffer: int = number(0, minimum=0, maximum=2**24, example=64)
+    """Over so many last tokens before ``max_new_tokens`` the reward ``overlong`` falls from 0 to
+    -1."""
+    reward_model: str = model_source()
+    """A model that ``task=reward`` has trained, with the tokenizer of the run: its score is a
+    reward, too."""
+    reward_model_weight: float = number(1.0, minimum=-(10**6), maximum=10**6)
+    """The weight of its score in the sum."""
+    group_size: int = number(8, minimum=2, maximum=4096)
+    """Completions of each prompt."""
+    max_new_tokens: int = number(256, minimum=1, maximum=2**24)
+    """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room."""
+    temperature: float = number(1.0, minimum=0.01, maximum=100)
+    """Of the completions, and of the policy that is trained."""
+    top_p: float = number(1.0, above=0, maximum=1)
+    top_k: int = number(0, minimum=0, maximum=10**6)
+    loss: str = choice("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
+    """``dapo`` is the mean over the target tokens of a step, ``grpo`` over completions of the means
+    over their tokens, ``dr_grpo`` of their sums divided by ``max_new_tokens``. ``gspo`` has one
+    ratio for a completion, ``cispo`` clips the weight of a token and not its gradient, ``rloo`` is
+    REINFORCE of whole completions."""
+    advantage: str = choice("normalised", "centred", "leave_one_out")
+    """The reward without the mean of its group, ``normalised`` by their standard deviation or not
+    (``centred``), or without the mean of the others of its group (``leave_one_out``)."""
+    clip_low: float = number(0.2, minimum=0, maximum=1)
+    clip_high: float = number(0.28, minimum=0, maximum=1000)
+    """Ratios of the trained and the sampling policy are clipped to 1 - clip_low, 1 + clip_high."""
+    beta: float = number(0.0, minimum=0, maximum=1000, example=0.04)
+    """Weight of the KL divergence from the model that training begins with; 0 needs no reference.
+    """
+    kl: str = choice("k3", "k1", "k2")
+    """Its estimate (Schulman 2020): k1 = log p/q, k2 = k1^2 / 2, k3 = q/p - 1 + k1."""
+    kl_in: str = choice("loss", "reward")
+    """``loss`` adds it to the loss of each token, ``reward`` takes its sum from the reward."""
+    mask_truncated: bool = False
+    """Completions without a stop token train nothing (their rewards count in their group)."""
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        if not self.rewards and not self.reward_model:
+            raise ConfigError(
+                "task.options.rewards is empty, and there is no task.options.reward_model. Set "
+                "e.g. task.options.rewards=[exact_match]."
+            )
+        check_options(self.rewards, overlong_buffer=self.overlong_buffer, pattern=self.format)
+        if self.kl == "k1" and self.kl_in == "loss" and self.beta:
+            raise ConfigError(
+                "task.options.kl=k1 in the loss has a gradient of mean 0, so it holds nothing. Set "
+                "task.options.kl=k3, or task.options.kl_in=reward."
+            )
+        if self.temperature != 1 and (self.top_k or self.top_p < 1):
+            raise ConfigError(
+                f"task.options.temperature={self.temperature:g} with top_k or top_p: the "
+                "probability of a token under the policy is then unknown to the loss. Set "
+                "task.options.temperature=1, or leave top_k and top_p out."
+            )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A completion of a prompt, cut where the sample would exceed ``data.seq_len``."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    """Of each token under the policy, at ``temperature``."""
+    text: str
+    truncated: bool
+
+    def sample(self) -> Sample:
+        """Prompt and completion, for a forward pass."""
+        ids = np.array([*self.prompt.tokens, *self.tokens], np.uint32)
+        return Sample(ids, np.arange(len(ids)) >= len(self.prompt.tokens), np.zeros(1, np.int64))
+
+
+class Grpo(Task):
+    """Targets are the tokens that the policy has drawn."""
+
+    defaults = TaskDefaults(full=1e-6, adapter=1e-5)
+    Options = Options
+    logits = "whole"
+    loss_on = "last"
+    generates = True
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        super().__init__(exp, tokenizer)
+        options = self.options
+        self.normaliser = "tokens" if options.loss in BY_TOKEN else "examples"
+        self._measures = [*map(_metric, self._rewards), "reward", "reward_std", *_MEASURED]
+        measured = (len(self._measures),)
+        self.rollout_columns = (
+            Column("old_logp", per="token"),
+            *([Column("reference_logp", per="token")] if options.beta else []),
+            Column("advantage", per="example"),
+            Column("measures", per="example", shape=measured),
+            Column("measured", per="example", shape=measured),
+        )
+        self._eval_prompts: list[EvalPrompt] | None = None
+        self._reported: set[str] = set()
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        """What a rollout cannot be made of, and rewards that are not there."""
+        options, problems = exp.task.options, []
+        if dropout := unused_dropout(exp):
+            problems.append(
+                f"{dropout}: task=grpo trains without dropout, as it draws its samples. Set it to "
+                "0."
+            )
+        if exp.data.packing != "none":
+            problems.append(
+                f"data.packing={exp.data.packing}: for task=grpo a sample is one prompt. Set "
+                "data.packing=none."
+            )
+        new_tokens = options.get("max_new_tokens", Options.max_new_tokens)
+        if isinstance(new_tokens, int) and new_tokens >= exp.data.seq_len:
+            problems.append(
+                f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
+                f"data.seq_len={exp.data.seq_len} tokens. Set a smaller one, or data.seq_len."
+            )
+        names, weights = options.get("rewards"), options.get("reward_weights")
+        if isinstance(names, list):
+            problems += reward_problems(list(map(str, names)), weights or [])
+        return problems
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """No option changes the stored prompts: a sweep over them prepares nothing anew."""
+        return {"kind": "prompts with a reference", "version": 1}
+
+    def check_source(self, split: DatasetSplit) -> None:
+        if split.has_text:
+            texts = ", ".join(source.path for source in split.sources if source.form == "text")
+            raise ConfigError(
+                f"task=grpo needs prompts with a reference completion, but {texts} contains text. "
+                "Map the columns with data.form and data.columns."
+            )
+
+    def encode(self, row: Conversation) -> Example | None:
+        """A conversation whose last answer is the reference; never cut."""
+        return Example.of(row, cut="none")
+
+    def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
+        """Import the rewards before the models are built."""
+        return [f"rewards: {', '.join([*self._functions, *self._rewards[len(self._functions) :]])}"]
+
+    @cached_property
+    def _functions(self) -> dict[str, Reward]:
+        options = self.options
+        return reward_functions(
+            options.rewards,
+            max_new_tokens=options.max_new_tokens,
+            overlong_buffer=options.overlong_buffer,
+            pattern=options.format,
+        )
+
+    @property
+    def _rewards(self) -> list[str]:
+        """The rewards by the names of their metrics; that of the reward model last."""
+        names = short_names(self.options.rewards)
+        return [*names, REWARD_MODEL] if self.options.reward_model else names
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        both = ("train", "eval") if self.exp.task.eval_generate else ("train",)
+        train = {name: Metric(**values, kinds=("train",)) for name, values in _MEASURED.items()}
+        if self.options.beta:
+            train["kl"] = Metric("KL", kinds=("train",))
+        return {
+            "reward": Metric("reward", higher_is_better=True, kinds=both),
+            **{
+                _metric(name): Metric(
+                    _metric(name), kinds=("train",) if name == REWARD_MODEL else both
+                )
+                for name in self._rewards
+            },
+            "reward_std": Metric("reward std", kinds=("train",)),
+            **train,
+            "entropy": Metric("entropy", kinds=("train",)),
+            "clipped": Metric("clipped", "percent", kinds=("train",)),
+            **completion_metrics(self.exp.task),
+        }
+
+    def models(self) -> dict[str, ModelSpec]:
+        from llmx.models.spec import CLASSIFICATION, ModelSpec
+
+        specs = {"policy": ModelSpec(dropout=False)}
+        if self.options.beta:
+            specs["reference"] = ModelSpec(trained=False)
+        if source := self.options.reward_model:
+            specs[REWARD_MODEL] = ModelSpec(
+                trained=False, source=source, head=CLASSIFICATION, num_labels=1
+            )
+        return specs
+
+    def rollout(
+        self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
+    ) -> list[list[Example]]:
+        """The samples of each prompt: one group, with its advantages."""
+        import torch
+
+        from llmx.models.generate import stop_ids
+        from llmx.models.sampling import Sampling
+
+        options, group_size = self.options, self.options.group_size
+        sampling = Sampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
+        )
+        completions = models.main.sample(
+            [prompt.tokens for prompt in prompts], sampling, n=group_size, seeds=key.of
+        )
+        drawn = [
+            self._drawn(prompt, completion)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+        rewards = self._scores(models, drawn)
+        totals = rewards @ np.array(self._weights)
+        reference: list[np.ndarray] = [np.zeros(0)] * len(drawn)
+        if options.beta:
+            reference = self._over_ranks(models["reference"], drawn, self._reference_logps)
+        if options.beta and options.kl_in == "reward":
+            for at, sample in enumerate(drawn):
+                difference = torch.tensor(sample.logps) - torch.from_numpy(reference[at])
+                totals[at] -= options.beta * float(kl_estimate(options.kl, difference).sum())
+        groups = totals.reshape(-1, group_size)
+        advantages, spread = group_advantages(options.advantage, groups)
+        if key.step % self.exp.task.log_every_steps == 0:
+            self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
+        examples = [
+            self._example(*parts)
+            for parts in zip(
+                drawn,
+                reference,
+                rewards,
+                totals,
+                advantages.ravel(),
+                np.repeat(spread, group_size),
+                strict=True,
+            )
+        ]
+        return [examples[at : at + group_size] for at in range(0, len(examples), group_size)]
+
+    @property
+    def _weights(self) -> list[float]:
+        options = self.options
+        weights = options.reward_weights or [1.0] * len(options.rewards)
+        return [*weights, options.reward_model_weight] if options.reward_model else weights
+
+    def _drawn(self, prompt: Prompt, completion: Completion) -> Drawn:
+        room = self.exp.data.seq_len - len(prompt.tokens)
+        # Those of the policy that is trained: nothing removed (top_p, top_k).
+        logps = completion.logps if self.options.temperature == 1 else completion.sampled_logps
+        fits = len(completion.tokens) <= room
+        text = completion.text_tokens if fits else completion.tokens[:room]
+        return Drawn(
+            prompt,
+            completion.tokens[:room],
+            logps[:room],
+            self.decode(list(text)),
+            truncated=not fits or completion.ended != "stop",
+        )
+
+    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> np.ndarray:
+        """fp64 [samples, rewards]; NaN where a function failed."""
+        references = {id(sample.prompt): sample.prompt for sample in drawn}
+        texts = {
+            number: (self.decode(list(prompt.tokens)), self.decode(list(prompt.reference)))
+            for number, prompt in references.items()
+        }
+        rows = [
+            Scored(prompt, sample.text, reference, len(sample.tokens))
+            for sample in drawn
+            for prompt, reference in (texts[id(sample.prompt)],)
+        ]
+        scores = self._values(rows)
+        if self.options.reward_model:
+            model_scores = self._over_ranks(models[REWARD_MODEL], drawn, _sequence_scores)
+            scores = np.column_stack([scores, np.array(model_scores)])
+        return scores
+
+    def _values(self, rows: Sequence[Scored]) -> np.ndarray:
+        """fp64 [rows, functions]; NaN where one failed, which is logged once for each function."""
+        outcomes = all_outcomes(self._functions, rows, limit_s=self.options.reward_timeout_s)
+        for row in outcomes:
+            for name, outcome in zip(self._functions, row, strict=True):
+                if outcome.value is None and name not in self._reported:
+                    self._reported.add(name)
+                    _log(
+                        f"WARNING: the reward {name} failed: {outcome.problem} Such completions "
+                        "train nothing; reward_failed is their share."
+                    )
+        values = [[_or_nan(outcome) for outcome in row] for row in outcomes]
+        return np.array(values, np.float64).reshape(len(rows), len(self._functions))
+
+    def _over_ranks(
+        self,
+        model: Model,
+        drawn: Sequence[Drawn],
+        function: Callable[[Model, Batch], list[Any]],
+    ) -> list[Any]:
+        """``function`` of a frozen model for every sample: one value each. The ranks share the
+        samples, and make as many forwards as each other. Collective."""
+        import torch
+
+        from llmx.collectives import all_gather
+
+        size = max(1, self.exp.batch.micro_batch)
+        batches = [drawn[at : at + size] for at in range(0, len(drawn), size)]
+        distributed = torch.distributed.is_initialized()
+        world = torch.distributed.get_world_size() if distributed else 1
+        rank = torch.distributed.get_rank() if distributed else 0
+        values: dict[int, list[Any]] = {}
+        for first in range(0, len(batches), world):
+            at = first + rank
+            batch = collate(
+                [sample.sample() for sample in (batches[at] if at < len(batches) else [])],
+                seq_len=self.exp.data.seq_len,
+                pad_id=self.tokenizer.pad_token_id or 0,
+                layout=model.attention.layout,
+            )
+            values[at] = function(model, batch)
+        parts = all_gather(values) if distributed else [values]
+        merged = {at: part for by_batch in parts for at, part in by_batch.items()}
+        return [value for at in range(len(batches)) for value in merged[at]]
+
+    def _reference_logps(self, model: Model, batch: Batch) -> list[np.ndarray]:
+        logps, _ = self._token_values(model, batch)
+        sequences, count = model.sequences_of_targets(batch)
+        values = logps.cpu().numpy()
+        return [values[sequences.numpy() == number] for number in range(count)]
+
+    def _token_values(self, model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each target token at ``temperature``, with a graph, and the entropy of
+        the distribution that it is of; fp32 [n] each."""
+        import torch
+
+        def function(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scaled = logits / self.options.temperature
+            normaliser = scaled.logsumexp(-1)
+            with torch.no_grad():
+                mean_logit = (scaled.softmax(-1) * scaled).sum(-1)
+            picked = scaled.gather(1, targets[:, None]).squeeze(1)
+            return picked - normaliser, normaliser.detach() - mean_logit
+
+        logps, entropy = model.of_logits(batch, function)
+        return logps, entropy
+
+    def _example(
+        self,
+        drawn: Drawn,
+        reference: np.ndarray,
+        rewards: np.ndarray,
+        total: float,
+        advantage: float,
+        spread: float,
+    ) -> Example:
+        before = [0.0] * len(drawn.prompt.tokens)
+        is_target = 0.0 if drawn.truncated and self.options.mask_truncated else 1.0
+        columns: dict[str, Any] = {"old_logp": [*before, *drawn.logps]}
+        if self.options.beta:
+            columns["reference_logp"] = [*before, *reference]
+        values = np.array(
+            [
+                *rewards,
+                total,
+                spread,
+                np.isnan(total),
+                np.isnan(spread) or spread < SAME_REWARD,
+                drawn.truncated,
+                len(drawn.tokens),
+            ],
+            np.float64,
+        )
+        return Example.of(
+            Tokens(
+                [*drawn.prompt.tokens, *drawn.tokens],
+                weight=[*before, *[is_target] * len(drawn.tokens)],
+                columns=columns,
+            ),
+            advantage=advantage,
+            measures=np.nan_to_num(values),
+            measured=~np.isnan(values),
+        )
+
+    def _log_sample(self, drawn: Drawn, rewards: np.ndarray, total: float, *, step: int) -> None:
+        parts = ", ".join(
+            f"{name} {reward:.3g}" for name, reward in zip(self._rewards, rewards, strict=True)
+        )
+        text = re.sub(r"\s+", " ", drawn.text)
+        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        _log(f"a sample of step {step + 1}: reward {total:.3g} ({parts}): {shown}")
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        options, policy = self.options, models.main
+        targets = batch["labels"] != IGNORE
+        logps, entropy = self._token_values(policy, batch)
+        device = logps.device
+
+        def by_target(column: str) -> torch.Tensor:
+            return batch[column][targets].to(device, non_blocking=True)
+
+        sequences, _ = policy.sequences_of_targets(batch)
+        advantages = batch["advantage"].to(device, non_blocking=True)
+        reference = by_target("reference_logp") if options.beta else None
+        total, clipped, kl = policy_loss(
+            options,
+            logps,
+            by_target("old_logp"),
+            advantages,
+            sequences.to(device, non_blocking=True),
+            reference,
+        )
+        num_targets = float(len(logps))
+        values, counts = (batch[name].double().sum(0).tolist() for name in ("measures", "measured"))
+        metrics: dict[str, Any] = {
+            name: (values[at], counts[at]) for at, name in enumerate(self._measures)
+        }
+        if kl is not None:
+            metrics["kl"] = (kl.detach().sum(), num_targets)
+        metrics["entropy"] = (entropy.sum(), num_targets)
+        metrics["clipped"] = (clipped.sum(), float(len(clipped)))
+        weight = num_targets if options.loss in BY_TOKEN else float(len(advantages))
+        return Loss(total, weight, metrics)
+
+    def eval_prompts(self) -> list[EvalPrompt]:
+        """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
+        if self._eval_prompts is None:
+            limit, data = self.exp.task.eval_generate, self.exp.data
+            self._eval_prompts = held_out_prompts(
+                data, self.exp.seed, self.tokenizer, limit=limit, decode=self.decode
+            )
+        return self._eval_prompts
+
+    def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
+        """The metrics of the completions, and their rewards without that of a reward model."""
+        scores = completion_scores(self.exp.task, prompts, completions)
+        rows = [
+            Scored(
+                self.decode(list(prompt.tokens)),
+                completion,
+                prompt.expected,
+                len(self.tokenizer(completion, add_special_tokens=False)["input_ids"]),
+            )
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        if not rows or not self._functions:
+            return scores
+        values = self._values(rows)
+        means = {
+            _metric(name): float(np.nanmean(values[:, at]))
+            for at, name in enumerate(self._functions)
+            if not np.isnan(values[:, at]).all()
+        }
+        totals = values @ np.array(self._weights[: len(self._functions)])
+        if not np.isnan(totals).all():
+            means["reward"] = float(np.nanmean(totals))
+        return {**scores, **means}
+
+
+_MEASURED: dict[str, dict[str, Any]] = {
+    "reward_failed": {"title": "without reward", "format": "percent", "higher_is_better": False},
+    "no_signal": {"title": "groups of one reward", "format": "percent"},
+    "truncated": {"title": "truncated", "format": "percent"},
+    "completion_tokens": {"title": "completion tokens"},
+}
+"""Of every generated sample, in the order of ``_example``."""
+SAME_REWARD = 1e-8
+"""Standard deviation of the rewards of a group below which they are equal."""
+SHOWN = 200
+"""Characters of a sample in the log."""
+
+
+def _metric(reward: str) -> str:
+    """The metric of one reward."""
+    return f"reward/{reward}"
+
+
+def _or_nan(outcome: Outcome) -> float:
+    return np.nan if outcome.value is None else outcome.value
+
+
+def _sequence_scores(model: Model, batch: Batch) -> list[float]:
+    scores: list[float] = model.logits(batch)[:, 0].tolist()
+    return scores
+
+
+def _log(text: str) -> None:
+    """One line in the log of the run, by rank 0."""
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"{text}\n", end="", flush=True)
+
+
+def group_advantages(kind: str, rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The advantages, and the standard deviation of each group (NaN without two rewards).
+
+    Args:
+        kind: ``Options.advantage``.
+        rewards: [prompts, group]; NaN for a completion without one, whose advantage is 0 and which
+            counts in neither mean nor deviation.
+    """
+    has_reward = ~np.isnan(rewards)
+    counts = has_reward.sum(axis=1, keepdims=True)
+    means = np.nansum(rewards, axis=1, keepdims=True) / np.maximum(counts, 1)
+    centred = np.nan_to_num(rewards - means)
+    others = np.maximum(counts - 1, 1)
+    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / others)
+    match kind:
+        case "normalised":  # GRPO, Shao et al. 2024, with TRL's epsilon
+            advantages = centred / (spread + 1e-4)
+        case "centred":  # Dr. GRPO, Liu et al. 2025
+            advantages = centred
+        case "leave_one_out":  # RLOO, Ahmadian et al. 2024
+            advantages = centred * counts / others
+        case _:
+            raise ValueError(kind)
+    return advantages, np.where(counts > 1, spread, np.nan)[:, 0]
+
+
+def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
+    """Of KL(policy || reference) at each token, from ``difference``: its log-probability under the
+    policy minus that under the reference (Schulman 2020)."""
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return difference**2 / 2
+        case "k3":
+            return (-difference).exp() - 1 + difference
+    raise ValueError(kind)
+
+
+def policy_loss(
+    options: Options,
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: torch.Tensor,
+    reference_logps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(the summed loss, what was clipped, the KL estimate of each token or None).
+
+    What was clipped is [n] or [sequences], as the loss has one ratio for each token or sequence.
+
+    Args:
+        logps: fp32 [n], of the target tokens, with a graph.
+        old_logps: [n], of the policy that drew them.
+        advantages: [sequences].
+        sequences: int64 [n], the sequence of each token.
+        reference_logps: [n], where ``options.beta`` is not 0.
+    """
+    import torch
+
+    def by_sequence(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(advantages).index_add(0, sequences, values)
+
+    counts = by_sequence(torch.ones_like(logps))
+
+    def summed(values: torch.Tensor) -> torch.Tensor:
+        """The sum of values by token, as the loss weighs tokens."""
+        match options.loss:
+            case "grpo" | "gspo":
+                return (by_sequence(values) / counts.clamp(min=1)).sum()
+            case "dr_grpo":
+                return values.sum() / options.max_new_tokens
+        return values.sum()
+
+    low, high = 1 - options.clip_low, 1 + options.clip_high
+    log_ratios, of_sequence = logps - old_logps, options.loss in ("gspo", "rloo")
+    if of_sequence:
+        # Zheng et al. 2025 take the mean over the tokens, RLOO the probability of the whole.
+        divisor = counts.clamp(min=1) if options.loss == "gspo" else 1
+        log_ratios = by_sequence(log_ratios) / divisor
+    ratios, factors = log_ratios.exp(), advantages if of_sequence else advantages[sequences]
+    over, under = (ratios > high) & (factors > 0), (ratios < low) & (factors < 0)
+    if options.loss == "cispo":  # MiniMax-M1, 2025, eq. 4
+        gains, clipped = ratios.clamp(max=high).detach() * factors * logps, over
+    else:
+        gains = torch.minimum(ratios * factors, ratios.clamp(low, high) * factors)
+        clipped = over | under
+    total = -(gains * (counts > 0)).sum() if of_sequence else -summed(gains)
+    if reference_logps is None:
+        return total, clipped, None
+    kl = kl_estimate(options.kl, logps - reference_logps)
+    if options.kl_in == "loss":
+        total = total + options.beta * summed(kl)
+    return total, clipped, kl

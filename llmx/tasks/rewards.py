@@ -1,0 +1,205 @@
+"""Rewards of generated completions: the built-in ones, functions of the user's own, a time limit.
+
+A reward is a function of the texts of a prompt, a completion and a reference (the completion that
+the data has), and returns a number:
+
+    def correct(prompt, completion, reference):
+        return float(completion.split()[-1] == reference)
+
+What a function raises, or returns in place of a number, costs the one completion, never the run.
+Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llmx.collectives import all_gather
+from llmx.config.build import shown
+from llmx.errors import ConfigError
+from llmx.run.metrics.completions import exact_match, failure, load_function
+
+MATH = "math_verify"
+REWARD_MODEL = "reward_model"
+"""The name of the score of a trained reward model."""
+BUILT_IN = ("exact_match", "format", "length", "overlong", MATH)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a reward function is given."""
+
+    prompt: str
+    completion: str
+    reference: str
+    num_tokens: int
+    """Of the completion."""
+
+
+Reward = Callable[[Scored], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The value of one reward function for one completion."""
+
+    value: float | None
+    """None where the function failed."""
+    problem: str = ""
+    """What went wrong then."""
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The names of the rewards' metrics: a user's function is called as it is in its module."""
+    return [re.split("[:.]", name)[-1] for name in names]
+
+
+def reward_problems(names: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
+    """Yield a message for rewards that cannot be used together, or not on this machine."""
+    key = f"task.options.rewards={shown(list(names))}"
+    by_name = Counter([*short_names(names), REWARD_MODEL])
+    twice = [name for name, count in by_name.items() if count > 1]
+    if twice:
+        yield f"{key}: two are called {twice[0]}. Leave one out, or give it another name."
+    if weights and len(weights) != len(names):
+        yield (
+            f"task.options.reward_weights={shown(list(weights))}: has {len(weights)} values for "
+            f"{len(names)} rewards. Give one weight for each of task.options.rewards."
+        )
+    if MATH in names and importlib.util.find_spec(MATH) is None:
+        yield f"{key}: the package math-verify is not installed. Run: pip install math-verify"
+
+
+def reward_functions(
+    names: Sequence[str], *, max_new_tokens: int, overlong_buffer: int, pattern: str | None
+) -> dict[str, Reward]:
+    """The functions by the name of their metric.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be imported.
+    """
+
+    def overlong(scored: Scored) -> float:  # DAPO, Yu et al. 2025, eq. 13
+        excess = scored.num_tokens - (max_new_tokens - overlong_buffer)
+        return -min(1.0, max(0, excess) / overlong_buffer)
+
+    built_in: dict[str, Reward] = {
+        "exact_match": lambda scored: exact_match(scored.completion, scored.reference),
+        "format": lambda scored: float(
+            re.fullmatch(pattern or "", scored.completion, re.DOTALL) is not None
+        ),
+        "length": lambda scored: scored.num_tokens / max_new_tokens,
+        "overlong": overlong,
+        MATH: _math_verify,
+    }
+    functions = [built_in[name] if name in built_in else _of_user(name) for name in names]
+    return dict(zip(short_names(names), functions, strict=True))
+
+
+def _of_user(path: str) -> Reward:
+    function = load_function(path, BUILT_IN)
+    return lambda scored: function(scored.prompt, scored.completion, scored.reference)
+
+
+def _math_verify(scored: Scored) -> float:
+    """1 where the completion's last answer is mathematically equal to the reference."""
+    package: Any = importlib.import_module(MATH)
+    # Its own time limits would take the signal that ours uses.
+    reference = package.parse(scored.reference, parsing_timeout=None)
+    if not reference:
+        raise ValueError(f"math-verify finds no answer in the reference {scored.reference!r}")
+    answer = package.parse(scored.completion, parsing_timeout=None)
+    return float(package.verify(reference, answer, timeout_seconds=None))
+
+
+class RewardTimeout(BaseException):
+    """Not an ``Exception``, so that a function which catches these does not go on."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise RewardTimeout inside after so many seconds, also in a regular expression or a sleep."""
+
+    def expire(*_: Any) -> None:
+        raise RewardTimeout
+
+    before = signal.signal(signal.SIGALRM, expire)
+    # Repeated: code that swallows the first one gets another.
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
+    """The value of a reward function, or why there is none."""
+    try:
+        with time_limit(limit_s):
+            value = reward(scored)
+    except RewardTimeout:
+        return Outcome(None, f"it took more than {limit_s:g} s (task.options.reward_timeout_s)")
+    except (Exception, SystemExit) as error:
+        return Outcome(None, f"it raised {failure(error)}")
+    is_number = hasattr(value, "__float__")  # of NumPy or PyTorch, too
+    if not is_number or not math.isfinite(float(value)):
+        return Outcome(None, f"it returned {value!r:.80}, which is not a finite number.")
+    return Outcome(float(value))
+
+
+def all_outcomes(
+    rewards: Mapping[str, Reward], rows: Sequence[Scored], *, limit_s: float
+) -> list[list[Outcome]]:
+    """The outcome of each reward for each row. The ranks share the rows and get all outcomes, so
+    that a clock or a random number in a function does not divide them. Collective."""
+    import torch
+
+    def here(part: Sequence[Scored]) -> list[list[Outcome]]:
+        return [[outcome(f, row, limit_s=limit_s) for f in rewards.values()] for row in part]
+
+    if not torch.distributed.is_initialized():
+        return here(rows)
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    outcomes: list[list[Outcome]] = [[] for _ in rows]
+    for other, part in enumerate(all_gather(here(rows[rank::world]))):
+        outcomes[other::world] = part
+    return outcomes
+
+
+def check_options(names: Sequence[str], *, overlong_buffer: int, pattern: str | None) -> None:
+    """Raise ConfigError for a reward whose option is missing, or an option without its reward."""
+    if "format" in names and not pattern:
+        raise ConfigError(
+            "task.options.rewards has format, and task.options.format is not set. Set it to a "
+            "regular expression that the whole completion must match, e.g. "
+            "task.options.format='<think>.*</think>.*'."
+        )
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"task.options.format={pattern}: is not a regular expression: {error}."
+            ) from error
+    if "overlong" in names and not overlong_buffer:
+        raise ConfigError(
+            "task.options.rewards has overlong, and task.options.overlong_buffer is 0. Set it to "
+            "the number of last tokens over which the penalty grows, e.g. "
+            "task.options.overlong_buffer=64."
+        )
+    for name, value in {"format": pattern, "overlong": overlong_buffer}.items():
+        option = "overlong_buffer" if name == "overlong" else name
+        if value and name not in names:
+            raise ConfigError(
+                f"task.options.{option}={value} has no effect without the reward {name}. Add "
+                f"{name} to task.options.rewards, or remove the option."
+            )

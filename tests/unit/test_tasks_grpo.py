@@ -1,0 +1,423 @@
+"""task=grpo: losses, gradients and advantages of TRL's, one gradient for every split, rollouts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import textwrap
+import types
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmx.compose.task_rules import task_problems
+from llmx.config import Experiment
+from llmx.data import Sample, collate
+from llmx.data.examples import Schema
+from llmx.data.store.samples import in_memory
+from llmx.errors import ConfigError
+from llmx.models.model import CLASSIFICATION, Models, ModelSpec
+from llmx.tasks import Prompt, RolloutKey, task_class
+from llmx.tasks.grpo import Grpo, Options, group_advantages, kl_estimate, policy_loss
+from tests.reference import word_tokenizer
+from tests.small_models import small_model
+from tests.unit.test_models_model import model_of
+
+COUNTS = torch.tensor([3, 5, 1, 4])
+LONGEST = int(COUNTS.max())
+MASK = (torch.arange(LONGEST)[None] < COUNTS[:, None]).long()
+SEQUENCES = torch.arange(4)[:, None].expand_as(MASK)[MASK.bool()]
+ADVANTAGES = torch.tensor([1.5, -0.7, -1.1, 0.3])
+BETA = 0.3
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities [4, LONGEST] of the policy, of the one that drew, and of the reference: far
+    enough apart that some ratios are clipped on either side."""
+    generator = torch.Generator().manual_seed(5)
+    logps, *others = (-3 * torch.rand(4, LONGEST, generator=generator) for _ in range(3))
+    old, reference = (logps + 0.6 * (other + 1.5) for other in others)
+    return logps.requires_grad_(), old, reference
+
+
+def trl_loss(loss: str, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of these completions as TRL's trainers compute it, and its gradient."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    logps, old, reference = given()
+    trainer: Any = types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros(4, LONGEST), None),
+        model=types.SimpleNamespace(training=True),
+        accelerator=types.SimpleNamespace(
+            gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+        ),
+        args=types.SimpleNamespace(
+            use_bias_correction_kl=False, delta=None, steps_per_generation=1
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="sequence" if loss == "gspo" else "token",
+        beta=beta,
+        loss_type="grpo" if loss == "gspo" else loss,
+        epsilon_low=0.2,
+        epsilon_high=1.28 if loss == "cispo" else 0.28,
+        use_vllm=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=16,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    inputs = {
+        "prompt_ids": torch.ones(4, 2, dtype=torch.long),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+        "completion_ids": torch.ones(4, LONGEST, dtype=torch.long),
+        "completion_mask": MASK,
+        "advantages": ADVANTAGES,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "old_logps": (old * MASK).sum(1),
+        "num_items_in_batch": MASK.sum(),
+    }
+    kind = trl.RLOOTrainer if loss == "rloo" else trl.GRPOTrainer
+    value = kind._compute_loss(trainer, None, inputs)
+    (gradient,) = torch.autograd.grad(value, logps)
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
+def test_losses_and_gradients_are_those_of_trl(loss: str, beta: float) -> None:
+    if loss == "rloo" and beta:
+        pytest.skip("TRL's RLOO has the KL divergence in the reward alone")
+    logps, old, reference = given()
+    own = Grpo(of_task(loss=loss, beta=beta, max_new_tokens=16), None)
+    at = MASK.bool()
+    total, clipped, kl = policy_loss(
+        own.options, logps[at], old[at], ADVANTAGES, SEQUENCES, reference[at] if beta else None
+    )
+    weight = float(COUNTS.sum()) if own.normaliser == "tokens" else 4.0
+    (gradient,) = torch.autograd.grad(total / weight, logps)
+    value, wanted = trl_loss(loss, beta)
+    torch.testing.assert_close(total.detach() / weight, value)
+    torch.testing.assert_close(gradient, wanted)
+    assert 0 < int(clipped.sum()) < len(clipped)
+    assert (kl is None) == (beta == 0)
+
+
+REWARDS = np.array(
+    [[1.0, 0.0, 0.25, 0.5], [0.7, 0.7, 0.7, 0.7], [1.0, math.nan, 0.0, 0.5], [math.nan] * 3 + [1.0]]
+)
+"""Groups with a signal, without one, with a completion without reward, with one reward alone."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "trainer"),
+    [("normalised", "group", "GRPO"), ("centred", "none", "GRPO"), ("leave_one_out", "", "RLOO")],
+)
+def test_advantages_are_those_of_trl(kind: str, scale: str, trainer: str) -> None:
+    """The lines of TRL's method that turn rewards into advantages are run as they stand there."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    utils = pytest.importorskip("trl.trainer.utils")
+    cls = getattr(trl, f"{trainer}Trainer")
+    source = inspect.getsource(cls._generate_and_score_completions)
+    start = source.index("        unscorable_mask = ")
+    end = source.index("advantages = torch.nan_to_num(advantages, nan=0.0)")
+    names = {
+        "torch": torch,
+        "nanstd": utils.nanstd,
+        "device": "cpu",
+        "num_generations": 4,
+        "rewards_per_func": torch.tensor(REWARDS).reshape(-1, 1),
+        "self": types.SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize",
+            reward_weights=torch.ones(1, dtype=torch.float64),
+            scale_rewards=scale,
+            reward_clip_range=None,
+            beta=0.0,
+            normalize_advantages=False,
+            reward_funcs=[None],
+        ),
+    }
+    exec(textwrap.dedent(source[start:end]), names)
+    wanted = names["advantages"].nan_to_num(0.0).numpy().reshape(REWARDS.shape)
+    advantages, spread = group_advantages(kind, REWARDS)
+    np.testing.assert_allclose(advantages, wanted, atol=1e-9)
+    assert spread[0] == pytest.approx(np.std(REWARDS[0], ddof=1))
+    assert spread[1] == pytest.approx(0, abs=1e-9)
+    assert np.isnan(spread[3])
+
+
+def test_kl_estimates() -> None:
+    """Their expectation over the policy is the divergence (k2: nearly)."""
+    torch.manual_seed(0)
+    policy, near = torch.randn(50).log_softmax(0), torch.randn(50)
+    reference = (policy + 0.1 * near).log_softmax(0)
+    exact = float((policy.exp() * (policy - reference)).sum())
+    for kind, tolerance in (("k1", 1e-5), ("k2", 0.1), ("k3", 1e-4)):
+        mean = float((policy.exp() * kl_estimate(kind, policy - reference)).sum())
+        assert mean == pytest.approx(exact, rel=tolerance), kind
+
+
+# The task as a whole, on a small network
+
+
+def of_task(**options: Any) -> Experiment:
+    exp = Experiment()
+    exp.task.kind, exp.task.options = "grpo", options
+    exp.data.seq_len, exp.data.packing, exp.batch.micro_batch = 16, "none", 3
+    return exp
+
+
+def even(prompt: str, completion: str, reference: str) -> float:
+    """A reward of this file: the share of words with an even number of letters."""
+    words = completion.split()
+    return sum(len(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def broken(prompt: str, completion: str, reference: str) -> float:
+    """A reward that fails for every second completion or so."""
+    if len(completion) % 2:
+        raise RuntimeError("no answer")
+    return math.nan if len(completion) % 3 == 0 else 1.0
+
+
+def task(**options: Any) -> Grpo:
+    assert task_class("grpo") is Grpo
+    options = {"rewards": [f"{__name__}:even"], "group_size": 4, "max_new_tokens": 6, **options}
+    return Grpo(of_task(**options), word_tokenizer())
+
+
+def models_for(own: Grpo, layout: str = "packed", *, drift: float = 1.0) -> Models:
+    """Policy and frozen models; ``drift`` times the weights is the policy."""
+    vocab_size = len(own.tokenizer)
+    policy = small_model("llama", vocab_size=vocab_size)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(drift)
+    models = {"policy": model_of(policy, layout)}
+    for name, spec in own.models().items():
+        if name == "reference":
+            network = small_model("llama", vocab_size=vocab_size)
+            models[name] = model_of(network, layout, trained=False)
+        elif spec.head == CLASSIFICATION:
+            models[name] = scorer(vocab_size, layout)
+    return Models(models)
+
+
+def scorer(vocab_size: int, layout: str) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    from tests.architectures import small_config
+
+    config = small_config("llama")
+    config.num_labels, config.pad_token_id, config.vocab_size = 1, 0, vocab_size
+    torch.manual_seed(3)
+    network = AutoModelForSequenceClassification.from_config(config).eval()
+    model = model_of(network, layout)
+    spec = ModelSpec(trained=False, head=CLASSIFICATION, num_labels=1)
+    return replace(model, spec=spec)
+
+
+PROMPTS = [Prompt((5, 6, 7), ((8, 9),)), Prompt((9, 4), ((7, 7, 8),)), Prompt((3,) * 12, ((4,),))]
+
+
+def rolled(own: Grpo, models: Models) -> list[Sample]:
+    """The samples of one rollout, in order."""
+    with torch.no_grad():
+        groups = own.rollout(models, PROMPTS, RolloutKey(1, 0))
+    schema = Schema(own.rollout_columns)
+    return [
+        in_memory(example, schema, task="grpo", vocab_size=len(own.tokenizer))
+        for group in groups
+        for example in group
+    ]
+
+
+def batch_of(own: Grpo, samples: list[Sample], layout: str = "packed") -> dict[str, Any]:
+    return collate(samples, seq_len=16, pad_id=0, layout=layout, columns=own.rollout_columns)
+
+
+def test_a_rollout_has_what_the_policy_gave() -> None:
+    own = task(beta=0.1, temperature=0.7)
+    models = models_for(own, drift=1.1)
+    samples = rolled(own, models)
+    assert len(samples) == 12
+    assert all(len(sample.tokens) <= 16 for sample in samples), "cut at data.seq_len"
+    batch = batch_of(own, samples)
+    targets = batch["labels"] != -100
+    assert int(targets.sum()) == sum(int(sample.targets.sum()) for sample in samples)
+    with torch.no_grad():
+        logps, _ = own._token_values(models.policy, batch)
+        reference, _ = own._token_values(models["reference"], batch)
+    torch.testing.assert_close(batch["old_logp"][targets], logps, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch["reference_logp"][targets], reference, atol=1e-6, rtol=0)
+    # The policy that drew them is the one that is trained: nothing is clipped, ratios are 1.
+    with torch.no_grad():
+        found = own.loss(models, batch)
+    assert {*found.metrics} == {*own.metrics}
+    means = {name: float(total) / weight for name, (total, weight) in found.metrics.items()}
+    assert means["clipped"] == 0
+    assert 0 < means["entropy"] < math.log(len(own.tokenizer))
+    assert means["kl"] > 0
+    assert means["reward"] == pytest.approx(means["reward/even"])
+    assert means["completion_tokens"] == found.weight / 12 == float(targets.sum()) / 12
+    assert means["reward_failed"] == 0
+    values = [own.decode(sample.tokens[sample.targets].tolist()) for sample in samples]
+    assert means["reward"] == pytest.approx(np.mean([even("", text, "") for text in values]))
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo"])
+def test_one_gradient_for_every_split(loss: str) -> None:
+    """Of micro batches, packed and padded; an empty one adds nothing."""
+    own = task(loss=loss, beta=0.1)
+    models = models_for(own)
+    samples = rolled(own, models)
+    # Another policy than the one that drew, so that ratios differ.
+    policy = models_for(own, drift=1.05).policy
+    gradients, metrics = [], []
+    for layout, parts in (("packed", (12,)), ("packed", (5, 0, 7)), ("padded", (1, 11))):
+        model = replace(policy, attention=model_of(policy.module, layout).attention)
+        policy.module.zero_grad()
+        first, weight, sums = 0, 0.0, defaultdict(float)
+        for size in parts:
+            batch = batch_of(own, samples[first : first + size], layout)
+            found = own.loss(Models({"policy": model}), batch)
+            found.sum.backward()
+            weight += found.weight
+            first += size
+            for name, (total, _) in found.metrics.items():
+                sums[name] += float(total)
+        gradients.append(
+            [p.grad / weight for p in policy.module.parameters() if p.grad is not None]
+        )
+        metrics.append(sums)
+    for other, sums in zip(gradients[1:], metrics[1:], strict=True):
+        assert sums == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
+        for mine, theirs in zip(other, gradients[0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert any(float(gradient.abs().max()) > 0 for gradient in gradients[0])
+
+
+def test_a_failing_reward_costs_its_completions(capsys: pytest.CaptureFixture[str]) -> None:
+    own = task(rewards=[f"{__name__}:even", f"{__name__}:broken"], reward_weights=[1, 0.5])
+    models = models_for(own)
+    samples = rolled(own, models)
+    columns = [sample.columns for sample in samples]
+    failed = [not bool(each["measured"][0][own._measures.index("reward")]) for each in columns]
+    assert 0 < sum(failed) < len(failed)
+    advantages = np.array([float(each["advantage"][0]) for each in columns])
+    assert not advantages[np.array(failed)].any()
+    found = own.loss(models, batch_of(own, samples))
+    total, count = found.metrics["reward_failed"]
+    assert (total, count) == (sum(failed), 12)
+    assert found.metrics["reward/even"][1] == 12
+    assert found.metrics["reward/broken"][1] == 12 - sum(failed)
+    output = capsys.readouterr().out
+    assert output.count("WARNING: the reward broken failed: it r") == 1
+
+
+def test_what_is_truncated_can_be_masked() -> None:
+    own = task(mask_truncated=True, rewards=["length"])
+    samples = rolled(own, models_for(own))
+    at = own._measures.index("truncated")
+    truncated = [bool(sample.columns["measures"][0][at]) for sample in samples]
+    assert any(truncated)
+    assert [bool(sample.targets.any()) for sample in samples] == [not cut for cut in truncated]
+    # What is masked trains nothing, whichever loss.
+    for loss in ("grpo", "gspo", "rloo"):
+        other = task(loss=loss, mask_truncated=True, rewards=["length"])
+        masked = [sample for sample, cut in zip(samples, truncated, strict=True) if cut]
+        found = other.loss(models_for(other), batch_of(other, masked))
+        assert float(found.sum.detach()) == 0.0
+
+
+def test_kl_in_the_reward_is_that_of_the_samples() -> None:
+    plain, own = (
+        task(rewards=["length"]),
+        task(rewards=["length"], beta=0.5, kl="k1", kl_in="reward"),
+    )
+    models = models_for(own, drift=1.2)
+    at = own._measures.index("reward")
+    without, samples = rolled(plain, models), rolled(own, models)
+    for before, after in zip(without, samples, strict=True):
+        assert before.tokens.tolist() == after.tokens.tolist()
+        here = after.targets
+        kl = (after.columns["old_logp"] - after.columns["reference_logp"])[here].sum()
+        reward = float(before.columns["measures"][0][at]) - 0.5 * float(kl)
+        assert float(after.columns["measures"][0][at]) == pytest.approx(reward, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_reward_model_scores_prompt_and_completion(layout: str) -> None:
+    own = task(rewards=[], reward_model="/somewhere", reward_model_weight=2.0)
+    models = models_for(own, layout)
+    samples = rolled(own, models)
+    at, total = own._measures.index("reward/reward_model"), own._measures.index("reward")
+    for sample in samples:
+        with torch.no_grad():
+            ids = torch.tensor(sample.tokens.astype(np.int64))[None]
+            score = float(models["reward_model"].module(input_ids=ids).logits)
+        measures = sample.columns["measures"][0]
+        assert float(measures[at]) == pytest.approx(score, abs=1e-5)
+        assert float(measures[total]) == pytest.approx(2 * score, abs=1e-5)
+
+
+def test_eval_completions_have_rewards_too() -> None:
+    own = task(rewards=["exact_match", f"{__name__}:even"], reward_weights=[1, 0.5])
+    own.exp.task.eval_generate = 2
+    prompts: Any = [types.SimpleNamespace(tokens=(5,), expected="ab c") for _ in range(2)]
+    scores = own.score(prompts, ["ab c", "abc"])
+    assert scores == {
+        "exact_match": 0.5,
+        "reward/exact_match": 0.5,
+        "reward/even": 0.25,
+        "reward": pytest.approx(0.625),
+    }
+    assert {*scores} == {name for name, metric in own.metrics.items() if "eval" in metric.kinds}
+
+
+def test_which_models_an_option_needs() -> None:
+    assert [*task().models()] == ["policy"]
+    assert not task().models()["policy"].dropout
+    assert [*task(beta=0.1).models()] == ["policy", "reference"]
+    assert [*task(reward_model="/x").models()] == ["policy", "reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "ppo"}, r"must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo"),
+        ({"rewards": ["exactmatch"]}, r"rewards\[0\]=exactmatch: must be exact_match, format"),
+        ({"rewards": []}, r"rewards is empty"),
+        ({"rewards": ["format"]}, r"task\.options\.format is not set"),
+        ({"rewards": ["overlong"]}, r"overlong_buffer is 0"),
+        ({"format": "a"}, r"format=a has no effect without the reward format"),
+        ({"rewards": ["format"], "format": "("}, r"is not a regular expression"),
+        ({"kl": "k1", "beta": 0.1}, r"gradient of mean 0"),
+        ({"temperature": 0.5, "top_p": 0.9}, r"temperature=0\.5 with top_k or top_p"),
+        ({"group_size": 1}, r"group_size=1: must be a whole number from 2"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Grpo(of_task(**options), None)
+
+
+def test_problems_are_said_while_the_config_is_composed() -> None:
+    exp = of_task(max_new_tokens=8)
+    assert task_problems(exp) == []
+    exp.data.packing, exp.data.seq_len = "best_fit", 8
+    exp.model.config["resid_pdrop"] = 0.1
+    dropout, packing, length = task_problems(exp)
+    assert "model.config.resid_pdrop=0.1: task=grpo trains without dropout" in dropout
+    assert "Set data.packing=none" in packing
+    assert "task.options.max_new_tokens=8: prompt and completion" in length
+    exp = of_task(max_new_tokens=8, rewards=["a:b", "c:b"], reward_weights=[1.0])
+    twice, weights = task_problems(exp)
+    assert "two are called b" in twice
+    assert "has 1 values for 2 rewards" in weights
+    assert Options().group_size == 8

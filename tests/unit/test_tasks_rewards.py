@@ -1,0 +1,111 @@
+"""Rewards: built-in ones, functions of the user's own, and what they do wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.errors import ConfigError
+from llmx.tasks.rewards import (
+    MATH,
+    Scored,
+    all_outcomes,
+    outcome,
+    reward_functions,
+    reward_problems,
+)
+
+
+def functions(*names: str, **more: Any) -> Any:
+    options = {"max_new_tokens": 20, "overlong_buffer": 10, "pattern": None, **more}
+    return reward_functions(names, **options)
+
+
+def value(name: str, completion: str = "", *, reference: str = "", tokens: int = 0, **more: Any):
+    (function,) = functions(name, **more).values()
+    return outcome(function, Scored("", completion, reference, tokens), limit_s=5)
+
+
+def test_built_in_rewards() -> None:
+    assert value("exact_match", " 42\n", reference="42").value == 1
+    assert value("exact_match", "43", reference="42").value == 0
+    pattern = "<think>.*</think>.+"
+    assert value("format", "<think>a\nb</think>c", pattern=pattern).value == 1
+    assert value("format", "x<think>a</think>c", pattern=pattern).value == 0
+    assert value("length", tokens=5).value == 0.25
+    assert [value("overlong", tokens=n).value for n in (3, 10, 15, 20)] == [0, 0, -0.5, -1]
+
+
+def test_overlong_is_that_of_trl() -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)
+    lengths = range(1, 21)
+    wanted = theirs(completion_ids=[[0] * length for length in lengths])
+    assert [value("overlong", tokens=length).value for length in lengths] == wanted
+
+
+def test_functions_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "import time, re, numpy\n"
+        "def right(prompt, completion, reference):\n"
+        "    return (prompt, completion, reference) == ('p', 'c', 'r')\n"
+        "def array(prompt, completion, reference): return numpy.float32(0.5)\n"
+        "def raises(prompt, completion, reference): return 1 / 0\n"
+        "def none(prompt, completion, reference): return None\n"
+        "def nan(prompt, completion, reference): return float('nan')\n"
+        "def leaves(prompt, completion, reference): raise SystemExit(3)\n"
+        "def sleeps(prompt, completion, reference): time.sleep(60)\n"
+        "def swallows(prompt, completion, reference):\n"
+        "    while True:\n"
+        "        try: time.sleep(60)\n"
+        "        except Exception: pass\n"
+        "def backtracks(prompt, completion, reference):\n"
+        "    return re.fullmatch('(a|a)*b', 'a' * 60) is None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = re.findall(r"def (\w+)", (tmp_path / "my_rewards.py").read_text())
+    started = time.monotonic()
+    rewards = functions(*(f"my_rewards:{name}" for name in names))
+    (row,) = all_outcomes(rewards, [Scored("p", "c", "r", 1)], limit_s=0.2)
+    assert time.monotonic() - started < 30
+    by_name = dict(zip(rewards, row, strict=True))
+    assert (by_name["right"].value, by_name["array"].value) == (1.0, 0.5)
+    problems = {name: each.problem for name, each in by_name.items() if each.value is None}
+    assert re.match(
+        r"it raised ZeroDivisionError: division by zero \(.*my_rewards.py, line 5\)",
+        problems.pop("raises"),
+    )
+    assert problems == {
+        "none": "it returned None, which is not a finite number.",
+        "nan": "it returned nan, which is not a finite number.",
+        "leaves": problems["leaves"],
+        "sleeps": "it took more than 0.2 s (task.options.reward_timeout_s)",
+        "swallows": "it took more than 0.2 s (task.options.reward_timeout_s)",
+        "backtracks": "it took more than 0.2 s (task.options.reward_timeout_s)",
+    }
+    assert "SystemExit: 3" in problems["leaves"]
+    sys.modules.pop("my_rewards")
+    with pytest.raises(ConfigError, match="my_rewards:absent cannot be imported: AttributeError"):
+        functions("my_rewards:absent")
+
+
+def test_math_verify_is_needed_where_it_is_used() -> None:
+    if importlib.util.find_spec(MATH) is None:
+        (problem,) = reward_problems([MATH], [])
+        assert "pip install math-verify" in problem
+        return
+    assert value(MATH, "so the answer is $\\boxed{0.5}$", reference="$\\frac{1}{2}$").value == 1
+    assert value(MATH, "so the answer is $\\boxed{0.6}$", reference="$\\frac{1}{2}$").value == 0
+    assert value(MATH, "1", reference="no number").value is None
+
+
+def test_metrics_of_rewards_have_names_of_their_own() -> None:
+    assert list(reward_problems(["a:b", "exact_match"], [1, 2])) == []
+    (problem,) = reward_problems(["my:reward_model"], [])
+    assert "two are called reward_model" in problem
