@@ -127,7 +127,7 @@ RULES = (
     Rule(
         "task.code_path",
         lambda exp: ":" in exp.task.kind or bool(user_functions(exp.task)),
-        "without a task, a metric or a reward of your own",
+        "without a task or a function of your own",
         "task.kind=package.module:Class",
     ),
     Rule(

@@ -76,19 +76,26 @@ DEMO = "demo"
 
 
 def task_warnings(exp: Experiment) -> tuple[str, ...]:
-    """Warnings for values that the task does not use. The demo sets completions for its own task,
-    so another task on it gets no warning."""
+    """Warnings for values that the task does not use, and for what the plan does not predict. The
+    demo sets completions for its own task, so another task on it gets no warning."""
     num_prompts = exp.task.eval_generate
     kind = task_class(exp.task.kind)
-    if not num_prompts or exp.name == DEMO or kind is None:
+    if kind is None:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
-    if kind.eval_prompts is not base.eval_prompts:
-        return ()
-    return (
-        f"task.eval_generate={num_prompts} has no effect: task {exp.task.kind} completes no "
-        "prompts. Set task.eval_generate=0.",
-    )
+    warnings = []
+    if kind.generates:
+        warnings.append(
+            f"task={exp.task.kind} generates its samples. The plan leaves this out: its time, and "
+            "the memory of the key-value cache of 32 completions at once on each rank. Predicted "
+            "times count one sequence per prompt. Measure with task.stop_at_step=5."
+        )
+    if num_prompts and exp.name != DEMO and kind.eval_prompts is base.eval_prompts:
+        warnings.append(
+            f"task.eval_generate={num_prompts} has no effect: task {exp.task.kind} completes no "
+            "prompts. Set task.eval_generate=0."
+        )
+    return tuple(warnings)
 
 
 def specs(exp: Experiment) -> dict[str, Any]:

@@ -350,13 +350,14 @@ class TaskConfig:
     """``sft`` learns to answer (loss on completions). ``pretrain`` learns every token of text.
     ``classify`` learns labels, or a number, of texts. ``mlm`` learns to fill in hidden tokens
     (BERT). ``embed`` learns vectors of texts from pairs. ``reward`` learns a score of answers, and
-    ``dpo`` to prefer the chosen answer, both from pairs of a better and a worse one. ``distill``
-    learns the next-token distribution of a frozen teacher. For a task of your own, give the name by
-    which Python imports it (docs/custom-tasks.md)."""
+    ``dpo`` to prefer the chosen answer, both from pairs of a better and a worse one. ``grpo``
+    learns from rewards of its own answers. ``distill`` learns the next-token distribution of a
+    frozen teacher. For a task of your own, give the name by which Python imports it
+    (docs/custom-tasks.md)."""
     code_path: str | None = None
-    """The directory that contains the package of your own task or metrics. Null: the working
-    directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to the
-    hosts."""
+    """The directory that contains the package of your own task, metrics or rewards. Null: the
+    working directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to
+    the hosts."""
     options: dict[str, Any] = mapping(example="{beta: 0.1}")
     """Options of the task: the fields of its ``Options``. ``task=sft`` has ``neftune_alpha``,
     ``dft``, ``z_loss`` and ``turn_weights`` (docs/tasks.md)."""

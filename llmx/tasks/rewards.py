@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.collectives import all_gather
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.run.metrics.completions import exact_match, failure, load_function
@@ -162,6 +161,8 @@ def all_outcomes(
     """The outcome of each reward for each row. The ranks share the rows and get all outcomes, so
     that a clock or a random number in a function does not divide them. Collective."""
     import torch
+
+    from llmx.collectives import all_gather
 
     def here(part: Sequence[Scored]) -> list[list[Outcome]]:
         return [[outcome(f, row, limit_s=limit_s) for f in rewards.values()] for row in part]

@@ -27,16 +27,22 @@ pytestmark = pytest.mark.deepspeed
 STEPS, SAVED = 4, 2
 ALPACA = "data=alpaca data.path={data}/alpaca_zh_demo.json data.seq_len=512"
 PAIRS = "data=file data.path={data}/dpo_en_demo.json data.seq_len=512 data.over_long=truncate"
+GENERATED = (
+    f"{ALPACA} data.packing=none task.options.rewards=[format] task.options.format='.{{{{27}}}}.*'"
+    " task.options.max_new_tokens=8 task.options.group_size=4"
+)
 WORDS = {
     "classify": "data=labelled data.path={data}/book_review/train.tsv data.data_map.prompt=text_a"
     " data.seq_len=512",
     "distill": f"{ALPACA} task.options.teacher={{teacher}}",
     "dpo": PAIRS,
     "embed": f"{ALPACA} data.packing=none",
+    "grpo": GENERATED,
     "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
     " data.path={data}/CLUECorpusSmall_sampled.txt data.max_rows=500 data.seq_len=64",
     "pretrain": "data=text data.path={data}/c4_demo.jsonl",
     "reward": PAIRS,
+    "rloo": GENERATED,
     "sft": ALPACA,
 }
 """What each is trained on, beside ``task=NAME``."""
