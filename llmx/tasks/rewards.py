@@ -13,6 +13,7 @@ Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import re
 import signal
@@ -111,7 +112,9 @@ def _of_user(path: str) -> Reward:
 def _math_verify(scored: Scored) -> float:
     """1 where the completion's last answer is mathematically equal to the reference."""
     package: Any = importlib.import_module(MATH)
-    # Its own time limits would take the signal that ours uses.
+    # Its own time limits would take the signal that ours uses. It warns of their absence each time.
+    for name in ("parser", "grader"):
+        logging.getLogger(f"{MATH}.{name}").setLevel(logging.ERROR)
     reference = package.parse(scored.reference, parsing_timeout=None)
     if not reference:
         raise ValueError(f"math-verify finds no answer in the reference {scored.reference!r}")
