@@ -149,7 +149,7 @@ def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
         with time_limit(limit_s):
             value = reward(scored)
     except RewardTimeout:
-        return Outcome(None, f"it took more than {limit_s:g} s (task.options.reward_timeout_s)")
+        return Outcome(None, f"it took more than {limit_s:g} s (task.options.reward_timeout_s).")
     except (Exception, SystemExit) as error:
         return Outcome(None, f"it raised {failure(error)}")
     is_number = hasattr(value, "__float__")  # of NumPy or PyTorch, too

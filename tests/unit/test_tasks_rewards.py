@@ -85,9 +85,9 @@ def test_functions_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "none": "it returned None, which is not a finite number.",
         "nan": "it returned nan, which is not a finite number.",
         "leaves": problems["leaves"],
-        "sleeps": "it took more than 0.2 s (task.options.reward_timeout_s)",
-        "swallows": "it took more than 0.2 s (task.options.reward_timeout_s)",
-        "backtracks": "it took more than 0.2 s (task.options.reward_timeout_s)",
+        "sleeps": "it took more than 0.2 s (task.options.reward_timeout_s).",
+        "swallows": "it took more than 0.2 s (task.options.reward_timeout_s).",
+        "backtracks": "it took more than 0.2 s (task.options.reward_timeout_s).",
     }
     assert "SystemExit: 3" in problems["leaves"]
     sys.modules.pop("my_rewards")
