@@ -138,6 +138,24 @@ def test_sequences_have_seeds_where_the_loss_draws() -> None:
     assert "draw_seeds" not in step_of(Pairs()).micro_batches[0]
 
 
+def test_a_micro_batch_has_no_more_samples_than_the_plan_foresees() -> None:
+    """Four examples of each prompt: as many parts on every rank, in the order of the step."""
+
+    class Many(Pairs):
+        draws = True
+
+        def of(self, number: int, prompt: Prompt) -> list[Example]:
+            return super().of(number, prompt) * 4
+
+    first, second = (step_of(Many(), rank=rank).micro_batches for rank in (0, 1))
+    assert [batch["label"].tolist() for batch in first] == [[0, 0], [0, 0], [2, 2], [2, 2]]
+    assert [batch["label"].tolist() for batch in second] == [[4]] * 4
+    whole = step_of(Many(), micro=(12, 0)).micro_batches
+    seeds = torch.cat([batch["draw_seeds"] for batch in (*first, *second)])
+    assert torch.equal(seeds, torch.cat([batch["draw_seeds"] for batch in whole]))
+    assert len(set(seeds.tolist())) == 3 * 4 * 2
+
+
 def test_without_weights_targets_are_whole() -> None:
     class Plain(Pairs):
         rollout_columns = ()
