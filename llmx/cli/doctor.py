@@ -225,18 +225,19 @@ def _examine_network(
 
     hosts = spec.plan.hosts
     has_first = any(0 in agent.hosts for agent in connections)
-    meet = (spec.plan.master_addr, reserve_port(spec, connections)) if has_first else None
+    port = reserve_port(spec, connections) if has_first else 0
+    spec = dataclasses.replace(spec, port=port)
     if len(connections) > 1:
         report.nodes = find_nodes(hosts, connections)
-        report.mesh = probe_mesh(report.nodes, connections, rendezvous=meet)
+        report.mesh = probe_mesh(report.nodes, connections, port=port, rendezvous=spec.rendezvous)
         problems = mesh_problems(report.mesh)
         report.errors += problems
         if bandwidth and not problems:
             report.gbit_per_s = measure_bandwidth(report.nodes, connections)
     answer = {index for agent in connections for index in agent.hosts}
     is_whole = len(answer) == len(hosts) and spec.plan.world_size > 1
-    if bandwidth and meet and is_whole and not report.errors:
-        report.all_reduce = measure_all_reduce(spec, report.nodes, connections, meet=meet)
+    if bandwidth and port and is_whole and not report.errors:
+        report.all_reduce = measure_all_reduce(spec, report.nodes, connections)
 
 
 def network_time(composed: Composed, gbit_per_s: float) -> str:

@@ -107,6 +107,7 @@ EXAMPLES = {
     "hardware.devices.NAME.memory_gb_per_s": "1555",
     "hardware.price_per_hour": "{a100_80g: 1.9, v100_32g: 0.6}",
     "hardware.master_addr": "10.1.0.11",
+    "hardware.reach": "198.51.100.7:30846",
     "hardware.env": "{NCCL_IB_DISABLE: '1'}",
     "optim.lr": "1e-4",
     "optim.betas": "[0.9, 0.95]",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.addresses import FINGERPRINT, INTERFACE, PATH, USER
+from llmx.config.addresses import FINGERPRINT, INTERFACE, PATH, REACH, USER
 from llmx.config.fields import (
     AUTO,
     Range,
@@ -59,6 +59,7 @@ _GPU = Text(
     pattern=r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+",
     rule="be a number (0), the UUID of a GPU (GPU-...) or the name of a MIG slice (MIG-...)",
 )
+_REACH = Text(260, pattern=REACH, rule="be ADDRESS:PORT, such as 198.51.100.7:30846")
 _IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslashes")
 
 
@@ -580,6 +581,9 @@ class HardwareConfig:
     in which llmx is started."""
     master_addr: str | None = None
     """The address of rank 0; default: the address of the first host."""
+    reach: str | None = text(None, _REACH)
+    """``ADDRESS:PORT`` at which the other hosts reach rank 0, where NAT or a port mapping forwards
+    it to ``launch.master_port`` of the first host. Default: ``master_addr`` and that port."""
     network_gbit_per_s: float | None = number(None, above=0, maximum=10**6, example=100)
     """Network bandwidth of each host to the others, Gbit/s in one direction, for predicted times.
     Give the sum over all interfaces that NCCL uses. Null: 10 is assumed, and the plan says so."""

@@ -112,8 +112,8 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     if gpus := gpus_of_hosts(spec):
         env["LLMX_GPUS"] = ":".join(",".join(gpus[host.name]) for host in plan.hosts)
     env["DS_ACCELERATOR"] = plan.accelerator
-    env["MASTER_ADDR"] = plan.master_addr
-    env["MASTER_PORT"] = str(spec.port)
+    address, port = spec.rendezvous(host)
+    env["MASTER_ADDR"], env["MASTER_PORT"] = address, str(port)
     env[TOKEN] = spec.token
     return dict(sorted(env.items()))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import llmx
+from llmx.config.addresses import bare
 from llmx.config.by_host import host_named, path_on
 from llmx.config.schema import Experiment, HostConfig
 from llmx.launch.agents.agent import tag_of
@@ -63,6 +64,15 @@ class LaunchSpec:
     def path_on(self, index: int, path: str | Path) -> str:
         """The path on a host of what is at ``path`` here."""
         return path_on(self.exp.hardware, self.host(index), str(path))
+
+    def rendezvous(self, host: int | None) -> tuple[str, int]:
+        """Address and port at which the ranks of a host meet (None: those of most hosts)."""
+        if self.exp.hardware.reach is None or len(self.plan.hosts) == 1:
+            return self.plan.master_addr, self.port
+        if host == 0:
+            return "127.0.0.1", self.port  # NAT may not lead back to the host that it is for
+        address, _, port = self.exp.hardware.reach.rpartition(":")
+        return bare(address), int(port)
 
     @property
     def job_name(self) -> str:

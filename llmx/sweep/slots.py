@@ -159,6 +159,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
             hosts=hosts,
             slots=None,
             master_addr=hardware.master_addr if keeps_first else None,
+            reach=hardware.reach if keeps_first else None,
             env=env,
         ),
     )

@@ -418,6 +418,17 @@ def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> No
                 continue
             with pytest.raises(LaunchError, match=f"node-b: cannot connect to node-a at {address}"):
                 check_network(there, nodes, connections)
+        # Behind NAT: the first host meets at its own port, the other ones where it is forwarded.
+        plan = dataclasses.replace(spec.plan, master_addr="127.0.0.256")
+        for reach, reached in ((f"127.0.0.2:{port}", True), ("127.0.0.2:1", False)):
+            hardware = dataclasses.replace(spec.exp.hardware, reach=reach)
+            exp = dataclasses.replace(spec.exp, hardware=hardware)
+            there = dataclasses.replace(spec, exp=exp, plan=plan, port=port)
+            if reached:
+                check_network(there, nodes, connections)
+                continue
+            with pytest.raises(LaunchError, match="node-b: cannot connect .* 127.0.0.2 port 1 "):
+                check_network(there, nodes, connections)
         peers = [["node-a", "127.0.0.1", port]]
         answers = far.connection.send("probe", peers=peers, token="-", size=1, timeout_s=4)
         reply = far.connection.wait_for(answers, timeout_s=10)

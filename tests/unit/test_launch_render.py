@@ -267,6 +267,22 @@ def test_reserved_names_say_what_to_set_instead() -> None:
     assert "launch.env.RANK" in str(caught.value)
 
 
+def test_rank_0_behind_nat() -> None:
+    exp = experiment("ssh", (1, 1), master_port=9527)
+    exp.hardware.reach = "[fd00::7]:30846"
+    environments = [rank_env(spec_of(exp, port=9527), host) for host in (0, 1)]
+    met = [(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments]
+    assert met == [("127.0.0.1", "9527"), ("fd00::7", "30846")]
+    exp.launch.master_port = 0
+    with pytest.raises(ConfigError, match=r"must lead to a port that is known. Set launch.master"):
+        validate(exp)
+    exp.launch.transport = "pdsh"
+    with pytest.raises(
+        ConfigError, match=r"launch.transport=pdsh gives every rank the same address"
+    ):
+        validate(exp)
+
+
 def test_the_config_wins_over_the_environment() -> None:
     exp = experiment("pdsh", (1, 1), env={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"})
     env = rank_env(spec_of(exp))

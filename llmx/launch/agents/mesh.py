@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,21 +137,24 @@ def probe_mesh(
     nodes: Mapping[str, Node],
     connections: Sequence[Connection],
     *,
-    rendezvous: tuple[str, int] | None,
+    port: int,
+    rendezvous: Callable[[int], tuple[str, int]],
     pairs: bool = True,
 ) -> Mesh:
-    """Connect every host to every other one, and to the rendezvous (address and port on the first
-    host), all at once. ``pairs``: false connects to the rendezvous alone.
+    """Connect every host to every other one, and to the rendezvous, all at once.
+
+    ``port``: on which the first host listens for it, 0 for none; ``rendezvous``: where it is for a
+    host; ``pairs``: false connects to the rendezvous alone.
 
     Raises:
         LaunchError: a host cannot listen.
     """
     mesh = Mesh(dict(nodes))
     used = [connection for connection in connections if connection.name in nodes]
-    with _listening(nodes, used, rendezvous) as (ports, token):
+    with _listening(nodes, used, port) as (ports, token):
 
         def peers(connection: Connection) -> dict[str, Any]:
-            listed = [] if rendezvous is None else [(RENDEZVOUS, *rendezvous)]
+            listed = [(RENDEZVOUS, *rendezvous(connection.hosts[0]))] if port else []
             if pairs:
                 listed += [
                     (name, nodes[name].address, port)
@@ -183,14 +186,14 @@ def probe_mesh(
 def _listening(
     nodes: Mapping[str, Node],
     connections: Sequence[Connection],
-    rendezvous: tuple[str, int] | None = None,
+    rendezvous_port: int = 0,
 ) -> Iterator[tuple[dict[str, int], str]]:
     """Every host answers probes in the block; host -> its fresh port, and the token of probes."""
     token = secrets.token_hex(8)
     ports: dict[str, int] = {}
 
     def listen(connection: Connection) -> dict[str, Any]:
-        port = rendezvous[1] if rendezvous is not None and 0 in connection.hosts else 0
+        port = rendezvous_port if 0 in connection.hosts else 0
         return {"address": nodes[connection.name].address, "port": port, "token": token}
 
     try:
@@ -267,8 +270,6 @@ def measure_all_reduce(
     spec: LaunchSpec,
     nodes: Mapping[str, Node],
     connections: Sequence[Connection],
-    *,
-    meet: tuple[str, int],
 ) -> AllReduce:
     """Start a rank for each slot on its host (NCCL on GPUs, else gloo), and time all-reduces.
 
@@ -288,8 +289,8 @@ def measure_all_reduce(
         ranks = [rank.rank for rank in plan.ranks if rank.host in connection.hosts]
         backend = "nccl" if plan.on_gpus else "gloo"
         words = {
-            "master": meet, "ranks": ranks, "world": plan.world_size, "backend": backend,
-            "megabytes": MEGABYTES, "env": env, "source": source,
+            "master": spec.rendezvous(index), "ranks": ranks, "world": plan.world_size,
+            "backend": backend, "megabytes": MEGABYTES, "env": env, "source": source,
         }  # fmt: skip
         return {
             "python": spec.python_on(index), "program": source, "arguments": [json.dumps(words)],
@@ -331,8 +332,8 @@ def mesh_problems(mesh: Mesh) -> list[str]:
     problems = [
         f"{fault.source}: cannot connect to {first} at {fault.address} port {fault.port} "
         f"({_ERRORS.get(fault.error, fault.error)}), the rendezvous of the ranks. Set "
-        "hardware.master_addr to an address of it that all hosts reach, or open the ports between "
-        "the hosts in the firewall."
+        "hardware.master_addr (behind NAT, hardware.reach) to an address of it that all hosts "
+        "reach, or open the ports between the hosts in the firewall."
         for fault in mesh.unmet
     ]
     groups: dict[tuple[str, str, str], list[Fault]] = {}

@@ -572,8 +572,13 @@ def check_network(
     (``launch.probe``). The ranks themselves would find that out after hours."""
     if connection_to(connections, 0) is None or len(nodes) < 2:
         return
-    rendezvous = (spec.plan.master_addr, spec.port)
-    mesh = probe_mesh(nodes, connections, rendezvous=rendezvous, pairs=spec.exp.launch.probe)
+    mesh = probe_mesh(
+        nodes,
+        connections,
+        port=spec.port,
+        rendezvous=spec.rendezvous,
+        pairs=spec.exp.launch.probe,
+    )
     if problems := mesh_problems(mesh):
         raise LaunchError("\n".join(problems))
 

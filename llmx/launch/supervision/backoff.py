@@ -264,6 +264,7 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
             hosts=left,
             devices=devices,
             master_addr=None if master in lost_addresses else master,
+            reach=None if plan.hosts[0].name in lost else exp.hardware.reach,
         ),
         batch=dataclasses.replace(
             exp.batch,

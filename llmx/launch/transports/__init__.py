@@ -56,6 +56,16 @@ class Transport:
                     f"launch.transport={self.name} starts the same command on every host, and "
                     f"{host.name} has {', '.join(keys)}. Use launch.transport=ssh."
                 )
+        if hardware.reach and not self.agents_start_ranks:
+            yield (
+                f"launch.transport={self.name} gives every rank the same address, and rank 0 "
+                f"cannot use hardware.reach={hardware.reach} itself. Use launch.transport=ssh."
+            )
+        elif hardware.reach and not launch.master_port:
+            yield (
+                f"hardware.reach={hardware.reach} must lead to a port that is known. Set "
+                "launch.master_port to the port of the first host to which it is forwarded."
+            )
         chosen = [host.name for host in hardware.hosts if host.gpus]
         if chosen and self.allocates:
             yield (

@@ -87,6 +87,7 @@ def rank_variables(spec: LaunchSpec, host: int) -> dict[int, dict[str, str]]:
 
 def _node_argv(spec: LaunchSpec, host: int) -> list[str]:
     """DeepSpeed's launcher of one host."""
+    address, port = spec.rendezvous(host)
     world = {host.name: list(range(host.slots)) for host in spec.plan.hosts}
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return [
@@ -95,8 +96,8 @@ def _node_argv(spec: LaunchSpec, host: int) -> list[str]:
         "deepspeed.launcher.launch",
         f"--world_info={encoded}",
         f"--node_rank={host}",
-        f"--master_addr={spec.plan.master_addr}",
-        f"--master_port={spec.port}",
+        f"--master_addr={address}",
+        f"--master_port={port}",
         *module_argv(spec)[:-1],
         spec.path_on(host, spec.run_dir.root),
     ]
