@@ -20,16 +20,6 @@ LONG = "task.steps=100000"
 ONCE = "launch.max_restarts=0"
 
 
-def test_no_shared_file_system(make_cluster: Make, tmp_path: Path) -> None:
-    cluster = make_cluster(private_paths=[tmp_path / "runs"])
-    (tmp_path / "runs").mkdir(exist_ok=True)
-    overrides = ["launch.transport=ssh", f"run_dir={tmp_path}/runs/x"]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
-    assert run.wait(timeout_s=60) == 4, run.output()
-    assert "launch.sync=rsync" in run.out.read_text()
-    nothing_left(cluster, timeout_s=5)
-
-
 def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """Each host has a disk of its own: half of a checkpoint must fit on it, twice."""
     need("rsync")
@@ -45,26 +35,6 @@ def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need
     said = run.out.read_text()
     assert f"config: node-b: {runs}/x has " in said
     assert "the first one is removed only when the second is complete" in said
-    nothing_left(cluster, timeout_s=5)
-
-
-def test_ssh_on_the_wrong_port(make_cluster: Make, tmp_path: Path) -> None:
-    cluster = make_cluster()
-    cluster["node-b"].stop_sshd()
-    run = start_llmx(cluster, tmp_path, overrides=["launch.transport=ssh"])
-    assert run.wait(timeout_s=60) == 4, run.output()
-    said = run.out.read_text()
-    assert "node-b" in said
-    assert "ssh_port" in said
-    nothing_left(cluster, timeout_s=5)
-
-
-def test_a_taken_port(cluster: Cluster, tmp_path: Path) -> None:
-    host = cluster.first
-    overrides = ["launch.transport=ssh", f"launch.master_port={host.ssh_port}"]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
-    assert run.wait(timeout_s=60) == 4, run.output()
-    assert f"launch.master_port={host.ssh_port}: is in use on node-a" in run.out.read_text()
     nothing_left(cluster, timeout_s=5)
 
 

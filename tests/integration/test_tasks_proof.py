@@ -92,13 +92,16 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     succeeds(tmp_path, "-m", *words, f"data.cache_dir={tmp_path / 'cache'}")
     trials = {path.name[-6:]: RunDir(path) for path in tmp_path.glob("outputs/sweeps/*/*_*")}
     assert sorted(trials) == ["stage2", "stage3"]
-    losses = {}
+    losses, norms = {}, {}
     for name, whole in trials.items():
         train = [line for line in measurements(whole) if line["kind"] == "train"]
         assert [line["step"] for line in train] == list(range(1, STEPS + 1))
         losses[name] = [line["loss"] for line in train]
-        assert all(line["grad_norm"] > 0 for line in train)
-    assert losses["stage3"] == pytest.approx(losses["stage2"], rel=1e-3)
+        norms[name] = [line["grad_norm"] for line in train]
+        assert min(norms[name]) > 0
+    # The loss of samples of the trained policy is 0 but for rounding; its gradient is not.
+    assert losses["stage3"] == pytest.approx(losses["stage2"], rel=1e-3, abs=1e-6)
+    assert norms["stage3"][0] == pytest.approx(norms["stage2"][0], rel=1e-3)
     # Ended after the first checkpoint, as far as its files say; and gone on.
     whole, again = trials["stage3"], RunDir(tmp_path / "again")
     shutil.copytree(whole.root, again.root)

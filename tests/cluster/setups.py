@@ -1,0 +1,320 @@
+"""Set-ups that owners of clusters have, on the test cluster: each trains, or names the fix.
+
+    sudo python -m tests.cluster.setups [--only WORDS] [--docs]    # test_setups.py: a part of them
+
+Prints a row for each: the seconds to the first step, or to the message. ``--docs`` writes them
+into docs/cluster.md. Exits with 1 if a set-up does something else, or a refusal takes 20 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.launching import REPOSITORY, nothing_left, start_llmx
+from tests.cluster.netns import Cluster
+from tests.cluster.requirements import Unsupported, missing
+from tests.cluster.slurm import start_slurm
+
+PAGE = REPOSITORY / "docs/cluster.md"
+MARKS = ("<!-- setups: begin -->", "<!-- setups: end -->")
+LONGEST_REFUSAL_S = 20.0
+FIRST_STEP_S = 120.0
+LONG = ("task.steps=100000", "launch.max_restarts=0")
+WRONG_KEY = f"SHA256:{'x' * 43}"
+
+Prepare = Callable[[Cluster, Path], dict[str, Any]]
+"""Changes the hosts; returns further arguments of ``start_llmx``."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A set-up; ``{dir}`` in its words is a directory that the hosts share."""
+
+    name: str
+    words: Sequence[str] = ()
+    """Overrides of the run."""
+    refused: str = ""
+    """A part of the message; empty: it trains."""
+    prepare: Prepare | None = None
+    needs: Sequence[str] = ()
+    """Transports whose programs must be there."""
+    hosts: int = 2
+    slots: Sequence[int] = (1, 1)
+    private: bool = False
+    """``{dir}/runs`` is a disk of its own on each host."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``Cluster``."""
+    start: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``start_llmx``."""
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def _on_far(**keys: Any) -> dict[str, Any]:
+    return {"by_host": {"node-b": keys}}
+
+
+def _other_python(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    program = _script(directory / "python-b", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    return _on_far(python=program)
+
+
+def _setup_script(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return _on_far(setup=_script(directory / "setup.sh", "export NCCL_IB_HCA=mlx5_1\n"))
+
+
+def _failing_script(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return _on_far(setup=_script(directory / "setup.sh", "no-such-module load cuda || exit 3\n"))
+
+
+def _fingerprint(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    host = cluster["node-b"]
+    key = host.directory / "host_key.pub"
+    text = cluster.first.run(["ssh-keygen", "-lf", str(key)]).stdout
+    return _on_far(fingerprint=text.split()[1])
+
+
+def _swapped_interfaces(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    for change in (["down"], ["name", "ib7"], ["up"]):
+        device = "lan0" if change[-1] != "up" else "ib7"
+        cluster["node-b"].run(["ip", "link", "set", device, *change])
+    return {"interface": None}
+
+
+def _slurm(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    start_slurm(cluster)
+    return {}
+
+
+def _allocation(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    start_slurm(cluster)
+    cluster.first.run(["salloc", "--no-shell", "-N2", "-n2"])
+    (job,) = cluster.first.run(["squeue", "-ho", "%A"]).stdout.split()
+    return {"env": {"SLURM_JOB_ID": job, "SLURM_JOBID": job}}
+
+
+def _ended_allocation(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    arguments = _allocation(cluster, directory)
+    cluster.first.run(["scancel", arguments["env"]["SLURM_JOB_ID"]])
+    return arguments
+
+
+def _firewall(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].block_high_ports()
+    return {}
+
+
+def _jumbo_frames(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    for host in cluster.hosts[1:]:
+        host.set_mtu(9000)
+    return {}
+
+
+def _no_sshd(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].stop_sshd()
+    return {}
+
+
+def _dead_host(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].kill()
+    return {}
+
+
+def _small_disk(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].add_disk(directory / "runs", size_mib=1)
+    return {}
+
+
+def _slow_link(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].limit_bandwidth(100)
+    return {}
+
+
+def _busy(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    start_llmx(cluster, directory, overrides=LONG, name="other").until_step(1)
+    return {}
+
+
+def _taken_port(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return {"overrides": [f"launch.master_port={cluster.first.ssh_port}"]}
+
+
+SETUPS = (
+    Setup("one host", hosts=1, slots=(2,)),
+    Setup("two hosts, a shared disk"),
+    Setup("hosts with 2, 1 and 1 devices", hosts=3, slots=(2, 1, 1)),
+    Setup("started from a login node without devices", hosts=3, slots=(0, 1, 1)),
+    Setup("rank 0 on the other host", start={"reverse": True}),
+    Setup("no shared disk", ("launch=rsync", "run_dir={dir}/runs/x"), private=True,
+          needs=("rsync",)),
+    Setup("no shared disk, no code on the other host", ("launch=rsync", "run_dir={dir}/runs/x"),
+          private=True, needs=("rsync",), cluster={"hidden": {"node-b": [REPOSITORY]}}),
+    Setup("pdsh", ("launch.transport=pdsh",), needs=("pdsh",)),
+    Setup("Open MPI", ("launch.transport=openmpi",), needs=("openmpi",)),
+    Setup("Slurm", ("launch=slurm",), needs=("slurm",), prepare=_slurm),
+    Setup("Slurm: inside an allocation", ("hardware=slurm", "hardware.device=cpu"),
+          needs=("slurm",), prepare=_allocation),
+    Setup("host names that resolve to 127.0.1.1", cluster={"loopback_names": True}),
+    Setup("interfaces of different names, none given", prepare=_swapped_interfaces),
+    Setup("another Python on one host", prepare=_other_python),
+    Setup("a setup script on one host", prepare=_setup_script),
+    Setup("a variable for one host", start=_on_far(env={"NCCL_IB_HCA": "mlx5_1"})),
+    Setup("the fingerprint of a host key", prepare=_fingerprint),
+    Setup("a link of 100 Mbit/s", prepare=_slow_link),
+    Setup("no shared disk, without launch=rsync", ("run_dir={dir}/runs/x",),
+          "launch.sync=rsync", private=True),
+    Setup("a firewall between the hosts", refused="allow all TCP between the hosts",
+          prepare=_firewall),
+    Setup("MTU 9000 through a switch of 1500", refused="mtu 1500", prepare=_jumbo_frames,
+          hosts=3, slots=(0, 1, 1)),
+    Setup("no sshd on a host", refused="ssh_port", prepare=_no_sshd),
+    Setup("a host without power", refused="node-b", prepare=_dead_host),
+    Setup("a host key of another fingerprint", refused="instead of fingerprint=",
+          start=_on_far(fingerprint=WRONG_KEY)),
+    Setup("an interface that is not there", refused="eth9", start={"interface": "eth9"}),
+    Setup("a taken master_port", refused="is in use on node-a", prepare=_taken_port),
+    Setup("a full disk on one host",
+          ("launch=rsync", "run_dir={dir}/runs/x", "model.config.hidden_size=256"),
+          "of free disk space", prepare=_small_disk, needs=("rsync",)),
+    Setup("a Python that is not there", refused="/opt/none/python",
+          start=_on_far(python="/opt/none/python")),
+    Setup("a setup script that is not there", refused="/opt/none/setup.sh",
+          start=_on_far(setup="/opt/none/setup.sh")),
+    Setup("a setup script that fails", refused="setup", prepare=_failing_script),
+    Setup("a container that does not run", refused="no-such-program",
+          start=_on_far(enter=["no-such-program", "exec"])),
+    Setup("a root that is not there", refused="/opt/none", start=_on_far(root="/opt/none")),
+    Setup("keys of one host with pdsh", ("launch.transport=pdsh",), "launch.transport=ssh",
+          start=_on_far(env={"NCCL_IB_HCA": "mlx5_1"})),
+    Setup("hosts that are busy with another run", refused="launch.allow_busy=true",
+          prepare=_busy),
+    Setup("two processes of torchrun or srun", refused="launch=external",
+          start={"env": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a",
+                         "MASTER_PORT": "29500", "LOCAL_RANK": "0"}}),
+    Setup("Slurm: an allocation that has ended", ("hardware=slurm", "hardware.device=cpu"),
+          "SLURM_JOB_ID", needs=("slurm",), prepare=_ended_allocation),
+    Setup("Slurm: hosts of unequal size", ("launch=slurm",), "same number of slots",
+          slots=(2, 1)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a set-up did."""
+
+    setup: Setup
+    seconds: float
+    problem: str = ""
+
+    @property
+    def outcome(self) -> str:
+        return "refused" if self.setup.refused else "trains"
+
+
+def try_setup(setup: Setup, directory: Path) -> Row:
+    """Start it, and end it at its first step; ``Unsupported`` where this machine cannot."""
+    if reason := missing(*setup.needs):
+        raise Unsupported(reason)
+    runs = directory / "runs"
+    runs.mkdir()
+    private = [runs] if setup.private else []
+    with Cluster(hosts=setup.hosts, private_paths=private, **setup.cluster) as cluster:
+        arguments = setup.prepare(cluster, directory) if setup.prepare else {}
+        words = [*LONG, *setup.words, *arguments.pop("overrides", ())]
+        began = time.monotonic()
+        run = start_llmx(
+            cluster,
+            directory,
+            slots=setup.slots,
+            overrides=[word.format(dir=directory) for word in words],
+            **{**setup.start, **arguments},
+        )
+        try:
+            problem = _refusal(setup, run) if setup.refused else _training(run)
+            seconds = time.monotonic() - began
+            if setup.refused and not problem and seconds > LONGEST_REFUSAL_S:
+                problem = f"refused after {seconds:.0f} s"
+            return Row(setup, seconds, problem)
+        finally:
+            if not setup.refused and run.process.poll() is None:
+                run.signal(signal.SIGINT)
+                run.wait(timeout_s=60)
+            if setup.prepare is not _busy:
+                nothing_left(cluster)
+
+
+def _training(run: Any) -> str:
+    try:
+        run.until_step(1, timeout_s=FIRST_STEP_S)
+    except (AssertionError, TimeoutError) as error:
+        return f"{error}\n{run.output()[-2000:]}"
+    return ""
+
+
+def _refusal(setup: Setup, run: Any) -> str:
+    try:
+        code = run.wait(timeout_s=FIRST_STEP_S)
+    except AssertionError as error:
+        return str(error)[-2000:]
+    text = run.output()
+    if code in (0, 1) or setup.refused not in text:
+        return f"exit code {code}, without {setup.refused!r}:\n{text[-2000:]}"
+    return ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown."""
+    lines = ["| set-up | keys | outcome | seconds |", "|---|---|---|---:|"]
+    for row in rows:
+        keys = " ".join(f"`{word}`" for word in row.setup.words if "{dir}" not in word)
+        lines.append(f"| {row.setup.name} | {keys} | {row.outcome} | {row.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """0 where every set-up does what it should."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.setups", description=__doc__)
+    parser.add_argument("--only", default="", help="set-ups whose name contains this")
+    parser.add_argument("--docs", action="store_true", help="write the table into its page")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for setup in SETUPS:
+        if options.only not in setup.name:
+            continue
+        directory = Path(tempfile.mkdtemp(prefix="llmx-setup-"))
+        try:
+            row = try_setup(setup, directory)
+        except Unsupported as reason:
+            print(f"skipped: {setup.name}: {reason}", flush=True)
+            continue
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        rows.append(row)
+        print(f"{row.seconds:6.1f} s  {row.outcome:<8} {setup.name}", flush=True)
+        if row.problem:
+            print(f"FAILED: {row.problem}", flush=True)
+    if options.docs:
+        before, _, rest = PAGE.read_text().partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        PAGE.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+        print(f"written: {PAGE}")
+    failed = [row.setup.name for row in rows if row.problem]
+    print(f"{len(rows)} set-ups, {len(failed)} failed{': ' if failed else ''}{', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The set-ups that are refused: each before a rank starts, with the fix, in time.
+
+``pytest tests/cluster/test_setups.py``; ``python -m tests.cluster.setups`` has those that train.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.setups import SETUPS, Setup, try_setup
+
+# Those that train, and those that need a run, are in the other files, each with its story.
+REFUSED = [setup for setup in SETUPS if setup.refused and "busy" not in setup.name]
+
+
+@pytest.mark.parametrize("setup", REFUSED, ids=lambda setup: setup.name)
+def test_it_is_refused(setup: Setup, tmp_path: Path) -> None:
+    assert try_setup(setup, tmp_path).problem == ""
