@@ -54,6 +54,7 @@ from llmx.run.provenance.differences import (
     plan_differences,
 )
 from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.tail import read_checked
 from llmx.text import plural
 from llmx.tracking.base import check_packages
 
@@ -170,12 +171,11 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:
-    values = read_mapping(run.provenance)
-    if not values:
-        raise ConfigError(
-            f"{run.provenance} is missing or incomplete, so nothing can be compared with it."
-        )
-    return values
+    content, damage = read_checked(run.provenance)
+    if not content:
+        reason = damage.replace(", so it is left out", "") or "provenance.json is missing."
+        raise ConfigError(f"{run.root}: nothing can be compared with this run: {reason}")
+    return dict(content)
 
 
 ALLOWED = (

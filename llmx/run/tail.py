@@ -100,8 +100,11 @@ SHAPES: Record = {
     "config.json": {"architectures": [""]},
     "manifest.json": {"files": {"*": {"bytes": 0}}, "created": 0},
     "provenance.json": {
-        "git": {}, "packages": {"*": ""}, "code": {"*": ""}, "environment": {"*": ""},
-        "fingerprints": {}, "gpus": [""], "nccl": {"*": ""}, "python": {"version": ""},
+        "git": {"commit": "", "diff": "", "untracked": {"*": ""}}, "packages": {"*": ""},
+        "code": {"*": ""}, "task_code": {"*": ""}, "environment": {"*": ""}, "gpus": [""],
+        "nccl": {"*": ""}, "python": {"version": ""}, "fingerprints": {
+            "frozen": {"*": {"path": "", "digest": ""}}, "*": {"path": "", "digest": ""},
+        },
     },
 }  # fmt: skip
 """By name of a file: a value of the kind of each value that is read; ``*`` is any key, None any

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llmx.errors import ConfigError
-from llmx.lifecycle.reproduce import main, other_inputs
+from llmx.lifecycle.reproduce import _record_of, main, other_inputs
 from llmx.run.metrics.equality import weight_hashes
 from llmx.run.rundir import RunDir, write_json
 
@@ -39,3 +41,19 @@ def test_a_wrong_command_line_is_told(words, said, tmp_path, monkeypatch) -> Non
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         main(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "damage"),
+    [
+        ('{"git": {"untracked": "NaN"}}', "git.untracked is 'NaN'"),
+        ('{"fingerprints": {"data": "x"}}', "fingerprints.data is 'x'"),
+        ("{", "cannot be read"),
+        (None, "provenance.json is missing"),
+    ],
+)
+def test_a_damaged_record_is_named(text: str | None, damage: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "provenance.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"nothing can be compared with this run: .*{damage}"):
+        _record_of(RunDir(tmp_path))
