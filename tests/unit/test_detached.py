@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import threading
@@ -84,7 +85,7 @@ def test_only_the_holder_of_the_lock_is_ended(
     run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Somebody's run directory may name any process as its supervisor."""
-    with supervisor_lock(run, "1" * 16), subprocess.Popen(["sleep", "60"]) as other:
+    with supervisor_lock(run, secrets.token_hex(8)), subprocess.Popen(["sleep", "60"]) as other:
         for pid in (other.pid, -other.pid, 0, "1"):
             run.supervisor_lock.write_text(json.dumps({"pid": pid}))
             assert main(["stop", str(run.root)]) == 2

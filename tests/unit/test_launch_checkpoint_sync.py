@@ -47,7 +47,10 @@ class LocalRsync:
     def __init__(self, disk: Path) -> None:
         self.disk = disk
 
-    def run(self, arguments: list[str], *, label: str, stdin: str = "") -> str:
+    def at(self, host: str, path: Path) -> str:
+        return f"{host}:{path}"
+
+    def run(self, arguments: list[str], *, label: str, stdin: str = "", host: str = "") -> str:
         here = [word.replace("node-b:", str(self.disk)) for word in arguments]
         argv = ["rsync", "-a", *here]
         done = subprocess.run(argv, input=stdin, text=True, check=True, capture_output=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from llmx.config import Experiment, TaskConfig
 from llmx.config.tasks import shipped_tasks
+from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric, declared_in, declared_of, measured, metric_of
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.tasks import task_class
+from tests.small_tokenizers import byte_tokenizer
 
 F1 = Metric("macro F1", "percent", higher_is_better=True)
 ACCURACY = Metric("accuracy", "percent", higher_is_better=True, kinds=("train", "eval"))
@@ -134,10 +135,11 @@ def test_a_declaration_that_readers_could_not_show_is_refused(name, metric, rule
 def test_every_task_declares_what_it_scores(kind: str) -> None:
     options = {"teacher": "owner/name"} if kind == "distill" else {}  # it has no default
     exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2, options=options))
-    task = task_class(kind)(exp, None)
+    # Rewards read texts.
+    task = task_class(kind)(exp, byte_tokenizer() if kind == "grpo" else None)
     check_declared(task.metrics, task=kind)
-    prompts = [SimpleNamespace(expected="a"), SimpleNamespace(expected="b")]
+    prompts = [EvalPrompt((1, 2), "?", expected, 2) for expected in "ab"]
     scored = set(task.score(prompts, ["a", "c"]))
     assert scored <= set(task.metrics)
     exp.task.eval_generate = 0
-    assert not scored & set(task.metrics)
+    assert not [name for name in scored & set(task.metrics) if "eval" in task.metrics[name].kinds]
