@@ -29,6 +29,7 @@ from torch import nn
 
 from llmx.collectives import all_gather
 from llmx.config import ModelConfig
+from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, additive, windows_of
 from llmx.models.loss import head_at, takes
 from llmx.models.sampling import Sampling, draw, truncated, uniforms
@@ -257,11 +258,18 @@ def generate(
 
     A completion ends with a token of ``sampling.stop_ids``, after ``max_new_tokens``, or where
     the model has no position left; it is empty for a prompt that is too long by itself.
+
+    Raises ConfigError for a token that the model has no row for.
     """
     rows = [tuple(map(int, prompt)) for prompt in prompts]
     for index, prompt in enumerate(rows):
         if not prompt:
             raise ValueError(f"prompt {index} has no tokens. Begin it with a BOS or EOS token.")
+        if max(prompt) >= model.vocab_size:
+            raise ConfigError(
+                f"The prompt has the token id {max(prompt)}, and the model an embedding of "
+                f"{model.vocab_size} rows. Copy the model's own tokenizer into its directory."
+            )
     if not sampling.greedy and (seeds is None or len(seeds) != len(rows)):
         num_seeds = "none" if seeds is None else len(seeds)
         raise ValueError(f"{len(rows)} prompts need a seed each, {num_seeds} given")
