@@ -262,13 +262,15 @@ def generate(
     Raises ConfigError for a token that the model has no row for.
     """
     rows = [tuple(map(int, prompt)) for prompt in prompts]
+    table = cast(Any, model.module).get_input_embeddings().weight
+    num_embeddings = getattr(table, "ds_shape", table.shape)[0]  # whole, also at ZeRO 3
     for index, prompt in enumerate(rows):
         if not prompt:
             raise ValueError(f"prompt {index} has no tokens. Begin it with a BOS or EOS token.")
-        if max(prompt) >= model.vocab_size:
+        if max(prompt) >= num_embeddings:
             raise ConfigError(
                 f"The prompt has the token id {max(prompt)}, and the model an embedding of "
-                f"{model.vocab_size} rows. Copy the model's own tokenizer into its directory."
+                f"{num_embeddings} rows. Copy the model's own tokenizer into its directory."
             )
     if not sampling.greedy and (seeds is None or len(seeds) != len(rows)):
         num_seeds = "none" if seeds is None else len(seeds)

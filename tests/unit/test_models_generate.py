@@ -432,7 +432,7 @@ def test_what_cannot_be_generated_from_is_refused() -> None:
     decoder = packed(small_model("llama"))
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         greedy(decoder, [(3,), ()])
-    rows = decoder.vocab_size
+    rows = decoder.module.get_input_embeddings().num_embeddings
     with pytest.raises(ConfigError, match=f"id {rows}, and the model an embedding of {rows} rows"):
         greedy(decoder, [(3, rows)])
     with pytest.raises(ValueError, match="2 prompts need a seed each, 1 given"):
