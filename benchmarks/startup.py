@@ -1,8 +1,8 @@
-"""Start-up: seconds from the command to ``deepspeed`` started, of the real ``python -m llmx``.
+"""Start-up: seconds from the command to the first rank started, of the real ``python -m llmx``.
 
     python benchmarks/startup.py [--runs 9]
 
-Every run is a real one, ended as soon as DeepSpeed's runner is there. Both times are start
+Every run is a real one, ended as soon as a rank is there. Both times are start
 times of processes as the kernel keeps them (``/proc/PID/stat``, 10 ms), so nothing is
 instrumented. One more run under ``-X importtime`` lists what the control process imports.
 Exits with 1 where the median is over a second or something heavy was imported.
@@ -57,12 +57,12 @@ def main() -> int:
     good = max(medians) < TARGET_S and not heavy
     lines.append(f"Target: under {TARGET_S:g} s and none of them: {'met' if good else 'MISSED'}.")
     print(lines[-1])
-    write_result("startup", "Start-up: from the command to deepspeed started", lines)
+    write_result("startup", "Start-up: from the command to the first rank started", lines)
     return 0 if good else 1
 
 
 def one_run(overrides: list[str], *, importtime: bool = False) -> tuple[float, str]:
-    """Seconds from the start of ``python -m llmx`` to that of DeepSpeed's runner; its stderr."""
+    """Seconds from the start of ``python -m llmx`` to that of its first rank; its stderr."""
     with tempfile.TemporaryDirectory(prefix="llmx-startup-") as directory:
         run_dir = Path(directory) / "run"
         flags = ["-X", "importtime"] if importtime else []
@@ -75,8 +75,8 @@ def one_run(overrides: list[str], *, importtime: bool = False) -> tuple[float, s
                 cwd=directory,
             )
             try:
-                runner = wait_for_runner(control, run_dir)
-                seconds = start_time_s(runner) - start_time_s(control.pid)
+                rank = wait_for_rank(control, run_dir)
+                seconds = start_time_s(rank) - start_time_s(control.pid)
             finally:
                 control.send_signal(signal.SIGTERM)
                 control.wait(60)
@@ -84,8 +84,8 @@ def one_run(overrides: list[str], *, importtime: bool = False) -> tuple[float, s
             return seconds, stderr.read()
 
 
-def wait_for_runner(control: subprocess.Popen[bytes], run_dir: Path) -> int:
-    """The process id of ``deepspeed ... RUN_DIR``, as soon as it is there."""
+def wait_for_rank(control: subprocess.Popen[bytes], run_dir: Path) -> int:
+    """The process id of ``llmx.worker RUN_DIR``, as soon as one is there."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     parent = psutil.Process(control.pid)
     while time.monotonic() < deadline:
@@ -96,15 +96,10 @@ def wait_for_runner(control: subprocess.Popen[bytes], run_dir: Path) -> int:
                 words = process.cmdline()
             except psutil.Error:
                 continue
-            if words and words[-1] == str(run_dir) and any(is_runner(word) for word in words[:2]):
+            if words[-2:] == ["llmx.worker", str(run_dir)]:
                 return process.pid
         time.sleep(0.005)
-    raise TimeoutError(f"no deepspeed process within {FOUND_WITHIN_S:g} s")
-
-
-def is_runner(word: str) -> bool:
-    """DeepSpeed's console script, whether run by its first line or by an interpreter."""
-    return Path(word).name in ("deepspeed", "ds")
+    raise TimeoutError(f"no rank within {FOUND_WITHIN_S:g} s")
 
 
 def start_time_s(pid: int) -> float:
