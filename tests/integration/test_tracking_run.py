@@ -94,8 +94,8 @@ def test_online(tmp_path: Path) -> None:
         for name, value in scalars(line).items():
             assert float(rows[line["step"]][name]) == pytest.approx(value)
 
-    ranks = {c: had for c, had in seen.items() if "llmx.worker" in c or "deepspeed" in c}
-    assert len(ranks) >= 3, "the launcher and two ranks were seen"
+    ranks = {c: had for c, had in seen.items() if "llmx.worker" in c}
+    assert ranks, "both have the same command line"
     assert not any(ranks.values()), "a rank never has the key"
     assert not any(KEY in command for command in seen), "nor does any command line"
     leaked = [
