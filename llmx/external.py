@@ -88,14 +88,14 @@ def main(words: list[str]) -> int:
     facts = [_facts_of(meeting, number, world) for number in range(world)]
 
     def release(run_dir: str, environment: Mapping[str, str]) -> None:
-        others = range(1, world)
+        other_ranks = range(1, world)
         run = RunDir(Path(run_dir))
-        shown = {name: value for name, value in environment.items() if name != TOKEN}
-        meeting.put("run", {"run_dir": run_dir, "run_id": run_id(run), "env": shown})
-        sees = {number: meeting.get(f"sees/{number}", timeout_s=60) for number in others}
-        blind = [f"rank {rank} on {facts[rank]['host']}" for rank in others if not sees[rank]]
+        variables = {name: value for name, value in environment.items() if name != TOKEN}
+        meeting.put("run", {"run_dir": run_dir, "run_id": run_id(run), "env": variables})
+        sees = {number: meeting.get(f"sees/{number}", timeout_s=60) for number in other_ranks}
+        blind = [f"rank {rank} on {facts[rank]['host']}" for rank in other_ranks if not sees[rank]]
         meeting.put("start", not blind)
-        for number in others:  # or they would lose the store in the middle of a question
+        for number in other_ranks:  # or they would lose the store in the middle of a question
             meeting.get(f"left/{number}", timeout_s=60)
         meeting.close()
         if blind:

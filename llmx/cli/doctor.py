@@ -353,8 +353,8 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         return f"{min(used):,.0f} to {max(used):,.0f} MiB" if used else "unknown"
 
     def lanes(facts: Mapping[str, Any]) -> str:
-        found = [(s["pcie_gen"], s["lanes"]) for s in facts["gpu_states"] if s["lanes"]]
-        pcie = [f"PCIe {gen or 0:.0f}.0 x{count:.0f}" for gen, count in dict.fromkeys(found)]
+        slots = [(s["pcie_gen"], s["lanes"]) for s in facts["gpu_states"] if s["lanes"]]
+        pcie = [f"PCIe {gen or 0:.0f}.0 x{count:.0f}" for gen, count in dict.fromkeys(slots)]
         links = [f"{kind} ({plural(pairs, 'pair')})" for kind, pairs in facts["gpu_links"].items()]
         return ", ".join([*pcie, *links]) or "unknown"
 

@@ -337,8 +337,8 @@ def _gpu_health(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Ite
 def _infiniband(exp: Experiment, name: str, facts: Mapping[str, Any]) -> Iterator[str]:
     """Why NCCL would not use InfiniBand or RoCE, or fail with it."""
     ports = facts.get("infiniband", ())
-    own = next((host.env for host in exp.hardware.hosts if host.name == name), {})
-    environment = {**exp.hardware.env, **own, **exp.launch.env}
+    of_host = next((host.env for host in exp.hardware.hosts if host.name == name), {})
+    environment = {**exp.hardware.env, **of_host, **exp.launch.env}
     active = [port for port in ports if port["state"] == "ACTIVE"]
     if not ports or environment.get("NCCL_IB_DISABLE") == "1":
         return

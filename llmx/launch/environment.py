@@ -71,7 +71,11 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     problems = [
         *env_problems(exp.hardware.env, key="hardware.env"),
         *env_problems(exp.launch.env, key="launch.env"),
-        *(p for each in exp.hardware.hosts for p in env_problems(each.env, key=f"{each.name}.env")),
+        *(
+            problem
+            for host_config in exp.hardware.hosts
+            for problem in env_problems(host_config.env, key=f"{host_config.name}.env")
+        ),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -120,8 +124,8 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
 
 def configured_env(spec: LaunchSpec, host: int | None) -> dict[str, str]:
     """The variables that the config sets for the ranks of a host."""
-    own = {} if host is None else spec.host(host).env
-    return {**spec.exp.hardware.env, **own, **spec.exp.launch.env}
+    of_host = {} if host is None else spec.host(host).env
+    return {**spec.exp.hardware.env, **of_host, **spec.exp.launch.env}
 
 
 def gpus_of_hosts(spec: LaunchSpec) -> dict[str, list[str]]:
@@ -149,18 +153,18 @@ def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str
     """Of one host. Numbers in ``chosen`` count those that ``visible`` leaves."""
     if visible is None or not all(gpu.isdecimal() for gpu in chosen):
         return chosen or [str(number) for number in range(host.slots)]
-    left = [word.strip() for word in visible.split(",") if word.strip()]
+    visible_gpus = [word.strip() for word in visible.split(",") if word.strip()]
     if visible.strip() in HIDES_ALL:
-        left = []
+        visible_gpus = []
     numbers = [int(gpu) for gpu in chosen] or list(range(host.slots))
-    if max(numbers) >= len(left):
-        wanted = f"gpus=[{', '.join(chosen)}] counts" if chosen else f"slots={host.slots} needs"
+    if max(numbers) >= len(visible_gpus):
+        request = f"gpus=[{', '.join(chosen)}] counts" if chosen else f"slots={host.slots} needs"
         raise LaunchError(
             f"{host.name}: CUDA_VISIBLE_DEVICES={shown(visible)} there leaves "
-            f"{plural(len(left), 'GPU')}, and {wanted} {max(numbers) + 1}. Unset or change it "
-            "there, or set slots and gpus of the host."
+            f"{plural(len(visible_gpus), 'GPU')}, and {request} {max(numbers) + 1}. Unset or "
+            "change it there, or set slots and gpus of the host."
         )
-    return [left[number] for number in numbers]
+    return [visible_gpus[number] for number in numbers]
 
 
 def without_token(env: Mapping[str, str]) -> dict[str, str]:

@@ -40,13 +40,13 @@ def run_composed(
     it is one of a sweep.
     """
     out = stream or sys.stdout
-    asked = composed.experiment
-    if asked.launch.slurm.submit and not asked.dry_run and not is_trial:
+    exp = composed.experiment
+    if exp.launch.slurm.submit and not exp.dry_run and not is_trial:
         from llmx.launch import check_launch
         from llmx.lifecycle.batch import submit
 
-        check_launch(asked, composed.plan)
-        check_packages(asked.tracking)
+        check_launch(exp, composed.plan)
+        check_packages(exp.tracking)
         checked = with_checked_inputs(composed)
         return submit(
             checked.experiment, checked.plan, words=overrides, config_dir=config_dir, stream=out

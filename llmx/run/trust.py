@@ -55,9 +55,11 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
 def _code_of_host(host: HostConfig) -> str | dict[str, Any]:
     """Where ranks are started, and what is started there beside llmx."""
     keys = ("python", "env", "setup", "enter")
-    own = {key: value for key in keys if (value := getattr(host, key))}
+    settings = {key: value for key in keys if (value := getattr(host, key))}
     address = "@".join(filter(None, (host.user, host.address or host.name)))
-    return {"host": address, **own} if own else "" if host.name == "localhost" else address
+    return (
+        {"host": address, **settings} if settings else "" if host.name == "localhost" else address
+    )
 
 
 def _digest(task: TaskConfig) -> str:

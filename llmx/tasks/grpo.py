@@ -478,8 +478,8 @@ class Grpo(Task):
             f"{name} {reward:.3g}" for name, reward in zip(self._rewards, rewards, strict=True)
         )
         text = re.sub(r"\s+", " ", drawn.text)
-        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        _log(f"a sample of step {step + 1}: reward {total:.3g} ({parts}): {shown}")
+        excerpt = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+        _log(f"a sample of step {step + 1}: reward {total:.3g} ({parts}): {excerpt}")
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         options, policy = self.options, models.main
@@ -595,15 +595,15 @@ def group_advantages(kind: str, rewards: np.ndarray) -> tuple[np.ndarray, np.nda
     counts = has_reward.sum(axis=1, keepdims=True)
     means = np.nansum(rewards, axis=1, keepdims=True) / np.maximum(counts, 1)
     centred = np.nan_to_num(rewards - means)
-    others = np.maximum(counts - 1, 1)
-    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / others)
+    num_others = np.maximum(counts - 1, 1)
+    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / num_others)
     match kind:
         case "normalised":  # GRPO, Shao et al. 2024, with TRL's epsilon
             advantages = centred / (spread + 1e-4)
         case "centred":  # Dr. GRPO, Liu et al. 2025
             advantages = centred
         case "leave_one_out":  # RLOO, Ahmadian et al. 2024
-            advantages = centred * counts / others
+            advantages = centred * counts / num_others
         case _:
             raise ValueError(kind)
     return advantages, np.where(counts > 1, spread, np.nan)[:, 0]

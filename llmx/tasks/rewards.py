@@ -174,8 +174,8 @@ def all_outcomes(
         return here(rows)
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     outcomes: list[list[Outcome]] = [[] for _ in rows]
-    for other, part in enumerate(all_gather(here(rows[rank::world]))):
-        outcomes[other::world] = part
+    for from_rank, part in enumerate(all_gather(here(rows[rank::world]))):
+        outcomes[from_rank::world] = part
     return outcomes
 
 

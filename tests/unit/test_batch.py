@@ -79,6 +79,7 @@ def test_only_the_signal_of_the_script_requeues(
     result = Result(stopped_by="time_limit", signal=signal)
     with (tmp_path / "out").open("w") as out:
         requeue_job(RunDir(tmp_path), result, first_step=0, stream=out)
+    assert (tmp_path / "out").read_text() == ""
 
 
 def test_a_job_without_a_new_checkpoint_is_not_requeued(

@@ -37,6 +37,8 @@ def test_one_of_several_processes_is_refused(rank: str, world: str) -> None:
 )
 def test_a_single_process_is_not_refused(environ: dict[str, str]) -> None:
     refuse_several(environ)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+        refuse_several({**environ, "RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize("command", [["task.steps=3"], ["resume", "x"], ["sweep", "x"], ["tune"]])

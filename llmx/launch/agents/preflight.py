@@ -387,16 +387,16 @@ def wait_for_turn(
     """``launch.queue=true``: wait until no other run has the hosts, or has waited for them for
     longer. ``notify``: shows a line; ``waiting``: is told all the time what it waits for."""
     queued_at = time.time_ns()
-    shown: tuple[str, str] | None = None
+    holder: tuple[str, str] | None = None
     while uses := uses_of_hosts(spec, connections, is_trial=is_trial, queued_at=queued_at):
         first, more = uses[0], len(uses) - 1
         text = first.words + (f", and {more} more" if more else "")
-        if (first.host, first.run_dir) != shown:
+        if (first.host, first.run_dir) != holder:
             notify(f"waiting for its turn (launch.queue=true): {text}")
-            shown = (first.host, first.run_dir)
+            holder = (first.host, first.run_dir)
         waiting(text)
         time.sleep(QUEUE_POLL_S)
-    if shown:
+    if holder:
         notify("the hosts are free")
 
 
