@@ -349,6 +349,9 @@ class Task:
 
     generates: ClassVar[bool] = False
     """Whether steps are made by ``rollout``; else they are read."""
+    updates: int = 1
+    """How often a step is trained on, each time with an optimizer update. Steps begin and end (in
+    checkpoints, the schedule, the metrics) with their samples."""
     rollout_columns: tuple[Column, ...] = ()
     """What generated examples have beside their tokens, as ``columns``."""
 

@@ -112,6 +112,9 @@ class Options:
     clip_low: float = number(0.2, minimum=0, maximum=1)
     clip_high: float = number(0.28, minimum=0, maximum=1000)
     """Ratios of the trained and the sampling policy are clipped to 1 - clip_low, 1 + clip_high."""
+    updates: int = number(1, minimum=1, maximum=1000, example=2)
+    """Optimizer updates with the samples of a step. From the second one on the trained policy is
+    another than the sampling one, so that ratios differ from 1 and are clipped."""
     beta: float = number(0.0, minimum=0, maximum=1000, example=0.04)
     """Weight of the KL divergence from the model that training begins with; 0 needs no reference.
     """
@@ -172,6 +175,7 @@ class Grpo(Task):
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
         options = self.options
+        self.updates = options.updates
         self.normaliser = "tokens" if options.loss in BY_TOKEN else "examples"
         self._measures = [*map(_metric, self._rewards), "reward", "reward_std", *_MEASURED]
         measured = (len(self._measures),)

@@ -27,7 +27,7 @@ from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
-from llmx.train.step import loss_of_step, seed_step, train_step, transform_of, with_weight
+from llmx.train.step import seed_step, train_updates, transform_of, with_weight
 from llmx.train.step_log import StepLog
 from llmx.train.stopping import Diverged, EarlyStop
 from llmx.train.synchronisations import SynchronisationWatch
@@ -110,13 +110,12 @@ def train(session: Session) -> None:
                 step_log.data_is_here()
                 engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
-                loss_sum = train_step(
+                loss_sum = train_updates(
                     engine,
                     step,
+                    session.task,
                     world=session.plan.world_size,
-                    loss_of=loss_of_step(
-                        session.task, engine.models, step, group=session.consensus.group
-                    ),
+                    group=session.consensus.group,
                     metrics=step_log.metrics,
                     before_update=saver.post_flags,
                     timed=step_log.timed,

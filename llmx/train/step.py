@@ -1,4 +1,4 @@
-"""One optimizer step: its seed, its weight, forward and backward over the micro batches, update.
+"""One step: its seed, its weight, forward and backward over the micro batches, update.
 
 Random numbers (dropout) are a pure function of (seed, step, rank), seeded before each step: no
 generator's state is saved, and a resumed run draws the same.
@@ -125,6 +125,34 @@ def train_step(
         if metrics is not None:
             metrics.add(loss)
     return loss_sum
+
+
+def train_updates(
+    engine: Engine,
+    step: Step,
+    task: Task,
+    *,
+    world: int,
+    group: Any = None,
+    before_update: Callable[[], None] = lambda: None,
+    **more: Any,
+) -> torch.Tensor:
+    """``train_step`` as often as ``Task.updates`` says, on the same micro batches. Returns the mean
+    of the summed losses. ``before_update`` is called in the last one. ``more``: as of
+    ``train_step``; ``group``: as of ``loss_of_step``.
+    """
+    losses = [
+        train_step(
+            engine,
+            step,
+            world=world,
+            loss_of=loss_of_step(task, engine.models, step, group=group),
+            before_update=before_update if update == task.updates - 1 else lambda: None,
+            **more,
+        )
+        for update in range(task.updates)
+    ]
+    return torch.stack(losses).mean()
 
 
 def transform_of(task: Task, *, seed: int) -> Transform | None:

@@ -122,7 +122,7 @@ class StepLog:
         self.tokens_seen += step.tokens
         self.target_tokens_seen += step.target_tokens
         self.squares += step.square_tokens
-        self.work += step.work
+        self.work += step.work * self.session.task.updates
         self.loss_sum = loss_sum
         self.interval_loss += loss_sum
         self.interval_weight += step.weight
@@ -160,7 +160,7 @@ class StepLog:
         loss_sum, squares = table[:, :2].sum(dim=0).tolist()
         loss_mean = float(table[:, 6].sum()) / (self.interval_weight or 1)
         elapsed = time.perf_counter() - self.began
-        flops = sum(
+        flops = session.task.updates * sum(
             part
             * model.of_step(tokens=self.tokens, target_tokens=self.targets, square_tokens=squares)
             for model, part in self.flops

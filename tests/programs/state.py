@@ -46,7 +46,7 @@ from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
-from llmx.train.step import loss_of_step, seed_step, train_step, with_weight
+from llmx.train.step import seed_step, train_updates, with_weight
 from tests.programs.leaving import run_and_leave
 from tests.reference import (
     SEQ_LEN,
@@ -197,8 +197,7 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         step = step_of(engine, task, store, number, plan=plan, seed=exp.seed)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        loss_of = loss_of_step(task, engine.models, step)
-        loss = train_step(engine, step, world=world, loss_of=loss_of).double()
+        loss = train_updates(engine, step, task, world=world).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])
     return losses

@@ -8,6 +8,7 @@ import textwrap
 import types
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from llmx.errors import ConfigError
 from llmx.models.model import CLASSIFICATION, Models, ModelSpec
 from llmx.tasks import Prompt, RolloutKey, task_class
 from llmx.tasks.grpo import Grpo, group_advantages, kl_estimate, policy_loss
+from llmx.train.batches import Step
+from llmx.train.step import StepMetrics, train_updates
 from tests.reference import word_tokenizer
 from tests.small_models import small_model
 from tests.unit.test_models_model import model_of
@@ -302,6 +305,71 @@ def test_one_gradient_for_every_split(loss: str) -> None:
         for mine, theirs in zip(other, gradients[0], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients[0])
+
+
+class PlainEngine:
+    """SGD over micro batches of one rank, as ``train_step`` drives an engine."""
+
+    def __init__(self, models: Models, lr: float) -> None:
+        self.models, self.engine, self.device = models, self, torch.device("cpu")
+        self._optimizer = torch.optim.SGD(models.main.module.parameters(), lr=lr)
+        self._done = 0
+
+    def set_micro_steps(self, count: int) -> None:
+        self._count = count
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def record_grad_norm(self) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self._count).backward()
+
+    def step(self) -> None:
+        self._done += 1
+        if self._done % self._count == 0:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("parts", [(12,), (5, 7)])
+def test_several_updates_clip_against_the_policy_that_drew(parts: tuple[int, ...]) -> None:
+    """DAPO's loss in plain PyTorch, one sample after the other, three times with SGD."""
+    own, lr = task(updates=3), 0.05
+    models, plain = models_for(own), models_for(own).policy.module
+    samples = rolled(own, models)
+    targets = sum(int(sample.targets.sum()) for sample in samples)
+    ends = np.cumsum([0, *parts]).tolist()
+    batches = tuple(batch_of(own, samples[a:b]) for a, b in pairwise(ends))
+    step = Step(0, batches, float(targets), targets, 0, 0)
+    metrics = StepMetrics(torch.device("cpu"))
+    engine: Any = PlainEngine(models, lr)
+    mean_loss = float(train_updates(engine, step, own, world=1, metrics=metrics)) / targets
+
+    losses, num_clipped = [], 0
+    for _ in range(3):
+        total = torch.zeros(())
+        for sample in samples:
+            ids, at = torch.tensor(sample.tokens.astype(np.int64)), sample.targets.nonzero()[0]
+            logps = plain(input_ids=ids[None]).logits[0].log_softmax(-1)[at - 1, ids[at]]
+            old = torch.from_numpy(np.array(sample.columns["old_logp"]))[at]
+            ratios, advantage = (logps - old).exp(), float(sample.columns["advantage"][0])
+            gains = torch.minimum(ratios * advantage, ratios.clamp(0.8, 1.28) * advantage)
+            num_clipped += int((gains != ratios * advantage).sum())
+            total = total - gains.sum()
+        losses.append(float(total.detach()) / targets)
+        gradients = torch.autograd.grad(total / targets, list(plain.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
+                parameter -= lr * gradient
+    for ours, theirs in zip(models.main.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert mean_loss == pytest.approx(np.mean(losses), abs=1e-5)
+    values = dict(zip(metrics.names, zip(*[iter(metrics.values())] * 2, strict=True), strict=True))
+    assert [float(value) for value in values["clipped"]] == [num_clipped, 3 * targets]
+    assert num_clipped > 0
 
 
 def test_a_failing_reward_costs_its_completions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,7 @@ def session_of(lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     )
     session: Any = SimpleNamespace(
         engine=engine,
+        task=SimpleNamespace(updates=1),
         exp=SimpleNamespace(
             task=SimpleNamespace(spike_factor=None),
             optim=OptimConfig(),
@@ -151,7 +152,7 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     monkeypatch.setitem(step_times.PIECE_S, "cpu", 0.001)
     session = session_of(lines, monkeypatch)
-    session.engine.stage, session.task = 3, SimpleNamespace(joint=False)
+    session.engine.stage, session.task = 3, SimpleNamespace(joint=False, updates=1)
     session.exp.batch, session.rebalance = SimpleNamespace(balance="auto"), None
     session.plan.world_size, session.plan.balance = 2, None
     session.plan.hosts = [SimpleNamespace(name="host-a"), SimpleNamespace(name="host-b")]
