@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmx import external as external_start
 from llmx.cli.main import main
 from llmx.config import HardwareConfig
 from llmx.errors import ConfigError
-from llmx.external import complete_place
+from llmx.external import Meeting, complete_place
 from llmx.hardware import external
 from llmx.hardware.external import PLACES, Processes, hardware_of_processes, refuse_several
+from llmx.launch.environment import TOKEN
+from llmx.run.rundir import RunDir
+from llmx.run.snapshot import run_id, run_token
 
 
 @pytest.mark.parametrize(("rank", "world"), PLACES)
@@ -115,3 +121,31 @@ def test_two_machines_of_one_name_are_refused(hosts_of: Callable[..., Any]) -> N
 def test_nothing_started_this_process() -> None:
     with pytest.raises(ConfigError, match="no other program started this process"):
         hardware_of_processes(HardwareConfig(), environ={})
+
+
+def test_the_token_of_the_run_is_not_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody who reaches the port may read it."""
+    run, stored = RunDir(tmp_path), {}
+
+    class Read(Meeting):
+        def close(self) -> None:
+            stored.update(self.get("run", timeout_s=1))
+            super().close()
+
+    def start(words: list[str]) -> int:
+        environment = {TOKEN: run_token(run), "OMP_NUM_THREADS": "1"}
+        external_start.STARTED[-1].release(str(run.root), environment)
+        return 0
+
+    monkeypatch.setattr(external_start, "Meeting", Read)
+    monkeypatch.setattr(external_start, "STARTED", [])
+    monkeypatch.setattr(external_start, "_run", start)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert external_start.main([]) == 0
+    assert stored["run_id"] == run_id(run)
+    assert stored["env"] == {"OMP_NUM_THREADS": "1"}
+    assert run_token(run) not in json.dumps(stored)
