@@ -163,7 +163,15 @@ def default_batch(exp: Experiment) -> int | None:
 
 
 def with_task_defaults(exp: Experiment) -> Experiment:
-    """Fill in ``optim.lr`` where it is auto, and the size of a step where nothing sets it."""
+    """Fill in ``optim.lr``, ``data.packing`` and options of the task where they are auto, and the
+    size of a step where nothing sets it."""
+    kind = task_class(exp.task.kind)
+    if exp.data.packing == "auto":
+        packing = "none" if kind is not None and kind.generates else "best_fit"
+        exp = replace(exp, data=replace(exp.data, packing=packing))
+    if kind is not None and (chosen := kind.auto_options(exp)):
+        options = {**exp.task.options, **chosen}
+        exp = replace(exp, task=replace(exp.task, options=options))
     batch = exp.batch
     is_open = batch.global_batch is None and batch.tokens_per_step is None
     if is_open and batch.accumulation is None:
@@ -181,6 +189,15 @@ def with_default_lr(exp: Experiment) -> Experiment:
         adapter = replace(adapter, lr=default_lr(exp, adapter=True))
     optim = replace(exp.optim, lr=default_lr(exp, adapter=False))
     return replace(exp, optim=optim, adapter=adapter)
+
+
+def rollout_line(exp: Experiment) -> str:
+    """How the samples of a task that generates them are made; empty for any other task."""
+    if not getattr(task_class(exp.task.kind), "generates", False):
+        return ""
+    tokens = exp.task.options.get("max_new_tokens")
+    at_most = f"; at most {tokens} new tokens (task.options.max_new_tokens)" if tokens else ""
+    return f"one prompt per sample (data.packing={exp.data.packing}){at_most}"
 
 
 def origin_of_lr(exp: Experiment, overrides: Sequence[str]) -> str:

@@ -242,9 +242,10 @@ class DataConfig:
     ...; docs/data.md). Without this, such rows are rejected. E.g. ``[score]``."""
     seq_len: int = number(1024, minimum=2, maximum=2**24)
     """Tokens of one sample. The whole run has this one sequence length."""
-    packing: str = choice("best_fit", "concat", "none")
+    packing: str = choice("auto", "best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples. ``concat`` joins documents with the EOS token and
-    cuts at ``seq_len``. ``none`` makes one sample from each row."""
+    cuts at ``seq_len``. ``none`` makes one sample from each row. ``auto`` is ``none`` for a task
+    that generates its samples (``grpo``), else ``best_fit``."""
     layout: str = choice("auto", "packed", "padded")
     """How the rows of samples are placed in a micro batch. ``packed`` joins them into one line,
     isolated from each other; ``padded`` gives each row a line of its own. ``auto`` packs if a trial

@@ -228,10 +228,16 @@ class Task:
         where the config is composed (of a task of your own, by the ranks)."""
         return []
 
+    @classmethod
+    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
+        """The values of options that are left ``auto``, chosen by the rest of the config."""
+        return {}
+
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
         self.tokenizer = tokenizer
-        self.options: Any = typed_options(self.Options, exp.task.options)
+        options = {**exp.task.options, **self.auto_options(exp)}
+        self.options: Any = typed_options(self.Options, options)
         """``task.options``, as an instance of ``Options``."""
 
     @property

@@ -1,6 +1,6 @@
 """``task=grpo``: a model learns from rewards of its own completions (GRPO, DAPO, RLOO and others).
 
-    python -m llmx task=grpo data=file data.path=questions.jsonl data.packing=none \\
+    python -m llmx task=grpo data=file data.path=questions.jsonl \\
         model=hf model.path=Qwen/Qwen3-0.6B task.options.rewards=[exact_match]
 
 Each step draws ``group_size`` completions of each prompt, scores them, and makes those more likely
@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.config.fields import Range, Text, choice, items, model_source, number
+from llmx.config.fields import (
+    AUTO,
+    Range,
+    Text,
+    choice,
+    items,
+    model_source,
+    number,
+    number_or_auto,
+)
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE, EvalPrompt, Sample, SampleStore, collate, held_out_prompts
 from llmx.data.examples import Column, Example, Tokens
@@ -95,8 +104,9 @@ class Options:
     """The weight of its score in the sum."""
     group_size: int = number(8, minimum=2, maximum=4096)
     """Completions of each prompt."""
-    max_new_tokens: int = number(256, minimum=1, maximum=2**24)
-    """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room."""
+    max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
+    """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room. ``auto`` is
+    256, or half of ``data.seq_len`` where that is less."""
     temperature: float = number(1.0, minimum=0.01, maximum=100)
     """Of the completions, and of the policy that is trained."""
     top_p: float = number(1.0, above=0, maximum=1)
@@ -203,16 +213,23 @@ class Grpo(Task):
                 f"data.packing={exp.data.packing}: for task=grpo a sample is one prompt. Set "
                 "data.packing=none."
             )
-        new_tokens = options.get("max_new_tokens", Options.max_new_tokens)
+        new_tokens = options.get("max_new_tokens")
         if isinstance(new_tokens, int) and new_tokens >= exp.data.seq_len:
             problems.append(
                 f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
-                f"data.seq_len={exp.data.seq_len} tokens. Set a smaller one, or data.seq_len."
+                f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
             )
         names, weights = options.get("rewards"), options.get("reward_weights")
         if isinstance(names, list):
             problems += reward_problems(list(map(str, names)), weights or [])
         return problems
+
+    @classmethod
+    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
+        """Completions that leave a prompt half of the sequence."""
+        if exp.task.options.get("max_new_tokens", "auto") != "auto":
+            return {}
+        return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the stored prompts: a sweep over them prepares nothing anew."""

@@ -28,7 +28,7 @@ STEPS, SAVED = 4, 2
 ALPACA = "data=alpaca data.path={data}/alpaca_zh_demo.json data.seq_len=512"
 PAIRS = "data=file data.path={data}/dpo_en_demo.json data.seq_len=512 data.over_long=truncate"
 GENERATED = (
-    f"{ALPACA} data.packing=none task.options.rewards=[format] task.options.format='.{{{{27}}}}.*'"
+    f"{ALPACA} task.options.rewards=[format] task.options.format='.{{{{27}}}}.*'"
     " task.options.max_new_tokens=8 task.options.group_size=4"
 )
 WORDS = {

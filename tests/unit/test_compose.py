@@ -36,8 +36,6 @@ PARTNERS = {
     ("model", "bert_tiny"): ["model.tokenizer={data}", "task=mlm"],
     ("model", "megatron_bert_3_9b"): ["model.tokenizer={data}", "task=mlm"],
     ("experiment", "grpo"): ["model.path=owner/name", "hardware=a100x8"],
-    ("task", "grpo"): ["data.packing=none", "task.options.max_new_tokens=16"],
-    ("task", "rloo"): ["data.packing=none", "task.options.max_new_tokens=16"],
     ("task", "distill"): ["task.options.teacher=owner/name"],
     ("optim", "adafactor"): ["zero=stage0"],
     ("optim", "adam8bit"): ["zero=stage0", "hardware=a100x8"],

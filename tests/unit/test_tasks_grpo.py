@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmx.compose.task_rules import task_problems, task_warnings
+from llmx.compose.task_rules import rollout_line, task_problems, task_warnings
 from llmx.config import Experiment
 from llmx.data import Sample, collate
 from llmx.data.examples import Schema
@@ -26,6 +26,7 @@ from llmx.tasks import Prompt, RolloutKey, task_class
 from llmx.tasks.grpo import Grpo, group_advantages, kl_estimate, policy_loss
 from llmx.train.batches import Step
 from llmx.train.step import StepMetrics, train_updates
+from tests.composing import composed
 from tests.reference import word_tokenizer
 from tests.small_models import small_model
 from tests.unit.test_models_model import model_of
@@ -477,6 +478,35 @@ def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
         Grpo(of_task(**options), None)
 
 
+@pytest.mark.parametrize(
+    ("words", "packing", "max_new_tokens"),
+    [
+        (["task=grpo"], "none", 64),  # of the demo: data.seq_len=128
+        (
+            ["task=rloo", "data.seq_len=600", "model.config.max_position_embeddings=600"],
+            "none",
+            256,
+        ),
+        (["task=grpo", "task.options.max_new_tokens=9"], "none", 9),
+        (["task=sft"], "best_fit", None),
+    ],
+)
+def test_packing_and_the_length_of_completions_follow_from_the_task(
+    words: list[str], packing: str, max_new_tokens: int | None
+) -> None:
+    done = composed(["experiment=demo", *words])
+    exp = done.experiment
+    assert exp.data.packing == packing
+    assert exp.task.options.get("max_new_tokens") == max_new_tokens
+    line = f"(data.packing=none); at most {max_new_tokens} new tokens"
+    assert (line in rollout_line(exp)) == (packing == "none")
+
+
+def test_packing_that_was_typed_is_not_replaced() -> None:
+    with pytest.raises(ConfigError, match=r"packing=best_fit: .* Set data\.packing=none"):
+        composed(["experiment=demo", "task=grpo", "data.packing=best_fit"])
+
+
 def test_problems_are_said_while_the_config_is_composed() -> None:
     exp = of_task(max_new_tokens=8)
     assert task_problems(exp) == []
@@ -487,7 +517,8 @@ def test_problems_are_said_while_the_config_is_composed() -> None:
     dropout, packing, length = task_problems(exp)
     assert "model.config.resid_pdrop=0.1: task=grpo trains without dropout" in dropout
     assert "Set data.packing=none" in packing
-    assert "task.options.max_new_tokens=8: prompt and completion" in length
+    assert length.startswith("task.options.max_new_tokens=8: prompt and completion are at most")
+    assert length.endswith("Set task.options.max_new_tokens=auto.")
     exp = of_task(max_new_tokens=8, rewards=["a:b", "c:b"], reward_weights=[1.0])
     twice, weights = task_problems(exp)
     assert "two are called b" in twice

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def dataset_spec(
 ) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
+    if data.packing == "auto":  # of a model that is measured: nothing has chosen by its task
+        data = replace(data, packing="best_fit")
     dataset_split = DatasetSplit.of(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )

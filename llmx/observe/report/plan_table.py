@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
-from llmx.compose.task_rules import origin_of_batch, origin_of_lr
+from llmx.compose.task_rules import origin_of_batch, origin_of_lr, rollout_line
 from llmx.config import (
     AdapterConfig,
     DataConfig,
@@ -179,6 +179,7 @@ def facts_table(
         ("lr", f"{_lr_line(exp.optim, exp.adapter)} ({origin_of_lr(exp, overrides)})"),
         ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter)),
         ("tokens", _tokens_line(exp.model, exp.adapter)),
+        ("rollouts", rollout_line(exp)),
         ("rates", _rates_line(exp.optim, exp.adapter, exp.model)),
         ("zero", _zero_line(exp)),
         ("chosen", f"{' '.join(c.words)}: {c.problem or c.reason}" if (c := plan.chosen) else ""),
