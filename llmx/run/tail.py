@@ -79,7 +79,13 @@ SHAPES: Record = {
         "batch": {"global_batch": 0, "accumulation": 0, "micro_batches": [0], "seq_len": 0},
         "memory": [{"device": ""}], "time": {"step_s": 0},
     },
-    "samples.json": {"rows": [{"prompt": "", "expected": "", "before": "", "after": ""}]},
+    "samples.json": {
+        "rows": [{"prompt": "", "expected": "", "before": "", "after": ""}],
+        "generated": {
+            "step": 0,
+            "rows": [{"prompt": "", "completion": "", "rewards": {"*": 0}, "advantage": 0}],
+        },
+    },
     "tables.json": {
         "step": 0, "tables": [{"title": "", "rows": [""], "columns": [""], "values": [[0]]}],
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -140,10 +140,24 @@ class RolloutKey:
     seed: int
     """Of the run."""
     step: int
+    further: Callable[[int], Sequence[Prompt]] = lambda _: ()
+    """Other prompts of the data in place of those of the step, about as many as it has; other ones
+    for each number from 1."""
 
     def of(self, prompt: int, sample: int) -> int:
         """The seed of one sample: ``prompt`` counts those of the step, over all ranks."""
         return sample_seed(self.seed, step=self.step, prompt=prompt, sample=sample)
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    """What a task has generated and trained on, for a reader."""
+
+    prompt: str
+    completion: str
+    rewards: Mapping[str, float | None]
+    """Its parts and what they add up to; None where one failed."""
+    advantage: float
 
 
 EVALUATION = -1
@@ -360,6 +374,9 @@ class Task:
     checkpoints, the schedule, the metrics) with their samples."""
     rollout_columns: tuple[Column, ...] = ()
     """What generated examples have beside their tokens, as ``columns``."""
+
+    generated: Sequence[GeneratedSample] = ()
+    """A few samples of the newest rollout, for ``samples.json`` and the report."""
 
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey

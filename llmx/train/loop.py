@@ -20,7 +20,12 @@ from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step
-from llmx.train.evaluation import complete_eval_prompts, evaluate, evaluation_due
+from llmx.train.evaluation import (
+    complete_eval_prompts,
+    evaluate,
+    evaluation_due,
+    write_generated,
+)
 from llmx.train.rebalance import Line, record_change
 from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step
@@ -124,6 +129,7 @@ def train(session: Session) -> None:
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
                 if due or done == last:
                     measured = step_log.write(step, extra=not due)
+                    write_generated(session, done)
             if done < last and rebalance(session, done, measured):
                 step_log.watch_split()
                 upcoming.begin(done)

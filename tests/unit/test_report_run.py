@@ -10,11 +10,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llmx import text as human
 from llmx.cli.main import run_here
+from llmx.data import EvalPrompt
 from llmx.observe.report import figure, wording
 from llmx.observe.report.run_data import load_run
 from llmx.plan.types import MemoryPlan
@@ -156,6 +159,34 @@ def test_times_of_a_resumed_run_are_of_the_time_since(
     text = report(run, capsys, width=100)
     assert "trained 44 steps (resumed at step 40, 1 min 10 s since)" in text
     assert "1 min 10 s (training 2.0 s)   (since the resume" in text
+
+
+def test_generated_samples_are_shown_with_each_reward(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llmx.tasks.base import GeneratedSample
+    from llmx.train.evaluation import write_generated, write_samples
+
+    prompts = [EvalPrompt((), prompt="Eval question?", expected="42", expected_tokens=1)]
+    write_samples(run, prompts, ["41"], {}, when="before")
+    rewards = {"exact_match": 1.0, "short": None, "reward": None}
+    samples = [
+        GeneratedSample("What is 6 times 7?", "It is <42>.", rewards, 0.0),
+        GeneratedSample("And 6 plus 7?", "", {**rewards, "short": 0.5, "reward": 1.5}, -1.25),
+    ]
+    session: Any = SimpleNamespace(run_dir=run, rank=0, task=SimpleNamespace(generated=samples))
+    write_generated(session, 30)
+    write_samples(run, prompts, ["42"], {}, when="after")
+    text = report(run, capsys, width=110)
+    assert "samples of step 30" in text
+    assert re.search(r"What is 6 times 7\? +It is <42>\. +exact_match 1 +0", text)
+    assert re.search(r"\(nothing\) +exact_match 1 +-1\.25", text)
+    assert re.search(r"^ +short 0\.5 *$", text, re.M), "a line for each"
+    assert "Eval question?" in text
+    page = run.report.read_text(encoding="utf-8")
+    assert "Samples of step 30" in page
+    assert "It is &lt;42&gt;." in page
+    assert all(f"{head}</th>" in page for head in ("exact_match", "short", "reward", "advantage"))
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(

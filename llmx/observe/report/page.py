@@ -57,6 +57,7 @@ def page(data: RunData) -> str:
         heading("One step by rank", step_time.steps_table(data)),
         heading("Evaluation", _tables(data)),
         heading("Completions", _completions(data)),
+        _generated(data),
         heading("Warnings", bullets(wording.warnings(data))),
         heading("Attempts", _attempts(data) + bullets(wording.events(data))),
         heading("Data", _data(data)),
@@ -152,6 +153,24 @@ def _completions(data: RunData) -> str:
     omitted = len(completed) - len(rows)
     note = f"<p>and {omitted:,} more in <code>samples.json</code></p>" if omitted else ""
     return table(rows, heads=heads, kinds=[""] * 4) + note
+
+
+def _generated(data: RunData) -> str:
+    """Samples that were trained on, with each part of their reward."""
+    step, samples = wording.generated(data)
+    names = list(dict.fromkeys(name for row in samples for name in row["rewards"]))
+    rows = [
+        [
+            _cut(row["prompt"]),
+            _cut(row["completion"]),
+            *(wording.number(row["rewards"].get(name)) for name in names),
+            wording.number(row["advantage"]),
+        ]
+        for row in samples
+    ]
+    heads = ["prompt", "completion", *names, "advantage"]
+    kinds = ["", "", *["number"] * (len(names) + 1)]
+    return heading(f"Samples of step {step:,}", table(rows, heads=heads, kinds=kinds))
 
 
 def _cut(text: str) -> str:

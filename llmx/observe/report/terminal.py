@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.observe.report import wording
@@ -33,6 +33,10 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
         left = len(data.samples["rows"]) - wording.SHOWN_COMPLETIONS
         if left > 0:
             console.print(f" and {left} more in {data.run.samples}\n", soft_wrap=True)
+    step, samples = wording.generated(data, limit=wording.SHOWN_SAMPLES)
+    if samples:
+        console.print(f" samples of step {step:,}")
+        console.print(samples_table(samples, width=min(console.width, WIDEST_TABLE)))
     rows = wording.summary_rows(data, is_brief=True)
     if rows:
         console.print(pairs_table(rows))
@@ -85,6 +89,26 @@ def completions_table(data: RunData, *, width: int) -> Table:
             Text(human.one_line(row.expected, limit=completion)),
             _marked(row.before, row.right_before, limit=completion),
             _marked(row.after, row.right_after, limit=completion),
+        )
+    return table
+
+
+def samples_table(samples: list[dict[str, Any]], *, width: int) -> Table:
+    """Samples that a task has generated, with each part of their reward."""
+    from rich.text import Text
+
+    table = columns_table(width=width)
+    table.add_column("prompt", ratio=4, overflow="fold")
+    table.add_column("completion", ratio=5, overflow="fold")
+    table.add_column("rewards", ratio=3, overflow="fold")
+    table.add_column("advantage", justify="right")
+    for row in samples:
+        rewards = (f"{name} {wording.number(value)}" for name, value in row["rewards"].items())
+        table.add_row(
+            Text(human.one_line(row["prompt"], limit=3 * width * 4 // 13)),
+            Text(human.one_line(row["completion"], limit=3 * width * 5 // 13) or "(nothing)"),
+            Text("\n".join(rewards)),
+            Text(wording.number(row["advantage"])),
         )
     return table
 

@@ -24,6 +24,7 @@ from llmx.run.metrics.lines import step_of
 from llmx.text import plural
 
 SHOWN_COMPLETIONS = 6
+SHOWN_SAMPLES = 4
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
 MAX_COUNTS = 16
@@ -223,6 +224,18 @@ def completions(data: RunData, *, limit: int | None = None) -> list[Completed]:
         )
         for row in rows
     ]
+
+
+def generated(data: RunData, *, limit: int | None = None) -> tuple[int, list[dict[str, Any]]]:
+    """The last logged step of a task that generates its samples, and some of them, as
+    ``samples.json`` has them."""
+    content = data.samples.get("generated") or {}
+    return content.get("step") or 0, (content.get("rows") or [])[:limit]
+
+
+def number(value: float | None) -> str:
+    """A reward or an advantage."""
+    return "-" if value is None else f"{value:,.3g}"
 
 
 def _right(row: dict[str, Any], key: str) -> bool | None:

@@ -1,0 +1,56 @@
+"""Whether rewards or completions have collapsed: learning then stops, or takes a short cut.
+
+Tried by ``python -m pytest tests/unit/test_tasks_collapse.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+STEPS = 10
+"""In a row; a few steps without a signal, or with short completions, are no collapse."""
+SHORT = 0.2
+"""Of the length that completions had at first."""
+
+
+class CollapseWatch:
+    """Says once of each kind what has collapsed. It begins anew with each attempt of a run."""
+
+    def __init__(self) -> None:
+        self._silent_steps = 0
+        self._first_lengths: list[float] = []
+        self._last_lengths: deque[float] = deque(maxlen=STEPS)
+        self._reported: set[str] = set()
+
+    def see(self, *, no_signal: float, reward: float, tokens: float) -> list[str]:
+        """Warnings after a step.
+
+        Args:
+            no_signal: the share of the groups whose rewards are all equal.
+            reward: the mean reward.
+            tokens: the mean length of the completions.
+        """
+        warnings = {}
+        self._silent_steps = self._silent_steps + 1 if no_signal == 1 else 0
+        if self._silent_steps >= STEPS:
+            warnings["reward"] = (
+                f"all completions of a prompt had the same reward in each of the last {STEPS} "
+                f"steps (mean reward now {reward:.3g}), so nothing is learned from them. Read some "
+                "completions (samples.json). Use prompts that are solved sometimes, a reward with "
+                "more levels, or a larger task.options.group_size or temperature."
+            )
+        if len(self._first_lengths) < STEPS:
+            self._first_lengths.append(tokens)
+        self._last_lengths.append(tokens)
+        first, last = (
+            sum(lengths) / len(lengths) for lengths in (self._first_lengths, self._last_lengths)
+        )
+        if len(self._last_lengths) == STEPS and last < SHORT * first:
+            warnings["length"] = (
+                f"completions have {last:.1f} tokens on average of the last {STEPS} steps, and had "
+                f"{first:.1f} at first. The rewards may favour short ones, whatever their content. "
+                "Read some (samples.json); lower optim.lr, or set task.options.beta=0.04."
+            )
+        new = {kind: text for kind, text in warnings.items() if kind not in self._reported}
+        self._reported |= new.keys()
+        return list(new.values())
