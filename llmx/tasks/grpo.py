@@ -38,6 +38,7 @@ from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
+    GeneratedSample,
     Loss,
     Prompt,
     RolloutKey,
@@ -46,6 +47,7 @@ from llmx.tasks.base import (
     completion_scores,
     unused_dropout,
 )
+from llmx.tasks.collapse import CollapseWatch
 from llmx.tasks.rewards import (
     BUILT_IN,
     REWARD_MODEL,
@@ -132,6 +134,12 @@ class Options:
     """Its estimate (Schulman 2020): k1 = log p/q, k2 = k1^2 / 2, k3 = q/p - 1 + k1."""
     kl_in: str = choice("loss", "reward")
     """``loss`` adds it to the loss of each token, ``reward`` takes its sum from the reward."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal, which train nothing, are replaced by groups of other
+    prompts (DAPO)."""
+    dynamic_sampling_tries: int = number(4, minimum=1, maximum=1000)
+    """How often, at most, as many other prompts are drawn as groups are to be replaced. Groups
+    that are then left stay."""
     mask_truncated: bool = False
     """Completions without a stop token train nothing (their rewards count in their group)."""
 
@@ -147,6 +155,11 @@ class Options:
             raise ConfigError(
                 "task.options.kl=k1 in the loss has a gradient of mean 0, so it holds nothing. Set "
                 "task.options.kl=k3, or task.options.kl_in=reward."
+            )
+        if self.dynamic_sampling and self.beta and self.kl_in == "reward":
+            raise ConfigError(
+                "task.options.dynamic_sampling=true: with the KL divergence in the reward no two "
+                "rewards are equal. Set task.options.kl_in=loss, or dynamic_sampling=false."
             )
         if self.temperature != 1 and (self.top_k or self.top_p < 1):
             raise ConfigError(
@@ -173,6 +186,15 @@ class Drawn:
         return Sample(ids, np.arange(len(ids)) >= len(self.prompt.tokens), np.zeros(1, np.int64))
 
 
+@dataclass(frozen=True)
+class Group:
+    """The completions of a prompt, and their rewards."""
+
+    drawn: list[Drawn]
+    rewards: np.ndarray
+    """fp64 [completions, rewards]; NaN where there is none."""
+
+
 class Grpo(Task):
     """Targets are the tokens that the policy has drawn."""
 
@@ -188,6 +210,8 @@ class Grpo(Task):
         self.updates = options.updates
         self.normaliser = "tokens" if options.loss in BY_TOKEN else "examples"
         self._measures = [*map(_metric, self._rewards), "reward", "reward_std", *_MEASURED]
+        if options.dynamic_sampling:
+            self._measures.append(GROUPS_DRAWN)
         measured = (len(self._measures),)
         self.rollout_columns = (
             Column("old_logp", per="token"),
@@ -198,6 +222,7 @@ class Grpo(Task):
         )
         self._eval_prompts: list[EvalPrompt] | None = None
         self._reported: set[str] = set()
+        self._collapse = CollapseWatch()
 
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
@@ -273,6 +298,8 @@ class Grpo(Task):
         train = {name: Metric(**values, kinds=("train",)) for name, values in _MEASURED.items()}
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
+        if self.options.dynamic_sampling:
+            train[GROUPS_DRAWN] = Metric("groups drawn per group trained", kinds=("train",))
         return {
             "reward": Metric("reward", higher_is_better=True, kinds=both),
             **{
@@ -306,26 +333,11 @@ class Grpo(Task):
         """The samples of each prompt: one group, with its advantages."""
         import torch
 
-        from llmx.models.generate import stop_ids
-        from llmx.models.sampling import Sampling
-
-        options, group_size = self.options, self.options.group_size
-        sampling = Sampling(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
-        )
-        completions = models.main.sample(
-            [prompt.tokens for prompt in prompts], sampling, n=group_size, seeds=key.of
-        )
-        drawn = [
-            self._drawn(prompt, completion)
-            for prompt, group in zip(prompts, completions, strict=True)
-            for completion in group
-        ]
-        rewards = self._scores(models, drawn)
+        options, size = self.options, self.options.group_size
+        groups = self._groups(models, prompts, key.of)
+        left_out = self._replace(models, groups, key) if options.dynamic_sampling else []
+        drawn = [sample for group in groups for sample in group.drawn]
+        rewards = np.concatenate([group.rewards for group in groups])
         totals = rewards @ np.array(self._weights)
         reference: list[np.ndarray] = [np.zeros(0)] * len(drawn)
         if options.beta:
@@ -334,23 +346,88 @@ class Grpo(Task):
             for at, sample in enumerate(drawn):
                 difference = torch.tensor(sample.logps) - torch.from_numpy(reference[at])
                 totals[at] -= options.beta * float(kl_estimate(options.kl, difference).sum())
-        groups = totals.reshape(-1, group_size)
-        advantages, spread = group_advantages(options.advantage, groups)
+        advantages, _ = group_advantages(options.advantage, totals.reshape(-1, size))
         if key.step % self.exp.task.log_every_steps == 0:
             self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
-        examples = [
-            self._example(*parts)
+        self.generated = [
+            self._shown(*parts)
             for parts in zip(
-                drawn,
-                reference,
-                rewards,
-                totals,
-                advantages.ravel(),
-                np.repeat(spread, group_size),
-                strict=True,
+                drawn[:SHOWN_SAMPLES], rewards, totals, advantages.ravel(), strict=False
             )
         ]
-        return [examples[at : at + group_size] for at in range(0, len(examples), group_size)]
+        values = self._measured(drawn, rewards, totals)
+        measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
+        for group in left_out:  # measured with the others, and not trained on
+            values = self._measured(group.drawn, group.rewards, group.rewards @ self._weights)
+            counts = (~np.isnan(values)).sum(0)
+            counts[self._measures.index(GROUPS_DRAWN)] = 0  # so that it is a ratio to the trained
+            measures[0] += np.nan_to_num(values).sum(0)
+            measured[0] += counts
+        means = dict(zip(self._measures, measures.sum(0) / measured.sum(0).clip(1), strict=True))
+        for warning in self._collapse.see(
+            no_signal=means["no_signal"],
+            reward=means["reward"],
+            tokens=means["completion_tokens"],
+        ):
+            _log(f"WARNING: step {key.step + 1}: {warning}")
+        examples = [
+            self._example(*parts)
+            for parts in zip(drawn, reference, advantages.ravel(), measures, measured, strict=True)
+        ]
+        return [examples[at : at + size] for at in range(0, len(examples), size)]
+
+    def _groups(
+        self, models: Models, prompts: Sequence[Prompt], seeds: Callable[[int, int], int]
+    ) -> list[Group]:
+        """A group of each prompt. Collective."""
+        from llmx.models.generate import stop_ids
+        from llmx.models.sampling import Sampling
+
+        options, size = self.options, self.options.group_size
+        sampling = Sampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
+        )
+        completions = models.main.sample(
+            [prompt.tokens for prompt in prompts], sampling, n=size, seeds=seeds
+        )
+        drawn = [
+            self._drawn(prompt, completion)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+        rewards = self._scores(models, drawn)
+        return [
+            Group(drawn[at : at + size], rewards[at : at + size])
+            for at in range(0, len(drawn), size)
+        ]
+
+    def _replace(self, models: Models, groups: list[Group], key: RolloutKey) -> list[Group]:
+        """Put groups of further prompts in the place of those without a signal, as often as the
+        options allow. Returns the groups without one that are left out. Collective."""
+        left_out: list[Group] = []
+        for attempt in range(1, self.options.dynamic_sampling_tries + 1):
+            places = [at for at, group in enumerate(groups) if not self._has_signal(group)]
+            prompts = key.further(attempt)[: len(places)]
+            if not prompts:
+                break
+
+            def seeds(prompt: int, sample: int, first: int = attempt * len(groups)) -> int:
+                return key.of(first + prompt, sample)
+
+            drawn = self._groups(models, prompts, seeds)
+            left_out += [group for group in drawn if not self._has_signal(group)]
+            for place, group in zip(places, filter(self._has_signal, drawn), strict=False):
+                left_out.append(groups[place])
+                groups[place] = group
+        return left_out
+
+    def _has_signal(self, group: Group) -> bool:
+        _, spread = group_advantages("centred", (group.rewards @ self._weights)[None])
+        return bool(spread[0] >= SAME_REWARD)
 
     @property
     def _weights(self) -> list[float]:
@@ -457,32 +534,37 @@ class Grpo(Task):
         logps, entropy = model.of_logits(batch, function)
         return logps, entropy
 
+    def _measured(
+        self, drawn: Sequence[Drawn], rewards: np.ndarray, totals: np.ndarray
+    ) -> np.ndarray:
+        """fp64 [samples, measures], of whole groups; NaN where there is no value."""
+        _, by_group = group_advantages("centred", totals.reshape(-1, self.options.group_size))
+        spread = np.repeat(by_group, self.options.group_size)
+        columns = [
+            *rewards.T,
+            totals,
+            spread,
+            np.isnan(totals),
+            np.isnan(spread) | (spread < SAME_REWARD),
+            [sample.truncated for sample in drawn],
+            [len(sample.tokens) for sample in drawn],
+            *([np.ones(len(drawn))] if self.options.dynamic_sampling else []),
+        ]
+        return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+
     def _example(
         self,
         drawn: Drawn,
         reference: np.ndarray,
-        rewards: np.ndarray,
-        total: float,
         advantage: float,
-        spread: float,
+        measures: np.ndarray,
+        measured: np.ndarray,
     ) -> Example:
         before = [0.0] * len(drawn.prompt.tokens)
         is_target = 0.0 if drawn.truncated and self.options.mask_truncated else 1.0
         columns: dict[str, Any] = {"old_logp": [*before, *drawn.logps]}
         if self.options.beta:
             columns["reference_logp"] = [*before, *reference]
-        values = np.array(
-            [
-                *rewards,
-                total,
-                spread,
-                np.isnan(total),
-                np.isnan(spread) or spread < SAME_REWARD,
-                drawn.truncated,
-                len(drawn.tokens),
-            ],
-            np.float64,
-        )
         return Example.of(
             Tokens(
                 [*drawn.prompt.tokens, *drawn.tokens],
@@ -490,8 +572,19 @@ class Grpo(Task):
                 columns=columns,
             ),
             advantage=advantage,
-            measures=np.nan_to_num(values),
-            measured=~np.isnan(values),
+            measures=measures,
+            measured=measured,
+        )
+
+    def _shown(
+        self, drawn: Drawn, rewards: np.ndarray, total: float, advantage: float
+    ) -> GeneratedSample:
+        values = dict(zip([*self._rewards, "reward"], [*rewards, total], strict=True))
+        return GeneratedSample(
+            self.decode(list(drawn.prompt.tokens)),
+            drawn.text,
+            {name: None if np.isnan(value) else float(value) for name, value in values.items()},
+            float(advantage),
         )
 
     def _log_sample(self, drawn: Drawn, rewards: np.ndarray, total: float, *, step: int) -> None:
@@ -575,9 +668,13 @@ _MEASURED: dict[str, dict[str, Any]] = {
     "truncated": {"title": "truncated", "format": "percent"},
     "completion_tokens": {"title": "completion tokens"},
 }
-"""Of every generated sample, in the order of ``_example``."""
+"""Of every generated sample, in the order of ``_measured``."""
+GROUPS_DRAWN = "groups_drawn"
+"""With dynamic sampling: all groups of a step in proportion to those that it trains on."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
+SHOWN_SAMPLES = 16
+"""Of a step, in ``samples.json``."""
 SHOWN = 200
 """Characters of a sample in the log."""
 

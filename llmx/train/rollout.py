@@ -51,11 +51,18 @@ def rollout_step(
     indices = samples_of_step(
         step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
     )
+
+    def further(number: int) -> list[Prompt]:
+        """Drawn with replacement, so that later steps have the prompts that they would have had."""
+        places = range(number * batch.global_batch, number * batch.global_batch + len(indices))
+        drawn_indices = [draw_seed(seed, step, place) % len(store) for place in places]
+        return [prompt for at in drawn_indices for prompt in prompts_of(store[at], store.columns)]
+
     by_sample = [prompts_of(store[int(index)], store.columns) for index in indices]
     prompts = list(chain.from_iterable(by_sample))
     engine.engine.eval()
     with torch.no_grad():
-        rollouts = task.rollout(engine.models, prompts, RolloutKey(seed, step))
+        rollouts = task.rollout(engine.models, prompts, RolloutKey(seed, step, further))
     engine.engine.train()
     if len(rollouts) != len(prompts):
         raise ConfigError(

@@ -37,7 +37,7 @@ WORDS = {
     "distill": f"{ALPACA} task.options.teacher={{teacher}}",
     "dpo": PAIRS,
     "embed": f"{ALPACA} data.packing=none",
-    "grpo": f"{GENERATED} task.options.updates=2",
+    "grpo": f"{GENERATED} task.options.updates=2 task.options.dynamic_sampling=true",
     "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
     " data.path={data}/CLUECorpusSmall_sampled.txt data.max_rows=500 data.seq_len=64",
     "pretrain": "data=text data.path={data}/c4_demo.jsonl",

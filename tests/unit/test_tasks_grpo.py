@@ -272,6 +272,11 @@ def test_a_rollout_has_what_the_policy_gave() -> None:
     assert means["reward"] == pytest.approx(means["reward/even"])
     assert means["completion_tokens"] == found.weight / 12 == float(targets.sum()) / 12
     assert means["reward_failed"] == 0
+    for sample, shown in zip(samples, own.generated, strict=True):
+        values = sample.columns["measures"][0]
+        assert shown.rewards == pytest.approx({"even": values[0], "reward": values[1]})
+        assert shown.advantage == pytest.approx(float(sample.columns["advantage"][0]))
+        assert shown.rewards["even"] == pytest.approx(even("", shown.completion, ""))
     values = [own.decode(sample.tokens[sample.targets].tolist()) for sample in samples]
     assert means["reward"] == pytest.approx(np.mean([even("", text, "") for text in values]))
 
@@ -373,6 +378,60 @@ def test_several_updates_clip_against_the_policy_that_drew(parts: tuple[int, ...
     assert num_clipped > 0
 
 
+def rare(prompt: str, completion: str, reference: str) -> float:
+    """A reward that few completions get, so that some groups have none."""
+    return float(len(completion) % 7 == 0)
+
+
+@pytest.mark.parametrize("tries", [1, 20])
+def test_groups_without_a_signal_are_replaced(tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"rewards": [f"{__name__}:rare"], "group_size": 3}
+    plain, own = task(**options), task(
+        **options, dynamic_sampling=True, dynamic_sampling_tries=tries
+    )  # fmt: skip
+    models = models_for(own)
+    drawn: list[Any] = []
+    seeds: list[int] = []
+    make_groups = own._groups
+
+    def recorded(models: Models, prompts: Any, seed_of: Any) -> Any:
+        groups = make_groups(models, prompts, seed_of)
+        drawn.extend(groups)
+        seeds.extend(seed_of(at, 0) for at in range(len(prompts)))
+        return list(groups)
+
+    monkeypatch.setattr(own, "_groups", recorded)
+    key = RolloutKey(1, 0, lambda attempt: [Prompt((attempt, 4 + at), ((5,),)) for at in range(3)])
+    with torch.no_grad():
+        before, after = plain.rollout(models, PROMPTS, key), own.rollout(models, PROMPTS, key)
+    assert len(seeds) == len(set(seeds)), "every group has random numbers of its own"
+
+    def trains(group: Any) -> bool:
+        return any(example.columns["advantage"] for example in group)
+
+    assert [trains(group) for group in before].count(False) == 2
+    assert all(map(trains, after)) == (tries == 20)
+    kept = [at for at, group in enumerate(before) if trains(group)]
+    for at in kept:  # what had a signal stays where it was
+        ours, theirs = (
+            [example.sequences[0].ids for example in groups[at]] for groups in (after, before)
+        )
+        assert ours == theirs
+    # Measured is all that was drawn.
+    samples = [
+        in_memory(example, Schema(own.rollout_columns), task="grpo", vocab_size=99)
+        for group in after
+        for example in group
+    ]
+    found = own.loss(models, batch_of(own, samples))
+    means = {name: float(total) / weight for name, (total, weight) in found.metrics.items()}
+    assert {*means} == {*own.metrics}
+    assert means["groups_drawn"] == pytest.approx(len(drawn) / 3)
+    assert means["reward"] == pytest.approx(np.mean([group.rewards for group in drawn]))
+    silent = sum(len({*group.rewards.ravel()}) == 1 for group in drawn)
+    assert means["no_signal"] == pytest.approx(silent / len(drawn))
+
+
 def test_a_failing_reward_costs_its_completions(capsys: pytest.CaptureFixture[str]) -> None:
     own = task(rewards=[f"{__name__}:even", f"{__name__}:broken"], reward_weights=[1, 0.5])
     models = models_for(own)
@@ -469,6 +528,7 @@ def test_which_models_an_option_needs() -> None:
         ({"format": "a"}, r"format=a has no effect without the reward format"),
         ({"rewards": ["format"], "format": "("}, r"is not a regular expression"),
         ({"kl": "k1", "beta": 0.1}, r"gradient of mean 0"),
+        ({"dynamic_sampling": True, "beta": 0.1, "kl_in": "reward"}, r"no two rewards are equal"),
         ({"temperature": 0.5, "top_p": 0.9}, r"temperature=0\.5 with top_k or top_p"),
         ({"group_size": 1}, r"group_size=1: must be a whole number from 2"),
     ],

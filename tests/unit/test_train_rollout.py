@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -82,7 +84,12 @@ class Pairs(Task):
 
 
 def step_of(
-    task: Task, *, rank: int = 0, micro: tuple[int, ...] = (2, 1), seq_len: int = 16
+    task: Task,
+    *,
+    rank: int = 0,
+    micro: tuple[int, ...] = (2, 1),
+    seq_len: int = 16,
+    store: Any = None,
 ) -> Any:
     engine = SimpleNamespace(
         engine=SimpleNamespace(eval=lambda: None, train=lambda: None), models={}, vocab_size=50
@@ -90,7 +97,7 @@ def step_of(
     return rollout_step(
         engine,
         task,
-        Store(sample() for _ in range(4)),
+        store or Store(sample() for _ in range(4)),
         0,
         batch=BatchPlan(3, 1, micro, seq_len),
         rank=rank,
@@ -223,6 +230,25 @@ def test_ranks_that_generate_other_tokens_are_stopped(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rollout, "all_gather", lambda value: [value, "another"])
     with pytest.raises(ConfigError, match=r"other examples on rank 1 than on rank 0"):
         step_of(Pairs())
+
+
+def test_further_prompts_are_the_same_for_every_split() -> None:
+    """As many as the step has of each number, others for each, and again the same."""
+
+    class Asking(Pairs):
+        def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
+            asked.append(
+                [[prompt.tokens for prompt in key.further(number)] for number in range(1, 9)]
+            )
+            return super().rollout(models, prompts, key)
+
+    store = Store(replace(sample(), tokens=np.arange(9) + at) for at in range(30))
+    asked: list[Any] = []
+    for rank, micro in ((0, (2, 1)), (1, (2, 1)), (0, (3, 0))):
+        step_of(Asking(), rank=rank, micro=micro, store=store)
+    assert asked[0] == asked[1] == asked[2]
+    assert all(len(prompts) == 6 for prompts in asked[0]), "two of each of three samples"
+    assert len({*chain.from_iterable(asked[0])}) > 20
 
 
 def test_gradients_are_off_while_a_task_generates() -> None:
