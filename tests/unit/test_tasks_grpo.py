@@ -23,7 +23,8 @@ from llmx.data.store.samples import in_memory
 from llmx.errors import ConfigError
 from llmx.models.model import CLASSIFICATION, Models, ModelSpec
 from llmx.tasks import Prompt, RolloutKey, task_class
-from llmx.tasks.grpo import Grpo, group_advantages, kl_estimate, policy_loss
+from llmx.tasks.grpo import Grpo
+from llmx.tasks.policy_loss import group_advantages, kl_estimate, policy_loss
 from llmx.train.batches import Step
 from llmx.train.step import StepMetrics, train_updates
 from tests.composing import composed
