@@ -216,7 +216,7 @@ def experiment_words(path: Path) -> list[str]:
             for name, inner in value.items():
                 flatten(inner, f"{key}.{name}" if key else str(name))
         else:
-            words.append(f"{key}={value if key in GROUPS else _quoted(value)}")
+            words.append(f"{key}={value if key in GROUPS else quoted(value)}")
 
     flatten(values, "")
     return words
@@ -239,12 +239,12 @@ def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
         yield f"{str(group).split()[-1].lstrip('/')}={option}"
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """A value of YAML as Hydra's grammar has it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_quoted(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {quoted(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_quoted, value)) + "]"
+        return "[" + ", ".join(map(quoted, value)) + "]"
     if value is None:
         return "null"
     if isinstance(value, bool | int | float):

@@ -255,6 +255,28 @@ COMMANDS = {
             "python -m llmx render sbatch hardware=a100x8 launch=slurm run_dir=runs/a",
         ),
     ),
+    "bundle": Command(
+        "collect a run for a machine without internet: bundle DIR [overrides]",
+        f"DIR {_OVERRIDES} [--no-wheels] | --check DIR",
+        "Collects in DIR what a run needs on a machine without internet: the packages of this\n"
+        "environment as wheels, llmx, the model, the tokenizer, the data, and code and options of\n"
+        "your own. There, python DIR/install.py VENV verifies every file, makes the environment\n"
+        "and prints the command with the paths of the bundle. The other machine needs the same\n"
+        "minor version of Python and the same kind of processor. Sizes are shown before anything\n"
+        "is copied.",
+        Runs.WORDS,
+        "llmx.cli.bundle",
+        words=(
+            Word("--no-wheels", "leave out the packages: the other machine has them"),
+            Word("--check", "verify every file of a bundle by its SHA-256"),
+        ),
+        arguments=(Argument("", "directory", "DIR"),),
+        overrides=True,
+        examples=(
+            "python -m llmx bundle /media/disk/mine experiment=mine hardware=h100x8",
+            "python -m llmx bundle --check /media/disk/mine",
+        ),
+    ),
     "sweep": Command(
         "run a grid of trainings: sweep NAME|FILE.yaml [overrides]; sweep resume DIR",
         f"NAME|FILE.yaml|resume DIR {_OVERRIDES}",

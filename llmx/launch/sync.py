@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config.fields import MAX_PATH
-from llmx.config.schema import DataConfig, LaunchConfig, ModelConfig, TaskConfig
+from llmx.config.schema import Experiment
 from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
 from llmx.hardware.remote import survey_source
@@ -176,9 +176,7 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
     items += [
         SyncPath(path, (*(DENIED if Path(path).is_dir() else ()), *extra), kind)
-        for path, kind in _configured_paths(
-            spec.exp.model, spec.exp.data, spec.exp.task, spec.exp.launch
-        )
+        for path, kind in _configured_paths(spec.exp)
     ]
     unique: dict[str, SyncPath] = {}
     for item in items:
@@ -235,12 +233,20 @@ def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
             sizes = [Path(item.path, name).stat().st_size for name in _there(item)]
             files, num_bytes = len(sizes), sum(sizes)
         else:
-            arguments, names = _source(item)
-            output = pool.run(["--list-only", "--stats", *arguments], label=item.path, stdin=names)
-            files = _number(output, r"Number of files:.*?\breg: ([\d,]+)")
-            num_bytes = _number(output, r"Total file size: ([\d,]+)")
+            files, num_bytes = count(pool, item)
         rows.append((item.what, item.path, f"{plural(files, 'file')}, {size(num_bytes)}"))
     return rows
+
+
+def count(pool: RsyncPool, item: SyncPath, *options: str) -> tuple[int, int]:
+    """Files and bytes of a path, as rsync with these options copies it."""
+    arguments, names = source_of(item)
+    words = ["--list-only", "--stats", *options, *arguments]
+    output = pool.run(words, label=item.path, stdin=names)
+    return (
+        _number(output, r"Number of files:.*?\breg: ([\d,]+)"),
+        _number(output, r"Total file size: ([\d,]+)"),
+    )
 
 
 def _is_model(value: object) -> bool:
@@ -250,30 +256,41 @@ def _is_model(value: object) -> bool:
     return Path(value, "config.json").is_file()
 
 
-def _configured_paths(
-    model: ModelConfig, data: DataConfig, task: TaskConfig, launch: LaunchConfig
-) -> Iterable[tuple[str, str]]:
-    """The absolute local paths of the config, with globs expanded."""
+def named_paths(exp: Experiment) -> list[tuple[str, str, str]]:
+    """Key, path and kind of what the config names for ranks to read, also ids of the Hub."""
     paths = [
-        (model.path, "model"),
-        (model.tokenizer, "tokenizer"),
-        (data.path, "data"),
-        (data.eval_path, "evaluation data"),
-        *((source.path, "data") for source in data.sources),
+        ("model.path", exp.model.path, "model"),
+        ("model.tokenizer", exp.model.tokenizer, "tokenizer"),
+        ("data.path", exp.data.path, "data"),
+        ("data.eval_path", exp.data.eval_path, "evaluation data"),
+        *(("data.sources", source.path, "data") for source in exp.data.sources),
         # Models that a task names beside the one that is trained.
-        *((value, "model of the task") for value in task.options.values() if _is_model(value)),
-        *((path, "launch.sync_extra") for path in launch.sync_extra),
+        *(
+            (f"task.options.{name}", value, "model of the task")
+            for name, value in exp.task.options.items()
+            if _is_model(value)
+        ),
+        *(("launch.sync_extra", path, "launch.sync_extra") for path in exp.launch.sync_extra),
     ]
-    for path, kind in paths:
-        if not path or not Path(path).expanduser().is_absolute():
+    return [(key, path, kind) for key, path, kind in paths if path]
+
+
+def matches(path: str) -> list[str]:
+    """The absolute path, or those that the glob stands for on this machine."""
+    full = os.path.normpath(Path(path).expanduser())
+    if Path(full).exists():
+        return [full]
+    return sorted(glob.glob(full, recursive=True))  # noqa: PTH207 (absolute patterns)
+
+
+def _configured_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
+    """The absolute local paths of the config, with globs expanded."""
+    for _, path, kind in named_paths(exp):
+        if not Path(path).expanduser().is_absolute():
             continue
-        full = os.path.normpath(Path(path).expanduser())
-        matches = [full]
-        if not Path(full).exists():
-            matches = sorted(glob.glob(full, recursive=True))  # noqa: PTH207 (absolute patterns)
-        if not matches and kind == "launch.sync_extra":
+        if not matches(path) and kind == "launch.sync_extra":
             raise LaunchError(f"launch.sync_extra: {path} does not exist on this machine.")
-        for match in matches:
+        for match in matches(path):
             yield match, kind
 
 
@@ -378,7 +395,7 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
     # A module that was removed here must not be imported there. Elsewhere the host may have files
     # of its own.
     delete = ["--delete"] if item.what == "code" else []
-    arguments, names = _source(item)
+    arguments, names = source_of(item)
     output = pool.run(
         ["--stats", *delete, *arguments, _target(pool, host, item)],
         label=f"{item.path} to {host}",
@@ -392,7 +409,7 @@ def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
     """LaunchError where the content on the host differs."""
     by_content = size_of(item.path) <= CHECKSUM_LIMIT_BYTES
     mode = ["--checksum"] if by_content else []
-    arguments, names = _source(item)
+    arguments, names = source_of(item)
     output = pool.run(
         ["--dry-run", "--itemize-changes", *mode, *arguments, _target(pool, host, item)],
         label=item.path,
@@ -436,7 +453,7 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     return received
 
 
-def _source(item: SyncPath) -> tuple[list[str], str]:
+def source_of(item: SyncPath) -> tuple[list[str], str]:
     """Arguments of rsync, and its input: what git ignores may be more than an argv holds."""
     source = item.path + ("/" if item.is_dir else "")
     return ["--from0", "--exclude-from=-", source], "\0".join(item.excludes)

@@ -21,7 +21,7 @@ from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.agents.connection import AgentError
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.sync import _source, differing, paths_to_push, push, sync_sizes
+from llmx.launch.sync import differing, paths_to_push, push, source_of, sync_sizes
 from llmx.run.rundir import RunDir
 from tests.unit.test_launch_render import experiment, spec_of
 
@@ -120,7 +120,7 @@ def names_sent(made: LaunchSpec) -> set[str]:
     """Every file that rsync itself would send of the directories, by its patterns."""
     sent: set[str] = set()
     for item in paths_to_push(made, run_dir=False):
-        arguments, excludes = _source(item)
+        arguments, excludes = source_of(item)
         output = subprocess.run(
             ["rsync", "-a", "--dry-run", "--out-format=%n", *arguments, "/nowhere/"],
             input=excludes, capture_output=True, text=True, check=True,
