@@ -219,6 +219,7 @@ def _examine_network(
         measure_all_reduce,
         measure_bandwidth,
         mesh_problems,
+        nat_hints,
         probe_mesh,
     )
     from llmx.launch.agents.preflight import reserve_port
@@ -232,6 +233,8 @@ def _examine_network(
         report.mesh = probe_mesh(report.nodes, connections, port=port, rendezvous=spec.rendezvous)
         problems = mesh_problems(report.mesh)
         report.errors += problems
+        if problems:
+            report.warnings += nat_hints(hosts, report.facts, report.nodes)
         if bandwidth and not problems:
             report.gbit_per_s = measure_bandwidth(report.nodes, connections)
     answer = {index for agent in connections for index in agent.hosts}

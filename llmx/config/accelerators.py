@@ -6,7 +6,7 @@ stands with the code that uses it, in ``llmx.train`` and ``llmx.models`` (ADR 18
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,25 @@ class Accelerator:
     host_link_gb_per_s: float
     """To the RAM of the host."""
     memory_gb_per_s: float
+    trains: bool = True
+    """Ranks run on it; others can only be planned for."""
 
 
+_CUDA = Accelerator(
+    is_gpu=True,
+    context="CUDA context",
+    context_gib=1.0,
+    process_gib=2.0,
+    loss_chunk_bytes=128 * 2**20,
+    nominal_tflops=100.0,
+    link_gb_per_s=25.0,
+    host_link_gb_per_s=25.0,
+    memory_gb_per_s=500.0,
+)
 ACCELERATORS = {
-    "cuda": Accelerator(
-        is_gpu=True,
-        context="CUDA context",
-        context_gib=1.0,
-        process_gib=2.0,
-        loss_chunk_bytes=128 * 2**20,
-        nominal_tflops=100.0,
-        link_gb_per_s=25.0,
-        host_link_gb_per_s=25.0,
-        memory_gb_per_s=500.0,
-    ),
+    "cuda": _CUDA,
+    "npu": replace(_CUDA, context="CANN context", trains=False),
+    "xpu": replace(_CUDA, context="SYCL context", trains=False),
     "cpu": Accelerator(
         is_gpu=False,
         context="process",

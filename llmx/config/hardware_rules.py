@@ -43,7 +43,7 @@ def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[st
             yield from _device(name, hardware.devices[name])
     yield from _strays(hardware)
     if len({device.accelerator for device in used_devices(hardware).values()}) > 1:
-        yield "hardware: CPU and CUDA ranks cannot train together. Leave one kind out."
+        yield "hardware: ranks on CPUs, CUDA, NPUs or XPUs do not train together. Keep one kind."
     for name in hardware.price_per_hour:
         if name not in hardware.devices:
             yield (
@@ -52,6 +52,16 @@ def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[st
                 "by its type: hardware.price_per_hour.a100_80g=1.9."
             )
     yield from _zeropp(zero, hardware.hosts)
+
+
+def no_ranks_there(accelerator: str) -> str:
+    """A message where ranks do not run on this kind of device."""
+    if ACCELERATORS[accelerator].trains:
+        return ""
+    return (
+        f"accelerator={accelerator} can be planned for, but no rank runs on it: ranks need "
+        "torch.cuda. Train on NVIDIA GPUs, on AMD GPUs with ROCm, or on CPUs."
+    )
 
 
 def used_devices(hardware: HardwareConfig) -> dict[str, DeviceConfig]:

@@ -469,7 +469,8 @@ class DeviceConfig:
     """One type of accelerator, with values from its data sheet."""
 
     accelerator: str = choice(*ACCELERATORS)
-    """``cuda``, or ``cpu`` for ranks without a GPU."""
+    """``cuda`` (NVIDIA, and AMD with ROCm), or ``cpu`` for ranks without a GPU. ``npu`` (Ascend)
+    and ``xpu`` (Intel) can be planned for; no rank runs on them."""
     memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
     """Memory of one device, GiB. The plan compares its prediction with it."""
     precisions: list[str] = choices("fp32", "bf16", "fp16")

@@ -115,6 +115,14 @@ def compare_hosts(
         busy += _gpus_in_use(name, gpus_of_host, facts)
         warnings += _gpu_health(name, gpus_of_host, facts)
         warnings += _infiniband(exp, name, facts)
+        if plan.on_gpus and (bridges := facts.get("acs_bridges")):
+            warnings.append(
+                f"{name}: ACS is on at {plural(len(bridges), 'PCIe bridge')} "
+                f"({', '.join(bridges[:4])}): traffic between devices goes through the processor. "
+                "NCCL is slower between GPUs without NVLink and from InfiniBand to GPUs, or hangs. "
+                "Disable ACS in the BIOS, or until the next boot, for each bridge: setpci -s "
+                f"{bridges[0]} ECAP_ACS+0x6.w=0000."
+            )
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from llmx.config.hardware_rules import native_precisions
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
+from llmx.hardware.survey import count_gpus, toolkit_of_torch
 
 _QUERY = (
     "nvidia-smi",
@@ -147,6 +148,13 @@ def detect_hardware(
         devices[name] = device
         host = HostConfig(name="localhost", slots=len(gpus), device=name)
     else:
+        rocm = toolkit_of_torch("hip")
+        if rocm and count_gpus() and visible is None:
+            raise ConfigError(
+                f"hardware=local detects NVIDIA GPUs only, and this torch is for ROCm {rocm}. "
+                "Describe the AMD GPUs, e.g. hardware=static 'hardware.hosts=[{name: localhost, "
+                "slots: 8, device: mi300x}]', or export CUDA_VISIBLE_DEVICES= to train on the CPU."
+            )
         devices.setdefault(
             "cpu", DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
         )

@@ -96,7 +96,7 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "capabilities": once("capabilities", compute_capabilities),
         "torch_build": (build if build.get("works") else torch_build())
         if needs.get("torch")
-        else {"cuda": cuda_of_torch()},
+        else {"cuda": toolkit_of_torch("cuda")},
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
         **space_facts(run_dir),
@@ -109,6 +109,10 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
         "gpu_states": gpu_states() if needs.get("gpu_processes") else [],
         "gpu_links": gpu_links() if needs.get("gpu_processes") and needs.get("runs") else {},
+        "acs_bridges": acs_bridges(output_of(["lspci", "-vvv"], timeout_s=30))
+        if needs.get("gpu_processes") and needs.get("runs")
+        else [],
+        "ssh_address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),
         "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
@@ -207,11 +211,12 @@ def torch_build() -> dict[str, Any]:
     try:
         return dict(json.loads(output.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return {"cuda": cuda_of_torch()}
+        return {"cuda": toolkit_of_torch("cuda")}
 
 
-def cuda_of_torch() -> str | None:
-    """The CUDA that torch is built for, without importing it; None where it has none."""
+def toolkit_of_torch(name: str) -> str | None:
+    """The version of ``cuda`` or ``hip`` (ROCm) that torch is built for, without importing it; None
+    where it is for another one."""
     try:
         spec = util.find_spec("torch")
     except (ImportError, ValueError):
@@ -219,7 +224,7 @@ def cuda_of_torch() -> str | None:
     if spec is None or not spec.origin:
         return None
     text = _text(os.path.join(os.path.dirname(spec.origin), "version.py"))  # noqa: PTH118, PTH120
-    match = re.search(r"""^cuda[^=\n]*= *['"]([0-9.]+)['"]""", text, re.MULTILINE)
+    match = re.search(rf"""^{name}\b[^=\n]*= *['"]([0-9.]+)""", text, re.MULTILINE)
     return match.group(1) if match else None
 
 
@@ -327,12 +332,13 @@ def ram_available(root: str = "/") -> int | None:
         group = os.path.dirname(group)  # noqa: PTH120
 
 
-def count_gpus() -> int | None:
-    """GPUs of the NVIDIA driver; None without a driver."""
+def count_gpus(root: str = "/") -> int | None:
+    """GPUs of the driver of NVIDIA, else of that of AMD; None without a driver."""
     try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208
-    except OSError:
-        return None
+        return len(os.listdir(f"{root}proc/driver/nvidia/gpus"))  # noqa: PTH208
+    except OSError:  # nodes of AMD's driver are also CPUs, whose id is 0
+        nodes = glob.glob(f"{root}sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # noqa: PTH207
+        return sum(_text(node).strip() not in ("", "0") for node in nodes) or None
 
 
 def directory_names(path: str) -> list[str]:
@@ -414,6 +420,13 @@ def parse_gpu_links(text: str) -> dict[str, int]:
         for kind in row[at + 2 : count + 1]:
             links[kind] = links.get(kind, 0) + 1
     return links
+
+
+def acs_bridges(text: str) -> list[str]:
+    """PCIe bridges that redirect traffic between devices (Access Control Services), by ``lspci
+    -vvv``; it shows this to root alone."""
+    blocks = re.split(r"\n(?=\S)", text)
+    return [block.split()[0] for block in blocks if re.search(r"ACSCtl:.*SrcValid\+", block)]
 
 
 def infiniband_ports(root: str = "/sys/class/infiniband") -> list[dict[str, Any]]:

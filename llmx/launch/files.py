@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from llmx.config.hardware_rules import no_ranks_there
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.hardware.hostfile import render_hostfile
@@ -36,6 +37,8 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
     The rules that need no plan are in ``llmx.config.validate``.
     """
     problems = [] if exp.dry_run else path_problems(exp, plan)
+    if not exp.dry_run and (problem := no_ranks_there(plan.accelerator)):
+        problems.append(problem)
     problems += [
         f"the environment variable {name} holds a password or a token, which every user of a host "
         "could read in the ranks' environment. Unset it, or set it to an address without "

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.by_host import keys_of
+from llmx.config.hardware_rules import no_ranks_there
 from llmx.config.schema import (
     BatchConfig,
     DataConfig,
@@ -202,6 +203,8 @@ def _memory(
 
 def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
     hosts, trained = plan.hosts, exp.model.trained_dtype
+    if problem := no_ranks_there(plan.accelerator):
+        yield problem
     if exp.model.init == "pretrained" and trained == "bf16" and plan.precision == "fp16":
         yield (
             f"{exp.model.name or exp.model.path} was trained in bf16; its activations may overflow "

@@ -118,7 +118,7 @@ def test_gpus_of_two_kinds_in_this_machine(catalogue, monkeypatch) -> None:
 
 def test_the_catalogue_says_what_computes_bf16(catalogue) -> None:
     for name, device in catalogue.items():
-        if device.accelerator == "cuda":
+        if device.compute_capability:
             assert device.precisions == native_precisions(device.compute_capability), name
 
 
@@ -126,3 +126,14 @@ def test_without_gpus_two_cpu_ranks(monkeypatch, catalogue) -> None:
     monkeypatch.setattr(detect, "detect_gpus", list)
     found = detect.detect_hardware(HardwareConfig(kind="local", devices=catalogue))
     assert (found.kind, found.hosts[0].slots, found.hosts[0].device) == ("static", 2, "cpu")
+
+
+def test_a_torch_for_rocm_does_not_train_on_the_cpu_unasked(monkeypatch, catalogue) -> None:
+    monkeypatch.setattr(detect, "detect_gpus", list)
+    monkeypatch.setattr(detect, "count_gpus", lambda: 8)
+    monkeypatch.setattr(detect, "toolkit_of_torch", {"cuda": None, "hip": "6.4"}.get)
+    hardware = HardwareConfig(kind="local", devices=catalogue)
+    with pytest.raises(ConfigError, match=r"this torch is for ROCm 6\.4.*device: mi300x"):
+        detect.detect_hardware(hardware, environ={})
+    asked = detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert asked.hosts[0].device == "cpu"

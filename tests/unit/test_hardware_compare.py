@@ -45,6 +45,8 @@ def facts(**changes: Any) -> dict[str, Any]:
         "disk_bytes_per_s": None,
         "container": "",
         "gpu_links": {},
+        "acs_bridges": [],
+        "ssh_address": "",
         "runs": [],
         "removed": [],
         "ninja": True,
@@ -503,6 +505,13 @@ def test_the_cuda_of_torch_without_importing_it(tmp_path, monkeypatch) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["torch_build"] == {"cuda": "13.0"}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    (tmp_path / "torch/version.py").write_text("cuda = None\nhip: str = '6.4.43482-0f2d60242'\n")
+    assert (program.toolkit_of_torch("cuda"), program.toolkit_of_torch("hip")) == (
+        None,
+        "6.4.43482",
+    )
 
 
 def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
@@ -531,3 +540,37 @@ def test_the_program_runs_by_itself(tmp_path) -> None:
     assert found["packages"]["torch"]
     assert found["free_bytes"] > 0
     assert found["stale_locks"] == [str(old)]
+
+
+LSPCI = """\
+00:01.0 PCI bridge: Intel Corporation Sky Lake-E PCI Express Root Port A
+\tCapabilities: [110 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+
+0000:3a:00.0 PCI bridge: PLX Technology, Inc. PEX 8747 (rev ca)
+\tCapabilities: [f24 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl+ DirectTrans+
+\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd- EgressCtrl- DirectTrans-
+
+65:00.0 3D controller: NVIDIA Corporation GA100 [A100 SXM4 40GB]
+\tCapabilities: <access denied>
+"""
+
+
+def test_bridges_that_keep_gpus_from_each_other() -> None:
+    assert program.acs_bridges(LSPCI) == ["00:01.0"]
+    assert program.acs_bridges("") == []
+    (warning,) = judge(facts(acs_bridges=["00:01.0"]), facts(acs_bridges=[])).warnings
+    assert warning.startswith("node-a: ACS is on at 1 PCIe bridge (00:01.0): ")
+    assert "setpci -s 00:01.0 ECAP_ACS+0x6.w=0000" in warning
+
+
+def test_gpus_of_amd_are_counted(tmp_path) -> None:
+    root = f"{tmp_path}/"
+    assert program.count_gpus(root) is None
+    for node, gpu in enumerate((0, 0, 41123, 3391)):  # two CPUs, two GPUs
+        file = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{gpu}\n")
+    assert program.count_gpus(root) == 2

@@ -13,7 +13,7 @@ from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.user_files import check_user_files
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError
-from llmx.launch.files import make_spec, rendered_files
+from llmx.launch.files import check_launch, make_spec, rendered_files
 from llmx.run.rundir import RunDir
 from tests.composing import composed, values
 
@@ -249,6 +249,15 @@ def test_flash_attention_on_a_device_without_its_kernels() -> None:
     with pytest.raises(ConfigError, match="needs GPUs that compute bf16 .*v100_32g does not"):
         hardware(TWO[0], {**TWO[1], "device": "v100_32g"}, overrides=flash)
     assert hardware(*TWO, overrides=flash).plan.precision == "bf16"
+
+
+def test_a_device_that_can_only_be_planned_for() -> None:
+    plan = hardware({"name": "localhost", "device": "ascend_910b"}, overrides=["dry_run=true"])
+    assert any("no rank runs on it" in note for note in plan.plan.notes)
+    check_launch(plan.experiment, plan.plan)
+    launched = dataclasses.replace(plan.experiment, dry_run=False)
+    with pytest.raises(ConfigError, match="accelerator=npu .* Train on NVIDIA GPUs, on AMD"):
+        check_launch(launched, plan.plan)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from llmx.launch.agents.mesh import (
     find_nodes,
     measure_bandwidth,
     mesh_problems,
+    nat_hints,
     rounds,
 )
 from llmx.plan.types import HostPlan
@@ -115,3 +116,21 @@ def test_the_bandwidth_of_a_pair_is_measured_both_ways(rig: Rig, tmp_path: Path)
         assert min(speeds.values()) > 0
     finally:
         far.connection.close(timeout_s=20)
+
+
+def test_a_host_behind_nat_by_the_address_of_its_ssh() -> None:
+    def host(name: str, address: str, *, is_local: bool = False) -> HostPlan:
+        return HostPlan(name, address, 22, None, None, 1, "cpu", None, is_local)
+
+    hosts = [
+        host("a", "10.0.0.1"),
+        host("b", "198.51.100.7"),
+        host("c", "fd00::1"),
+        host("d", "node-d"),
+        host("e", "10.0.0.5", is_local=True),
+    ]
+    seen = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "fd00:0::1", "d": "10.0.0.4", "e": "10.9.9.9"}
+    facts = {name: {"ssh_address": address} for name, address in seen.items()}
+    (hint,) = nat_hints(hosts, facts, mesh().nodes)
+    assert hint.startswith("b: ssh reached 198.51.100.7, and the host itself has 10.0.0.2: NAT")
+    assert "listen at 10.0.0.2, on any port" in hint

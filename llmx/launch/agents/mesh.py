@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmx.config.addresses import ip
 from llmx.config.validate import RESERVED
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection, request_all
@@ -116,6 +117,27 @@ def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> 
     if problems:
         raise LaunchError("\n".join(problems))
     return nodes
+
+
+def nat_hints(
+    hosts: Sequence[HostPlan], facts: Mapping[str, Mapping[str, Any]], nodes: Mapping[str, Node]
+) -> list[str]:
+    """Hosts that ssh reached at an address that they do not know: NAT is between. ``facts``: the
+    surveys. Pure."""
+    hints = []
+    for host in hosts:
+        inside = facts.get(host.name, {}).get("ssh_address", "")
+        # A name may have several addresses; here, it is the login of whoever typed the command.
+        if host.is_local or not inside or ip(host.address) in (None, ip(inside)):
+            continue
+        listens = nodes[host.name].address if host.name in nodes else inside
+        hints.append(
+            f"{host.name}: ssh reached {host.address}, and the host itself has {inside}: NAT or a "
+            f"port mapping is between. Its ranks listen at {listens}, on any port, which every "
+            "other host must reach. hardware.reach forwards the rendezvous on the first host; for "
+            "the rest connect the hosts by a network without NAT, or a tunnel."
+        )
+    return hints
 
 
 def _interface_problem(host: HostPlan, interfaces: Mapping[str, Sequence[str]]) -> str:
