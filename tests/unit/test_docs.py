@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("chats.jsonl", "questions.jsonl"):
         (place / name).write_text(CHATS)
     (place / "PATH").mkdir()
-    for name in ("a.jsonl", "corpus.txt", "PATH/rows.jsonl"):
+    for name in ("a.jsonl", "mixed.jsonl", "corpus.txt", "PATH/rows.jsonl"):
         (place / name).write_text(CHATS)
     chats = [json.loads(line) for line in CHATS.splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), place / "b.parquet")
