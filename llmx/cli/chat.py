@@ -171,6 +171,8 @@ class Chat:
         ids = self.prompt(message)
         if not ids:
             raise ConfigError("the message has no tokens. Say something longer.")
+        if problem := self.layout.problem(ids, self._decoder):
+            raise ConfigError(problem)
         seed = secrets.randbits(32) if self._seed is None else self._seed
         drawn: list[int] = []
 

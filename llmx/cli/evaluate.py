@@ -403,7 +403,6 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
     from llmx.models.model import CAUSAL_LM
     from llmx.tasks import Mean
 
-    pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     began = time.monotonic()
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
@@ -416,7 +415,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
                     for index in range(start, min(start + batch, len(store)))
                 ],
                 seq_len=store.seq_len,
-                pad_id=pad_id,
+                pad_id=task.pad_id,
                 layout="padded",
                 # Frozen models answer batch by batch here: nothing is stored.
                 columns=(store.batch_columns or ()) if task.precomputed else store.batch_columns,

@@ -17,15 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import Renderer
+from llmx.data.tokenize.tokenizer import without_row
 from llmx.errors import ConfigError
 from llmx.models.sampling import Sampling, sample_seed
 from llmx.text import plural, printable
+
+if TYPE_CHECKING:
+    from llmx.models.generate import Decoder
 
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "0.7"),
@@ -130,14 +134,16 @@ def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
     code = 0
     for prompt in prompts:
         ids = layout.text(prompt)
+        problem = layout.problem(ids, decoder)
         # The last token of a completion is not fed back: it needs no position of its own.
-        if not ids or (limit is not None and len(ids) > limit):
+        if limit is not None and len(ids) > limit:
             problem = (
                 f"the prompt has {plural(len(ids), 'token')}, the model {limit:,} positions. "
                 "Ask something shorter."
-                if ids
-                else "the prompt has no tokens. Ask something longer."
             )
+        if not ids:
+            problem = "the prompt has no tokens. Ask something longer."
+        if problem:
             print(f"llmx: {problem}", file=sys.stderr)
             code = ConfigError.exit_code
             continue
@@ -218,6 +224,12 @@ class PromptLayout:
     def stop_ids(self) -> frozenset[int]:
         """The tokens that close an answer in this template."""
         return frozenset(self._renderer.stop_token_ids if self._renderer else ())
+
+    def problem(self, ids: Sequence[int], decoder: Decoder) -> str:
+        """What is wrong with a prompt that has a token without a row in the embedding; else ""."""
+        rows = decoder.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        problem = without_row(self._tokenizer, ids, rows)
+        return f"the prompt {problem} Remove it." if problem else ""
 
     def text(self, prompt: str) -> list[int]:
         """The tokens of one prompt: a user's turn, or the text itself."""

@@ -197,6 +197,8 @@ def _completions(
         for place in range(start, min(start + TOGETHER, total)):
             prompt = prompts[place // how.n]
             ids = layout.turns(prompt.messages) if prompt.messages else layout.text(prompt.text)
+            if problem := layout.problem(ids, decoder):
+                raise ConfigError(f"{options.prompts}, prompt {place // how.n + 1}: {problem}")
             jobs.append(Job(place // how.n, place % how.n, tuple(ids)))
         records: dict[Job, dict[str, Any]] = {
             job: {"completion": "", "ended": POSITIONS if job.tokens else "empty"} for job in jobs

@@ -43,10 +43,11 @@ def held_out_prompts(
     limit: int,
     decode: Callable[[list[int]], str],
     turn_weights: bool = False,
+    num_embeddings: int | None = None,
 ) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
     ``seq_len``. ``decode``: of a completion; ``turn_weights``: turns may have weights, which
-    change nothing here.
+    change nothing here. ``num_embeddings``: of the task; no prompt has a token beyond it.
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
@@ -68,6 +69,8 @@ def held_out_prompts(
             shortened = cutter.shortened(row)
             row = shortened[0][0] if shortened is not None else row
         tokens, completion = renderer.prompt(row)
+        if num_embeddings is not None and tokens.max(initial=0) >= num_embeddings:
+            continue  # its row was refused or left out when the samples were prepared
         if len(tokens) < data.seq_len:
             prompts.append(
                 EvalPrompt(

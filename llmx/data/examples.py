@@ -168,6 +168,9 @@ class Encoding(Protocol):
     @property
     def loss_on(self) -> str: ...
 
+    @property
+    def num_embeddings(self) -> int | None: ...
+
     def encoding_identity(self) -> dict[str, Any]: ...
 
     def check_source(self, split: DatasetSplit) -> None: ...
@@ -276,8 +279,8 @@ def values_of_tokens(
     right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
     if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ConfigError(
-            f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the "
-            f"tokenizer's last); {by} gave {excerpt(str(part.ids))}."
+            f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the last "
+            f"of the vocabulary); {by} gave {excerpt(str(part.ids))}."
         )
     count = len(ids)
     declared = "columns" if by == "encode()" else "rollout_columns"

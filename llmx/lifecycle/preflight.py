@@ -133,14 +133,14 @@ def _model_problems(exp: Experiment) -> Iterator[str]:
 
 
 def _vocabulary_problem(exp: Experiment) -> str:
-    """A message where a tokenizer on this machine has ids that a pretrained model has no row for;
-    the ranks would say the same of others (``llmx.models.factory``)."""
+    """A message where a pretrained model has no row for ids of a tokenizer on this machine, added
+    tokens apart; the ranks would say the same of others (``llmx.models.factory``)."""
     model = exp.model
     shape = model_geometry(model)
     if model.init != "pretrained" or added_tokens(model) or shape is None:
         return ""
     name = model.tokenizer or model.path or ""
-    rows = tokenizer_rows(name)
+    rows = tokenizer_rows(name, with_added=False)
     if rows is None or rows <= shape.vocab_size:
         return ""
     return (
@@ -205,14 +205,15 @@ def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
     return with_storage(plan, exp, size=ModelSize(num_parameters, trained))
 
 
-def tokenizer_rows(name: str) -> int | None:
-    """The largest id of a tokenizer and one; ``name``: a local directory, or ``demo``."""
+def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
+    """The largest id of a tokenizer and one; ``name``: a local directory, or ``demo``.
+    ``with_added``: added tokens count, too."""
     directory = DEMO if name == "demo" else Path(name).expanduser()
     try:
         values = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = values["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = (token["id"] for token in values.get("added_tokens", ()))
-        return max([*ids, *added], default=-1) + 1
+        added = {token["id"] for token in values.get("added_tokens", ())}
+        return max(added.union(ids) if with_added else set(ids) - added, default=-1) + 1
     except (OSError, ValueError, KeyError, TypeError):
         return None

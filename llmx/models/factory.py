@@ -60,6 +60,18 @@ def true_vocab(tokenizer: Any) -> int:
     return max(len(tokenizer), max(ids.values()) + 1)
 
 
+def num_embeddings(model: ModelConfig, tokenizer: Any) -> int | None:
+    """Rows of the embedding of a pretrained model whose tokenizer has tokens beyond them
+    (google/gemma-3-1b-it: ``<image_soft_token>``); None where each token has a row."""
+    if model.init == "scratch" or added_tokens(model):
+        return None
+    try:
+        rows = getattr(plain_config(model).get_text_config(), "vocab_size", None)
+    except (OSError, ValueError):  # not on this machine; no network is built without it
+        return None
+    return rows if isinstance(rows, int) and rows < true_vocab(tokenizer) else None
+
+
 def model_config(
     model: ModelConfig, data: DataConfig, *, tokenizer: Any, spec: ModelSpec | None = None
 ) -> Any:
@@ -138,10 +150,12 @@ def _check(config: Any, tokenizer: Any, *, seq_len: int) -> None:
             f"data.seq_len={seq_len} is over the {limit} positions of the model. "
             f"Set data.seq_len to at most {limit}, or model.config.max_position_embeddings."
         )
-    if true_vocab(tokenizer) > config.vocab_size:
+    # Tokens that were added to it may lack a row: a record with one of them is refused.
+    ids = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
+    if (largest := max(ids, default=0)) >= config.vocab_size:
         raise ConfigError(
-            f"The tokenizer has ids up to {true_vocab(tokenizer) - 1}, the model an embedding "
-            f"of {config.vocab_size} rows. Set model.tokenizer to the model's own tokenizer; "
+            f"The tokenizer has ids up to {largest}, the model an embedding of "
+            f"{config.vocab_size} rows. Set model.tokenizer to the model's own tokenizer; "
             "model.add_tokens adds tokens to it."
         )
 

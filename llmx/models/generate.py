@@ -270,7 +270,8 @@ def generate(
         if max(prompt) >= num_embeddings:
             raise ConfigError(
                 f"The prompt has the token id {max(prompt)}, and the model an embedding of "
-                f"{num_embeddings} rows. Copy the model's own tokenizer into its directory."
+                f"{num_embeddings} rows. Remove it from the prompt, or copy the model's own "
+                "tokenizer into its directory."
             )
     if not sampling.greedy and (seeds is None or len(seeds) != len(rows)):
         num_seeds = "none" if seeds is None else len(seeds)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing
@@ -158,7 +159,17 @@ class Model:
     that scale."""
 
     def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
-        """Keyword arguments of the forward, on the device; and the labels (``model_inputs``)."""
+        """Keyword arguments of the forward, on the device; and the labels (``model_inputs``).
+
+        Raises ConfigError for a token without a row: a GPU would only say that an assertion failed.
+        """
+        rows, largest = self.config.get_text_config().vocab_size, int(batch["input_ids"].max())
+        if largest >= rows:
+            raise ConfigError(
+                f"A sample has the token id {largest}, and the embedding of the model "
+                f"{self.name!r} has {rows} rows. Choose a model that has one for each token of the "
+                "run's tokenizer, or remove the token from the data."
+            )
         return model_inputs(batch, method=self.attention, dtype=self.dtype, device=self.device)
 
     @property

@@ -215,7 +215,8 @@ def take_config(
     config.problem_type = problem or None
     text = config.get_text_config()
     pad = tokenizer.pad_token_id
-    if text.pad_token_id is None and pad not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+    alone = pad not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    if text.pad_token_id is None and alone and (pad is None or pad < text.vocab_size):
         text.pad_token_id = pad
 
 

@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -263,6 +264,21 @@ class Task:
     def loss_on(self) -> str:
         """Which tokens of a conversation are targets: ``data.loss_on``."""
         return self.exp.data.loss_on
+
+    @cached_property
+    def num_embeddings(self) -> int | None:
+        """Rows of the embedding of the model, where its tokenizer has tokens beyond them: data
+        with such a token is refused. None: each token has a row."""
+        from llmx.models.factory import num_embeddings
+
+        return num_embeddings(self.exp.model, self.tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills the lines of a batch. Any does that has a row, since padding is
+        known by its position."""
+        pad_id: int = self.tokenizer.pad_token_id or 0
+        return pad_id if self.num_embeddings is None or pad_id < self.num_embeddings else 0
 
     def encode(self, row: Any) -> Example | None:
         """The example of a row: its sequences, and the columns by sequence and by example.

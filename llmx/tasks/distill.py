@@ -122,11 +122,11 @@ class Distill(Task):
 
     @property
     def _vocabulary(self) -> int:
-        """Ids of the tokenizer: what both distributions are over. Further rows of either network
-        are padding, which they may have in different numbers."""
+        """Ids of the tokenizer that the student has rows for: what both distributions are over.
+        Further rows of either network are padding, which they may have in different numbers."""
         from llmx.models.factory import true_vocab
 
-        return true_vocab(self.tokenizer)
+        return self.num_embeddings or true_vocab(self.tokenizer)
 
     @property
     def precomputed(self) -> tuple[Column, ...]:
@@ -161,6 +161,8 @@ class Distill(Task):
         options, student = self.options, models["student"]
         targets = batch["labels"] != IGNORE
         size = self._vocabulary
+        if options.teacher_logits != "stored":
+            size = min(size, models["teacher"].vocab_size)
 
         def stored(
             logits: torch.Tensor,

@@ -505,7 +505,7 @@ class Grpo(Task):
             batch = collate(
                 [sample.sample() for sample in (batches[at] if at < len(batches) else [])],
                 seq_len=self.exp.data.seq_len,
-                pad_id=self.tokenizer.pad_token_id or 0,
+                pad_id=self.pad_id,
                 layout=model.attention.layout,
             )
             values[at] = function(model, batch)
@@ -633,7 +633,12 @@ class Grpo(Task):
         if self._eval_prompts is None:
             limit, data = self.exp.task.eval_generate, self.exp.data
             self._eval_prompts = held_out_prompts(
-                data, self.exp.seed, self.tokenizer, limit=limit, decode=self.decode
+                data,
+                self.exp.seed,
+                self.tokenizer,
+                limit=limit,
+                decode=self.decode,
+                num_embeddings=self.num_embeddings,
             )
         return self._eval_prompts
 

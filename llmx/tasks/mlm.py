@@ -87,7 +87,11 @@ class Mlm(Task):
     def transform(self, sample: Sample, key: SampleKey) -> Sample:
         """With some tokens hidden, and the labels at their places."""
         if self._vocabulary is None:
-            self._vocabulary = Vocabulary(self.tokenizer, whole_words=self.options.whole_words)
+            self._vocabulary = Vocabulary(
+                self.tokenizer,
+                whole_words=self.options.whole_words,
+                num_embeddings=self.num_embeddings,
+            )
         return masked(sample, key, self.options, self._vocabulary)
 
     def weight(self, batch: Batch) -> float:
@@ -102,7 +106,9 @@ class Mlm(Task):
 class Vocabulary:
     """The ids of a tokenizer by their role in masking."""
 
-    def __init__(self, tokenizer: Any, *, whole_words: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, *, whole_words: bool, num_embeddings: int | None = None
+    ) -> None:
         self.mask_id = int(tokenizer.mask_token_id)
         ids = tokenizer.get_vocab()
         size = max(len(tokenizer), max(ids.values()) + 1)
@@ -110,7 +116,7 @@ class Vocabulary:
         self.is_special[list(tokenizer.all_special_ids)] = True
         used = np.zeros(size, np.bool_)
         used[list(ids.values())] = True
-        self.ordinary = np.flatnonzero(used & ~self.is_special)
+        self.ordinary = np.flatnonzero((used & ~self.is_special)[:num_embeddings])
         """Ids that may take the place of another."""
         self.continues = np.zeros(size, np.bool_)
         """bool [ids]: whether a token continues the word before it."""

@@ -124,6 +124,7 @@ class Sft(Task):
                     limit=limit,
                     decode=self.decode,
                     turn_weights=self.turn_weights,
+                    num_embeddings=self.num_embeddings,
                 )
                 if limit
                 else []

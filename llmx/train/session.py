@@ -262,8 +262,7 @@ def layout_for(exp: Experiment, plan: Plan, task: Task, name: str) -> Layout:
     """The layout of batches. ``name``: ``packed`` or ``padded``."""
     return Layout(
         seq_len=exp.data.seq_len,
-        # Any token does, since padding is known by its position.
-        pad_id=task.tokenizer.pad_token_id or 0,
+        pad_id=task.pad_id,
         layout=name,
         pad_to=exp.data.pad_to_multiple_of or PAD_TO_ON[plan.accelerator],
     )

@@ -25,7 +25,10 @@ def test_the_rows_of_a_tokenizer(tmp_path: Path) -> None:
 
     assert tokenizer_rows("demo") == len(AutoTokenizer.from_pretrained(DEMO))
     ids = {f"t{number}": number for number in range(500)}
-    assert tokenizer_rows(str(tokenizer(tmp_path / "bpe", ids, added=(500, 777)))) == 778
+    bpe = str(tokenizer(tmp_path / "bpe", ids, added=(500, 777)))
+    assert (tokenizer_rows(bpe), tokenizer_rows(bpe, with_added=False)) == (778, 500)
+    both = str(tokenizer(tmp_path / "both", ids, added=(0, 499)))  # also in the vocabulary
+    assert (tokenizer_rows(both), tokenizer_rows(both, with_added=False)) == (500, 499)
     unigram = [[f"t{number}", -1.0] for number in range(300)]
     assert tokenizer_rows(str(tokenizer(tmp_path / "unigram", unigram))) == 300
     assert tokenizer_rows("owner/name") is None

@@ -84,6 +84,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     given.experiment.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match=r"demo has ids up to \d+.* an embedding of 64 rows"):
         with_checked_inputs(given)
+    # One of which only the last token, an added one, has no row: <image_soft_token> of Gemma 3.
+    vocabulary = {"model": {"vocab": {f"t{n}": n for n in range(64)}}, "added_tokens": [{"id": 64}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    given.experiment.model.tokenizer = str(tmp_path)
+    assert preflight._vocabulary_problem(given.experiment) == ""
 
 
 def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ CASES: list[tuple[str, Any, str]] = [
     (
         "no ids",
         lambda prompts: [[Example.of(Tokens([50], columns={"old": [0]}), label=1, score=[1])]] * 6,
-        "each from 0 to 49 (the tokenizer's last); rollout() gave",
+        "each from 0 to 49 (the last of the vocabulary); rollout() gave",
     ),
     (
         "too long",

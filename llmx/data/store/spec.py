@@ -79,6 +79,8 @@ def dataset_spec(
         "packing": data.packing,
         "over_long": _over_long(data, dataset_split, encoding),
     }
+    if encoding.num_embeddings is not None:  # rows with ids beyond it are refused
+        identity["num_embeddings"] = encoding.num_embeddings
     if verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
     if task_identity := encoding.encoding_identity():

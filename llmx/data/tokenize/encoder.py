@@ -38,6 +38,7 @@ from llmx.data.source.records import Document, RecordError, Row
 from llmx.data.split import DatasetSplit
 from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
+from llmx.data.tokenize.tokenizer import without_row
 from llmx.data.tokenize.truncation import (
     CUT_OFF,
     TRUNCATED,
@@ -54,6 +55,8 @@ BATCH_BYTES = 1 << 20
 WITHOUT_ANSWER = "without an answer"
 LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
+WITHOUT_ROW = "a token that the model has no row for"
+"""The reason for which such a row is rejected."""
 UNANSWERED = "turns after the last answer"
 """Counts the turns that were left out of used rows."""
 FAST_FROM_BYTES = 2 << 20
@@ -84,6 +87,7 @@ class ExampleEncoder:
         self._renderer = renderer
         self._encoding, self._task = encoding, encoding.name
         self._schema = Schema(encoding.columns)
+        self._num_embeddings = encoding.num_embeddings
         self._workers = workers
         self._documents: DocumentEncoder | None = None
         self._chats: ConversationEncoder | None = None
@@ -201,13 +205,14 @@ class ExampleEncoder:
 
     def _encode(self, batch: Batch) -> TokenBlock:
         """The tokens of the examples of a batch; those that are not used are taken out of it."""
+        block: TokenBlock | None = None
         if _holds_text(batch):
             assert self._documents is not None
             sequences: list[TokenSequence] = []
             block = self._documents.encode(
                 [text for text in _sequences([batch]) if isinstance(text, Document)]
             )
-        else:
+        if block is None or not self._all_have_rows(block.tokens):
             pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
             used = [(example, tokens) for example, tokens in pairs if tokens is not None]
             batch.examples = [example for example, _ in used]
@@ -253,9 +258,12 @@ class ExampleEncoder:
         cut, with a shorter prompt."""
         data = self._data
         tokens = iter(self._tokens([s for example in examples for s in example.sequences]))
-        fitted: list[list[TokenSequence] | None] = [
-            [next(tokens) for _ in example.sequences] for example in examples
-        ]
+        fitted: list[list[TokenSequence] | None] = []
+        for example in examples:
+            sequences = [next(tokens) for _ in example.sequences]
+            for sequence in sequences:
+                self._check_rows(sequence.tokens, example)
+            fitted.append(sequences)
         if data.over_long in ("drop", "error") or data.packing == "concat":
             return fitted
         counts = Counter[str]()
@@ -278,6 +286,22 @@ class ExampleEncoder:
         batch.counts.update(counts)
         return fitted
 
+    def _all_have_rows(self, tokens: np.ndarray) -> bool:
+        """Whether the embedding of the model has a row for each of these tokens."""
+        return self._num_embeddings is None or int(tokens.max(initial=0)) < self._num_embeddings
+
+    def _check_rows(self, tokens: np.ndarray, example: Example) -> None:
+        """Raise RecordError for a token that the embedding of the model has no row for."""
+        if self._num_embeddings is None or self._all_have_rows(tokens):
+            return
+        problem = without_row(self._renderer.tokenizer, tokens, self._num_embeddings)
+        raise RecordError(
+            f"{example.place}: it {problem} Remove it from the row (data.on_bad_row=skip leaves "
+            "such rows out), or set model.tokenizer to a tokenizer of this model without it.",
+            where=example.place,
+            reason=WITHOUT_ROW,
+        )
+
     def _tokens(self, sequences: list[ExampleSequence]) -> list[TokenSequence]:
         """The tokens of sequences of any kind, in order."""
         chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
@@ -292,7 +316,7 @@ class ExampleEncoder:
             edges = np.cumsum(block.lengths)[:-1]
             cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
             by_type[Document] = map(TokenSequence, *cut)
-        size = len(self._renderer.tokenizer)
+        size = self._num_embeddings or len(self._renderer.tokenizer)
         return [
             TokenSequence(
                 *values_of_tokens(sequence, self._schema, task=self._task, vocab_size=size)

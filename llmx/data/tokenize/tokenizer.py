@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from llmx.config import ModelConfig
 from llmx.config.model_rules import ADD_SPECIAL, ADD_TOKENS, added_tokens
@@ -219,6 +222,18 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
             "network; without network, download it elsewhere (`hf download "
             f"{shown_name} --local-dir DIR`) and set model.tokenizer=DIR."
         ) from error
+
+
+def without_row(tokenizer: Any, ids: Sequence[int] | np.ndarray, num_embeddings: int) -> str:
+    """What is wrong with token ids where the embedding of the model has too few rows; else ""."""
+    beyond = next((int(number) for number in ids if number >= num_embeddings), None)
+    if beyond is None:
+        return ""
+    token = printable(str(tokenizer.convert_ids_to_tokens(beyond)), keep="")
+    return (
+        f"contains the token {token} (id {beyond}), and the embedding of the model has "
+        f"{num_embeddings} rows (ids 0 to {num_embeddings - 1})."
+    )
 
 
 def _note(text: str) -> None:
