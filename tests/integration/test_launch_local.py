@@ -98,7 +98,6 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     # Further down than what is looked at before the launch.
     data.write_text('{"prompt": "a", "response": "b"}\n' * 1200 + "not json\n")
-    began = time.monotonic()
     words = (f"data.path={data}", "data.form=prompt_response", "data.max_rows=null")
     run = LocalRun(tmp_path, *words, "task.steps=5")
     assert run.wait(120) == 3, run.out.read_text()
@@ -107,7 +106,6 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     assert "line 1201" in said
     assert "Traceback" not in said
     assert run.result()["outcome"] == "data"
-    assert time.monotonic() - began < 90
     assert run.left() == []
 
 

@@ -9,7 +9,6 @@ import copy
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +44,12 @@ class Ranks:
 
     def __init__(self) -> None:
         fork = multiprocessing.get_context("fork")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # It listens before the ranks are forked: nobody else can take its port.
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
         self.tasks = [fork.Queue() for _ in PLACES]
         self.results = [fork.Queue() for _ in PLACES]
         self._processes = [
-            fork.Process(target=_rank, args=(rank, port, *queues), daemon=True)
+            fork.Process(target=_rank, args=(rank, self._store.port, *queues), daemon=True)
             for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
         ]
         for process in self._processes:
@@ -82,7 +80,8 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     dist = torch.distributed
     torch.set_num_threads(1)  # those of the process that forked are not here
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
-    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(PLACES))
     split = as_under_nccl()
     while (exp := tasks.get()) is not None:
         try:

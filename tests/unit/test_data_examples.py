@@ -412,7 +412,10 @@ def test_what_a_task_gives_is_checked(example: Any, message: str):
         (Example.of(Tokens([1, 2]), label="good"), "the column label (by example, int64) got "),
         (Example.of(Tokens([1, 2]), label=0.5), "int64 does not hold every value"),
         (Example.of(Tokens([]), label=1), "Tokens are at least one id"),
-        (Example.of(Tokens([1, 10**6]), label=1), "each from 0 to 257 (the last of the vocabulary)"),
+        (
+            Example.of(Tokens([1, 10**6]), label=1),
+            "each from 0 to 257 (the last of the vocabulary)",
+        ),
         (Example.of(Tokens([1, 2], weight=[1]), label=1), "have together the shape (1,), not (2,)"),
         (Example.of(Tokens([1], columns={"x": [1]}), label=1), "Tokens have the columns x"),
     ],

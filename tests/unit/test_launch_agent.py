@@ -190,11 +190,9 @@ def test_a_second_word_cuts_the_grace_short(rig: Rig) -> None:
     stubborn = rig.process(STUBBORN, env={"RANK": "0"})
     assert stubborn.stdout is not None
     assert stubborn.stdout.readline()
-    began = time.monotonic()
-    first = rig.connection.send("stop", grace_s=60)
+    first = rig.connection.send("stop", grace_s=3600)
     rig.connection.send("stop", grace_s=0)
-    assert rig.connection.wait_for(first, timeout_s=20)["left"] == 0
-    assert time.monotonic() - began < 15
+    assert rig.connection.wait_for(first, timeout_s=120)["left"] == 0
     assert stubborn.wait(timeout=5) == -signal.SIGKILL
 
 

@@ -485,9 +485,9 @@ def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
         lost=(),
         launched=False,
         requests=lambda: 2,
-        grace_s=60,
+        grace_s=900,
         save=True,
     )
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert rank.wait(timeout=5) == -signal.SIGKILL
     assert log.path.read_text().endswith(" here: 1 process ended, 1 killed, 0 left\n")

@@ -195,7 +195,7 @@ def test_what_differs_after_the_copy(tmp_path: Path, by_content: bool) -> None:
 
 def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one fails, or the user asks for the end, nobody waits for gigabytes to travel."""
-    (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 60\n")
+    (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
     (tmp_path / "rsync").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
@@ -212,7 +212,7 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
     began = time.monotonic()
     with pytest.raises(LaunchError, match="node-a: cannot create the directories: it is away"):
         push(spec(tmp_path), hosts, lambda text: None)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
 
 
 class Rsync:

@@ -58,8 +58,9 @@ def training(root: Path, *, steps: int = 20) -> RunDir:
     return run
 
 
-def view_of(run: RunDir) -> View:
-    return interpret(observing.Observer(str(run.root)).facts())
+def view_of(run: RunDir, **facts: Any) -> View:
+    """``facts``: in the place of those that were observed, such as the time."""
+    return interpret({**observing.Observer(str(run.root)).facts(), **facts})
 
 
 def ended(**values: Any) -> dict[str, Any]:
@@ -105,9 +106,10 @@ def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> 
 
 def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
     run = training(tmp_path / "run")
-    status = {"rank": 1, "state": "loading", "step": 0, "time": time.time() - 50, "error": None}
+    now = time.time()
+    status = {"rank": 1, "state": "loading", "step": 0, "time": now - 50, "error": None}
     write_json(run.rank_status(1), status)
-    view = view_of(run)
+    view = view_of(run, now=now)
     assert view.state == "loading"
     assert view.left_s is None
     assert view.hosts == [
@@ -119,11 +121,12 @@ def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
 
 def test_waiting_and_restarts(tmp_path: Path) -> None:
     run = training(tmp_path / "run")
-    supervised(run, "waiting", why="restart 1 of 3", until=time.time() + 20.5)
+    now = time.time()
+    supervised(run, "waiting", why="restart 1 of 3", until=now + 20.5)
     line = {"attempt": 1, "outcome": "crash", "cause": "rank 1 was killed", "last_step": 24}
     line |= {"decision": "restart", "ended": time.time(), "first_step": 0, "wait_s": 20}
     write_text(run.attempts, json.dumps(line) + "\n" + '{"torn')
-    view = view_of(run)
+    view = view_of(run, now=now)
     assert (view.state, view.restarts) == ("waiting", 1)
     assert view.why == "restart 1 of 3 (in 20 s)"
     assert view.left_s is None

@@ -194,9 +194,7 @@ def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFix
 def test_fail_fast_stops_what_runs_beside(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = "optim.lr=9e-3,7e-3,1e-3,2e-3"
     words = ["-m", grid, *SMALL, "sweep.slots_per_trial=1", "sweep.fail_fast=true"]
-    started = time.monotonic()
     assert main(words) == 1
-    assert time.monotonic() - started < 50
     journal = sweep_of(trials)
     assert [entry.outcome for entry in journal.trials] == ["interrupted", "crash", "", ""]
     assert "trials not started: 2" in capsys.readouterr().err

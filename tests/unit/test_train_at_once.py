@@ -13,6 +13,9 @@ import torch
 
 from llmx.train.balance import AtOnce, mean_time
 
+SLOW_S = 1.0
+"""Far above what a busy machine adds to a fast micro batch."""
+
 
 def spin(seconds: float) -> None:
     end = time.perf_counter() + seconds
@@ -40,7 +43,7 @@ def on_rank(rank: int, place: Path, goes_on: Event) -> None:
                 assert goes_on.wait(timeout=60)
             elif found["ready"]:
                 goes_on.set()
-            spin((0.02, 0.6)[rank])
+            spin((0.02, SLOW_S)[rank])
 
         try:
             for number in range(3):
@@ -71,4 +74,4 @@ def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) 
     assert fast["ready"][0] < slow["ready"][0] <= fast["ended"][0]
     assert len(fast["ended"]) == 3
     assert slow["failed"]
-    assert fast["took"][0] < 0.3 < slow["took"][0]
+    assert fast["took"][0] < SLOW_S <= slow["took"][0]

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -113,7 +112,8 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)  # those of the process that forked are not here
     dist = torch.distributed
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
-    dist.init_process_group("gloo", rank=rank, world_size=len(PLACES))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(PLACES))
 
     @contextlib.contextmanager
     def no_models(*_: Any, **__: Any) -> Iterator[FrozenModels]:
@@ -158,13 +158,12 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
 class Ranks:
     def __init__(self, root: Path) -> None:
         fork = multiprocessing.get_context("fork")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # It listens before the ranks are forked: nobody else can take its port.
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
         self.jobs = [fork.Queue() for _ in PLACES]
         self.results = [fork.Queue() for _ in PLACES]
         self.processes = [
-            fork.Process(target=_rank, args=(rank, port, root, *queues), daemon=True)
+            fork.Process(target=_rank, args=(rank, self._store.port, root, *queues), daemon=True)
             for rank, queues in enumerate(zip(self.jobs, self.results, strict=True))
         ]
         for process in self.processes:
