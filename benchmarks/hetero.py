@@ -14,9 +14,9 @@ second each (SIGCONT, SIGSTOP): both alone, even, spec, measured, then backwards
 clock is the sum of its own seconds. And each host has one core, which the two exchange four times
 a second: a slow core is as much one host's as the other's.
 
-A round takes 40 s, ten for each; a part of the ideal is always taken within one. Steps that its
-edges cut count by the part of them that lies in it. The table has the mean of all rounds
-(``hetero.json``; remove it to begin anew).
+A round takes 40 s (``--round-s``), ten for each; a part of the ideal is always taken within one.
+Steps that its edges cut count by the part of them that lies in it. The table has the mean of all
+rounds (``hetero.json``; remove it to begin anew).
 
 It wants two cores to itself. An invocation takes one minute, and three or four more for each stage.
 """
@@ -51,8 +51,6 @@ SLICE_S = 1.0
 """How long a run trains before it is another's turn: ten periods of a CPU quota."""
 EXCHANGE_S = 0.25
 """After so long the hosts exchange their cores."""
-ROUND_S = 40.0
-"""Of all runs together."""
 GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
 """Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
 FAST_LINK = 1000.0
@@ -68,6 +66,9 @@ def main() -> int:
     parser.add_argument("--global-batch", type=int, default=96, help="samples (default 96)")
     parser.add_argument("--micro-batch", type=int, default=48, help="at most (default 48)")
     parser.add_argument("--rounds", type=int, default=3, help="for each stage (default 3)")
+    parser.add_argument(
+        "--round-s", type=float, default=40, help="of all runs together (default 40)"
+    )
     parser.add_argument("--keep", type=Path, help="an empty directory: the runs stay there")
     parser.add_argument("--table", action="store_true", help="write the table of known rows only")
     options = parser.parse_args()
@@ -77,6 +78,8 @@ def main() -> int:
         parser.error(f"--cpu {options.cpu}: 0.05 to 1 cores")
     if not 1 <= options.micro_batch <= options.global_batch:
         parser.error(f"--micro-batch {options.micro_batch}: 1 to --global-batch")
+    if options.round_s <= 0:
+        parser.error(f"--round-s {options.round_s}: more than 0 seconds")
     if options.link <= 0:
         parser.error(f"--link {options.link}: more than 0 Mbit/s")
     known = [str(stage) for stage in GOALS]
@@ -179,7 +182,7 @@ class Cell:
         for split, turn in turns.items():
             print(f"  {split}-{stage}: {sizes_of(turn.runs[0])}", flush=True)
         rows = []
-        edges = take_turns([alone, *turns.values()], self.options.rounds)
+        edges = take_turns([alone, *turns.values()], self.options.rounds, self.options.round_s)
         for began, ended in itertools.pairwise(edges):
             rows.append(
                 {
@@ -320,7 +323,7 @@ class Turn:
             os.kill(pid, number)
 
 
-def take_turns(turns: Sequence[Turn], rounds: int) -> list[float]:
+def take_turns(turns: Sequence[Turn], rounds: int, round_s: float) -> list[float]:
     """Let each train for a moment after the other. Returns when rounds began and ended: all runs
     have ended a step before the first and after the last."""
 
@@ -335,7 +338,7 @@ def take_turns(turns: Sequence[Turn], rounds: int) -> list[float]:
     began = time.time()
     edges = [until(lambda: all(turn.has_ended_a_step_since(began) for turn in turns))]
     for _ in range(rounds):
-        edges.append(until(lambda: time.time() - edges[-1] >= ROUND_S))
+        edges.append(until(lambda: time.time() - edges[-1] >= round_s))
     until(lambda: all(turn.has_ended_a_step_since(edges[-1]) for turn in turns))
     return edges
 

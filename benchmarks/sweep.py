@@ -238,14 +238,14 @@ def infeasible(options: argparse.Namespace) -> Result:
 
 
 def concurrent(options: argparse.Namespace) -> Result:
-    """Four trials of one rank: after one another in the loop, beside each other in the sweep."""
+    """Trials of one rank: after one another in the loop, beside each other in the sweep."""
     sys.path.insert(0, str(HERE.parent))
     import yaml
 
     from tests.cluster.launching import hardware_of
     from tests.cluster.netns import Cluster
 
-    rates = [1e-3, 2e-3, 3e-3, 4e-3]
+    rates = [1e-3 * (index + 1) for index in range(options.trials)]
     with scratch() as root, Cluster(hosts=2) as cluster:
         bench = Bench(root, options.words or MEDIUM, steps=options.steps, ranks=1)
         (root / "conf/hardware").mkdir(parents=True)
@@ -271,8 +271,8 @@ def concurrent(options: argparse.Namespace) -> Result:
     limit = 0.3 * loop.wall_s + one_start
     met = ours.wall_s <= limit and loop.good == ours.good == len(rates)
     lines = [
-        f"4 trials of {options.steps} steps, one rank each. Two hosts of two slots; a slot is "
-        f"{options.cores:g} of a core for its rank on both sides (a quota), so that four of "
+        f"{len(rates)} trials of {options.steps} steps, one rank each. Two hosts of two slots; a "
+        f"slot is {options.cores:g} of a core for its rank on both sides (a quota), so that all of "
         f"them are within the {os.cpu_count()} cores of this machine.",
         "",
         "| side | seconds | training of a trial |",
@@ -387,7 +387,7 @@ PARTS = {part.__name__: part for part in (overhead, infeasible, concurrent, auto
 DEFAULTS = {
     "overhead": {"steps": 40, "trials": 3, "pairs": 2},
     "infeasible": {"steps": 3, "trials": 4, "micro_batches": [1, 2, 32, 64], "ram_mib": 3000},
-    "concurrent": {"steps": 40, "cores": 0.4},
+    "concurrent": {"steps": 40, "trials": 4, "cores": 0.4},
     "autotuner": {"steps": 20, "micro_batches": [1, 2, 4, 8], "pairs": 2},
 }
 
@@ -398,7 +398,7 @@ def main() -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("words", nargs="*", help="overrides of the network and its data")
     parser.add_argument("--steps", type=int, help="of each trial")
-    parser.add_argument("--trials", type=int, help="learning rates (overhead, infeasible)")
+    parser.add_argument("--trials", type=int, help="learning rates")
     parser.add_argument("--pairs", type=int, help="both sides in turn, so often")
     parser.add_argument("--micro-batches", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--ram-mib", type=int, help="of both ranks and all launchers (infeasible)")

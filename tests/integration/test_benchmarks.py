@@ -43,8 +43,8 @@ ON_REAL_DATA = (
 )
 WITH_A_CLUSTER = (
     "sweep.py infeasible --steps 2 --trials 1 --micro-batches 1",
-    "sweep.py concurrent --steps 2",
-    "hetero.py --rounds 1",
+    "sweep.py concurrent --steps 2 --trials 2 --cores 1",
+    "hetero.py --rounds 1 --round-s 8 --global-batch 12 --micro-batch 6",
 )
 
 pytestmark = pytest.mark.deepspeed
