@@ -356,14 +356,7 @@ class Grpo(Task):
                 drawn[:SHOWN_SAMPLES], rewards, totals, advantages.ravel(), strict=False
             )
         ]
-        values = self._measured(drawn, rewards, totals)
-        measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
-        for group in left_out:  # measured with the others, and not trained on
-            values = self._measured(group.drawn, group.rewards, group.rewards @ self._weights)
-            counts = (~np.isnan(values)).sum(0)
-            counts[self._measures.index(GROUPS_DRAWN)] = 0  # so that it is a ratio to the trained
-            measures[0] += np.nan_to_num(values).sum(0)
-            measured[0] += counts
+        measures, measured = self._measures_with(left_out, drawn, rewards, totals)
         means = dict(zip(self._measures, measures.sum(0) / measured.sum(0).clip(1), strict=True))
         for warning in self._collapse.see(
             no_signal=means["no_signal"],
@@ -534,6 +527,25 @@ class Grpo(Task):
 
         logps, entropy = model.of_logits(batch, function)
         return logps, entropy
+
+    def _measures_with(
+        self,
+        left_out: Sequence[Group],
+        drawn: Sequence[Drawn],
+        rewards: np.ndarray,
+        totals: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What each sample adds to the sums of the step's measures, and to their weights; the first
+        one also what the groups add that are left out."""
+        values = self._measured(drawn, rewards, totals)
+        measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
+        for group in left_out:
+            values = self._measured(group.drawn, group.rewards, group.rewards @ self._weights)
+            counts = (~np.isnan(values)).sum(0)
+            counts[self._measures.index(GROUPS_DRAWN)] = 0  # a ratio to those that are trained
+            measures[0] += np.nan_to_num(values).sum(0)
+            measured[0] += counts
+        return measures, measured
 
     def _measured(
         self, drawn: Sequence[Drawn], rewards: np.ndarray, totals: np.ndarray

@@ -123,7 +123,14 @@ SAME_RANKS: list[dict[str, Any]] = [
     },
     {"name": "lora-offload", "stage": 3, "zero": ALL_CPU, "precision": "bf16", "adapter": LORA},
     {"name": "lora-hpz", "stage": 3, "zero": {"hpz_partition_size": 2}, "adapter": LORA},
-    {"name": "lora-own", "stage": 3, "task": OWN_TASK, "adapter": LORA},
+    # Two updates with the samples of each step.
+    {
+        "name": "lora-own",
+        "stage": 3,
+        "task": OWN_TASK,
+        "options": {"updates": 2},
+        "adapter": LORA,
+    },
     {"name": "before-the-first-step", "stage": 3, "precision": "bf16", "save_at": 0},
     {"name": "before-any-step-0", "stage": 0, "precision": "bf16", "save_at": 0},
     *(

@@ -29,6 +29,8 @@ class Options:
     reference: str | None = None
     """Weights of the frozen model; None: those that the policy begins with."""
     reference_precision: str | None = None
+    updates: int = 1
+    """Of the weights, with the samples of a step."""
 
 
 class Twice(Task):
@@ -61,6 +63,10 @@ class Everything(Task):
         "margin": Metric("margin", "number", higher_is_better=True, kinds=("train",)),
         "drift": Metric("drift", "number", higher_is_better=False, kinds=("train", "eval")),
     }
+
+    @property
+    def updates(self) -> int:
+        return int(self.options.updates)
 
     def models(self) -> dict[str, ModelSpec]:
         return {

@@ -584,3 +584,12 @@ def test_problems_are_said_while_the_config_is_composed() -> None:
     twice, weights = task_problems(exp)
     assert "two are called b" in twice
     assert "has 1 values for 2 rewards" in weights
+
+
+def test_a_collapse_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    own = task(rewards=["exact_match"], max_new_tokens=2, group_size=2)
+    models = models_for(own)
+    for _ in range(11):
+        rolled(own, models)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert line.startswith("WARNING: step 1: all completions of a prompt had the same reward")
