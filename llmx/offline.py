@@ -7,8 +7,6 @@ Imported before transformers, so it uses the standard library only. Tried by
 from __future__ import annotations
 
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
@@ -45,6 +43,8 @@ def stay_offline_if_unreachable(
 
 def why_no_answer(url: str, *, timeout_s: float) -> str:
     """The reason why a server gives no answer; empty where it does, and any HTTP answer will do."""
+    import urllib.request  # with http and ssl, which a run of local files does without
+
     answer: list[str] = []
     silent = f"no answer within {timeout_s:g} s"
 

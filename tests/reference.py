@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llmx.config import Experiment
-from llmx.data.collate import collate
+from llmx.data import collate
 from llmx.data.examples import Column, Schema
 from llmx.data.order import samples_of_step
 from llmx.data.store.samples import Sample, SampleStore, in_memory

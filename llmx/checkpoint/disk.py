@@ -7,7 +7,6 @@ One thin object, so that tests can put a fault at each of them
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import os
@@ -75,9 +74,11 @@ def allocate(descriptor: int, num_bytes: int) -> None:
     Not ``os.posix_fallocate``: there the C library writes a byte to every 4 KiB instead, each a
     request of its own over NFS.
     """
+    from ctypes import get_errno  # what only reads checkpoints does without
+
     call = _fallocate()
     while call(descriptor, 0, 0, num_bytes):
-        number = ctypes.get_errno()
+        number = get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
 
@@ -85,6 +86,8 @@ def allocate(descriptor: int, num_bytes: int) -> None:
 @functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int]:
     """The C library's, on Linux; it reports through ``ctypes.get_errno``."""
+    import ctypes
+
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     call.restype = ctypes.c_int

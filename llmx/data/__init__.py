@@ -14,27 +14,35 @@ In the order in which data flows:
   tokenizers
 - ``store``: staging, packing; the store on disk, its name and its summary
 - ``distributed``: one host prepares the store for all
-- ``order``, ``collate``: which samples a step has, and their tensors; ``eval_prompts``
+- ``order``, ``collation``: which samples a step has, and their tensors; ``eval_prompts``
 
-Importing this package imports neither torch nor transformers.
+Importing this package imports neither torch nor transformers, and numpy only with the names that
+work on arrays: the control process reads the first rows, and starts without it.
 """
 
-from llmx.data.collate import IGNORE, collate
-from llmx.data.eval_prompts import (
-    EvalPrompt,
-    held_out_prompts,
-    stop_token_ids,
-    unreachable_completions,
-)
-from llmx.data.examples import Column, Encoding, Example, Rejected, Tokens
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from llmx.data.examples import IGNORE, Column, Encoding, Example, Rejected, Tokens
 from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair, UnpairedPreference
-from llmx.data.order import permutation, samples_of_step
 from llmx.data.source.records import Document, Record
 from llmx.data.split import has_eval
-from llmx.data.store.build import prepare
-from llmx.data.store.samples import Sample, SampleStore
-from llmx.data.store.summary import summary
-from llmx.data.tokenize.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from llmx.data.collation import collate
+    from llmx.data.eval_prompts import (
+        EvalPrompt,
+        held_out_prompts,
+        stop_token_ids,
+        unreachable_completions,
+    )
+    from llmx.data.order import permutation, samples_of_step
+    from llmx.data.store.build import prepare
+    from llmx.data.store.samples import Sample, SampleStore
+    from llmx.data.store.summary import summary
+    from llmx.data.tokenize.tokenizer import load_tokenizer
 
 __all__ = [
     "IGNORE",
@@ -64,3 +72,25 @@ __all__ = [
     "summary",
     "unreachable_completions",
 ]
+
+_ON_ARRAYS = {
+    "collate": "collation",
+    "EvalPrompt": "eval_prompts",
+    "held_out_prompts": "eval_prompts",
+    "load_tokenizer": "tokenize.tokenizer",
+    "permutation": "order",
+    "prepare": "store.build",
+    "Sample": "store.samples",
+    "SampleStore": "store.samples",
+    "samples_of_step": "order",
+    "stop_token_ids": "eval_prompts",
+    "summary": "store.summary",
+    "unreachable_completions": "eval_prompts",
+}
+"""Name -> the module that is imported when the name is asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_ARRAYS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ON_ARRAYS[name]}"), name)

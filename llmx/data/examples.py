@@ -11,6 +11,7 @@ tokenized there, in batches on all cores; ``Tokens`` are taken as they are.
 from __future__ import annotations
 
 import keyword
+import math
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
-
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document, RecordError, Row, Where, excerpt
 from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from llmx.data.split import DatasetSplit
 
 PER = ("token", "sequence", "example")
@@ -34,6 +35,13 @@ RESERVED = frozenset(
     "tokens targets lengths samples examples sequences cut input_ids labels position_ids "
     "segment_ids weights sequence_ids example_ids".split()
 )
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64",
+)  # fmt: skip
+"""The usual types of a column; numpy knows more names."""
+IGNORE = -100
+"""The label of a position that is no target."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Column:
             )
         if self.per not in PER:
             raise ConfigError(f"The column {self.name}: per={self.per!r} is not in {PER}.")
-        if np.dtype(self.dtype).kind not in "biuf":
+        if self.dtype not in DTYPES and self.numpy_dtype.kind not in "biuf":
             raise ConfigError(
                 f"The column {self.name}: dtype={self.dtype!r} is not a numeric type, e.g. float32."
             )
@@ -69,12 +77,14 @@ class Column:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
+        import numpy as np  # the control process declares columns, and has no use for arrays
+
         return np.dtype(self.dtype)
 
     @property
     def value_bytes(self) -> int:
         """The size of one value in bytes."""
-        return int(self.numpy_dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+        return self.numpy_dtype.itemsize * math.prod(self.shape)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -232,6 +242,27 @@ class Schema:
         return tuple(c for c in self.columns if c.per == kind and c.name != WEIGHT)
 
 
+def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:
+    """ConfigError for a source, or options of it, that the task cannot be trained on."""
+    encoding.check_source(dataset_split)
+    schema = Schema(encoding.columns)
+    for source in dataset_split.sources:
+        if source.row_type is None:
+            row_titles = ", ".join(kind.title for kind in encoding.takes)
+            raise ConfigError(
+                f"task={encoding.name} takes {row_titles}; {source.path} is in the format "
+                f"{source.form}. Map the columns with data.form and data.columns, or choose "
+                "another task."
+            )
+    stored_columns = schema.per("sequence") + schema.per("example")
+    if dataset_split.data.packing == "concat" and stored_columns:
+        raise ConfigError(
+            f"data.packing=concat cuts examples at seq_len; task={encoding.name} stores "
+            f"{', '.join(column.name for column in stored_columns)} for each of them whole. Use "
+            "data.packing=best_fit."
+        )
+
+
 def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()") -> Example:
     """The example, if it is one and has the declared columns; raises ConfigError else: this is
     wrong in the task, not in the data. ``by``: the method of the task that made it."""
@@ -255,78 +286,12 @@ def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()"
     if set(example.columns) != declared_names:
         declared = "columns" if by == "encode()" else "rollout_columns"
         raise ConfigError(
-            f"task={task}: {by} gave the columns {_listed(example.columns)}, and the task "
-            f"declares {_listed(declared_names)} by sequence and by example. Declare them "
+            f"task={task}: {by} gave the columns {listed(example.columns)}, and the task "
+            f"declares {listed(declared_names)} by sequence and by example. Declare them "
             f'in `{declared}`, e.g. Column("label", per="example", dtype="int64").'
         )
     return example
 
 
-def _listed(names: Any) -> str:
+def listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "none"
-
-
-def values_of_tokens(
-    part: Tokens, schema: Schema, *, task: str, vocab_size: int, by: str = "encode()"
-) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
-    """(ids uint32, targets, columns by token) of a sequence that a task gave as tokens. Targets
-    are bool; where the schema has weights, float32.
-
-    Raises:
-        ConfigError: no ids of this vocabulary, or not the values of the declared columns.
-    """
-    ids = np.asarray(part.ids)
-    right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
-    if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ConfigError(
-            f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the last "
-            f"of the vocabulary); {by} gave {excerpt(str(part.ids))}."
-        )
-    count = len(ids)
-    declared = "columns" if by == "encode()" else "rollout_columns"
-    weight = np.ones(count) if part.weight is None else part.weight
-    targets = values_of(weight, TOKEN_WEIGHT, count=count, task=task)
-    if not schema.weighted:
-        if not np.isin(targets, (0, 1)).all():
-            raise ConfigError(
-                f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
-                f'column: {declared} = (Column("weight", per="token"),).'
-            )
-        targets = targets != 0
-    token_columns = schema.per("token")
-    if set(part.columns) != {column.name for column in token_columns}:
-        raise ConfigError(
-            f"task={task}: Tokens have the columns {_listed(part.columns)}, and the task "
-            f"declares {_listed(column.name for column in token_columns)} by token in `{declared}`."
-        )
-    columns = {
-        column: values_of(part.columns[column.name], column, count=count, task=task)
-        for column in token_columns
-    }
-    return ids.astype(np.uint32), targets, columns
-
-
-def values_of(values: Any, column: Column, *, count: int, task: str) -> np.ndarray:
-    """``count`` values of a column as an array of its type; raises ConfigError for others."""
-    shape = (count, *column.shape)
-    if not count:
-        return np.zeros(shape, column.numpy_dtype)
-    problem = ""
-    try:
-        array = np.asarray(values)
-        cast = array.astype(column.numpy_dtype)
-    except (TypeError, ValueError, OverflowError) as error:
-        problem = str(error)
-    else:
-        if array.shape != shape:
-            problem = f"{count} values have together the shape {array.shape}, not {shape}"
-        elif cast.dtype.kind == "f" and not np.isfinite(cast).all():
-            problem = "a value is not finite"
-        elif cast.dtype.kind != "f" and not np.array_equal(cast, array):
-            problem = f"{column.dtype} does not hold every value"
-        else:
-            return cast
-    raise ConfigError(
-        f"task={task}: the column {column.name} (by {column.per}, {column.dtype}) got "
-        f"{excerpt(str(values))}: {problem}."
-    )

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import ColumnCheck
@@ -53,6 +52,9 @@ from llmx.data.source.records import (
 )
 from llmx.errors import ConfigError, DataError
 from llmx.text import plural, printable
+
+if TYPE_CHECKING:  # the control process reads first rows, and draws none
+    import numpy as np
 
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
@@ -282,6 +284,8 @@ def find_repeated(rows: Iterable[Numbered], *, compare: bool) -> np.ndarray:
             # A row with nothing to learn is counted as such, not as repeated.
             content = f"\0nothing to learn {index}".encode() if row is None else row.content
             digests.frombytes(hashlib.blake2b(content, digest_size=16).digest())
+    import numpy as np
+
     repeated = np.zeros(count, np.bool_)
     if not compare:
         return repeated
@@ -298,6 +302,8 @@ def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool]
     taken; None where all of it is."""
     if weight >= 1:
         return None
+    import numpy as np
+
     generator = np.random.Generator(np.random.Philox(key=_key("weight", seed, number)))
     drawn: list[float] = []
 
@@ -312,12 +318,16 @@ def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool]
 def held_out(repeated: np.ndarray, count: int, *, seed: int) -> set[int]:
     """The records of the evaluation: those with the smallest of one random draw a record, so that
     they are a function of (seed, number of records) alone. A ``repeated`` record is never one."""
+    import numpy as np
+
     draws = np.random.Philox(key=_key("held out", seed)).random_raw(len(repeated))
     order = np.argsort(draws, kind="stable")
     return set(order[~repeated[order]][:count].tolist())
 
 
 def _key(*parts: object) -> np.ndarray:
+    import numpy as np
+
     digest = hashlib.sha256(json.dumps(parts).encode()).digest()[:16]
     return np.frombuffer(digest, np.uint64)
 

@@ -131,12 +131,6 @@ def _options(exp: Experiment, plan: Plan, run: RunDir) -> list[str]:
     ]
 
 
-def newest_step(run: RunDir) -> int:
-    """The step of the newest committed checkpoint; 0 where there is none."""
-    steps = (path.parent.name for path in run.checkpoints.glob("step-*/manifest.json"))
-    return max((int(name.removeprefix("step-")) for name in steps), default=0)
-
-
 def requeue_job(run: RunDir, result: Result, *, first_step: int, stream: TextIO) -> None:
     """Put this job back into the queue if its time limit ended the run. ``first_step``: where the
     job began; without a checkpoint after it, it would begin there forever."""
@@ -149,7 +143,7 @@ def requeue_job(run: RunDir, result: Result, *, first_step: int, stream: TextIO)
         ends_at = None if allocation is None else allocation.ends_at
         if ends_at is None or ends_at - time.time() > BEFORE_LIMIT_S:
             return
-    saved = newest_step(run)
+    saved = run.newest_step()
     if saved <= first_step:
         print(
             f"not requeued: job {job} saved no checkpoint after step {first_step}, and would not "

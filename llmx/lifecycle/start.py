@@ -155,10 +155,11 @@ def supervised(launch: LaunchSpec) -> int:
     """Supervise a run to its end; returns the exit code. If it ends well, it teaches
     (``learned.json``)."""
     from llmx.launch import supervise
-    from llmx.lifecycle.batch import newest_step, requeue_job
 
     exp, run = launch.exp, launch.run_dir
-    first_step = newest_step(run)
+    first_step = run.newest_step()
+    if exp.launch.slurm.requeue:
+        from llmx.lifecycle.batch import requeue_job
     result = supervise(exp, launch.plan, run, launch=launch)
     if result.exit_code == 0:
         learn(run, exp)

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from llmx.config.fields import Range, plain
 from llmx.errors import ConfigError
 
 if TYPE_CHECKING:  # the command checks its words before it imports torch
+    import numpy as np
     import torch
 
 RANGES = {
@@ -99,6 +98,8 @@ def _key(seed: int) -> int:
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """fp64 [n], each in [0, 1): a pure function of its (seed, position)."""
+    import numpy as np
+
     raw = [
         int(np.random.Philox(key=_key(seed), counter=position).random_raw())
         for seed, position in zip(seeds, positions, strict=True)

@@ -109,6 +109,11 @@ class RunDir:
     report = _Inside("report.html")
     loss_curve = _Inside("loss.png")
 
+    def newest_step(self) -> int:
+        """The step of the newest committed checkpoint; 0 where there is none."""
+        steps = (path.parent.name for path in self.checkpoints.glob("step-*/manifest.json"))
+        return max((int(name.removeprefix("step-")) for name in steps), default=0)
+
     def rank_log(self, rank: int) -> Path:
         """``logs/rank-000.log``: stdout and stderr of one rank."""
         return self.logs / f"rank-{rank:03d}.log"

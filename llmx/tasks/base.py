@@ -14,24 +14,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-
 from llmx.config import Experiment, TaskConfig
 from llmx.config.build import dataclass_from
 from llmx.config.tasks import TaskDefaults
-from llmx.data import IGNORE, EvalPrompt, SampleStore
-from llmx.data.examples import Column, Example
+from llmx.data.examples import IGNORE, Column, Example
 from llmx.data.format.rows import Conversation, Preference, UnpairedPreference
 from llmx.data.split import DatasetSplit
-from llmx.data.store.precomputed import check_values
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
 from llmx.run.metrics import Metric
 from llmx.run.metrics.completions import DEFAULT_METRICS, declare, score
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+    from llmx.data import EvalPrompt, SampleStore
     from llmx.data.store.samples import Sample
     from llmx.models.model import Batch, Model, Models, ModelSpec
 
@@ -179,6 +177,8 @@ class SampleKey:
 
     def uniform(self, count: int, stream: str = "") -> np.ndarray:
         """float64 [count] in [0, 1). ``stream``: another name gives independent numbers."""
+        import numpy as np
+
         text = f"{self.seed}:step:{self.step}:sample:{self.sample}:{stream}"
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         # Raw draws of a counter-based generator: the same on every platform and NumPy version.
@@ -313,6 +313,8 @@ class Task:
         """The batch with the ``precomputed`` columns, computed now: for samples that nothing is
         stored beside."""
         import torch
+
+        from llmx.data.store.precomputed import check_values
 
         targets = batch["labels"] != IGNORE
         counts = {

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
-from llmx.data.examples import encoded
+from llmx.data.examples import check_task, encoded
 from llmx.data.source.records import OnBad, RecordError, refuse
 from llmx.data.split import DatasetSplit, Source, has_eval
-from llmx.data.store.spec import check_task
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.rundir import load_yaml, write_json
 from llmx.tasks import task_class, task_of, tokenizer_of

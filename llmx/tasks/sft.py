@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.config import Experiment
 from llmx.config.fields import number
-from llmx.data import EvalPrompt, held_out_prompts
 from llmx.data.examples import TOKEN_WEIGHT, Example
 from llmx.data.format.rows import Conversation
 from llmx.data.split import DatasetSplit
@@ -20,6 +19,7 @@ from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task, completion_metrics, completion_scores, next_token_loss
 
 if TYPE_CHECKING:
+    from llmx.data import EvalPrompt
     from llmx.models.model import Batch, Models
 
 
@@ -114,6 +114,8 @@ class Sft(Task):
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
+        from llmx.data import held_out_prompts
+
         limit = self.exp.task.eval_generate
         if self._eval_prompts is None:
             prompts = (

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from llmx.data import Column, collate
-from llmx.data.collate import PAD_TO
+from llmx.data.collation import PAD_TO
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample
 from llmx.plan.balance import Rows, even_work

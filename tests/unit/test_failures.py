@@ -29,7 +29,8 @@ from llmx.failures.diagnose import (
 )
 from llmx.failures.page import markdown
 from llmx.failures.row import Row, Weight
-from llmx.launch.supervision.outcome import Evidence, classify
+from llmx.launch.supervision.classify import classify
+from llmx.launch.supervision.outcome import Evidence
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json

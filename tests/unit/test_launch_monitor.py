@@ -22,11 +22,11 @@ from llmx.launch.supervision import attempt as attempt_module
 from llmx.launch.supervision import hang as hang_module
 from llmx.launch.supervision import monitor as watch_module
 from llmx.launch.supervision.attempt import Attempt
+from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import waiting_places
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
-from llmx.launch.supervision.outcome import classify
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, write_json
 from tests.unit.test_launch_agent import wait_until

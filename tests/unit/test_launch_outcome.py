@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, classify, exit_code_of
+from llmx.launch.supervision.classify import classify
+from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, exit_code_of
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from tests.unit.test_launch_render import experiment

@@ -19,6 +19,7 @@ import pytest
 from llmx.config.schema import LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.supervision.backoff import Backoff, HostSelection, without_hosts
+from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
 from llmx.launch.supervision.journal import (
@@ -28,7 +29,7 @@ from llmx.launch.supervision.journal import (
     supervisor_lock,
     write_resume,
 )
-from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Hang, Outcome, classify
+from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Hang, Outcome
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.plan import ds_config, make_plan

@@ -34,15 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import (
-    WEIGHT,
-    Column,
-    Example,
-    Schema,
-    Tokens,
-    values_of,
-    values_of_tokens,
-)
+from llmx.data.column_values import values_of, values_of_tokens
+from llmx.data.examples import WEIGHT, Column, Example, Schema, Tokens
 from llmx.data.source.files import sha256_of_file
 from llmx.errors import ConfigError, DataError
 

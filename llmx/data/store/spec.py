@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding, Schema
+from llmx.data.examples import Encoding, check_task
 from llmx.data.format.rows import Conversation, Preference
 from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
-from llmx.errors import ConfigError
 
 SAMPLES_VERSION = 1
 """Raised when other samples are made of the same rows. (The files of a store have a format of
@@ -99,27 +98,6 @@ def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> st
     splits = encoding.splits_documents and not encoding.columns and source.has_text
     splits = splits and data.packing != "concat"  # which cuts anyway
     return "truncate" if data.over_long == "split" and not splits else data.over_long
-
-
-def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:
-    """ConfigError for a source, or options of it, that the task cannot be trained on."""
-    encoding.check_source(dataset_split)
-    schema = Schema(encoding.columns)
-    for source in dataset_split.sources:
-        if source.row_type is None:
-            row_titles = ", ".join(kind.title for kind in encoding.takes)
-            raise ConfigError(
-                f"task={encoding.name} takes {row_titles}; {source.path} is in the format "
-                f"{source.form}. Map the columns with data.form and data.columns, or choose "
-                "another task."
-            )
-    stored_columns = schema.per("sequence") + schema.per("example")
-    if dataset_split.data.packing == "concat" and stored_columns:
-        raise ConfigError(
-            f"data.packing=concat cuts examples at seq_len; task={encoding.name} stores "
-            f"{', '.join(column.name for column in stored_columns)} for each of them whole. Use "
-            "data.packing=best_fit."
-        )
 
 
 def cache_directory(data: DataConfig) -> Path:

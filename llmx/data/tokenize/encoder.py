@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from llmx.data.column_values import values_of, values_of_tokens
 from llmx.data.examples import (
     Column,
     Encoding,
@@ -30,8 +31,6 @@ from llmx.data.examples import (
     Tokens,
     checked,
     encoded,
-    values_of,
-    values_of_tokens,
 )
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document, RecordError, Row

@@ -33,7 +33,7 @@ from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
-from llmx.launch.supervision.outcome import AttemptRecord, Outcome, classify
+from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Outcome
 from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
@@ -106,8 +106,12 @@ class Attempt:
             self._prepare()
             self.shutdown.raises = False
             self._start()
+            # The catalogue of failures: read while the ranks start, and from a disk that may not
+            # answer when they end.
+            from llmx.launch.supervision.classify import classify
+
             self._monitor_ranks()
-            return self._finish()
+            return classify(self._finish(), self.spec.plan)
         except Interrupted:
             return Outcome(
                 "interrupted",
@@ -222,8 +226,8 @@ class Attempt:
             f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
         )
 
-    def _finish(self) -> Outcome:
-        """Shut down on every host, then classify what was observed and written."""
+    def _finish(self) -> Evidence:
+        """Shut down on every host; what was observed and written."""
         assert self.monitor is not None
         self.journal.state("ending", attempt=self.number)
         self.monitor.evidence.ended_at = time.time()
@@ -234,7 +238,7 @@ class Attempt:
             self._shut_down(0.0 if self.monitor.all_left else FAILURE_GRACE_S)
         self.monitor.poll(final=True)
         self.monitor.read_logs()
-        return classify(self.monitor.evidence, self.spec.plan)
+        return self.monitor.evidence
 
     def _shut_down(self, grace_s: float, *, save: bool = False) -> None:
         """End the ranks on every host, pull their outputs, end the agents."""

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmx.data.examples import Column, Schema
+from llmx.data.examples import IGNORE, Column, Schema
 from llmx.data.store.samples import Sample
 from llmx.errors import DataError
 
 if TYPE_CHECKING:
     import torch
 
-IGNORE = -100
 PAD_TO = 8
 """Batches are as long as their longest line, rounded up to this (tensor cores like it)."""
 
