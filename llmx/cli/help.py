@@ -159,7 +159,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def help_text(*, conf: Path | None = None) -> str:
+def help_text() -> str:
     """The whole text, at most 100 columns wide."""
     lines = [
         f"llmx {__version__}: train LLMs with DeepSpeed on real, mixed clusters.",
@@ -171,7 +171,7 @@ def help_text(*, conf: Path | None = None) -> str:
     lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
     for group in GROUPS:
         lines += ["", f"{group}: {GROUP_LINES[group]}"]
-        for name, line in options(group, directory=conf or CONF).items():
+        for name, line in options(group, directory=CONF).items():
             lines.append(_entry(name, line))
     sweeps = sorted(SWEEPS.glob("*.yaml"))
     lines += ["", "sweeps: python -m llmx sweep NAME"]
@@ -182,8 +182,8 @@ def help_text(*, conf: Path | None = None) -> str:
     return "\n".join([*lines, "", NOTES])
 
 
-def _entry(name: str, line: str, width: int = 100) -> str:
-    indent = 22
+def _entry(name: str, line: str) -> str:
+    indent, width = 22, 100
     words, rows, row = line.split(), [], ""
     for word in words:
         if row and indent + len(row) + 1 + len(word) > width:
@@ -195,7 +195,8 @@ def _entry(name: str, line: str, width: int = 100) -> str:
     return f"  {name:<{indent - 2}}" + f"\n{'':<{indent}}".join(rows)
 
 
-def _wrap_command(command: str, width: int = 96) -> list[str]:
+def _wrap_command(command: str) -> list[str]:
+    width = 96
     if len(command) + 2 <= width:
         return [f"  {command}"]
     cut = command.rfind(" ", 0, width - 4)

@@ -1,7 +1,7 @@
 """The command line: finds the command that the words name, and runs it.
 
-Light on purpose: the control process imports neither torch nor deepspeed, and starts
-``deepspeed`` within a second. ``python -m llmx.cli.main COMMAND WORDS`` is how it starts a command
+Light on purpose: the control process imports neither torch nor deepspeed, and has the first rank
+started within a second. ``python -m llmx.cli.main COMMAND WORDS`` is how it starts a command
 that loads heavy libraries.
 """
 

@@ -170,15 +170,13 @@ def numbers(
     *,
     length: int,
     minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
     below: float | None = None,
 ) -> Any:
     """A list of exactly ``length`` numbers, all in one range."""
     return field(
         default_factory=lambda: list(default),
         metadata={
-            "range": Range(minimum, maximum, above, below),
+            "range": Range(minimum, below=below),
             "length": Range(length, length),
             "example": list(default),
         },

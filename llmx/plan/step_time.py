@@ -635,12 +635,6 @@ def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:
     return seconds[1] - seconds[0]
 
 
-def with_time(
-    plan: Plan,
-    exp: Experiment,
-    *,
-    learned: LearnedSpeeds = NOTHING,
-    flops: TokenFlops | None = None,
-) -> Plan:
+def with_time(plan: Plan, exp: Experiment, *, learned: LearnedSpeeds = NOTHING) -> Plan:
     """The plan with its predicted time."""
-    return replace(plan, time=step_time(exp, plan, learned=learned, flops=flops))
+    return replace(plan, time=step_time(exp, plan, learned=learned))

@@ -259,9 +259,9 @@ def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
         stream.write(text.encode("utf-8"))
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Replace ``path`` atomically with ``value`` as indented JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode=mode)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from llmx.config import Experiment
@@ -45,9 +44,9 @@ ENDS = {
 """States of a job that left no result: the outcome of its trial, and the cause in words."""
 
 
-def applies(exp: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
+def applies(exp: Experiment) -> bool:
     """Whether trials are jobs of their own: with Slurm, outside an allocation."""
-    return exp.launch.transport == "slurm" and "SLURM_JOB_ID" not in environ
+    return exp.launch.transport == "slurm" and "SLURM_JOB_ID" not in os.environ
 
 
 class SlurmJob:

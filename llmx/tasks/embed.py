@@ -236,7 +236,8 @@ def _published(model: Model) -> str | None:
 
     path = getattr(model.config, "_name_or_path", None)
     try:
-        return published_pooling(path)
+        commit = getattr(model.config, "_commit_hash", None)  # of a model of the Hub
+        return published_pooling(path, revision=commit)
     except ValueError as error:
         raise ConfigError(
             f"{path} was published to be pooled by {error}, and llmx knows {', '.join(POOLINGS)}. "

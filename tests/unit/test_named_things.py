@@ -53,9 +53,10 @@ def module_file(name: str) -> Path | None:
 
 @functools.cache
 def defined(path: Path) -> dict[str, ast.stmt]:
-    """Top-level names of a module, imported ones as well."""
+    """Top-level names of a module, imported ones as well (also those for the type checker)."""
     names: dict[str, ast.stmt] = {}
     body = ast.parse(path.read_text()).body if path.is_file() else []
+    body += [inner for node in body if isinstance(node, ast.If) for inner in node.body]
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names[node.name] = node

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,6 @@ def write_merged(
     *,
     dtype: str,
     shard_bytes: int,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> int:
     """Write a model into an existing directory: weights, config, and what lies beside the adapter
     (tokenizer, generation config). Returns the number of its parameters.
@@ -126,7 +125,6 @@ def write_merged(
         value = tensor.to(TORCH_DTYPES[dtype]) if tensor.is_floating_point() else tensor
         shards.add(whole_tensor(name, value.contiguous().clone()))
         elements += value.numel()
-        on_bytes(value.numel() * value.element_size())
     shards.finish()
     config.dtype = TORCH_DTYPES[dtype]
     config.architectures = [type(network).__name__]

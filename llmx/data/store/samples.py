@@ -84,14 +84,11 @@ class Sample:
         return sizes
 
 
-def in_memory(
-    example: Example, schema: Schema, *, task: str, vocab_size: int, by: str = "rollout()"
-) -> Sample:
+def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -> Sample:
     """A sample of one example that was never stored: generated tokens and their columns.
 
     Args:
         example: of ``Tokens`` alone, with the columns of ``schema`` (``examples.checked``).
-        by: the method of the task that made it, for messages.
 
     Raises:
         ConfigError: what the task gave are no tokens, or no values of its columns.
@@ -103,11 +100,11 @@ def in_memory(
     }
     if kinds:
         raise ConfigError(
-            f"task={task}: the sequences of generated examples are Tokens; {by} gave "
+            f"task={task}: the sequences of generated examples are Tokens; rollout() gave "
             f"{', '.join(sorted(kinds))}."
         )
     parts = [
-        values_of_tokens(sequence, schema, task=task, vocab_size=vocab_size, by=by)
+        values_of_tokens(sequence, schema, task=task, vocab_size=vocab_size, by="rollout()")
         for sequence in example.sequences
         if isinstance(sequence, Tokens)
     ]

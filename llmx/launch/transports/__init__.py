@@ -2,8 +2,9 @@
 
 ``local``: this machine; ``ssh``: the agents start ranks; ``pdsh``: ssh to every host in parallel;
 ``openmpi``: ``mpirun``; ``slurm``: ``srun``; ``external``: another program has started the
-processes. All but ``ssh`` render the argv and the environment of ``deepspeed`` from a
-``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package can add one.
+processes. Without agents that start the ranks, the argv and the environment of ``deepspeed`` are
+rendered from a ``LaunchSpec`` alone. ``llmx.config.plugins`` lists them; an installed package can
+add one.
 
 ``python -m llmx launch.transport=openmpi hardware=a100x2_v100x2 dry_run=true`` shows it.
 """

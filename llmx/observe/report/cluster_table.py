@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 UNKNOWN = "unknown"
 
 
-def print_clusters(
-    clusters: Sequence[tuple[str, Composed | str]], *, stream: TextIO, width: int | None = None
-) -> None:
+def print_clusters(clusters: Sequence[tuple[str, Composed | str]], *, stream: TextIO) -> None:
     """One column for each cluster, in the order that was asked for; what refuses an experiment is
     a message instead of a plan, and stands below."""
     from rich.text import Text
 
-    console = open_console(stream, width=width)
+    console = open_console(stream)
     plans = [composed.plan for _, composed in clusters if not isinstance(composed, str)]
     steps = all(plan.total_steps for plan in plans)
     columns = [

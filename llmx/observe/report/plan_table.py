@@ -110,7 +110,6 @@ def render_plan(
     traces: Traces | None = None,
     options: Sequence[Choice] = (),
     here: Mapping[str, Any] | None = None,
-    now: datetime | None = None,
     overrides: Sequence[str] = (),
 ) -> list[RenderableType]:
     """Hosts, batch algebra, memory by part, other choices, RAM and disks, time, warnings and the
@@ -128,7 +127,7 @@ def render_plan(
         unknown = f"\nPredicted peak memory of one rank: not known ({traces.problem})"
         parts.append(Text(unknown, style="bold yellow"))
     parts += storage_parts(plan, here)
-    parts += time_parts(plan, now=now)
+    parts += time_parts(plan)
     if plan.warnings:
         # A table ends with an empty line of its own.
         parts += [] if (plan.memory or plan.storage) and not plan.time else [Text("")]
@@ -524,16 +523,13 @@ def _micro_batches(ranks: list[RankPlan]) -> str:
     return " + ".join(map(str, sizes))
 
 
-def time_parts(plan: Plan, *, now: datetime | None = None) -> list[RenderableType]:
-    """Title and table of the predicted time; nothing where the plan has none.
-
-    ``now``: when the run would start; None: now.
-    """
+def time_parts(plan: Plan) -> list[RenderableType]:
+    """Title and table of the predicted time; nothing where the plan has none."""
     from rich.text import Text
 
     if plan.time is None:
         return []
-    table = pairs_table(time_rows(plan, now=now or datetime.now()))
+    table = pairs_table(time_rows(plan, now=datetime.now()))
     # A table of memory ends with an empty line of its own.
     before = "" if plan.memory or plan.storage else "\n"
     return [Text(f"{before}Predicted time of a step", style="bold"), table]
