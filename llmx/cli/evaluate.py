@@ -440,7 +440,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
 
 def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str]]:
     """The prompts of the data with the expected and the greedy completion of each."""
-    from llmx.data import unreachable_completions
+    from llmx.data.eval_prompts import unreachable_completions
     from llmx.models.generate import decoder_of, generate
     from llmx.models.sampling import Sampling
 

@@ -32,16 +32,9 @@ from llmx.data.split import has_eval
 
 if TYPE_CHECKING:
     from llmx.data.collation import collate
-    from llmx.data.eval_prompts import (
-        EvalPrompt,
-        held_out_prompts,
-        stop_token_ids,
-        unreachable_completions,
-    )
-    from llmx.data.order import permutation, samples_of_step
+    from llmx.data.eval_prompts import EvalPrompt, held_out_prompts
     from llmx.data.store.build import prepare
     from llmx.data.store.samples import Sample, SampleStore
-    from llmx.data.store.summary import summary
     from llmx.data.tokenize.tokenizer import load_tokenizer
 
 __all__ = [
@@ -65,12 +58,7 @@ __all__ = [
     "has_eval",
     "held_out_prompts",
     "load_tokenizer",
-    "permutation",
     "prepare",
-    "samples_of_step",
-    "stop_token_ids",
-    "summary",
-    "unreachable_completions",
 ]
 
 _ON_ARRAYS = {
@@ -78,14 +66,9 @@ _ON_ARRAYS = {
     "EvalPrompt": "eval_prompts",
     "held_out_prompts": "eval_prompts",
     "load_tokenizer": "tokenize.tokenizer",
-    "permutation": "order",
     "prepare": "store.build",
     "Sample": "store.samples",
     "SampleStore": "store.samples",
-    "samples_of_step": "order",
-    "stop_token_ids": "eval_prompts",
-    "summary": "store.summary",
-    "unreachable_completions": "eval_prompts",
 }
 """Name -> the module that is imported when the name is asked for."""
 

@@ -70,8 +70,7 @@ def check_launch(exp: Experiment, plan: Plan) -> None:
 def path_problems(exp: Experiment, plan: Plan) -> list[str]:
     """Paths that a launch cannot use. A plan only warns of them: it may be made in another place
     than where it is launched."""
-    transport = transport_of(plan.transport)
-    if transport.agents_start_ranks or not transport.is_remote:
+    if transport_of(plan.transport).agents_start_ranks:
         return []
     # DeepSpeed writes paths into the command for the other hosts without quotes.
     paths = {"run_dir": exp.run_dir, "launch.python": exp.launch.python or sys.executable}

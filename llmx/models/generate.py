@@ -61,7 +61,7 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     Of the latter, ids that are ordinary text in this tokenizer are left out: it is not the one
     that the model was published with.
     """
-    from llmx.data import stop_token_ids
+    from llmx.data.eval_prompts import stop_token_ids
 
     published = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     published_ids = {published} if isinstance(published, int) else set(published or ())

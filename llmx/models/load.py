@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,7 +175,9 @@ def load_weights(
     """
     _refuse_quantized(model, source)
     checkpoint = Checkpoint(checkpoint_files(source))
-    targets = dict(_persistent(model))
+    # Tied parameters under each name.
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    targets.update(persistent_buffers(model))
     plan = plan_load(model, checkpoint.shapes, targets)
     if other_heads:
         plan.unexpected = [name for name in plan.unexpected if not is_of_another_head(model, name)]
@@ -329,9 +331,3 @@ def fill_rows(table: torch.Tensor, value: torch.Tensor, new_tokens: Sequence[int
     table[: len(value)].copy_(value)
     table[len(value) :].zero_()
     table[list(new_tokens)] = mean.to(table.device, table.dtype)
-
-
-def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters (tied ones under each name) and the buffers that a checkpoint holds."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from persistent_buffers(model)

@@ -184,7 +184,10 @@ def known_of(
             nearest = min(distances)
             like = [run for run, far in zip(like, distances, strict=True) if far == nearest]
             like = like[-MOST_USED:]
-            tflops[name] = statistics.median(_of_whole_rows(run, exp) for run in like)
+            # By positions: rows of the same data are as full as they were.
+            tflops[name] = statistics.median(
+                run.tflops / (run.fill if run.data == exp.data.name else 1.0) for run in like
+            )
             tokens[name] = min(run.tokens for run in like)
             used += like
             if all(run.quantized for run in like):
@@ -221,11 +224,6 @@ def _least_context(plan: Plan, measured: Measured, device: str) -> float | None:
         return None
     sizes = (measured.context_gib[rank.rank] for rank in plan.ranks if rank.device == device)
     return min(sizes, default=0.0) or None
-
-
-def _of_whole_rows(run: Observation, exp: Experiment) -> float:
-    """TFLOP/s by positions: rows of the same data are as full as they were."""
-    return run.tflops / (run.fill if run.data == exp.data.name else 1.0)
 
 
 def _distance(run: Observation, exp: Experiment, plan: Plan) -> tuple[float, ...]:

@@ -14,7 +14,8 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import TaskConfig
-from llmx.data import EvalPrompt, unreachable_completions
+from llmx.data import EvalPrompt
+from llmx.data.eval_prompts import unreachable_completions
 from llmx.errors import ConfigError
 from llmx.models.generate import generate, stop_ids
 from llmx.models.sampling import Sampling

@@ -448,7 +448,8 @@ def _hand_over(precomputed: Precomputed, *, source: int, plan: Plan, group: Any)
             if rank == source and opened is not None:
                 rows = precomputed.rows(column, first, last)
                 values[column.name][...] = opened.values_of(column.name)[rows]
-            _broadcast(values[column.name], source, group)
+            for piece in _pieces(values[column.name]):
+                torch.distributed.broadcast(piece, source, group=group)
         if writes:
             precomputed.record(values, first, last)
     torch.distributed.barrier(group=group)
@@ -469,8 +470,3 @@ def _pieces(part: np.ndarray) -> list[torch.Tensor]:
 def _sum(part: np.ndarray, group: Any) -> None:
     for piece in _pieces(part):
         torch.distributed.all_reduce(piece, group=group)
-
-
-def _broadcast(part: np.ndarray, source: int, group: Any) -> None:
-    for piece in _pieces(part):
-        torch.distributed.broadcast(piece, source, group=group)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.data import has_eval, held_out_prompts, samples_of_step
+from llmx.data import has_eval, held_out_prompts
+from llmx.data.order import samples_of_step
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import summary
 from llmx.data.store import staging
+from llmx.data.store.summary import summary
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from llmx.config import DataConfig, Experiment, SourceConfig
-from llmx.data import summary
 from llmx.data.source.records import RecordError, refuse
 from llmx.data.split import Source
-from llmx.data.store.summary import print_samples, report
+from llmx.data.store.summary import print_samples, report, summary
 from llmx.errors import DataError
 from llmx.tasks import prepare
 from tests.small_tokenizers import byte_tokenizer

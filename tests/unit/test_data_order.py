@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.data import permutation, samples_of_step
+from llmx.data.order import permutation, samples_of_step
 from llmx.errors import DataError
 from llmx.plan.types import BatchPlan
 

@@ -17,17 +17,13 @@ from hypothesis import strategies as st
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.config.validate import data_problems
-from llmx.data import (
-    has_eval,
-    held_out_prompts,
-    summary,
-)
+from llmx.data import has_eval, held_out_prompts
 from llmx.data.source import files as digests
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.samples import sha256_of_file
 from llmx.data.store.spec import cache_directory, dataset_spec
-from llmx.data.store.summary import lost_rows, report
+from llmx.data.store.summary import lost_rows, report, summary
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of

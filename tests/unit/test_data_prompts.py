@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import held_out_prompts, summary
+from llmx.data import held_out_prompts
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
+from llmx.data.store.summary import summary
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.truncation import PromptCutter
 from llmx.tasks import prepare

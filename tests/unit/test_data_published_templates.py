@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmx.data import stop_token_ids
+from llmx.data.eval_prompts import stop_token_ids
 from llmx.data.format.formats import FORMATS, Reading
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Record, Where

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmx.config import Experiment
-from llmx.data import stop_token_ids
+from llmx.data.eval_prompts import stop_token_ids
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.source.records import Document, Where
