@@ -95,7 +95,7 @@ def plan_experiment(
         check(exp, problems)
     plan = make_plan(
         exp,
-        local_names=local_names(),
+        local_names=local_names(exp.hardware.hosts),
         frozen=_frozen(exp),
         logits=loss_logits(exp),
         measured_speeds=speeds,
@@ -172,7 +172,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
             )
         hardware = dataclasses.replace(hardware, kind="external", name="external")
     hardware = resolve_hardware(hardware)
-    names = local_names()
+    names = local_names(hardware.hosts)
     all_here = exp.launch.sync == "rsync" or all(
         {host.name, host.address} & names for host in hardware.hosts
     )

@@ -13,6 +13,8 @@ import re
 
 from llmx.text import CONTROL
 
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+"""By which every machine knows itself."""
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 """An ssh user."""

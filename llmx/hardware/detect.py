@@ -10,14 +10,19 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.hardware_rules import native_precisions
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
 from llmx.hardware.survey import count_gpus, toolkit_of_torch
+
+if TYPE_CHECKING:
+    from llmx.plan.types import HostPlan
 
 _QUERY = (
     "nvidia-smi",
@@ -169,11 +174,15 @@ def detect_hardware(
     )
 
 
-def local_names() -> frozenset[str]:
-    """Names and addresses by which this machine knows itself."""
+def local_names(hosts: Iterable[HostConfig | HostPlan]) -> frozenset[str]:
+    """Names and addresses by which this machine knows itself: enough of them to decide which of
+    ``hosts`` it is. Where all are ``localhost``, neither the resolver nor the interfaces are
+    asked."""
+    if all(LOCAL_NAMES & {host.name, host.address} for host in hosts):
+        return LOCAL_NAMES
     import psutil
 
-    names = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+    names = {*LOCAL_NAMES, socket.gethostname(), socket.getfqdn()}
     for addresses in psutil.net_if_addrs().values():
         names.update(
             address.address.split("%")[0]

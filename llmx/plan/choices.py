@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmx import text as human
+from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.fields import AUTO
 from llmx.config.schema import AdapterConfig, Experiment, ZeroConfig
 from llmx.errors import ConfigError
@@ -36,7 +37,7 @@ from llmx.plan.by_device import (
     uniform_ways,
     with_checkpointing,
 )
-from llmx.plan.make import LOCAL_NAMES, make_plan
+from llmx.plan.make import make_plan
 from llmx.plan.memory import memory_of
 from llmx.plan.step_time import NOTHING, LearnedSpeeds, tokens_per_s, with_time, with_traced_time
 from llmx.plan.storage import ModelSize, with_storage

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
+from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.by_host import keys_of
 from llmx.config.hardware_rules import no_ranks_there
 from llmx.config.schema import (
@@ -47,7 +48,6 @@ from llmx.plan.types import (
     RankSpeed,
 )
 
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 USED_FLOPS = 0.4e12
 """FLOP/s that a well-fed training step reaches of each TFLOP/s of the peak; for the split alone."""
 

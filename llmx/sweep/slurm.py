@@ -164,7 +164,7 @@ def main() -> int:
     run = RunDir(Path(sys.argv[1]))
     exp, plan = snapshot.load(run), Plan.from_dict(read_json(run.plan))
     # The snapshot was made where the sweep runs.
-    names = local_names()
+    names = local_names(plan.hosts)
     hosts = [
         dataclasses.replace(host, is_local=bool({host.name, host.address} & names))
         for host in plan.hosts

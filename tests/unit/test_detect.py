@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import yaml
 
-from llmx.config import DeviceConfig, HardwareConfig
+from llmx.config import DeviceConfig, HardwareConfig, HostConfig
+from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.groups import CONF
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError
@@ -137,3 +140,13 @@ def test_a_torch_for_rocm_does_not_train_on_the_cpu_unasked(monkeypatch, catalog
         detect.detect_hardware(hardware, environ={})
     asked = detect.detect_hardware(hardware, environ={"CUDA_VISIBLE_DEVICES": ""})
     assert asked.hosts[0].device == "cpu"
+
+
+def test_names_of_this_machine_are_looked_up_for_other_names_only(monkeypatch) -> None:
+    """``socket.getfqdn`` may wait for a name server for seconds."""
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "getfqdn", lambda: asked.append("getfqdn") or "node-a.lab")
+    here = [HostConfig(name="localhost"), HostConfig(name="mine", address="127.0.0.1")]
+    assert detect.local_names(here) == LOCAL_NAMES
+    assert not asked
+    assert "node-a.lab" in detect.local_names([*here, HostConfig(name="node-a.lab")])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LlmxError
@@ -26,7 +27,6 @@ from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.sync import size_of
 from llmx.launch.transports import transport_of
 from llmx.plan import ds_config, make_plan
-from llmx.plan.make import LOCAL_NAMES
 from llmx.plan.types import Plan
 from llmx.run.rundir import write_json, write_text
 from llmx.text import clock, plural
