@@ -42,7 +42,7 @@ BIND = (
 """Binds a name, as any user can."""
 
 
-def wait_until(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "not in time"
@@ -84,7 +84,7 @@ class Rig:
     def stop(self, grace_s: float = 2.0) -> dict[str, Any]:
         return self.connection.request("stop", grace_s=grace_s, timeout_s=30)
 
-    def event(self, name: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    def event(self, name: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The next event of that name; others are dropped."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -157,7 +157,7 @@ def test_leftovers_of_an_earlier_attempt_are_cleared(rig: Rig) -> None:
     other = rig.process(own=False)
     assert left[1].stdout is not None
     assert left[1].stdout.readline()
-    counts = rig.connection.request("kill_leftovers", grace_s=0.5, timeout_s=20)
+    counts = rig.connection.request("kill_leftovers", grace_s=2, timeout_s=20)
     assert (counts["ended"], counts["left"]) == (2, 0)
     assert [process.wait(timeout=5) for process in left] == [-signal.SIGTERM, -signal.SIGKILL]
     assert other.poll() is None

@@ -109,10 +109,19 @@ def test_no_such_token_takes_the_place_of_another_one(base: Path, tmp_path: Path
     exp = experiment(base, tmp_path, "sft", ["w3"])
     tokenizer = tokenizer_of(exp)
     tokenizer.mask_token = "<s>"
-    every = Vocabulary(tokenizer, whole_words=False)
+    unlimited = Vocabulary(tokenizer, whole_words=False)
     limited = Vocabulary(tokenizer, whole_words=False, num_embeddings=VOCABULARY)
-    assert max(every.ordinary) == VOCABULARY
+    assert max(unlimited.ordinary) == VOCABULARY
     assert max(limited.ordinary) == VOCABULARY - 1
+
+
+def test_a_student_and_its_teacher_are_compared_on_the_rows_of_the_student(
+    base: Path, tmp_path: Path
+) -> None:
+    exp = experiment(base, tmp_path, "distill", ["w3"])
+    exp.task.options = {"teacher": str(base), "top_k": VOCABULARY + 1}
+    ids, logps = task_of(exp, tokenizer_of(exp)).precomputed
+    assert (ids.shape, logps.shape) == ((VOCABULARY,), (VOCABULARY,))  # and no others
 
 
 def test_eval_prompts_have_none(base: Path, tmp_path: Path) -> None:
