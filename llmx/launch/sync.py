@@ -140,7 +140,9 @@ GENERATED = (
     "wandb", "node_modules", "*.egg-info",
 )  # fmt: skip
 """Not copied with code; beside what git ignores."""
-RUN_FILES = ("config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json")
+RUN_FILES = (
+    "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json", "balance.json",
+)  # fmt: skip
 """What ranks read in the run directory; all other files are written by ranks or the supervisor."""
 
 
@@ -443,7 +445,9 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
-        names += ["/metrics.jsonl", "/samples.json", "/inputs.json"]
+        files = ("metrics.jsonl", "samples.json", "tables.json", "inputs.json", "data.json")
+        # The ranks that measure their speeds write the plan anew.
+        names += [f"/{name}" for name in (*files, "balance.json", "plan.json")]
     # A log only grows: where a host lost its disk and has the shorter one, that is not copied. The
     # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
     for mode, patterns in (["--append-verify"], logs), ([], names):

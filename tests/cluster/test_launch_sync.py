@@ -79,12 +79,12 @@ def test_private_disks_and_no_checkout(
     nothing_left(cluster, timeout_s=5)
 
     # A second run sends only its own run directory, and notices a damaged file. Its rank 0 is on
-    # the far host, so the model and the metrics come back here.
+    # the far host, so all that it writes comes back here.
     victim = far.path(code / "llmx/run/rundir.py")
     victim.write_text("broken = True\n")
     stale = far.path(code / "llmx/stale.py")
     stale.write_text("removed here, still there\n")
-    more = [*overrides, f"run_dir={work}/again"]
+    more = [*overrides, f"run_dir={work}/again", "batch.balance=measured"]
     again = start_llmx(cluster, tmp_path, slots=(1, 1), overrides=more, env=env, reverse=True)
     again.dir = type(again.dir)(work / "again")
     assert again.wait(timeout_s=240) == 0, again.output()
@@ -96,7 +96,10 @@ def test_private_disks_and_no_checkout(
     assert far.path(again.dir.final_model).is_dir()
     for path in far.path(again.dir.final_model).iterdir():
         assert filecmp.cmp(path, again.path(again.dir.final_model) / path.name, shallow=False)
-    assert far.path(again.dir.metrics).read_bytes() == again.path(again.dir.metrics).read_bytes()
+    written = (again.dir.metrics, again.dir.data, again.dir.balance, again.dir.plan)
+    for path in written:
+        assert far.path(path).read_bytes() == again.path(path).read_bytes(), path
+    assert json.loads(again.path(again.dir.plan).read_text())["balance"]
     assert again.result()["model"] == str(again.dir.final_model)
     nothing_left(cluster, timeout_s=5)
 

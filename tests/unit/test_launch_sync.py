@@ -82,7 +82,7 @@ def test_only_what_ranks_read_of_the_run_directory(tmp_path: Path) -> None:
     made = spec(tmp_path)
     (item,) = (i for i in paths_to_push(made, run_dir=True) if i.what == "run directory")
     assert set(item.only) == {
-        "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json",
+        "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json", "balance.json",
     }  # fmt: skip
 
 

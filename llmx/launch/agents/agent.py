@@ -56,7 +56,9 @@ STREAMED = ("metrics.jsonl", "logs/rank-*.log")
 MIN_TOKEN = 7
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
-REPLACED = ("ranks/rank-*.json", "samples.json", "inputs.json")
+REPLACED = (
+    "ranks/rank-*.json", "samples.json", "tables.json", "inputs.json", "data.json", "balance.json",
+)  # fmt: skip
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 QUEUE = "llmx-queue-"  # names of runs that wait for this host end with the time since when
 PROBES = 64  # connections of this host that are tried at once

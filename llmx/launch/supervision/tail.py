@@ -15,7 +15,9 @@ from llmx.launch.agents.agent import RANKS_ENDED
 from llmx.run.rundir import RunDir, replacing
 
 _STREAMED = re.compile(
-    r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl|samples\.json|inputs\.json", re.ASCII
+    r"logs/rank-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl"
+    r"|(samples|tables|inputs|data|balance)\.json",
+    re.ASCII,
 )
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
 SHOWN_BYTES = 1 << 20
