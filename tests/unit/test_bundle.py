@@ -15,11 +15,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmx.cli import bundle
 from llmx.cli.bundle_install import HERE, problems
 from llmx.errors import ConfigError, DataError, DiskFullError, LaunchError
-from llmx.run.rundir import load_yaml
 
 TYPED = [
     "--config-dir", "conf", "optim=slow", "model=tiny", "data=mixture", "task.steps=2",
@@ -80,7 +80,7 @@ def test_files_and_command(collected: tuple[Path, str], project: Path) -> None:
     ]  # fmt: skip
 
 
-def test_an_installed_bundle_plans_elsewhere(
+def test_an_installed_bundle_composes_elsewhere(
     collected: tuple[Path, str], project: Path, tmp_path: Path
 ) -> None:
     here = tmp_path / "a stick"
@@ -95,21 +95,20 @@ def test_an_installed_bundle_plans_elsewhere(
     done = install(here, environment)
     assert done.returncode == 0, done.stderr
     command = done.stdout.splitlines()[-1]
-    hidden = project.rename(project.with_name("hidden"))
-    plan = subprocess.run(
-        ["/bin/sh", "-c", f"{command} dry_run=true run_dir=run"],
+    assert command.startswith(f"{environment}/bin/python -m llmx ")
+    shown = subprocess.run(
+        ["/bin/sh", "-c", f"{command} --cfg job"],
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
     )
-    hidden.rename(project)
-    assert plan.returncode == 0, plan.stderr
-    config = load_yaml(tmp_path / "run/config.yaml")
+    assert shown.returncode == 0, shown.stderr
+    config = yaml.safe_load(shown.stdout)
     assert config["data"]["sources"][0]["path"] == f"{here}/files{project}/a.jsonl"
     assert config["task"]["code_path"] == f"{here}/files{project}/code"
     assert config["optim"]["lr"] == 1e-6
-    assert str(site / "llmx") in (tmp_path / "run/provenance.json").read_text()
+    assert (site / "llmx/conf/optim/adamw.yaml").is_file()
 
 
 def test_files_that_changed_are_named(collected: tuple[Path, str], project: Path) -> None:
