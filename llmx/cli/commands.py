@@ -235,17 +235,20 @@ COMMANDS = {
         ),
     ),
     "render": Command(
-        "print the manifest of a job for another launcher: render k8s|sbatch|skypilot",
-        "k8s|sbatch|skypilot [overrides] [--image NAME] [--volume CLAIM:/PATH]",
+        "print the manifest of a job for another launcher: render k8s|trainjob|sbatch|skypilot",
+        "k8s|trainjob|sbatch|skypilot [overrides] [--image NAME] [--volume CLAIM:/PATH]",
         "Prints a manifest that starts this command on the nodes and GPUs of its plan: a JobSet\n"
-        "of Kubernetes, the batch script that launch.slurm.submit=true submits, or a task of\n"
-        "SkyPilot. Starts nothing. With k8s and skypilot, torchrun starts the processes\n"
-        "(launch=external). run_dir must be on a file system that all nodes share.",
+        "of Kubernetes, a TrainJob of Kubeflow Trainer, the batch script that\n"
+        "launch.slurm.submit=true submits, or a task of SkyPilot. Starts nothing. In all but the\n"
+        "batch script torchrun starts the processes (launch=external). run_dir must be on a file\n"
+        "system that all nodes share.",
         Runs.WORDS,
         "llmx.cli.render",
         words=(
-            Word("--image", "k8s: the container image, with llmx in it", "NAME"),
-            Word("--volume", "k8s: a shared volume and where it is mounted", "CLAIM:/PATH"),
+            Word("--image", "k8s, trainjob: the container image, with llmx in it", "NAME"),
+            Word(
+                "--volume", "k8s, trainjob: a shared volume and where it is mounted", "CLAIM:/PATH"
+            ),
         ),
         arguments=(Argument("", "target", "TARGET"),),
         overrides=True,

@@ -1,4 +1,4 @@
-"""``python -m llmx render k8s|sbatch|skypilot ...``: the manifest of a job with this command.
+"""``python -m llmx render k8s|trainjob|sbatch|skypilot ...``: the manifest of a job.
 
     python -m llmx render k8s --image me/llmx:1 --volume runs:/runs hardware=h100x8 experiment=...
 
@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import yaml
@@ -21,7 +22,7 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 
-TARGETS = ("k8s", "sbatch", "skypilot")
+TARGETS = ("k8s", "trainjob", "sbatch", "skypilot")
 PORT = 29500
 SKYPILOT_NAMES = {
     "t4": "T4", "v100_16g": "V100", "v100_32g": "V100-32GB", "a10": "A10G", "l40s": "L40S",
@@ -71,7 +72,11 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     args = [word for word in line.overrides if not word.startswith(("hardware", "launch"))]
     args += [f"launch.env.{name}={value}" for name, value in exp.launch.env.items()]
     args += ["launch=external"]
-    manifest = jobset(exp, plan, args, **flags) if target == "k8s" else skypilot(exp, plan, args)
+    if target == "skypilot":
+        manifest = skypilot(exp, plan, args)
+    else:
+        make = jobset if target == "k8s" else trainjob
+        manifest = make(exp, plan, args, image=flags["image"], mounts=_mounts(exp, target, **flags))
     yaml.safe_dump(manifest, out, sort_keys=False, width=100)
     return 0
 
@@ -91,20 +96,53 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, rest
 
 
-def jobset(
-    exp: Experiment, plan: Plan, args: Sequence[str], *, image: str, volume: str
-) -> dict[str, Any]:
-    """A JobSet (``jobset.x-k8s.io/v1alpha2``): one pod on each node, restarted three times."""
+@dataclass(frozen=True)
+class Mounts:
+    """Of the volume with the runs and of shared memory: parts of a pod."""
+
+    volumes: list[dict[str, Any]]
+    mounts: list[dict[str, str]]
+
+
+def _mounts(exp: Experiment, target: str, *, image: str, volume: str) -> Mounts:
     if not image:
-        raise ConfigError("render k8s: needs --image NAME, with llmx and torchrun in it.")
+        raise ConfigError(f"render {target}: needs --image NAME, with llmx and torchrun in it.")
     claim, _, path = volume.partition(":")
     if not claim or not path.startswith("/") or not exp.run_dir.startswith(path.rstrip("/") + "/"):
         raise ConfigError(
-            f"render k8s: --volume {volume or 'not set'}: names the claim of a shared volume and "
-            f"where it is mounted, with run_dir in it, e.g. --volume runs:/runs run_dir=/runs/a "
+            f"render {target}: --volume {volume or 'not set'}: names the claim of a shared volume "
+            "and where it is mounted, with run_dir in it, e.g. --volume runs:/runs run_dir=/runs/a "
             f"(run_dir is {exp.run_dir})."
         )
-    name = re.sub(r"[^a-z0-9]+", "-", f"llmx-{exp.name}".lower()).strip("-")[:40].rstrip("-")
+    return Mounts(
+        [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+        [{"name": "runs", "mountPath": path}, {"name": "shm", "mountPath": "/dev/shm"}],
+    )
+
+
+def _job_name(exp: Experiment) -> str:
+    """Of letters that Kubernetes and SkyPilot take."""
+    return re.sub(r"[^a-z0-9]+", "-", f"llmx-{exp.name}".lower()).strip("-")[:40].rstrip("-")
+
+
+def _words(args: Sequence[str]) -> list[str]:
+    """The command's words in a pod, where $(NAME) would stand for a variable."""
+    return ["-m", "llmx", *(word.replace("$(", "$$(") for word in args)]
+
+
+def _env(exp: Experiment) -> list[dict[str, Any]]:
+    return [{"name": key, "value": value} for key, value in exp.hardware.env.items()]
+
+
+def jobset(
+    exp: Experiment, plan: Plan, args: Sequence[str], *, image: str, mounts: Mounts
+) -> dict[str, Any]:
+    """A JobSet (``jobset.x-k8s.io/v1alpha2``): one pod on each node, restarted as often as
+    ``launch.max_restarts`` says."""
+    name = _job_name(exp)
     nodes, slots = len(plan.hosts), plan.hosts[0].slots
     torchrun = [
         f"--nnodes={nodes}",
@@ -118,16 +156,12 @@ def jobset(
         "name": "trainer",
         "image": image,
         "command": ["torchrun"],
-        # $(NAME) stands for a variable there.
-        "args": [*torchrun, "-m", "llmx", *(word.replace("$(", "$$(") for word in args)],
+        "args": [*torchrun, *_words(args)],
         "env": [
             {"name": "POD_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-            *({"name": key, "value": value} for key, value in exp.hardware.env.items()),
+            *_env(exp),
         ],
-        "volumeMounts": [
-            {"name": "runs", "mountPath": path},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": mounts.mounts,
     }
     if plan.on_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": slots}}
@@ -135,10 +169,7 @@ def jobset(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60 + int(exp.launch.stop_grace_s),
         "containers": [container],
-        "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
+        "volumes": mounts.volumes,
     }
     job = {
         "parallelism": nodes,
@@ -158,6 +189,44 @@ def jobset(
     }
 
 
+def trainjob(
+    exp: Experiment, plan: Plan, args: Sequence[str], *, image: str, mounts: Mounts
+) -> dict[str, Any]:
+    """A TrainJob of Kubeflow Trainer from 2.2 on (``trainer.kubeflow.org/v1alpha1``). Its runtime
+    ``torch-distributed`` tells torchrun about nodes and processes (``PET_*``)."""
+    slots = plan.hosts[0].slots
+    trainer: dict[str, Any] = {
+        "image": image,
+        "command": ["torchrun"],
+        "args": _words(args),
+        "env": _env(exp),
+        "numNodes": len(plan.hosts),
+        "numProcPerNode": slots,
+    }
+    if plan.on_gpus:
+        trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": slots}}
+    pod = {
+        "terminationGracePeriodSeconds": 60 + int(exp.launch.stop_grace_s),
+        "containers": [{"name": "node", "volumeMounts": mounts.mounts}],
+        "volumes": mounts.volumes,
+    }
+    node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {
+        "manager": "llmx.io/render",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": _job_name(exp)},
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": trainer,
+            "runtimePatches": [patch],
+        },
+    }
+
+
 def skypilot(exp: Experiment, plan: Plan, args: Sequence[str]) -> dict[str, Any]:
     """A task of SkyPilot."""
     device = plan.hosts[0].device
@@ -173,7 +242,7 @@ def skypilot(exp: Experiment, plan: Plan, args: Sequence[str]) -> dict[str, Any]
         f"-m llmx {shlex.join(args)}\n"
     )
     manifest: dict[str, Any] = {
-        "name": re.sub(r"[^a-z0-9]+", "-", f"llmx-{exp.name}".lower()).strip("-"),
+        "name": _job_name(exp),
         "num_nodes": len(plan.hosts),
         "resources": {"accelerators": f"{SKYPILOT_NAMES[device]}:{plan.hosts[0].slots}"},
     }

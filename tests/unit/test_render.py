@@ -68,6 +68,42 @@ JOBSET: dict[str, Any] = {
     },
 }
 """The part of the published schemas of JobSet v1alpha2 and of batch/v1 Job that is used."""
+POD_PATCH: dict[str, Any] = {
+    "terminationGracePeriodSeconds": COUNT,
+    "containers": [{"name": TEXT, "volumeMounts": [{"name": TEXT, "mountPath": TEXT}]}],
+    "volumes": [
+        {
+            "name": TEXT,
+            "persistentVolumeClaim": {"claimName": TEXT},
+            "emptyDir": {"medium": TEXT},
+        }
+    ],
+}
+NODE_PATCH = {"name": TEXT, "template": {"spec": {"template": {"spec": POD_PATCH}}}}
+TRAINJOB: dict[str, Any] = {
+    "apiVersion": TEXT,
+    "kind": TEXT,
+    "metadata": {"name": TEXT},
+    "spec": {
+        "runtimeRef": {"name": TEXT},
+        "trainer": {
+            "image": TEXT,
+            "command": [TEXT],
+            "args": [TEXT],
+            "env": [{"name": TEXT, "value": TEXT}],
+            "numNodes": COUNT,
+            "numProcPerNode": COUNT,
+            "resourcesPerNode": {"limits": {"nvidia.com/gpu": COUNT}},
+        },
+        "runtimePatches": [
+            {
+                "manager": TEXT,
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [NODE_PATCH]}}},
+            }
+        ],
+    },
+}
+"""The part of the published schema of TrainJob v1alpha1 (Kubeflow Trainer, August 2026) in use."""
 WORDS = ("hardware=a100x2_v100x2", "run_dir=/runs/a", "name='my run'", "task.steps=20")
 K8S = ("--image", "me/llmx:1", "--volume=runs:/runs")
 
@@ -103,6 +139,21 @@ def rendered(*words: str) -> str:
     return out.getvalue()
 
 
+def test_a_trainjob_has_the_fields_of_its_schema() -> None:
+    manifest = yaml.safe_load(rendered("trainjob", *K8S, *WORDS))
+    assert unknown_fields(manifest, TRAINJOB) == []
+    trainer = manifest["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert trainer["args"][:2] == ["-m", "llmx"]
+    assert {"run_dir=/runs/a", "name='my run'", "launch=external"} <= set(trainer["args"])
+    (patch,) = manifest["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert pod["containers"][0]["volumeMounts"][0] == {"name": "runs", "mountPath": "/runs"}
+
+
 def test_a_jobset_has_the_fields_of_its_schema() -> None:
     manifest = yaml.safe_load(rendered("k8s", *K8S, *WORDS))
     assert unknown_fields(manifest, JOBSET) == []
@@ -136,7 +187,7 @@ def test_sbatch_prints_the_script_that_is_submitted() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "needs one of k8s, sbatch, skypilot"),
+        ([], "needs one of k8s, trainjob, sbatch, skypilot"),
         (["k8s", *WORDS], "needs --image NAME"),
         (["k8s", "--image=x", *WORDS], "--volume not set"),
         (["k8s", "--image=x", "--volume=runs:/other", *WORDS], "with run_dir in it"),
