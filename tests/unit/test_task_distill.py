@@ -357,6 +357,4 @@ def test_the_place_of_the_teacher_is_checked_where_the_user_stands(
     assert problems == ""
     assert exp.task.options["teacher"] == str(tmp_path / "teacher"), "absolute in the snapshot"
     # With launch.sync=rsync it travels, as model.path does.
-    assert (str(tmp_path / "teacher"), "model of the task") in list(
-        _configured_paths(exp.model, exp.data, exp.task, exp.launch)
-    )
+    assert (str(tmp_path / "teacher"), "model of the task") in list(_configured_paths(exp))
