@@ -11,6 +11,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from transformers import BertTokenizerFast
 
 from llmx.config import Experiment
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError
 from llmx.tasks import tokenizer_of
@@ -100,6 +101,14 @@ def test_a_directory_that_is_none_of_these(tmp_path: Path):
     (tmp_path / "empty" / "merges.txt").write_text("")
     with pytest.raises(ConfigError, match="no vocabulary, which is an object"):
         loaded(tmp_path / "empty")
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named(tmp_path: Path):
+    shutil.copytree(DEMO_DIRECTORY / "tokenizer", tmp_path / "odd")
+    settings = tmp_path / "odd" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
+    with pytest.raises(ConfigError, match=r"odd: its tokenizer fails on .*tokenizer_config\.json"):
+        loaded(tmp_path / "odd")
 
 
 def test_real_vocabularies(real_data: Path, tmp_path: Path):

@@ -203,14 +203,14 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
     """Load a tokenizer by ``transformers``, from a directory or the Hub."""
     from transformers import AutoTokenizer
 
+    shown_name = printable(source, keep="")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # the Hub client's errors have no common base
-        shown_name = printable(source, keep="")
         if Path(source).is_dir():
             raise ConfigError(
                 f"{key}={shown_name} is a directory, but no tokenizer can be loaded from it: "
@@ -222,6 +222,14 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
             "network; without network, download it elsewhere (`hf download "
             f"{shown_name} --local-dir DIR`) and set model.tokenizer=DIR."
         ) from error
+    try:
+        tokenizer("a")
+    except Exception as error:  # whatever its files make it do
+        raise ConfigError(
+            f"{key}={shown_name}: its tokenizer fails on a text: {first_line(error)} Compare its "
+            "tokenizer_config.json with the publisher's."
+        ) from error
+    return tokenizer
 
 
 def without_row(tokenizer: Any, ids: Sequence[int] | np.ndarray, num_embeddings: int) -> str:
