@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -146,6 +147,9 @@ STACKS = signal.SIGUSR2
 UNSAFE_STACKS = signal.SIGQUIT
 """Of a rank that does not answer ``STACKS`` and is about to be ended: some C code holds the
 interpreter's lock. faulthandler then reads frames that are changing, which may kill the rank."""
+ANSWER_S = 0.5
+"""So long the main thread has to write the stacks itself."""
+PIPE_BYTES = 4096
 SAME_REQUEST_S = 2.0
 """Where all processes of a host or job receive SIGTERM, a rank gets it twice: directly, and from
 its launcher, which forwards its own. Within this time they are one request."""
@@ -208,9 +212,9 @@ def exit_interrupted(status: RankStatus) -> NoReturn:
         os._exit(INTERRUPTED)
 
 
-def write_stacks() -> None:
+def write_stacks(main_frame: FrameType | None = None) -> None:
     """Write the stacks of all threads to the rank's log, in faulthandler's format, the main thread
-    last. The interpreter's lock is held, so no thread moves meanwhile."""
+    last. ``main_frame``: where the main thread was, if it is the one that calls this."""
     main = threading.main_thread().ident
     # Before Python 3.12 a collection within this call waits for a lock that the call itself holds.
     collects = gc.isenabled()
@@ -223,7 +227,7 @@ def write_stacks() -> None:
     lines = []
     for ident in sorted(frames, key=lambda ident: ident == main):
         lines.append(f"Thread 0x{ident:016x} (most recent call first):")
-        frame: FrameType | None = frames[ident]
+        frame: FrameType | None = (main_frame if ident == main else None) or frames[ident]
         while frame is not None:
             code = frame.f_code
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
@@ -241,20 +245,38 @@ def handle_signals(status: RankStatus) -> ShutdownRequest:
     handler writes to the wake-up descriptor itself, and a thread reads it.
     """
     stop = ShutdownRequest()
+    answer_read, answer_write = os.pipe()  # no Event: a signal within its lock would wait for it
+    taken_over = False
+
+    def answer(_: int, frame: FrameType | None) -> None:
+        """In the main thread: its frames are read by itself. Python 3.11 gives the lock away while
+        it clears a frame that has a handle of a collective, and to read that one kills the rank."""
+        nonlocal taken_over
+        if not taken_over:
+            write_stacks(frame)
+            os.write(answer_write, b"x")
+        taken_over = False
+
     faulthandler.register(UNSAFE_STACKS, file=sys.stderr, all_threads=True, chain=False)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    for number in (*GRACEFUL, signal.SIGINT, STACKS):
+    for number in (*GRACEFUL, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    signal.signal(STACKS, answer)
     signal.siginterrupt(STACKS, False)  # system calls of libraries go on
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait() -> None:
+        nonlocal taken_over
         terms = TermSignals()
         while data := os.read(read_end, 1):
             number = data[0]
             if number == STACKS:
-                write_stacks()
+                if select.select([answer_read], [], [], ANSWER_S)[0]:
+                    os.read(answer_read, PIPE_BYTES)
+                else:  # the main thread is in C, and leaves no frame
+                    write_stacks()
+                    taken_over = True
                 continue
             at_once = number == signal.SIGINT or (
                 number == signal.SIGTERM and terms.is_second(time.monotonic())
