@@ -242,7 +242,8 @@ def handle_signals(status: RankStatus) -> ShutdownRequest:
     SIGUSR2 writes the stacks of all threads to stderr, which is the rank's log.
 
     A handler in Python waits for the main thread, which may be blocked in a collective. The C
-    handler writes to the wake-up descriptor itself, and a thread reads it.
+    handler writes to the wake-up descriptor itself, and a thread reads it. That thread writes the
+    stacks only if the main thread has not done so after ``ANSWER_S``.
     """
     stop = ShutdownRequest()
     answer_read, answer_write = os.pipe()  # no Event: a signal within its lock would wait for it

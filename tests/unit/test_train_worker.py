@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,49 @@ def test_stacks_of_a_rank_whose_interpreter_is_held(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
     process.kill()
     process.communicate()
+
+
+SPIN = """
+def spin():
+    os.write(1, b"working")
+    while True:
+        pass
+spin()
+"""
+READ = """
+import ctypes
+def read_forever():
+    libc, pipe, buffer = ctypes.CDLL(None), os.pipe()[0], ctypes.create_string_buffer(1)
+    os.write(1, b"working")
+    # As a collective waits: the lock is given away, and a signal does not end the call.
+    libc.read(pipe, buffer, 1)
+read_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "innermost"), [(SPIN, "spin"), (READ, "read_forever")], ids=["Python", "C"]
+)
+def test_stacks_of_a_rank_that_is_asked(work: str, innermost: str, tmp_path: Path) -> None:
+    """Also where the main thread runs no Python, and twice. Its stack ends where it was."""
+    process = start(tmp_path, "-c", SIT.partition("lock =")[0] + work)
+    log = RunDir(tmp_path).rank_log(0)
+
+    def until(text: str, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while not log.is_file() or log.read_text().count(text) < count:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, log.read_text()
+
+    until("working", 1)
+    for times in (1, 2):
+        os.kill(process.pid, signal.SIGUSR2)
+        until(f" in {innermost}\n", times)
+    process.kill()
+    process.communicate()
+    stacks = log.read_text().split("(most recent call first):\n")
+    first = next(stack for stack in stacks if f" in {innermost}\n" in stack)
+    assert re.match(rf".* in {innermost}\n.* in <module>\n\n", first), log.read_text()
 
 
 def test_the_worker_starts_without_torch_or_hydra() -> None:
