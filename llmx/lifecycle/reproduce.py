@@ -173,8 +173,8 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
 def _record_of(run: RunDir) -> dict[str, Any]:
     content, damage = read_checked(run.provenance)
     if not content:
-        reason = damage.replace(", so it is left out", "") or "provenance.json is missing."
-        raise ConfigError(f"{run.root}: nothing can be compared with this run: {reason}")
+        damage = damage or "provenance.json is missing."
+        raise ConfigError(f"{run.root}: nothing can be compared with this run: {damage}")
     return dict(content)
 
 

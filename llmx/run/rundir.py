@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmx.errors import ConfigError, did_you_mean
-from llmx.run.tail import read_checked
+from llmx.run.tail import LEFT_OUT, read_checked
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def read_file(path: Path, damage: list[str] | None = None) -> Any:
     """Like ``read_mapping``, also for a file with a list."""
     content, fault = read_checked(path, _parsed_yaml if path.suffix == ".yaml" else json.load)
     if fault and damage is not None:
-        damage.append(fault)
+        damage.append(f"{fault} {LEFT_OUT}")
     return content
 
 

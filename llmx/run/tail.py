@@ -146,6 +146,10 @@ def misfit(value: Any, shape: Any, place: str = "") -> str:
     return "" if isinstance(value, kind) else f"{place[1:] or 'it'} is {str(value)[:40]!r}"
 
 
+LEFT_OUT = "It is left out."
+"""Added to the damage of a file by those who show the others."""
+
+
 def read_checked(
     path: str | os.PathLike[str], parse: Callable[[IO[bytes]], Any] = json.load
 ) -> tuple[Any, str]:
@@ -164,16 +168,13 @@ def read_checked(
         return empty, ""
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())  # YAML's are of several lines
-        return empty, f"{name} cannot be read, so it is left out: {why}"
+        return empty, f"{name} cannot be read: {why.rstrip('.')}."
     if not isinstance(content, type(shape)):
         kind = "a list" if isinstance(shape, list) else "a JSON object or a YAML mapping"
-        return empty, f"{name} is not {kind}, so it is left out."
+        return empty, f"{name} is not {kind}."
     fault = misfit(content, shape)
     if fault:
-        return (
-            empty,
-            f"{name} has a value that llmx does not write, so it is left out: {fault}.",
-        )
+        return empty, f"{name} has a value that llmx does not write: {fault}."
     return content, ""
 
 
@@ -204,7 +205,7 @@ def read_records(path: str | os.PathLike[str], damage: list[str] | None = None) 
             *lines, last = stream.read().split(b"\n")
     except OSError as error:
         if damage is not None and not isinstance(error, FileNotFoundError):
-            damage.append(f"{name} cannot be read, so it is left out: {error}")
+            damage.append(f"{name} cannot be read: {error}. {LEFT_OUT}")
         return []
     shape = SHAPES.get(name, {})
     records = records_of(lines, shape)

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from llmx.run.tail import LineTail, read_checked, read_records, records_of
+from llmx.run.tail import LEFT_OUT, LineTail, read_checked, read_records, records_of
 
 if TYPE_CHECKING:
     Facts = dict[str, Any]  # at run time an old Python on a host must do
@@ -85,7 +85,7 @@ class Observer:
     def _json(self, *names: str) -> Facts | None:
         values, fault = read_checked(self._path(*names))
         if fault:
-            self.damage.append(fault)
+            self.damage.append(f"{fault} {LEFT_OUT}")
         return values or None
 
     def _mtime(self, *names: str) -> float | None:
