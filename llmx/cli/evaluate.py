@@ -33,6 +33,7 @@ from llmx.cli.target import (
 )
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
+from llmx.compose.task_rules import with_chosen_packing
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
 from llmx.errors import ConfigError
 from llmx.run import trust
@@ -92,7 +93,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
         task = dataclasses.replace(task, eval_generate=options.generate)
     if options.max_new_tokens:
         task = dataclasses.replace(task, eval_max_new_tokens=options.max_new_tokens)
-    exp = dataclasses.replace(exp, data=data, task=task)
+    exp = with_chosen_packing(dataclasses.replace(exp, data=data, task=task))
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
     out = target.run.root if target.run else Path()
@@ -159,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(target)
     task = task_of(exp, tokenizer)
+    if task.generates and not exp.task.eval_generate:
+        raise ConfigError(f"task={task.name} is measured by completions. Add --generate 100.")
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
     trained = measured.trained

@@ -165,10 +165,8 @@ def default_batch(exp: Experiment) -> int | None:
 def with_task_defaults(exp: Experiment) -> Experiment:
     """Fill in ``optim.lr``, ``data.packing`` and options of the task where they are auto, and the
     size of a step where nothing sets it."""
+    exp = with_chosen_packing(exp)
     kind = task_class(exp.task.kind)
-    if exp.data.packing == "auto":
-        packing = "none" if kind is not None and kind.generates else "best_fit"
-        exp = replace(exp, data=replace(exp.data, packing=packing))
     if kind is not None and (chosen := kind.auto_options(exp)):
         options = {**exp.task.options, **chosen}
         exp = replace(exp, task=replace(exp.task, options=options))
@@ -177,6 +175,15 @@ def with_task_defaults(exp: Experiment) -> Experiment:
     if is_open and batch.accumulation is None:
         exp = replace(exp, batch=replace(batch, global_batch=default_batch(exp)))
     return with_default_lr(exp)
+
+
+def with_chosen_packing(exp: Experiment) -> Experiment:
+    """Choose ``data.packing`` by the task where it is auto."""
+    if exp.data.packing != "auto":
+        return exp
+    generates = getattr(task_class(exp.task.kind), "generates", False)
+    packing = "none" if generates else "best_fit"
+    return replace(exp, data=replace(exp.data, packing=packing))
 
 
 def with_default_lr(exp: Experiment) -> Experiment:

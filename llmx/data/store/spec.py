@@ -56,7 +56,7 @@ def dataset_spec(
 ) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
-    if data.packing == "auto":  # of a model that is measured: nothing has chosen by its task
+    if data.packing == "auto":  # not composed for a task, which would have chosen
         data = replace(data, packing="best_fit")
     dataset_split = DatasetSplit.of(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
