@@ -182,14 +182,15 @@ def _hub_snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     patterns = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
     try:
         for pattern in ("*.safetensors", "pytorch_model*.bin") if weights else ("*.json",):
-            wanted = [*patterns, pattern]
-            snapshot = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+            snapshot = Path(
+                snapshot_download(name, revision=revision, allow_patterns=[*patterns, pattern])
+            )
             if any(snapshot.glob(pattern)):
                 break
     except Exception as error:  # the client's errors have no common base
         raise ConfigError(
-            f"{name}: is no directory here, and the Hub did not give it: {error} Set it to a "
-            "local directory, or HF_HOME to a cache that has it."
+            f"{name}: is not a directory here, and cannot be downloaded from the Hub: {error} Set "
+            "it to a local directory, or HF_HOME to a cache that has it."
         ) from error
     return snapshot
 
@@ -255,8 +256,8 @@ def _write_wheels(
         if subprocess.run([*pip, "--wheel-dir", str(wheels), *step]).returncode:
             shutil.rmtree(wheels.parent)
             raise LaunchError(
-                "bundle: pip made no wheels (its message is above). It uses its own settings: name "
-                "your index by PIP_INDEX_URL, another one beside it by PIP_EXTRA_INDEX_URL (of "
+                "bundle: pip cannot get all wheels (its message is above). It uses its own "
+                "settings: name your index by PIP_INDEX_URL, another by PIP_EXTRA_INDEX_URL (of "
                 "torch +cu126: https://download.pytorch.org/whl/cu126), a directory of wheels by "
                 "PIP_FIND_LINKS. --no-wheels leaves out the packages, for a machine that has them."
             )

@@ -60,7 +60,7 @@ def problems(bundle: Path) -> list[str]:
         if entry != actual.get(name)
     ]
     added = [name for name in actual if name not in expected]
-    return lines + [f"{bundle / name} is not of the bundle. Remove it." for name in added]
+    return lines + [f"{bundle / name} does not belong to the bundle. Remove it." for name in added]
 
 
 def main(words: list[str]) -> None:
@@ -85,14 +85,14 @@ def main(words: list[str]) -> None:
         if not manifest["has_wheels"]:
             sys.exit(f"{python} is missing, and the bundle has no packages to make it from.")
         if subprocess.run([sys.executable, "-m", "venv", words[0]]).returncode:
-            sys.exit(f"{words[0]}: Python made no environment (its message is above).")
+            sys.exit(f"{words[0]}: Python cannot create the environment (its message is above).")
     pip = [str(python), "-m", "pip", "--isolated", "--disable-pip-version-check", "install"]
     pip += ["--quiet", "--no-index", "--no-deps", "--force-reinstall", *wheels]
     # No index or constraint of this machine counts.
     if subprocess.run(pip, env={**os.environ, "PIP_CONFIG_FILE": os.devnull}).returncode:
         machine = f"This is {PYTHON}, {' '.join(platform.libc_ver())}"
         made_on = f"{manifest['python']}, {manifest['libc']}"
-        sys.exit(f"pip failed (its message is above). {machine}; the bundle is of {made_on}.")
+        sys.exit(f"pip failed (its message is above). {machine}; the bundle was made on {made_on}.")
     print(f"{words[0]} is ready. To start the run:\n")
     command = [str(python), *(word.replace(HERE, str(bundle)) for word in manifest["command"])]
     print(" ".join(map(quoted, command)))

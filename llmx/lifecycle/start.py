@@ -158,7 +158,7 @@ def supervised(launch: LaunchSpec) -> int:
 
     exp, run = launch.exp, launch.run_dir
     first_step = run.newest_step()
-    if exp.launch.slurm.requeue:
+    if exp.launch.slurm.requeue:  # read now: the disk may not answer when the run ends
         from llmx.lifecycle.batch import requeue_job
     result = supervise(exp, launch.plan, run, launch=launch)
     if result.exit_code == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 STEPS = 10
-"""In a row; a few steps without a signal, or with short completions, are no collapse."""
+"""In a row; a few steps without a signal, or with short completions, are not a collapse."""
 SHORT = 0.2
 """Of the length that completions had at first."""
 
@@ -47,7 +47,7 @@ class CollapseWatch:
         )
         if len(self._last_lengths) == STEPS and last < SHORT * first:
             warnings["length"] = (
-                f"completions have {last:.1f} tokens on average of the last {STEPS} steps, and had "
+                f"completions averaged {last:.1f} tokens over the last {STEPS} steps, and "
                 f"{first:.1f} at first. The rewards may favour short ones, whatever their content. "
                 "Read some (samples.json); lower optim.lr, or set task.options.beta=0.04."
             )

@@ -160,7 +160,8 @@ class Options:
         if self.dynamic_sampling and self.beta and self.kl_in == "reward":
             raise ConfigError(
                 "task.options.dynamic_sampling=true: with the KL divergence in the reward no two "
-                "rewards are equal. Set task.options.kl_in=loss, or dynamic_sampling=false."
+                "rewards are equal. Set task.options.kl_in=loss task.options.kl=k3, or "
+                "task.options.dynamic_sampling=false."
             )
         if self.temperature != 1 and (self.top_k or self.top_p < 1):
             raise ConfigError(

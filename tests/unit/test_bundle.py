@@ -124,7 +124,7 @@ def test_files_that_changed_are_named(collected: tuple[Path, str], project: Path
     expected = [
         f"{rows}/a.jsonl is damaged. Copy it again.",
         f"{rows}/b.jsonl is missing. Copy it again.",
-        f"{rows}/c.jsonl is not of the bundle. Remove it.",
+        f"{rows}/c.jsonl does not belong to the bundle. Remove it.",
     ]
     with pytest.raises(DataError) as error:
         bundle.main(["--check", str(here)])

@@ -15,6 +15,10 @@ from llmx.cli.render import main
 from llmx.errors import ConfigError
 
 TEXT, COUNT = "text", "count"
+MOUNTS = [{"name": TEXT, "mountPath": TEXT}]
+VOLUMES = [
+    {"name": TEXT, "persistentVolumeClaim": {"claimName": TEXT}, "emptyDir": {"medium": TEXT}}
+]
 JOBSET: dict[str, Any] = {
     "apiVersion": TEXT,
     "kind": TEXT,
@@ -49,16 +53,10 @@ JOBSET: dict[str, Any] = {
                                             }
                                         ],
                                         "resources": {"limits": {"nvidia.com/gpu": COUNT}},
-                                        "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+                                        "volumeMounts": MOUNTS,
                                     }
                                 ],
-                                "volumes": [
-                                    {
-                                        "name": TEXT,
-                                        "persistentVolumeClaim": {"claimName": TEXT},
-                                        "emptyDir": {"medium": TEXT},
-                                    }
-                                ],
+                                "volumes": VOLUMES,
                             }
                         },
                     }
@@ -70,14 +68,8 @@ JOBSET: dict[str, Any] = {
 """The part of the published schemas of JobSet v1alpha2 and of batch/v1 Job that is used."""
 POD_PATCH: dict[str, Any] = {
     "terminationGracePeriodSeconds": COUNT,
-    "containers": [{"name": TEXT, "volumeMounts": [{"name": TEXT, "mountPath": TEXT}]}],
-    "volumes": [
-        {
-            "name": TEXT,
-            "persistentVolumeClaim": {"claimName": TEXT},
-            "emptyDir": {"medium": TEXT},
-        }
-    ],
+    "containers": [{"name": TEXT, "volumeMounts": MOUNTS}],
+    "volumes": VOLUMES,
 }
 NODE_PATCH = {"name": TEXT, "template": {"spec": {"template": {"spec": POD_PATCH}}}}
 TRAINJOB: dict[str, Any] = {

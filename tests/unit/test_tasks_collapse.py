@@ -30,4 +30,4 @@ def test_completions_that_become_short_are_named_once() -> None:
     assert seen([short] * 40) == {}, "short from the beginning"
     warnings = seen([*[long] * 20, *[short] * 40])
     assert [*warnings] == [20 + STEPS]
-    assert "15.0 tokens on average of the last 10 steps, and had 100.0 at first" in str(warnings)
+    assert "averaged 15.0 tokens over the last 10 steps, and 100.0 at first" in str(warnings)
