@@ -358,7 +358,7 @@ COMMANDS = {
     ),
     "reproduce": Command(
         "repeat a run from its snapshot: reproduce RUN_DIR",
-        "RUN_DIR [overrides] [to_step=K] [strict=true]",
+        "RUN_DIR [overrides] [to_step=K] [strict=true] [replay=true]",
         "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
         "start it lists what differs from the recorded run, by severity; at the end it says\n"
         "whether the numbers are bitwise identical, or which step differs first and how much.",
@@ -372,6 +372,12 @@ COMMANDS = {
                 "strict=",
                 "refuse if anything differs that may change numbers; exit code 1 also where "
                 "the numbers differ at the end",
+                "true",
+                _TRUE,
+            ),
+            Word(
+                "replay=",
+                "train the recorded samples of the run (rollouts/) instead of generating new ones",
                 "true",
                 _TRUE,
             ),

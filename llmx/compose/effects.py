@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmx.compose.task_rules import specs
+from llmx.compose.task_rules import specs, task_class
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
@@ -75,6 +75,11 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
         return True
     networks = specs(exp)  # none is known of a task of the user's own
     return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
+
+
+def _generates(exp: Experiment) -> bool:
+    """Whether the task generates its samples; True of a task of the user's own."""
+    return bool(getattr(task_class(exp.task.kind), "generates", True))
 
 
 def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:
@@ -148,6 +153,7 @@ RULES = (
         "without task.early_stopping.patience",
         "task.early_stopping.patience=3",
     ),
+    Rule("rollout", _generates, "with a task that reads its samples", "task=grpo"),
     Rule("zero.nvme_path", lambda exp: "nvme" in _offloads(exp), "without NVMe offload",
          "zero=infinity"),
     Rule("zero.pin_memory", lambda exp: _offloads(exp) != {"none"} or exp.zero.stage == AUTO,

@@ -408,6 +408,16 @@ class TaskConfig:
 
 
 @dataclass
+class RolloutConfig:
+    """The samples of a task that generates them (``task=grpo``)."""
+
+    keep: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
+    """Keep the samples of the newest N steps in the run directory (``rollouts/``, about 9 bytes a
+    token). A resume trains the recorded steps after its checkpoint instead of generating them
+    again. Null keeps all of them, as ``reproduce replay=true`` needs; 0 records none."""
+
+
+@dataclass
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
@@ -996,6 +1006,7 @@ class Experiment:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

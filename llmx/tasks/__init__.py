@@ -16,6 +16,7 @@ from llmx.errors import ConfigError, did_you_mean
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
     Accumulator,
+    GeneratedSample,
     JointLoss,
     Loss,
     Mean,
@@ -92,6 +93,7 @@ def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.Sa
 
 __all__ = [
     "Accumulator",
+    "GeneratedSample",
     "JointLoss",
     "Loss",
     "Mean",

@@ -27,8 +27,9 @@ from llmx.train.evaluation import (
     write_generated,
 )
 from llmx.train.rebalance import Line, record_change
-from llmx.train.resume import ResumePoint
+from llmx.train.resume import ResumePoint, identity
 from llmx.train.rollout import rollout_step
+from llmx.train.rollout_records import RolloutRecords, course_of
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
@@ -230,6 +231,7 @@ class Upcoming:
     def __init__(self, session: Session, start: ResumePoint, last: int) -> None:
         self._session, self._skip, self._last = session, start.skip_steps, last
         self._ahead: Prefetch | None = None
+        self._records = open_records(session) if session.task.generates else None
         self.begin(start.step)
 
     def next(self) -> Step:
@@ -250,6 +252,7 @@ class Upcoming:
             "balance": session.plan.balance,  # a thread must not see a later one
         }
         if task.generates:
+            common["records"] = self._records
             self._steps: Iterator[Step] = (
                 rollout_step(session.engine, task, store, step, **common) for step in numbers
             )
@@ -273,6 +276,23 @@ class Upcoming:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+
+
+def open_records(session: Session) -> RolloutRecords:
+    """The recorded samples of the run, from the resume point on."""
+    exp, plan = session.exp, session.plan
+    run_identity = identity(
+        seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=session.train_store
+    )
+    return RolloutRecords(
+        session.run_dir,
+        course_of(exp, plan, steps=session.length.steps, identity=run_identity),
+        rank=session.rank,
+        start=session.resume_point.step,
+        keep=exp.rollout.keep,
+        group=session.consensus.group,
+        log=session.log,
+    )
 
 
 @contextlib.contextmanager

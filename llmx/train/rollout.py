@@ -25,6 +25,7 @@ from llmx.plan.types import BalancePlan, BatchPlan
 from llmx.tasks import Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
 from llmx.train.engine.build import Engine
+from llmx.train.rollout_records import Rollout, RolloutRecords
 
 
 def rollout_step(
@@ -39,11 +40,13 @@ def rollout_step(
     layout: Layout,
     stop: int | None = None,
     balance: BalancePlan | None = None,
+    records: RolloutRecords | None = None,
 ) -> Step:
     """The micro batches of ``rank`` at ``step``, made of what the task generates. Collective.
 
     All ranks generate together, for all prompts of the step, and know all examples: the weight of
-    the step needs no reduction.
+    the step needs no reduction. ``records``: where samples are written before they are trained on,
+    and read instead of drawn where they are there.
 
     Raises:
         ConfigError: what the task has made are not examples of its ``rollout_columns``.
@@ -58,22 +61,17 @@ def rollout_step(
         drawn_indices = [draw_seed(seed, step, place) % len(store) for place in places]
         return [prompt for at in drawn_indices for prompt in prompts_of(store[at], store.columns)]
 
-    by_sample = [prompts_of(store[int(index)], store.columns) for index in indices]
-    prompts = list(chain.from_iterable(by_sample))
-    engine.engine.eval()
-    with torch.no_grad():
-        rollouts = task.rollout(engine.models, prompts, RolloutKey(seed, step, further))
-    engine.engine.train()
-    if len(rollouts) != len(prompts):
-        raise ConfigError(
-            f"task={task.name}: rollout() gave {len(rollouts)} lists of examples for "
-            f"{len(prompts)} prompts; it gives one list for each."
-        )
     schema = Schema(task.rollout_columns)
-    by_prompt = _checked(
-        rollouts, schema, task=task, seq_len=layout.seq_len, vocab_size=engine.vocab_size
-    )
-    _check_alike(by_prompt, task=task)
+    by_sample = [prompts_of(store[int(index)], store.columns) for index in indices]
+    rollout = None if records is None else records.read(step, indices, schema.columns)
+    if rollout is None:
+        prompts = list(chain.from_iterable(by_sample))
+        key = RolloutKey(seed, step, further)
+        by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len)
+        rollout = Rollout(by_prompt, task.generated)
+        if records is not None:
+            records.write(step, indices, schema.columns, rollout)
+    by_prompt, task.generated = rollout.by_prompt, rollout.shown
     ends = np.cumsum([0, *map(len, by_sample)]).tolist()
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
@@ -122,6 +120,30 @@ def rollout_step(
         square_tokens=sum(squares),
         work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
     )
+
+
+def _drawn(
+    engine: Engine, task: Task, prompts: list[Prompt], key: RolloutKey, *, seq_len: int
+) -> list[list[Sample]]:
+    """What the task generates now for each prompt. Collective."""
+    engine.engine.eval()
+    with torch.no_grad():
+        rollouts = task.rollout(engine.models, prompts, key)
+    engine.engine.train()
+    if len(rollouts) != len(prompts):
+        raise ConfigError(
+            f"task={task.name}: rollout() gave {len(rollouts)} lists of examples for "
+            f"{len(prompts)} prompts; it gives one list for each."
+        )
+    by_prompt = _checked(
+        rollouts,
+        Schema(task.rollout_columns),
+        task=task,
+        seq_len=seq_len,
+        vocab_size=engine.vocab_size,
+    )
+    _check_alike(by_prompt, task=task)
+    return by_prompt
 
 
 def _split(

@@ -106,7 +106,14 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     whole, again = trials["stage3"], RunDir(tmp_path / "again")
     shutil.copytree(whole.root, again.root)
     shutil.rmtree(again.checkpoint(STEPS))
+    if task == "rloo":
+        shutil.rmtree(again.rollouts)
     ranks.start(again).finish()
+    if task in ("grpo", "rloo"):
+        log = again.rank_log(0).read_text()
+        later = {f"a sample of step {step}:" for step in range(SAVED + 1, STEPS + 1)}
+        drawn_again = {text for text in later if log.count(text) > 1}
+        assert drawn_again == (set() if task == "grpo" else later), "recorded samples are replayed"
     assert [event["step"] for event in events(again, "resumed")] == [SAVED]
     assert measurements(again) == measurements(whole), "bit for bit"
     assert measurements(whole)[-1]["weights_hash"]

@@ -103,6 +103,7 @@ RULES = (
         SAME,
         "what is reported",
     ),
+    Rule(("rollout.keep",), SAME, "how many generated steps stay on disk"),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
