@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -93,7 +93,7 @@ class RolloutRecords:
             ]
             self._previous = _digest_of(earlier[-1]) if earlier else None
 
-    def read(self, step: int, prompts: Sequence[int], columns: Sequence[Column]) -> Rollout | None:
+    def read(self, step: int, prompts: Iterable[int], columns: Sequence[Column]) -> Rollout | None:
         """The recorded samples of a step (from 0), or None where they are to be drawn. Collective.
 
         Args:
@@ -117,7 +117,7 @@ class RolloutRecords:
         return Rollout(list(unpacked(arrays, columns)), shown)
 
     def write(
-        self, step: int, prompts: Sequence[int], columns: Sequence[Column], rollout: Rollout
+        self, step: int, prompts: Iterable[int], columns: Sequence[Column], rollout: Rollout
     ) -> None:
         """Put the samples of a step on the disk, by rank 0. OSError: the disk is full or broken."""
         if self._rank or self._keep == 0:
@@ -135,7 +135,7 @@ class RolloutRecords:
             if self._keep is not None and number <= step + 1 - self._keep:
                 path.unlink(missing_ok=True)
 
-    def _usable(self, step: int, prompts: Sequence[int], columns: Sequence[Column]) -> bytes | None:
+    def _usable(self, step: int, prompts: Iterable[int], columns: Sequence[Column]) -> bytes | None:
         """The file of a step. None where it cannot be used: it and those of later steps, which
         come from the weights that it led to, are then removed."""
         path, problem = self._run_dir.rollout(step + 1), ""
@@ -174,7 +174,7 @@ class RolloutRecords:
         return ""
 
     def _expected(
-        self, step: int, prompts: Sequence[int], columns: Sequence[Column]
+        self, step: int, prompts: Iterable[int], columns: Sequence[Column]
     ) -> dict[str, Any]:
         return {
             "format": FORMAT,
