@@ -168,6 +168,28 @@ def link_dropped(site: Site, chance: random.Random) -> str:
     return f"{host.name}, {lasts_s:.1f} s"
 
 
+def firewall_up(site: Site, chance: random.Random) -> str:
+    """A firewall that ssh and the rendezvous pass, and connections of ranks do not: a hang, and the
+    restart is refused, until somebody has read why."""
+    host, attempts = chance.choice(site.cluster.hosts), len(site.attempts())
+    host.block_high_ports()
+    site.until(lambda: len(site.attempts()) > attempts + 1, what="a restart that is refused")
+    host.unblock_high_ports()
+    hung, refused = site.attempts()[attempts : attempts + 2]
+    if hung["outcome"] != "hang" or "firewall" not in refused["cause"]:
+        raise GaveUp(f"a firewall: {hung['cause']}; {refused['cause']}\n{site.story()}")
+    return host.name
+
+
+def large_packets_lost(site: Site, chance: random.Random) -> str:
+    """The way to a host takes smaller packets than before, and drops the others in silence."""
+    host = chance.choice(site.cluster.hosts)
+    host.limit_packets(1400)
+    _until_noticed(site, f"the loss of large packets of {host.name}")
+    host.limit_packets(None)
+    return host.name
+
+
 def disk_full(site: Site, chance: random.Random) -> str:
     """Not a byte is left; somebody makes room when a save has failed, or the run waits for it."""
     host = chance.choice(site.cluster.hosts)

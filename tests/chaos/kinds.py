@@ -59,6 +59,8 @@ KINDS = (
          follow=while_down.near_host_killed),
     Kind("link", "network link cut", 2, faults.link_cut, 2, leads=True),
     Kind("drop", "network drop-out of 0.2 to 1.5 s", 3, faults.link_dropped, 2, restarts=False),
+    Kind("firewall", "firewall between the hosts", 1, faults.firewall_up, 2, leads=True),
+    Kind("mtu", "large packets lost (wrong MTU)", 1, faults.large_packets_lost, 2, leads=True),
     Kind("disk", "disk full", 2, faults.disk_full, 3, restarts=False),
     Kind("damage", "newest checkpoint damaged", 3, faults.checkpoint_damaged, 3,
          follow=while_down.checkpoint_damaged),

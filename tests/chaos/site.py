@@ -69,7 +69,8 @@ class Site(RunFiles):
             *(f"checkpoint.every_steps={self.every}", "checkpoint.keep.last=3"),
             *("launch.max_restarts=8", "launch.restart_backoff_s=0.2"),
             *("launch.restart_backoff_max_s=1", "launch.heartbeat_timeout_s=6"),
-            "launch.orphan_timeout_s=15",
+            # A step takes a tenth of a second, and a host is lost after 12 s of silence.
+            *("launch.orphan_timeout_s=15", "launch.hang_timeout_s=20"),
             *("launch.stop_grace_s=6", "launch.host_wait_s=300", "launch.start_timeout_s=100"),
             *(f"run_dir={self.work}/run", f"data.cache_dir={self.directory}/cache"),
             f"--config-dir={conf.parent}",

@@ -39,6 +39,7 @@ restore HOST            ... and arrive again
 bandwidth HOST MBIT     limit the link, both ways; 0 lifts it
 latency HOST MS         delay what the host sends; 0 lifts it
 mtu HOST BYTES          largest packet of the host; the switch takes 1500
+packets HOST BYTES      the switch drops longer ones in silence; 0 lifts it
 firewall HOST on|off    drop what goes from a high port to a high port
 cpu HOST CORES          a CPU quota for all that runs there
 memory HOST MIB         a limit of its RAM
@@ -173,6 +174,7 @@ def _order(cluster: Cluster, verb: str, name: str = "", *values: str) -> None:
         "bandwidth": lambda mbit: host.limit_bandwidth(float(mbit) or None),
         "latency": lambda ms: host.add_latency(float(ms) or None),
         "mtu": lambda size: host.set_mtu(int(size)),
+        "packets": lambda size: host.limit_packets(int(size) or None),
         "firewall": lambda on: host.block_high_ports() if on == "on" else host.unblock_high_ports(),
         "cpu": lambda cores: host.limit_cpu(float(cores)),
         "memory": lambda mib: host.limit_memory(float(mib)),

@@ -119,6 +119,14 @@ class Faults:
         words = ["ip", "link", "set", INTERFACE, "mtu", str(size), "gso_max_segs", "1"]
         self.run(words)
 
+    def limit_packets(self: Host, size: int | None) -> None:
+        """The switch drops longer packets to and from the host without a word, as a tunnel or a
+        switch with a smaller MTU does, also those of open connections. None lifts it."""
+        self._link("mtu", str(size or 1500))
+        for host in self.cluster.hosts if size else ():
+            if host.is_up:  # as in set_mtu
+                host.run(["ip", "link", "set", INTERFACE, "gso_max_segs", "1"])
+
     def cut(self: Host) -> None:
         """Packets to and from the host vanish, its interface stays up: a broken switch."""
         self._link("nomaster")

@@ -24,8 +24,8 @@ own network with ``connect_root=True``. ``run`` and ``popen`` behave as if the p
 started here: signals reach it, a kill kills it, the return code is its own.
 
 Faults: ``limit_bandwidth``, ``add_latency``, ``limit_cpu``, ``pin_to_core``, ``limit_memory``,
-``block_high_ports``, ``set_mtu``, ``cut`` / ``restore``, ``stop_sshd`` / ``start_sshd``,
-``add_disk`` (a small tmpfs is a full disk), ``kill`` (silent, as a power loss).
+``block_high_ports``, ``set_mtu``, ``limit_packets``, ``cut`` / ``restore``, ``stop_sshd`` /
+``start_sshd``, ``add_disk`` (a small tmpfs is a full disk), ``kill`` (silent, as a power loss).
 They are in ``faults.py``, methods of Host. ``Unsupported`` says what this machine lacks.
 
 ``python -m tests.cluster up --hosts 2`` shows one.

@@ -127,6 +127,17 @@ def test_bandwidth_is_limited_in_both_directions(make_cluster: Make) -> None:
     second.limit_bandwidth(None)
 
 
+def test_long_packets_are_lost_and_short_ones_pass(make_cluster: Make) -> None:
+    cluster = make_cluster()
+    first, second = cluster.hosts
+    long_word = f"head -c 20000 /dev/zero | ssh -F {cluster.ssh_config} node-b 'wc -c'"
+    second.limit_packets(500)
+    assert _can_connect(first, second)
+    assert first.run(["timeout", "1", "sh", "-c", long_word], check=False).returncode == 124
+    second.limit_packets(None)
+    assert first.run(["sh", "-c", long_word]).stdout == "20000\n"
+
+
 def test_a_full_disk(make_cluster: Make, tmp_path: Path) -> None:
     host = make_cluster().first
     host.add_disk(tmp_path, size_mib=1)
