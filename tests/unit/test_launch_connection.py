@@ -28,7 +28,7 @@ from llmx.config import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.agent import ProcessTable, tag_of
-from llmx.launch.agents.connection import AGENT, Connection
+from llmx.launch.agents.connection import AGENT, AgentError, Connection
 from llmx.launch.agents.mesh import Node
 from llmx.launch.agents.preflight import (
     check_busy,
@@ -491,3 +491,15 @@ def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
     assert time.monotonic() - began < 300
     assert rank.wait(timeout=5) == -signal.SIGKILL
     assert log.path.read_text().endswith(" here: 1 process ended, 1 killed, 0 left\n")
+
+
+def test_what_a_login_prints_says_why_it_ends(tmp_path: Path) -> None:
+    """An account that must not log in says so on its standard output."""
+    argv = ["sh", "-c", "echo This account is currently not available."]
+    connection = Connection("far", (0,), argv, tmp_path / "log", queue.Queue(), is_remote=True)
+    connection.start(dict(os.environ))
+    try:
+        with pytest.raises(AgentError, match="This account is currently not available"):
+            connection.request("handshake", timeout_s=10)
+    finally:
+        connection.close(timeout_s=10)

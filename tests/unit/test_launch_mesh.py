@@ -35,9 +35,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.connection.close(timeout_s=20)
 
 
-def mesh(*faults: tuple[str, str, str, str], hosts: str = "abc") -> Mesh:
+def mesh(*faults: tuple[str, str, str, str], hosts: str = "abc", mtu: int = MTU) -> Mesh:
     """``faults``: (source, target, stage, error); every other connection works."""
-    nodes = {h: Node(h, "eth1", f"10.0.0.{n}", MTU) for n, h in enumerate(hosts, start=1)}
+    nodes = {h: Node(h, "eth1", f"10.0.0.{n}", mtu) for n, h in enumerate(hosts, start=1)}
     failed = [Fault(s, t, nodes[t].address, 40000, stage, error) for s, t, stage, error in faults]
     pairs = {(s, t) for s in hosts for t in hosts if s != t} - {
         (f.source, f.target) for f in failed
@@ -79,6 +79,7 @@ def test_a_wrong_mtu_is_told_by_what_is_lost() -> None:
     assert "64 KiB sent back do not arrive" in back
     assert "ip link set dev eth1 mtu 1500" in cause
     assert "on a: ping -c 3 -M do -s 8972 10.0.0.2" in cause
+    assert "ip link set dev eth1 mtu 1400" in mesh_problems(mesh(*lost, hosts="ab", mtu=1500))[-1]
 
 
 def test_an_interface_that_is_not_there(rig: Rig) -> None:

@@ -36,6 +36,9 @@ HEARTBEAT_S = 3.0
 RELAY = """cat; echo '{"cmd": "bye"}'"""
 """Between this process and ssh. It tells the agent that this process has ended, however that
 happened: a connection that only breaks looks the same there otherwise."""
+SSH_OPTIONS = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+"""Also limit the exchange of keys, which ConnectTimeout does not: its packets are large, and may be
+lost on the way. Of an agent that runs, the pings show earlier that it is silent."""
 CLOCK_SAMPLES = 20
 """The clock of a host is measured by the quickest of the last so many pings: it may be set."""
 
@@ -83,6 +86,8 @@ class Connection:
         default_factory=lambda: deque(maxlen=CLOCK_SAMPLES)
     )
     """Round trip and clock difference of the last pings, seconds."""
+    _printed: deque[str] = field(default_factory=lambda: deque(maxlen=10))
+    """Lines that are no messages: of a login banner, or of an account that must not log in."""
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self, env: dict[str, str]) -> None:
@@ -156,7 +161,8 @@ class Connection:
                 reply = replies.get(timeout=max(0.0, min(0.1, deadline - time.monotonic())))
             except queue.Empty:
                 if self.lost_at is not None:
-                    raise AgentError(self.stderr_tail() or "the connection closed") from None
+                    printed = self.stderr_tail() or "\n".join(self._printed)[-2000:].strip()
+                    raise AgentError(printed or "the connection closed") from None
                 if time.monotonic() >= deadline:
                     raise AgentError(f"no reply within {timeout_s:.0f} s") from None
                 continue
@@ -239,7 +245,8 @@ class Connection:
             except ValueError:
                 message = None
             if not isinstance(message, dict):
-                continue  # a login banner; "42" and "null" are JSON, too
+                self._printed.append(line.decode(errors="replace").rstrip())
+                continue  # "42" and "null" are JSON, too
             self.last_message_at = time.monotonic()
             self._remember(message)
             if message.get("event") == "ping":
@@ -309,7 +316,8 @@ def remote_connection(
     )
     argv = [*enter, "/bin/sh", "-c", script]
     if ssh_config is not None:
-        argv = ssh_argv(ssh_config, name, argv)
+        ssh, *words = ssh_argv(ssh_config, name, argv)
+        argv = [ssh, *SSH_OPTIONS, *words]
     return Connection(name, hosts, argv, log, inbox, is_remote=True)
 
 

@@ -399,8 +399,10 @@ def _cause(mesh: Mesh, fault: Fault) -> str:
         # In one order, so that the two directions have one cause.
         near, far = sorted((source, target), key=lambda node: node.name)
         mtus = {node.mtu for node in (near, far) if node.mtu}
-        # Where both are alike, what is between them takes less.
-        common = min(mtus) if len(mtus) > 1 else min([1500, *mtus])
+        # Where both are alike, what is between them takes less: a switch, else a tunnel.
+        common = min(mtus, default=1500)
+        if len(mtus) == 1:
+            common = 1500 if common > 1500 else 1400
         headers = 48 if ":" in far.address else 28
         return (
             f"Large packets are lost: the MTU is {near.mtu} on {near.name} ({near.interface}) and "

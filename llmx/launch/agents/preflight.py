@@ -209,7 +209,8 @@ def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
     test = shlex.join(["ssh", "-F", str(spec.run_dir.ssh_config), connection.name, "true"])
     return (
         f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: {test}. If that "
-        "hangs, large packets may be lost on the way (MTU)."
+        "hangs, large packets are lost on the way: set a smaller MTU on both machines (ip link set "
+        "dev eth0 mtu 1400)."
     )
 
 
