@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.launching import REPOSITORY, nothing_left, start_llmx
-from tests.cluster.netns import Cluster
+from tests.cluster.netns import INTERFACE, Cluster, wait_until
 from tests.cluster.requirements import Unsupported, missing
 from tests.cluster.slurm import start_slurm
+from tests.cluster.ssh import make_key
 
 PAGE = REPOSITORY / "docs/cluster.md"
 MARKS = ("<!-- setups: begin -->", "<!-- setups: end -->")
@@ -112,6 +113,143 @@ def _ended_allocation(cluster: Cluster, directory: Path) -> dict[str, Any]:
     return arguments
 
 
+def _on_names(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return {"by_host": {host.name: {"address": host.name} for host in cluster.hosts}}
+
+
+def _ipv6(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    addresses = {host.name: f"fd00:77::{host.ssh_port}" for host in cluster.hosts}
+    for host in cluster.hosts:
+        address = f"{addresses[host.name]}/64"
+        host.run(["ip", "addr", "add", address, "dev", INTERFACE, "nodad"])
+    return {"by_host": {name: {"address": address} for name, address in addresses.items()}}
+
+
+def _jump_host(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    first, jump, far = cluster.hosts
+    blocks = (
+        f"Host {far.name}\n  Port {far.ssh_port}\n  ProxyJump jump\n",
+        f"Host jump\n  HostName {jump.address}\n  Port {jump.ssh_port}\n",
+        f"Host *\n  IdentityFile {cluster.identity_file}\n",
+    )
+    first.path(Path.home() / ".ssh/config").write_text("".join(blocks))
+    ssh = ["to", far.address, "ipproto", "tcp", "dport", str(far.ssh_port)]
+    first.run(["ip", "rule", "add", *ssh, "unreachable"])
+    return {"by_host": {far.name: {"ssh_port": 22, "identity_file": None}}}
+
+
+def _login_shell(cluster: Cluster, shell: str) -> dict[str, Any]:
+    passwd = cluster["node-b"].directory / "passwd"
+    accounts = (line.split(":") for line in Path("/etc/passwd").read_text().splitlines())
+    lines = [
+        ":".join([*words[:6], shell if words[0] == "root" else words[6]]) for words in accounts
+    ]
+    passwd.write_text("\n".join(lines) + "\n")
+    cluster["node-b"].bind(passwd, on="/etc/passwd")
+    return {}
+
+
+def _fish(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    if not (shell := shutil.which("fish")):
+        raise Unsupported("needs fish")
+    return _login_shell(cluster, shell)
+
+
+def _talkative_shell(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    text = "echo Welcome to node-b\necho 'module: not found' >&2\nexec /bin/bash \"$@\"\n"
+    return _login_shell(cluster, _script(directory / "shell", f"#!/bin/sh\n{text}"))
+
+
+def _small_limits(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    text = 'ulimit -n 256\nulimit -l 64\nexec /bin/bash "$@"\n'
+    cluster["node-b"].add_disk("/dev/shm", size_mib=1)
+    return _login_shell(cluster, _script(directory / "shell", f"#!/bin/sh\n{text}"))
+
+
+def _nologin(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return _login_shell(cluster, "/usr/sbin/nologin")
+
+
+def _read_only(cluster: Cluster, path: Path) -> dict[str, Any]:
+    cluster["node-b"].run(["mount", "--bind", path, path])
+    cluster["node-b"].run(["mount", "-o", "remount,bind,ro", path])
+    return {}
+
+
+def _read_only_home(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return _read_only(cluster, Path.home())
+
+
+def _forwarded_port(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    first, port = cluster.first, 30846
+    forward = f"{first.address}:{port}:{first.address}:29511"
+    first.popen(["ssh", "-F", cluster.ssh_config, "-N", "-L", forward, first.name])
+    wait_until(
+        lambda: f":{port}" in first.run(["ss", "-Hltn"]).stdout, timeout_s=10, what="the forward"
+    )
+    first.adopt_daemons()
+    words = [f"hardware.reach={first.address}:{port}", "launch.master_port=29511"]
+    return {"overrides": words}
+
+
+def _other_torch(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    package = directory / "packages/torch-2.0.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n")
+    text = f'PYTHONPATH={package.parent} exec {sys.executable} "$@"\n'
+    return _on_far(python=_script(directory / "python-b", f"#!/bin/sh\n{text}"))
+
+
+def _bare_python(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    text = f'#!/bin/sh\nexec {sys.executable} -S "$@"\n'
+    return _on_far(python=_script(directory / "python-b", text))
+
+
+def _no_rsync(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster["node-b"].bind("/dev/null", on=str(shutil.which("rsync")))
+    return {}
+
+
+def _no_pdsh(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster.first.bind("/dev/null", on=str(shutil.which("pdsh")))
+    return {}
+
+
+def _other_key(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    make_key(directory / "id_other")
+    return _on_far(identity_file=str(directory / "id_other"))
+
+
+def _changed_host_key(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    host, key = cluster["node-b"], Path(f"{cluster.identity_file}.pub").read_text()
+    known_hosts = cluster.first.path(Path.home() / ".ssh/known_hosts")
+    known_hosts.write_text(f"[{host.address}]:{host.ssh_port} {key}")
+    return {}
+
+
+def _closed_ssh(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    host = cluster.hosts[-1]
+    ssh = ["ipproto", "tcp", "sport", str(host.ssh_port)]
+    host.run(["ip", "rule", "add", *ssh, "blackhole"])
+    return {}
+
+
+def _same_address(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    return _on_far(address=cluster.first.address, ssh_port=cluster.first.ssh_port)
+
+
+def _tunnel(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    cluster.hosts[-1].limit_packets(1400)
+    return {}
+
+
+def _tunnel_of_ranks(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    # The launching machine knows what the way takes, the hosts do not.
+    route = [f"{cluster.hosts[-1].address}/32", "dev", INTERFACE, "mtu", "1400"]
+    cluster.first.run(["ip", "route", "add", *route])
+    return _tunnel(cluster, directory)
+
+
 def _firewall(cluster: Cluster, directory: Path) -> dict[str, Any]:
     cluster["node-b"].block_high_ports()
     return {}
@@ -174,21 +312,59 @@ SETUPS = (
     Setup("a variable for one host", start=_on_far(env={"NCCL_IB_HCA": "mlx5_1"})),
     Setup("the fingerprint of a host key", prepare=_fingerprint),
     Setup("a link of 100 Mbit/s", prepare=_slow_link),
+    Setup("host names instead of addresses", prepare=_on_names),
+    Setup("IPv6", prepare=_ipv6),
+    Setup("port, key and jump host in ~/.ssh/config", prepare=_jump_host, hosts=3,
+          slots=(1, 0, 1)),
+    Setup("a login shell that prints", prepare=_talkative_shell),
+    Setup("fish as the login shell", prepare=_fish),
+    Setup("ranks behind enter", start=_on_far(enter=["nsenter", "-t", "1", "-m", "--"])),
+    Setup("NAT with one forwarded port (reach)", prepare=_forwarded_port),
+    Setup("256 open files, 64 KiB locked, 1 MiB of /dev/shm", prepare=_small_limits),
+    Setup("a read-only home directory", prepare=_read_only_home),
     Setup("no shared disk, without launch=rsync", ("run_dir={dir}/runs/x",),
           "launch.sync=rsync", private=True),
     Setup("a firewall between the hosts", refused="allow all TCP between the hosts",
           prepare=_firewall),
     Setup("MTU 9000 through a switch of 1500", refused="mtu 1500", prepare=_jumbo_frames,
           hosts=3, slots=(0, 1, 1)),
+    Setup("a tunnel of 1400 bytes between hosts of 1500", refused="mtu 1400",
+          prepare=_tunnel_of_ranks, hosts=3, slots=(0, 1, 1)),
+    Setup("ssh through such a tunnel", refused="mtu 1400", prepare=_tunnel),
+    Setup("a firewall before ssh, on one of three hosts", refused="a firewall lets port",
+          prepare=_closed_ssh, hosts=3, slots=(1, 1, 1)),
     Setup("no sshd on a host", refused="ssh_port", prepare=_no_sshd),
     Setup("a host without power", refused="node-b", prepare=_dead_host),
     Setup("a host key of another fingerprint", refused="instead of fingerprint=",
           start=_on_far(fingerprint=WRONG_KEY)),
+    Setup("a host key that has changed", refused="ssh-keygen -R", prepare=_changed_host_key),
+    Setup("a key that a host does not accept", refused="ssh-copy-id", prepare=_other_key),
+    Setup("an account that must not log in", refused="chsh -s", prepare=_nologin),
+    Setup("a name that is not known", refused="/etc/hosts", start=_on_far(address="gpu-17.lan")),
+    Setup("one address for two hosts", refused="List a host once", prepare=_same_address),
+    Setup("localhost beside another host", refused="as localhost",
+          start=_on_far(address="localhost")),
+    Setup("a master_addr that no host has", ("hardware.master_addr=10.99.0.1",),
+          "hardware.master_addr"),
     Setup("an interface that is not there", refused="eth9", start={"interface": "eth9"}),
     Setup("a taken master_port", refused="is in use on node-a", prepare=_taken_port),
     Setup("a full disk on one host",
           ("launch=rsync", "run_dir={dir}/runs/x", "model.config.hidden_size=256"),
           "of free disk space", prepare=_small_disk, needs=("rsync",)),
+    Setup("a run directory that is read-only on one host", refused="is not writable there",
+          prepare=_read_only),
+    Setup("rows that are not there on one host", refused="/opt/none/rows.json",
+          start=_on_far(data="/opt/none/rows.json")),
+    Setup("GPUs in the file, none on the hosts", refused="Set slots to the number of its GPUs",
+          start={"by_host": {"node-a": {"device": "a100_80g"}, "node-b": {"device": "a100_80g"}}}),
+    Setup("another torch on one host", refused="torch differs between hosts",
+          prepare=_other_torch),
+    Setup("a Python without packages", refused="Install the same packages", prepare=_bare_python),
+    Setup("no rsync on one host", ("launch=rsync", "run_dir={dir}/runs/x"),
+          "apt-get install rsync", prepare=_no_rsync, private=True, needs=("rsync",)),
+    Setup("pdsh that is not installed", ("launch.transport=pdsh",), "apt-get install pdsh",
+          prepare=_no_pdsh, needs=("pdsh",)),
+    Setup("MPICH", ("launch.transport=mpich",), "launch=external"),
     Setup("a Python that is not there", refused="/opt/none/python",
           start=_on_far(python="/opt/none/python")),
     Setup("a setup script that is not there", refused="/opt/none/setup.sh",
