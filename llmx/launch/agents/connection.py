@@ -36,7 +36,7 @@ HEARTBEAT_S = 3.0
 RELAY = """cat; echo '{"cmd": "bye"}'"""
 """Between this process and ssh. It tells the agent that this process has ended, however that
 happened: a connection that only breaks looks the same there otherwise."""
-SSH_OPTIONS = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+SSH_OPTIONS = ("-oServerAliveInterval=4", "-oServerAliveCountMax=3")
 """Also limit the exchange of keys, which ConnectTimeout does not: its packets are large, and may be
 lost on the way. Of an agent that runs, the pings show earlier that it is silent."""
 CLOCK_SAMPLES = 20
