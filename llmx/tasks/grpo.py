@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from llmx.run.metrics import Metric
 from llmx.tasks.base import (
     GeneratedSample,
     Loss,
+    Normaliser,
     Prompt,
     RolloutKey,
     Task,
@@ -73,8 +74,8 @@ BY_TOKEN = ("dapo", "cispo")
 
 
 @dataclass
-class Options:
-    """``task.options`` of ``task=grpo``; ``task=rloo`` sets some of them otherwise."""
+class RolloutOptions:
+    """The part of ``task.options`` that says how completions are drawn and rewarded."""
 
     rewards: list[str] = items(
         ["exact_match"],
@@ -105,8 +106,6 @@ class Options:
     reward, too."""
     reward_model_weight: float = number(1.0, minimum=-(10**6), maximum=10**6)
     """The weight of its score in the sum."""
-    group_size: int = number(8, minimum=2, maximum=4096)
-    """Completions of each prompt."""
     max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
     """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room. ``auto`` is
     256, or half of ``data.seq_len`` where that is less."""
@@ -114,6 +113,31 @@ class Options:
     """Of the completions, and of the policy that is trained."""
     top_p: float = number(1.0, above=0, maximum=1)
     top_k: int = number(0, minimum=0, maximum=10**6)
+    mask_truncated: bool = False
+    """Completions without a stop token train nothing (their rewards count in their group)."""
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not go together."""
+        if not self.rewards and not self.reward_model:
+            raise ConfigError(
+                "task.options.rewards is empty, and there is no task.options.reward_model. Set "
+                "e.g. task.options.rewards=[exact_match]."
+            )
+        check_options(self.rewards, overlong_buffer=self.overlong_buffer, pattern=self.format)
+        if self.temperature != 1 and (self.top_k or self.top_p < 1):
+            raise ConfigError(
+                f"task.options.temperature={self.temperature:g} with top_k or top_p: the "
+                "probability of a token under the policy is then unknown to the loss. Set "
+                "task.options.temperature=1, or leave top_k and top_p out."
+            )
+
+
+@dataclass
+class Options(RolloutOptions):
+    """``task.options`` of ``task=grpo``; ``task=rloo`` sets some of them otherwise."""
+
+    group_size: int = number(8, minimum=2, maximum=4096)
+    """Completions of each prompt."""
     loss: str = choice("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
     """``dapo`` is the mean over the target tokens of a step, ``grpo`` over completions of the means
     over their tokens, ``dr_grpo`` of their sums divided by ``max_new_tokens``. ``gspo`` has one
@@ -141,17 +165,10 @@ class Options:
     dynamic_sampling_tries: int = number(4, minimum=1, maximum=1000)
     """How often, at most, as many other prompts are drawn as groups are to be replaced. Groups
     that are then left stay."""
-    mask_truncated: bool = False
-    """Completions without a stop token train nothing (their rewards count in their group)."""
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
-        if not self.rewards and not self.reward_model:
-            raise ConfigError(
-                "task.options.rewards is empty, and there is no task.options.reward_model. Set "
-                "e.g. task.options.rewards=[exact_match]."
-            )
-        check_options(self.rewards, overlong_buffer=self.overlong_buffer, pattern=self.format)
+        super().check()
         if self.kl == "k1" and self.kl_in == "loss" and self.beta:
             raise ConfigError(
                 "task.options.kl=k1 in the loss has a gradient of mean 0, so it holds nothing. Set "
@@ -162,12 +179,6 @@ class Options:
                 "task.options.dynamic_sampling=true: with the KL divergence in the reward no two "
                 "rewards are equal. Set task.options.kl_in=loss task.options.kl=k3, or "
                 "task.options.dynamic_sampling=false."
-            )
-        if self.temperature != 1 and (self.top_k or self.top_p < 1):
-            raise ConfigError(
-                f"task.options.temperature={self.temperature:g} with top_k or top_p: the "
-                "probability of a token under the policy is then unknown to the loss. Set "
-                "task.options.temperature=1, or leave top_k and top_p out."
             )
 
 
@@ -197,6 +208,18 @@ class Group:
     """fp64 [completions, rewards]; NaN where there is none."""
 
 
+@dataclass(frozen=True)
+class Signal:
+    """What a completion is trained with, beside its tokens."""
+
+    by_token: Mapping[str, Sequence[float] | np.ndarray]
+    """Values of each of its tokens, by the name of their column."""
+    advantage: float
+    """Of all its tokens, for a reader; where it is the same for each, also for the loss."""
+    is_trained: bool = True
+    """False: none of its tokens is a target."""
+
+
 class Grpo(Task):
     """Targets are the tokens that the policy has drawn."""
 
@@ -208,16 +231,14 @@ class Grpo(Task):
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
-        options = self.options
-        self.updates = options.updates
-        self.normaliser = "tokens" if options.loss in BY_TOKEN else "examples"
-        self._measures = [*map(_metric, self._rewards), "reward", "reward_std", *_MEASURED]
-        if options.dynamic_sampling:
-            self._measures.append(GROUPS_DRAWN)
+        self.updates = self.options.updates
+        self.normaliser = self._normaliser
+        self._measures = [*map(_metric, self._rewards), "reward", *self._measured_beside]
         measured = (len(self._measures),)
         self.rollout_columns = (
             Column("old_logp", per="token"),
-            *([Column("reference_logp", per="token")] if options.beta else []),
+            *([Column("reference_logp", per="token")] if self.options.beta else []),
+            *(Column(name, per="token") for name in self.token_columns),
             Column("advantage", per="example"),
             Column("measures", per="example", shape=measured),
             Column("measured", per="example", shape=measured),
@@ -232,13 +253,13 @@ class Grpo(Task):
         options, problems = exp.task.options, []
         if dropout := unused_dropout(exp):
             problems.append(
-                f"{dropout}: task=grpo trains without dropout, as it draws its samples. Set it to "
-                "0."
+                f"{dropout}: task={exp.task.kind} trains without dropout, as it draws its samples. "
+                "Set it to 0."
             )
         if exp.data.packing != "none":
             problems.append(
-                f"data.packing={exp.data.packing}: for task=grpo a sample is one prompt. Set "
-                "data.packing=none."
+                f"data.packing={exp.data.packing}: for task={exp.task.kind} a sample is one "
+                "prompt. Set data.packing=none."
             )
         new_tokens = options.get("max_new_tokens")
         if isinstance(new_tokens, int) and new_tokens >= exp.data.seq_len:
@@ -266,8 +287,8 @@ class Grpo(Task):
         if split.has_text:
             texts = ", ".join(source.path for source in split.sources if source.form == "text")
             raise ConfigError(
-                f"task=grpo needs prompts with a reference completion, but {texts} contains text. "
-                "Map the columns with data.form and data.columns."
+                f"task={self.name} needs prompts with a reference completion, but {texts} contains "
+                "text. Map the columns with data.form and data.columns."
             )
 
     def encode(self, row: Conversation) -> Example | None:
@@ -294,14 +315,28 @@ class Grpo(Task):
         names = short_names(self.options.rewards)
         return [*names, REWARD_MODEL] if self.options.reward_model else names
 
+    token_columns: ClassVar[tuple[str, ...]] = ()
+    """Further columns of a ``Signal`` by token."""
+
+    @property
+    def _normaliser(self) -> Normaliser:
+        return "tokens" if self.options.loss in BY_TOKEN else "examples"
+
+    @property
+    def _measured_beside(self) -> tuple[str, ...]:
+        """What is measured of every generated sample, beside its rewards."""
+        beside = ("reward_std", *_MEASURED)
+        return (*beside, GROUPS_DRAWN) if self.options.dynamic_sampling else beside
+
     @property
     def metrics(self) -> Mapping[str, Metric]:
         both = ("train", "eval") if self.exp.task.eval_generate else ("train",)
-        train = {name: Metric(**values, kinds=("train",)) for name, values in _MEASURED.items()}
+        train = {
+            name: Metric(**_MEASURED_METRICS[name], kinds=("train",))
+            for name in self._measured_beside
+        }
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
-        if self.options.dynamic_sampling:
-            train[GROUPS_DRAWN] = Metric("groups drawn per group trained", kinds=("train",))
         return {
             "reward": Metric("reward", higher_is_better=True, kinds=both),
             **{
@@ -310,7 +345,6 @@ class Grpo(Task):
                 )
                 for name in self._rewards
             },
-            "reward_std": Metric("reward std", kinds=("train",)),
             **train,
             "entropy": Metric("entropy", kinds=("train",)),
             "clipped": Metric("clipped", "percent", kinds=("train",)),
@@ -333,43 +367,73 @@ class Grpo(Task):
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
     ) -> list[list[Example]]:
         """The samples of each prompt: one group, with its advantages."""
-        import torch
-
-        options, size = self.options, self.options.group_size
+        size = self.options.group_size
         groups = self._groups(models, prompts, key.of)
-        left_out = self._replace(models, groups, key) if options.dynamic_sampling else []
+        left_out = self._replace(models, groups, key)
         drawn = [sample for group in groups for sample in group.drawn]
         rewards = np.concatenate([group.rewards for group in groups])
         totals = rewards @ np.array(self._weights)
-        reference: list[np.ndarray] = [np.zeros(0)] * len(drawn)
-        if options.beta:
-            reference = self._over_ranks(models["reference"], drawn, self._reference_logps)
-        if options.beta and options.kl_in == "reward":
-            for at, sample in enumerate(drawn):
-                difference = torch.tensor(sample.logps) - torch.from_numpy(reference[at])
-                totals[at] -= options.beta * float(kl_estimate(options.kl, difference).sum())
-        advantages, _ = group_advantages(options.advantage, totals.reshape(-1, size))
+        totals, signals = self._signals(models, drawn, totals)
         if key.step % self.exp.task.log_every_steps == 0:
             self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
         self.generated = [
             self._shown(*parts)
-            for parts in zip(
-                drawn[:SHOWN_SAMPLES], rewards, totals, advantages.ravel(), strict=False
-            )
+            for parts in zip(drawn[:SHOWN_SAMPLES], rewards, totals, signals, strict=False)
         ]
         measures, measured = self._measures_with(left_out, drawn, rewards, totals)
         means = dict(zip(self._measures, measures.sum(0) / measured.sum(0).clip(1), strict=True))
         for warning in self._collapse.see(
-            no_signal=means["no_signal"],
+            no_signal=means.get("no_signal", float(_are_equal(_spread(totals)))),
             reward=means["reward"],
             tokens=means["completion_tokens"],
         ):
             _log(f"WARNING: step {key.step + 1}: {warning}")
         examples = [
-            self._example(*parts)
-            for parts in zip(drawn, reference, advantages.ravel(), measures, measured, strict=True)
+            self._example(*parts) for parts in zip(drawn, signals, measures, measured, strict=True)
         ]
         return [examples[at : at + size] for at in range(0, len(examples), size)]
+
+    def _signals(
+        self, models: Models, drawn: Sequence[Drawn], totals: np.ndarray
+    ) -> tuple[np.ndarray, list[Signal]]:
+        """The rewards of the completions, with what the KL divergence takes from them, and what
+        each is trained with. Collective.
+
+        Args:
+            totals: fp64 [completions], their weighted rewards; NaN where one failed.
+        """
+        import torch
+
+        options, columns = self.options, self._logps(models, drawn)
+        if options.beta and options.kl_in == "reward":
+            differences = (
+                torch.tensor(column["old_logp"]) - torch.tensor(column["reference_logp"])
+                for column in columns
+            )
+            kl = [float(kl_estimate(options.kl, values).sum()) for values in differences]
+            totals = totals - options.beta * np.array(kl)
+        advantages, _ = group_advantages(options.advantage, totals.reshape(-1, options.group_size))
+        return totals, [
+            Signal(column, float(advantage), self._is_trained(sample))
+            for column, advantage, sample in zip(columns, advantages.ravel(), drawn, strict=True)
+        ]
+
+    def _logps(
+        self, models: Models, drawn: Sequence[Drawn]
+    ) -> list[dict[str, Sequence[float] | np.ndarray]]:
+        """The columns with the log-probabilities of each completion: under the policy, and under
+        the reference where there is one. Collective."""
+        columns: list[dict[str, Sequence[float] | np.ndarray]] = [
+            {"old_logp": sample.logps} for sample in drawn
+        ]
+        if self.options.beta:
+            references = self._over_ranks(models["reference"], drawn, self._reference_logps)
+            for column, logps in zip(columns, references, strict=True):
+                column["reference_logp"] = logps
+        return columns
+
+    def _is_trained(self, sample: Drawn) -> bool:
+        return not (sample.truncated and self.options.mask_truncated)
 
     def _groups(
         self, models: Models, prompts: Sequence[Prompt], seeds: Callable[[int, int], int]
@@ -404,6 +468,8 @@ class Grpo(Task):
         """Put groups of further prompts in the place of those without a signal, as often as the
         options allow. Returns the groups without one that are left out. Collective."""
         left_out: list[Group] = []
+        if not self.options.dynamic_sampling:
+            return left_out
         for attempt in range(1, self.options.dynamic_sampling_tries + 1):
             places = [at for at, group in enumerate(groups) if not self._has_signal(group)]
             prompts = key.further(attempt)[: len(places)]
@@ -421,8 +487,7 @@ class Grpo(Task):
         return left_out
 
     def _has_signal(self, group: Group) -> bool:
-        _, spread = group_advantages("centred", (group.rewards @ self._weights)[None])
-        return bool(spread[0] >= SAME_REWARD)
+        return not _are_equal(_spread(group.rewards @ self._weights))
 
     @property
     def _weights(self) -> list[float]:
@@ -552,53 +617,49 @@ class Grpo(Task):
         self, drawn: Sequence[Drawn], rewards: np.ndarray, totals: np.ndarray
     ) -> np.ndarray:
         """fp64 [samples, measures], of whole groups; NaN where there is no value."""
-        _, by_group = group_advantages("centred", totals.reshape(-1, self.options.group_size))
-        spread = np.repeat(by_group, self.options.group_size)
-        columns = [
-            *rewards.T,
-            totals,
-            spread,
-            np.isnan(totals),
-            np.isnan(spread) | (spread < SAME_REWARD),
-            [sample.truncated for sample in drawn],
-            [len(sample.tokens) for sample in drawn],
-            *([np.ones(len(drawn))] if self.options.dynamic_sampling else []),
-        ]
-        return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+        size = self.options.group_size
+        spread = np.repeat([_spread(group) for group in totals.reshape(-1, size)], size)
+        values = {
+            **dict(zip(map(_metric, self._rewards), rewards.T, strict=True)),
+            "reward": totals,
+            "reward_std": spread,
+            "reward_failed": np.isnan(totals),
+            "no_signal": _are_equal(spread),
+            "truncated": [sample.truncated for sample in drawn],
+            "completion_tokens": [len(sample.tokens) for sample in drawn],
+            GROUPS_DRAWN: np.ones(len(drawn)),
+        }
+        columns = [np.asarray(values[name], np.float64) for name in self._measures]
+        return np.stack(columns, axis=1)
 
     def _example(
         self,
         drawn: Drawn,
-        reference: np.ndarray,
-        advantage: float,
+        signal: Signal,
         measures: np.ndarray,
         measured: np.ndarray,
     ) -> Example:
         before = [0.0] * len(drawn.prompt.tokens)
-        is_target = 0.0 if drawn.truncated and self.options.mask_truncated else 1.0
-        columns: dict[str, Any] = {"old_logp": [*before, *drawn.logps]}
-        if self.options.beta:
-            columns["reference_logp"] = [*before, *reference]
         return Example.of(
             Tokens(
                 [*drawn.prompt.tokens, *drawn.tokens],
-                weight=[*before, *[is_target] * len(drawn.tokens)],
-                columns=columns,
+                weight=[*before, *[float(signal.is_trained)] * len(drawn.tokens)],
+                columns={name: [*before, *values] for name, values in signal.by_token.items()},
             ),
-            advantage=advantage,
+            advantage=signal.advantage,
             measures=measures,
             measured=measured,
         )
 
     def _shown(
-        self, drawn: Drawn, rewards: np.ndarray, total: float, advantage: float
+        self, drawn: Drawn, rewards: np.ndarray, total: float, signal: Signal
     ) -> GeneratedSample:
         values = dict(zip([*self._rewards, "reward"], [*rewards, total], strict=True))
         return GeneratedSample(
             self.decode(list(drawn.prompt.tokens)),
             drawn.text,
             {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-            float(advantage),
+            signal.advantage,
         )
 
     def _log_sample(self, drawn: Drawn, rewards: np.ndarray, total: float, *, step: int) -> None:
@@ -630,16 +691,18 @@ class Grpo(Task):
             reference,
         )
         num_targets = float(len(logps))
-        values, counts = (batch[name].double().sum(0).tolist() for name in ("measures", "measured"))
-        metrics: dict[str, Any] = {
-            name: (values[at], counts[at]) for at, name in enumerate(self._measures)
-        }
+        metrics = self._rollout_metrics(batch)
         if kl is not None:
             metrics["kl"] = (kl.detach().sum(), num_targets)
         metrics["entropy"] = (entropy.sum(), num_targets)
         metrics["clipped"] = (clipped.sum(), float(len(clipped)))
         weight = num_targets if options.loss in BY_TOKEN else float(len(advantages))
         return Loss(total, weight, metrics)
+
+    def _rollout_metrics(self, batch: Batch) -> dict[str, Any]:
+        """(Sum, weight) of what was measured of the generated samples."""
+        values, counts = (batch[name].double().sum(0).tolist() for name in ("measures", "measured"))
+        return {name: (values[at], counts[at]) for at, name in enumerate(self._measures)}
 
     def eval_prompts(self) -> list[EvalPrompt]:
         """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
@@ -681,15 +744,18 @@ class Grpo(Task):
         return {**scores, **means}
 
 
-_MEASURED: dict[str, dict[str, Any]] = {
+GROUPS_DRAWN = "groups_drawn"
+"""With dynamic sampling: all groups of a step in proportion to those that it trains on."""
+_MEASURED = ("reward_failed", "no_signal", "truncated", "completion_tokens")
+_MEASURED_METRICS: dict[str, dict[str, Any]] = {
+    "reward_std": {"title": "reward std"},
     "reward_failed": {"title": "without reward", "format": "percent", "higher_is_better": False},
     "no_signal": {"title": "groups of one reward", "format": "percent"},
     "truncated": {"title": "truncated", "format": "percent"},
     "completion_tokens": {"title": "completion tokens"},
+    GROUPS_DRAWN: {"title": "groups drawn per group trained"},
 }
-"""Of every generated sample, in the order of ``_measured``."""
-GROUPS_DRAWN = "groups_drawn"
-"""With dynamic sampling: all groups of a step in proportion to those that it trains on."""
+"""Of every generated sample."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
 SHOWN_SAMPLES = 16
@@ -701,6 +767,16 @@ SHOWN = 200
 def _metric(reward: str) -> str:
     """The metric of one reward."""
     return f"reward/{reward}"
+
+
+def _spread(totals: np.ndarray) -> float:
+    """The standard deviation of the rewards of completions; NaN without two rewards."""
+    return float(group_advantages("centred", totals[None])[1][0])
+
+
+def _are_equal(spread: Any) -> Any:
+    """Whether rewards with this standard deviation (also an array of them) train nothing."""
+    return np.isnan(spread) | (spread < SAME_REWARD)
 
 
 def _or_nan(outcome: Outcome) -> float:
