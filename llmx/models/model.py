@@ -295,6 +295,25 @@ class Model:
         logits: torch.Tensor = getattr(outputs, "logits", outputs).float()
         return logits[:0] + logits.sum() * 0.0 if empty else logits
 
+    def token_scores(self, batch: Batch) -> torch.Tensor:
+        """fp32 [n]: what a ``score`` with one output says at the token before each target token,
+        the state in which that one is drawn.
+
+        Raises:
+            ConfigError: the network pools a sequence in its own way.
+        """
+        if not has_score(self.module):
+            raise ConfigError(
+                f"The model {self.name!r} is a {type(self.module).__name__}, which scores whole "
+                "sequences. Choose a causal one, which scores every token."
+            )
+        inputs, labels = self.inputs(batch)
+        at = target_positions(labels, self.device)
+        inputs["pool_at"] = at.rows, at.columns
+        with self._watch(batch):
+            scores: torch.Tensor = self.forward(**inputs, **without_cache(self.module))[:, 0]
+        return scores[:0].float() + scores.float().sum() * 0.0 if at.empty else scores.float()
+
     def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
         """fp32 [sequences, H]: the hidden states of each sequence as one vector, of a network that
         ends in them (``backbone``). ``pooling``: of ``llmx.models.pooling.POOLINGS``."""

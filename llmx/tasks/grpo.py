@@ -224,7 +224,7 @@ class Grpo(Task):
     """Targets are the tokens that the policy has drawn."""
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
-    Options = Options
+    Options: ClassVar[type | None] = Options
     logits = "whole"
     loss_on = "last"
     generates = True

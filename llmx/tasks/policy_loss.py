@@ -1,10 +1,13 @@
-"""The arithmetic of ``task=grpo``: advantages, estimates of the KL divergence, losses.
+"""The arithmetic of ``task=grpo`` and ``task=ppo``: advantages, estimates of the KL divergence,
+losses.
 
-Tried by ``python -m pytest tests/unit/test_tasks_grpo.py``, against TRL's.
+Tried by ``python -m pytest tests/unit/test_tasks_grpo.py``, against TRL's, and
+``tests/unit/test_tasks_ppo.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +44,33 @@ def group_advantages(kind: str, rewards: np.ndarray) -> tuple[np.ndarray, np.nda
     return advantages, np.where(counts > 1, spread, np.nan)[:, 0]
 
 
+def estimated_advantages(
+    rewards: np.ndarray, values: np.ndarray, *, gamma: float, gae_lambda: float
+) -> np.ndarray:
+    """Generalised advantage estimation over the tokens of one completion (Schulman et al. 2016,
+    eq. 16). The completion ends with its last token, so the value after it is 0.
+
+    Args:
+        rewards: fp64 [tokens], of each token.
+        values: [tokens], of the state in which each token was drawn.
+    """
+    errors = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages, advantage = np.zeros(len(errors)), 0.0
+    for at in reversed(range(len(errors))):
+        advantage = errors[at] + gamma * gae_lambda * advantage
+        advantages[at] = advantage
+    return advantages
+
+
+def whitened(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Advantages with mean 0 and variance 1 over the tokens of all completions, as TRL's
+    ``masked_whiten`` computes them; one token alone is only centred."""
+    if not (tokens := np.concatenate([*advantages, np.zeros(0)])).size:
+        return list(advantages)
+    variance = tokens.var(ddof=1) if len(tokens) > 1 else 0.0
+    return [(part - tokens.mean()) / np.sqrt(variance + 1e-8) for part in advantages]
+
+
 def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
     """Of KL(policy || reference) at each token, from ``difference``: its log-probability under the
     policy minus that under the reference (Schulman 2020)."""
@@ -52,6 +82,29 @@ def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
         case "k3":
             return (-difference).exp() - 1 + difference
     raise ValueError(kind)
+
+
+def clipped_gains(
+    ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's objective of each action, and whether it is clipped (Schulman et al. 2017, eq. 7)."""
+    import torch
+
+    gains = torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
+    over, under = (ratios > high) & (advantages > 0), (ratios < low) & (advantages < 0)
+    return gains, over | under
+
+
+def value_losses(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error of each value, at least that of the value held within ``clip`` of the
+    old one; and whether that decides. Arrays are [n]."""
+    import torch
+
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    errors, held_errors = (values - returns) ** 2, (held - returns) ** 2
+    return torch.maximum(errors, held_errors) / 2, held_errors > errors
 
 
 def policy_loss(
@@ -96,12 +149,10 @@ def policy_loss(
         divisor = counts.clamp(min=1) if options.loss == "gspo" else 1
         log_ratios = by_sequence(log_ratios) / divisor
     ratios, factors = log_ratios.exp(), advantages if of_sequence else advantages[sequences]
-    over, under = (ratios > high) & (factors > 0), (ratios < low) & (factors < 0)
+    gains, clipped = clipped_gains(ratios, factors, low, high)
     if options.loss == "cispo":  # MiniMax-M1, 2025, eq. 4
-        gains, clipped = ratios.clamp(max=high).detach() * factors * logps, over
-    else:
-        gains = torch.minimum(ratios * factors, ratios.clamp(low, high) * factors)
-        clipped = over | under
+        gains = ratios.clamp(max=high).detach() * factors * logps
+        clipped = (ratios > high) & (factors > 0)
     total = -(gains * (counts > 0)).sum() if of_sequence else -summed(gains)
     if reference_logps is None:
         return total, clipped, None
