@@ -28,7 +28,7 @@ def stay_offline_if_unreachable(
     Offline, the client takes what its cache has, and else fails at once. Must come before
     ``huggingface_hub`` is imported, which reads the variable once.
 
-    ``more_models``: those beside that of the ``model`` group (``Plan.frozen``).
+    ``more_models``: those beside that of the ``model`` group (``Plan.beside``).
     """
     names = {model.path, model.tokenizer, *more_models} - {None, "", "demo"}
     hub_ids = [name for name in names if name and not Path(name).expanduser().is_dir()]

@@ -76,8 +76,8 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    frozen = [network.source for network in plan.frozen if network.source]
-    if offline := stay_offline_if_unreachable(exp.model, os.environ, more_models=frozen):
+    beside = [network.source for network in plan.beside if network.source]
+    if offline := stay_offline_if_unreachable(exp.model, os.environ, more_models=beside):
         print(offline, flush=True)
 
     import torch

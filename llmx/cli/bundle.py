@@ -135,7 +135,7 @@ def _contents(
     exp, values = composed.experiment, dict[str, Any]()
     to_push = [item for item in paths_to_push(pool.spec, run_dir=False) if item.what != "code"]
     items = [(item, f"files{item.path}") for item in to_push]
-    revisions = {network.source: network.revision for network in composed.plan.frozen}
+    revisions = {network.source: network.revision for network in composed.plan.beside}
     moved = {"demo": "demo"}
     of_task = [(f"task.options.{name}", path) for name, path in model_sources(exp.task).items()]
     for key, path in [*((key, path) for key, path, _ in named_paths(exp)), *of_task]:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from llmx.compose.task_rules import (
-    frozen_specs,
     loss_logits,
     model_sources,
     specs,
+    specs_beside,
     task_problems,
     task_warnings,
     with_task_defaults,
@@ -59,10 +59,10 @@ from llmx.plan.choices import (
     no_runs,
     size_of_a_step,
 )
-from llmx.plan.geometry import geometry, model_geometry, position_limit
-from llmx.plan.memory import with_size
+from llmx.plan.geometry import model_geometry, position_limit
+from llmx.plan.memory import with_size, with_trained_size
 from llmx.plan.trace import Traces
-from llmx.plan.types import FrozenNetwork, KnownSpeeds
+from llmx.plan.types import KnownSpeeds, NetworkBeside
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def plan_experiment(
     plan = make_plan(
         exp,
         local_names=local_names(exp.hardware.hosts),
-        frozen=_frozen(exp),
+        beside=_beside(exp),
         logits=loss_logits(exp),
         measured_speeds=speeds,
     )
@@ -245,11 +245,11 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
 def _network_problems(exp: Experiment) -> Iterator[str]:
     """Yield a message for weights that end in another head than the task needs, and for names in
     the adapter that the trained network does not have."""
-    trained_head = ""
+    trained_heads = list[str]()
     options = {path: f"task.options.{name}" for name, path in model_sources(exp.task).items()}
     for name, spec in specs(exp).items():
-        if spec.trained:
-            trained_head = trained_head or spec.head
+        if spec.trained and spec.source is None:
+            trained_heads.append(spec.head)
         key, path = options.get(spec.source, name), spec.source
         if path is None and spec.trained and exp.model.init == "pretrained":
             key, path = "model.path", exp.model.path
@@ -257,19 +257,28 @@ def _network_problems(exp: Experiment) -> Iterator[str]:
         if problem := head_problem(config, spec.head, f"{key}={path}", trained=spec.trained):
             yield problem
     if not any(model_config_problems(exp.model)):
-        yield from target_problems(exp.model, exp.adapter, head=trained_head)
-        yield from freeze_problems(exp.model, head=trained_head)
+        problems = (
+            problem
+            for head in trained_heads or [""]
+            for of_head in (
+                target_problems(exp.model, exp.adapter, head=head),
+                freeze_problems(exp.model, head=head),
+            )
+            for problem in of_head
+        )
+        yield from dict.fromkeys(problems)
 
 
-def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
-    """The networks that the task has beside the one that it trains, as far as they are known."""
+def _beside(exp: Experiment) -> tuple[NetworkBeside, ...]:
+    """The networks that the task has beside the one that is exported, as far as they are known."""
     networks = []
-    for name, spec in frozen_specs(exp).items():
-        shape = model_geometry(exp.model)
+    for name, spec in specs_beside(exp).items():
+        model = exp.model
         if spec.source is not None:
             config, _ = _model_directory(spec.source, name, weights=False, config=False)
-            shape = geometry(str(config.get("model_type", "")), config)
-        network = FrozenNetwork(
+            added: dict[str, Any] = {"add_tokens": [], "add_special_tokens": []}
+            model = dataclasses.replace(model, kind="hf", init="pretrained", config=config, **added)
+        network = NetworkBeside(
             name,
             num_parameters=0,
             precision=spec.precision,
@@ -277,7 +286,10 @@ def _frozen(exp: Experiment) -> tuple[FrozenNetwork, ...]:
             source=spec.source,
             revision=spec.revision,
         )
-        networks.append(with_size(network, shape))
+        if spec.trained:
+            networks.append(with_trained_size(network, model, exp.adapter))
+        else:
+            networks.append(with_size(network, model_geometry(model)))
     return tuple(networks)
 
 

@@ -44,7 +44,6 @@ def task_problems(exp: Experiment) -> list[str]:
         return []
     problems: list[str] = kind.config_problems(exp)
     try:
-        importlib.import_module("llmx.tasks.base").typed_options(kind.Options, exp.task.options)
         task = kind(exp, None)
     except ConfigError as error:
         return problems + str(error).splitlines()
@@ -84,7 +83,7 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
-    if kind.generates:
+    if kind.generates_with(exp):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan leaves this out: its time, and "
             "the memory of the key-value cache of 32 completions at once on each rank. Predicted "
@@ -112,13 +111,14 @@ def defaults_of(kind: str) -> TaskDefaults:
     return declared
 
 
-def frozen_specs(exp: Experiment) -> dict[str, Any]:
-    """The networks that are not trained, without those that are the trained one with its adapter
-    off: these take no memory."""
+def specs_beside(exp: Experiment) -> dict[str, Any]:
+    """The networks beside the one that is exported, without those that are that one with its
+    adapter off: these take no memory."""
     if not (networks := specs(exp)):
         return {}
     bases = importlib.import_module("llmx.models.spec").are_bases(networks, exp.adapter, exp.model)
-    return {name: spec for name, spec in networks.items() if not (spec.trained or name in bases)}
+    main = next(name for name, spec in networks.items() if spec.trained)
+    return {name: spec for name, spec in networks.items() if name != main and name not in bases}
 
 
 def loss_logits(exp: Experiment) -> str:
@@ -181,9 +181,14 @@ def with_chosen_packing(exp: Experiment) -> Experiment:
     """Choose ``data.packing`` by the task where it is auto."""
     if exp.data.packing != "auto":
         return exp
-    generates = getattr(task_class(exp.task.kind), "generates", False)
-    packing = "none" if generates else "best_fit"
+    packing = "none" if _generates(exp) else "best_fit"
     return replace(exp, data=replace(exp.data, packing=packing))
+
+
+def _generates(exp: Experiment) -> bool:
+    """Whether the task makes its samples; of a task of the user's own it is not known here."""
+    kind = task_class(exp.task.kind)
+    return kind is not None and bool(kind.generates_with(exp))
 
 
 def with_default_lr(exp: Experiment) -> Experiment:
@@ -200,7 +205,7 @@ def with_default_lr(exp: Experiment) -> Experiment:
 
 def rollout_line(exp: Experiment) -> str:
     """How the samples of a task that generates them are made; empty for any other task."""
-    if not getattr(task_class(exp.task.kind), "generates", False):
+    if not _generates(exp):
         return ""
     tokens = exp.task.options.get("max_new_tokens")
     at_most = f"; at most {tokens} new tokens (task.options.max_new_tokens)" if tokens else ""

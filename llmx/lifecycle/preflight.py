@@ -201,7 +201,8 @@ def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
     if shape is None:
         return plan
     num_parameters = plan.num_parameters - before.num_parameters + shape.num_parameters
-    trained = trained_parameters(model, exp.adapter) or num_parameters
+    trained = trained_parameters(model, exp.adapter) or shape.num_parameters
+    trained += sum(network.num_trained for network in plan.beside)
     return with_storage(plan, exp, size=ModelSize(num_parameters, trained))
 
 

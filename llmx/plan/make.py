@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
@@ -32,17 +32,17 @@ from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointi
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import before_training_gib, predict_memory
-from llmx.plan.step_time import micro_step_exchange_s, with_time
+from llmx.plan.step_time import micro_step_exchange_s, token_flops, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
     SUMMED,
     USABLE,
     BalancePlan,
     BatchPlan,
-    FrozenNetwork,
     HostPlan,
     KnownSpeeds,
     MemoryPlan,
+    NetworkBeside,
     Plan,
     RankPlan,
     RankSpeed,
@@ -56,7 +56,7 @@ def make_plan(
     exp: Experiment,
     *,
     local_names: frozenset[str] = LOCAL_NAMES,
-    frozen: tuple[FrozenNetwork, ...] = (),
+    beside: tuple[NetworkBeside, ...] = (),
     logits: str = SUMMED,
     measured_speeds: KnownSpeeds | None = None,
 ) -> Plan:
@@ -64,7 +64,7 @@ def make_plan(
 
     Args:
         local_names: names and addresses of this machine; a host among them needs no ssh.
-        frozen: what its task has beside the network that it trains.
+        beside: what its task has beside the network that is exported.
         logits: what the loss of its task needs (``Task.logits``).
         measured_speeds: what to plan with where the ranks will measure their speeds.
     """
@@ -75,7 +75,8 @@ def make_plan(
         hosts_by_device.setdefault(host.device, []).append(host.name)
     precision, reason = choose_precision(exp.precision, hosts_by_device, hardware.devices)
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
-    shape, adapter = model_geometry(exp.model), adapter_size(exp.model, exp.adapter)
+    shape = model_geometry(exp.model)
+    num_parameters, num_trained = _sizes(exp, shape, beside)
     peaks = [hardware.devices[hosts[at].device].peak_tflops.get(precision, 0.0) for at in placed]
     ways = checkpointing_by_device(exp)
     plan = Plan(
@@ -87,12 +88,12 @@ def make_plan(
         batch=BatchPlan(len(placed), 1, (1,) * len(placed), exp.data.seq_len),
         transport=_transport(exp.launch, exp.hardware, hosts),
         master_addr=_master_addr(hardware, hosts),
-        num_parameters=(shape.num_parameters + (adapter.added if adapter else 0) if shape else 0),
+        num_parameters=num_parameters,
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=(),
         total_steps=exp.task.steps,
-        num_trained=trained_parameters(exp.model, exp.adapter),
-        frozen=frozen,
+        num_trained=num_trained,
+        beside=beside,
         logits=logits,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
@@ -119,6 +120,23 @@ def make_plan(
     plan = replace(plan, memory=memory_with(grad_accum), grad_accum_dtype=grad_accum)
     plan = replace(plan, notes=tuple(_notes(exp, plan)))
     return with_storage(with_time(plan, exp), exp)
+
+
+def _sizes(
+    exp: Experiment, shape: Geometry | None, beside: Iterable[NetworkBeside]
+) -> tuple[int, int | None]:
+    """``Plan.num_parameters`` and ``Plan.num_trained``."""
+    if shape is None:
+        return 0, None
+    adapter, trained = (
+        adapter_size(exp.model, exp.adapter),
+        trained_parameters(exp.model, exp.adapter),
+    )
+    whole = shape.num_parameters + (adapter.added if adapter else 0)
+    sizes = [(whole, trained or whole)]
+    sizes += [(network.num_parameters, n) for network in beside if (n := network.num_trained)]
+    whole, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
+    return whole, None if trained == whole else trained
 
 
 def attention_for(
@@ -194,7 +212,7 @@ def _memory(
             precision=plan.precision,
             buckets=bucket_sizes(exp.model, exp.zero, plan.accelerator),
             grad_accum_dtype=grad_accum,
-            frozen=[network for network in plan.frozen if not network.before_training],
+            beside=[network for network in plan.beside if not network.before_training],
             logits=plan.logits,
         )
         for name in plan.devices
@@ -229,7 +247,7 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
             "InfiniBand or RoCE works."
         )
     yield from _of_balance(exp, plan)
-    yield from _of_frozen(exp, plan)
+    yield from _of_beside(exp, plan)
 
 
 def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:
@@ -285,10 +303,7 @@ def _batch(
         ]
     scale = max(weights) * FS / 1e6
     if shape is not None and all(peaks) and method not in ("weights", "even"):
-        live = (network for network in plan.frozen if not network.before_training)
-        frozen = sum(2.0 * network.num_parameters for network in live)
-        per_token = shape.flops_per_token(seq_len, trained=plan.num_trained) + frozen
-        scale = per_token * FS / USED_FLOPS
+        scale = token_flops(exp, plan, shape).model * FS / USED_FLOPS
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
     limits = {
         name: _limit(config.micro_batch, functools.partial(fits, name)) for name in plan.devices
@@ -340,16 +355,16 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _of_frozen(exp: Experiment, plan: Plan) -> Iterator[str]:
-    """Notes about frozen networks of unknown size, and those that are too large before training."""
-    for network in plan.frozen:
+def _of_beside(exp: Experiment, plan: Plan) -> Iterator[str]:
+    """Notes about networks of unknown size, and those that are too large before training."""
+    for network in plan.beside:
         if plan.memory and not network.num_parameters:
             yield (
                 f"The memory of the model {network.name!r} of task={exp.task.kind} is not counted: "
                 "the size of its architecture is not known on this machine. Give a local directory "
                 "of it, or leave room."
             )
-        needed = before_training_gib(network, exp.zero, plan.precision, plan.world_size)
+        needed = before_training_gib(network, exp, plan.precision, plan.world_size)
         for part in plan.memory:
             if (
                 network.before_training

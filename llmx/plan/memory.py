@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from llmx.config.accelerators import ACCELERATORS, Accelerator
 from llmx.config.optimizers import optimizer_of, state_bytes
 from llmx.config.schema import (
+    AdapterConfig,
     CheckpointConfig,
     DataConfig,
     DeviceConfig,
@@ -26,10 +27,10 @@ from llmx.config.schema import (
 )
 from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.geometry import Geometry
+from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.step_memory import ALL_REDUCED_ELEMENTS, StepRules, peak_of
 from llmx.plan.trace import StepTrace
-from llmx.plan.types import NO_LOGITS, SUMMED, FrozenNetwork, MemoryPlan, Plan
+from llmx.plan.types import NO_LOGITS, SUMMED, MemoryPlan, NetworkBeside, Plan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -56,13 +57,13 @@ def predict_memory(
     precision: str,
     buckets: dict[str, int],
     grad_accum_dtype: str = "",
-    frozen: Sequence[FrozenNetwork] = (),
+    beside: Sequence[NetworkBeside] = (),
     logits: str = SUMMED,
 ) -> MemoryPlan:
     """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB).
 
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
-    the update (with its temporaries). ``frozen``: networks that are there all the time.
+    the update (with its temporaries). ``beside``: networks that are there all the time.
     ``logits``: what the loss asks of the output head (``Task.logits``).
     """
     zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
@@ -70,6 +71,7 @@ def predict_memory(
     n = geometry.num_parameters + (adapter.added if adapter else 0)
     # Frozen weights have neither gradients nor an optimizer.
     trained = trained_parameters(exp.model, exp.adapter) or n
+    trained += sum(network.num_trained for network in beside)
     width = BYTES[precision]
     shard = trained / world_size if zero.stage >= 1 else trained
     optimizer = optimizer_bytes(exp.optim.kind, precision) * shard
@@ -78,7 +80,7 @@ def predict_memory(
     quantized = adapter.quantized if adapter else 0
     parameters = width * (n - quantized) / (world_size if zero.stage >= 3 else 1)
     parameters += packed_bytes(quantized, double=exp.adapter.double_quant)
-    parameters += sum(frozen_bytes(network, exp.zero, width, world_size) for network in frozen)
+    parameters += sum(beside_bytes(network, exp, width, world_size) for network in beside)
     step = step_bytes(
         exp.zero,
         exp.optim,
@@ -111,7 +113,7 @@ def predict_memory(
         gathered = min(2 * largest + zero.max_reuse_distance / 2, zero.max_live_parameters, n)
         # One network runs at a time.
         parameters += max(
-            [width * gathered, *(gathered_bytes(network, width) for network in frozen)]
+            [width * gathered, *(gathered_bytes(network, width) for network in beside)]
         )
         if zero.hpz_partition_size > 1:
             parameters += width * n / zero.hpz_partition_size
@@ -125,20 +127,25 @@ def predict_memory(
         buffers += 4 * (min(trained, ALL_REDUCED_ELEMENTS) if step.buffers else buckets["reduce"])
     if world_size == 1:
         buffers = 0.0
-    activations = _activation_bytes(exp.model, geometry, tokens, width, accelerator)
-    activations += _dense_mask_bytes(exp.model, exp.data, geometry, tokens, width, accelerator)
-    if adapter:
-        # With activation checkpointing one layer at a time.
-        layers = 1 if exp.model.activation_checkpointing == "none" else geometry.num_layers
-        activations += width * tokens * adapter.activations / max(1, layers)
-        activations += width * adapter.unpacked
+    activations = 0.0
+    # One backward pass serves all that are trained.
+    for shape in (geometry, *(network.shape for network in beside if network.shape)):
+        activations += _activation_bytes(exp.model, shape, tokens, width, accelerator)
+        activations += _dense_mask_bytes(exp.model, exp.data, shape, tokens, width, accelerator)
+        if adapter:
+            # With activation checkpointing one layer at a time.
+            layers = 1 if exp.model.activation_checkpointing == "none" else shape.num_layers
+            activations += width * tokens * adapter.activations / max(1, layers)
+            activations += width * adapter.unpacked
     of_logits = 0.0
     if logits != NO_LOGITS:
         fused = logits == SUMMED and fused_loss(exp.model, device.accelerator)
         of_logits = _logits_bytes(geometry, adapter, tokens, width, accelerator, fused=fused)
         # Of a frozen network, at every target: a loss may compare them with the trained one's.
-        beside = (tokens * network.vocab_size * frozen_width(network, width) for network in frozen)
-        of_logits += max(beside, default=0)
+        of_frozen = (
+            tokens * network.vocab_size * beside_width(network, width) for network in beside
+        )
+        of_logits += max(of_frozen, default=0)
     in_backward, in_update = activations + of_logits + buffers, step.update - step.gradients
     freed = 0.0 if accelerator.is_gpu else max(0.0, min(in_backward, in_update))
     return MemoryPlan(
@@ -157,7 +164,7 @@ def predict_memory(
     )
 
 
-def with_size(network: FrozenNetwork, shape: Geometry | None) -> FrozenNetwork:
+def with_size(network: NetworkBeside, shape: Geometry | None) -> NetworkBeside:
     """A frozen network with the size of a geometry; None: not known."""
     if shape is None:
         return network
@@ -171,36 +178,66 @@ def with_size(network: FrozenNetwork, shape: Geometry | None) -> FrozenNetwork:
     )
 
 
+def with_trained_size(
+    network: NetworkBeside, model: ModelConfig, adapter: AdapterConfig
+) -> NetworkBeside:
+    """A trained network with the size of ``model`` with a score in the place of its output head;
+    unchanged where it is not known."""
+    shape, of_adapter = model_geometry(model), adapter_size(model, adapter)
+    if shape is None:
+        return network
+    embedding = shape.vocab_size * shape.hidden_size
+    is_tied = shape.num_looked_up < embedding  # the embedding is the head, too, and stays
+    shape = replace(
+        shape,
+        num_parameters=shape.num_parameters - (0 if is_tied else embedding) + shape.hidden_size,
+        num_looked_up=shape.num_looked_up + (embedding if is_tied else 0),
+    )
+    sized = replace(with_size(network, shape), shape=shape, vocab_size=0)
+    if of_adapter is None:
+        frozen = shape.num_parameters - (trained_parameters(model, adapter) or shape.num_parameters)
+        return replace(sized, num_trained=shape.num_parameters - max(0, frozen))
+    return replace(
+        sized,
+        num_parameters=shape.num_parameters + of_adapter.added,
+        num_trained=of_adapter.trained + shape.hidden_size,
+        num_packed=of_adapter.quantized,
+    )
+
+
 def packed_bytes(weights: int, *, double: bool) -> float:
     """Bytes of weights in 4 bits, with a scale for each 64 of them, fp32; or in 8 bits, and one for
     each 256 of these."""
     return weights * (0.5 + ((1 + 4 / 256) if double else 4) / 64)
 
 
-def frozen_width(network: FrozenNetwork, width: int) -> int:
+def beside_width(network: NetworkBeside, width: int) -> int:
     """Bytes of an element; ``width``: of the run's."""
     return BYTES[network.precision] if network.precision else width
 
 
-def frozen_bytes(network: FrozenNetwork, zero: ZeroConfig, width: int, world_size: int) -> float:
-    """Bytes of its weights on one rank: ZeRO-3 shards them, at other stages each rank has all."""
-    shards = world_size if zero.stage >= 3 else 1
-    return frozen_width(network, width) * network.num_parameters / shards
+def beside_bytes(network: NetworkBeside, exp: Experiment, width: int, world_size: int) -> float:
+    """Bytes of its weights on one rank: ZeRO-3 shards them, at other stages each rank has all, as
+    it has those in 4 bits."""
+    shards = world_size if exp.zero.stage >= 3 else 1
+    whole = network.num_parameters - network.num_packed
+    packed = packed_bytes(network.num_packed, double=exp.adapter.double_quant)
+    return beside_width(network, width) * whole / shards + packed
 
 
-def gathered_bytes(network: FrozenNetwork, width: int) -> float:
+def gathered_bytes(network: NetworkBeside, width: int) -> float:
     """At ZeRO-3 while it runs: the layer that computes and the next one."""
     elements = min(2 * network.largest, network.num_parameters)
-    return float(frozen_width(network, width) * elements)
+    return float(beside_width(network, width) * elements)
 
 
 def before_training_gib(
-    network: FrozenNetwork, zero: ZeroConfig, precision: str, world_size: int
+    network: NetworkBeside, exp: Experiment, precision: str, world_size: int
 ) -> float:
     """GiB that a rank needs for a network that computes stored columns, before training."""
     width = BYTES[precision]
-    size_bytes = frozen_bytes(network, zero, width, world_size)
-    if zero.stage >= 3:
+    size_bytes = beside_bytes(network, exp, width, world_size)
+    if exp.zero.stage >= 3:
         size_bytes += gathered_bytes(network, width)
     return size_bytes / GIB + 1.0
 

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import zip_longest
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
-from llmx.plan.adapter import adapter_size
+from llmx.plan.adapter import adapter_size, trained_parameters
 from llmx.plan.balance import NOT_HIDDEN, even_batch
 from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
@@ -158,28 +158,41 @@ class TokenFlops:
 
 
 def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
-    """The FLOPs of a token in the model as it is trained, and in frozen networks beside it."""
+    """The FLOPs of a token in the model as it is trained, and in the networks beside it."""
+    trained = trained_parameters(exp.model, exp.adapter)
+    networks = [_flops_of(exp, plan, shape, trained, outputs=shape.vocab_size)]
+    for network in plan.beside:
+        if network.shape is not None:
+            is_whole = network.num_trained == network.num_parameters
+            trained = None if is_whole else network.num_trained
+            networks.append(_flops_of(exp, plan, network.shape, trained, outputs=1))
+        elif not network.before_training:
+            networks.append(TokenFlops(2.0 * network.num_parameters, 0.0, 0.0))
+    return TokenFlops(*map(sum, zip(*map(astuple, networks), strict=True)))
+
+
+def _flops_of(
+    exp: Experiment, plan: Plan, shape: Geometry, trained: int | None, *, outputs: int
+) -> TokenFlops:
+    """The FLOPs of a token in one network that is trained. ``outputs``: of its head."""
     seq_len = plan.batch.seq_len
-    flops_per_token = shape.flops_per_token(seq_len, trained=plan.num_trained)
+    flops_per_token = shape.flops_per_token(seq_len, trained=trained)
     # A forward pass is a third of training all weights.
     forward = shape.flops_per_token(seq_len) / 3
-    head = 2.0 * shape.vocab_size * shape.hidden_size  # is not checkpointed
+    head = 2.0 * outputs * shape.hidden_size  # is not checkpointed
     how = exp.model.activation_checkpointing
     again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(how, 0.0)
-    frozen = sum(
-        2.0 * network.num_parameters for network in plan.frozen if not network.before_training
-    )
     passes = 4 if how == "full" else 3
     block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
     times = MOVED.get(block, MOVED_ELSEWHERE)
     times += MOVED["lora"] if exp.adapter.kind == "lora" else 0.0
     moved = BYTES[plan.precision] * shape.hidden_size * shape.num_layers * times * passes
     return TokenFlops(
-        forward + frozen,
+        forward,
         flops_per_token - forward,
         again,
         attention=shape.attention_flops_per_token(seq_len) / 3 * passes,
-        moved=moved + LOGIT_BYTES * shape.vocab_size,
+        moved=moved + LOGIT_BYTES * outputs,
     )
 
 

@@ -120,6 +120,10 @@ def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
     if not exp.task.save_model:
         return 0
     elements = size.whole if exp.adapter.kind == "none" else size.trained
+    for network in plan.beside:
+        if network.num_trained:  # counted in the size, and not exported
+            is_whole = exp.adapter.kind == "none"
+            elements -= network.num_parameters if is_whole else network.num_trained
     return BYTES[plan.precision] * elements + TEXT_BYTES
 
 

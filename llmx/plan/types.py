@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
+from llmx.plan.geometry import Geometry
 
 
 @dataclass(frozen=True)
@@ -378,8 +379,8 @@ class ChosenPlan:
 
 
 @dataclass(frozen=True)
-class FrozenNetwork:
-    """A network that a task has beside the one that it trains: neither gradients nor optimizer."""
+class NetworkBeside:
+    """A network that a task has beside the one that is exported."""
 
     name: str
     num_parameters: int
@@ -395,6 +396,13 @@ class FrozenNetwork:
     """A directory or a Hub id of its own; None: that of the ``model`` group."""
     revision: str | None = None
     """The revision of ``source`` on the Hub."""
+    num_trained: int = 0
+    """Parameters of it that are trained; 0 of a frozen one, which has neither gradients nor an
+    optimizer."""
+    num_packed: int = 0
+    """Parameters of it that are kept in 4 bits."""
+    shape: Geometry | None = None
+    """Of a network that is trained: what its activations follow from."""
 
 
 SUMMED, WHOLE, NO_LOGITS = "summed", "whole", "none"
@@ -416,7 +424,8 @@ class Plan:
     transport: str
     master_addr: str
     num_parameters: int
-    """0 when the geometry is not known before loading. Those of an adapter are counted, too."""
+    """Of all networks that are trained, with those of an adapter; 0 when the geometry is not known
+    before loading."""
     peak_tflops: float
     """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
     memory: tuple[MemoryPlan, ...]
@@ -432,8 +441,9 @@ class Plan:
     it is not known."""
     grad_accum_dtype: str = ""
     """The dtype in which gradients are summed over micro steps; empty: ``precision``."""
-    frozen: tuple[FrozenNetwork, ...] = ()
-    """Networks of the task that are not trained; left out of the file where there are none."""
+    beside: tuple[NetworkBeside, ...] = ()
+    """Networks of the task that are not exported: frozen ones, and others that are trained; left
+    out of the file where there are none."""
     logits: str = SUMMED
     """The logits that the loss needs; left out of the file where it is cross entropy alone."""
     attention: tuple[tuple[str, str], ...] = ()
@@ -493,7 +503,7 @@ class Plan:
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
         values["warnings"] = list(self.warnings)
-        for name in ("frozen", "logits", "balance", "time", "chosen", "storage", "checkpointing"):
+        for name in ("beside", "logits", "balance", "time", "chosen", "storage", "checkpointing"):
             if getattr(self, name) == getattr(Plan, name):  # as by default
                 del values[name]
         for memory in values["memory"]:

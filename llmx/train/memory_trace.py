@@ -751,7 +751,8 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
     starts = np.array([0, length // 2] if two_sequences else [0], dtype=np.int64)
     targets = np.ones(length, dtype=bool)
     targets[starts] = False
-    stored = [column for column in (*task.columns, *task.precomputed) if column.name != "weight"]
+    all_columns = (*task.columns, *task.precomputed, *task.rollout_columns)
+    stored = [column for column in all_columns if column.name != "weight"]
     columns = {
         column.name: np.zeros(
             (length if column.per == "token" else len(starts), *column.shape), dtype=column.dtype
@@ -765,7 +766,7 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
             seq_len=length,
             pad_id=0,
             layout=layout,
-            columns=(*task.columns, *task.precomputed) or None,
+            columns=all_columns or None,
         )
 
 

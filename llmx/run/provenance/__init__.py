@@ -52,5 +52,5 @@ def record(
         "platform": {"node": platform.node(), "system": platform.platform()},
         **machine_facts(),
         "environment": numeric_environment(environment),
-        "fingerprints": fingerprints(exp.model, exp.data, plan.frozen),
+        "fingerprints": fingerprints(exp.model, exp.data, plan.beside),
     }

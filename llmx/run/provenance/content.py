@@ -16,7 +16,7 @@ from typing import Any
 
 import llmx
 from llmx.config import DataConfig, ModelConfig
-from llmx.plan.types import FrozenNetwork
+from llmx.plan.types import NetworkBeside
 
 FULL_BYTES = 128 << 20
 """Of one input; more is sampled."""
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 
 
 def fingerprints(
-    model: ModelConfig, data: DataConfig, frozen: Iterable[FrozenNetwork] = ()
+    model: ModelConfig, data: DataConfig, beside: Iterable[NetworkBeside] = ()
 ) -> dict[str, Any]:
     """``data``, ``eval_data``, ``tokenizer``, ``model`` -> what ``fingerprint`` says of it; and
     ``frozen``, by name, of the networks of a task with a source of their own."""
@@ -48,7 +48,7 @@ def fingerprints(
         )
     if model.path:
         prints["model"] = fingerprint(model.path, kind="models", revision=model.revision)
-    networks = [network for network in frozen if network.source]
+    networks = [network for network in beside if network.source]
     if networks:
         prints["frozen"] = {
             network.name: fingerprint(str(network.source), kind="models", revision=network.revision)
