@@ -279,7 +279,8 @@ def naive_gradient(
     if task.generates:
         prompts = [one for sample in examples for one in prompts_of(sample, columns)]
         columns = task.rollout_columns
-        made = task.rollout(models, prompts, RolloutKey(exp.seed, 0))
+        with torch.no_grad():
+            made = task.rollout(models, prompts, RolloutKey(exp.seed, 0))
         examples = [
             in_memory(one, Schema(columns), task=task.name, vocab_size=VOCABULARY)
             for group in made

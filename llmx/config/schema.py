@@ -245,7 +245,7 @@ class DataConfig:
     packing: str = choice("auto", "best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples. ``concat`` joins documents with the EOS token and
     cuts at ``seq_len``. ``none`` makes one sample from each row. ``auto`` is ``none`` for a task
-    that generates its samples (``grpo``), else ``best_fit``."""
+    that generates its samples (``grpo``, ``ppo``), else ``best_fit``."""
     layout: str = choice("auto", "packed", "padded")
     """How the rows of samples are placed in a micro batch. ``packed`` joins them into one line,
     isolated from each other; ``padded`` gives each row a line of its own. ``auto`` packs if a trial
@@ -353,9 +353,9 @@ class TaskConfig:
     ``classify`` learns labels, or a number, of texts. ``mlm`` learns to fill in hidden tokens
     (BERT). ``embed`` learns vectors of texts from pairs. ``reward`` learns a score of answers, and
     ``dpo`` to prefer the chosen answer, both from pairs of a better and a worse one. ``grpo``
-    learns from rewards of its own answers. ``distill`` learns the next-token distribution of a
-    frozen teacher. For a task of your own, give the name by which Python imports it
-    (docs/custom-tasks.md)."""
+    learns from rewards of its own answers, and so does ``ppo``, with a value model. ``distill``
+    learns the next-token distribution of a frozen teacher. For a task of your own, give the name by
+    which Python imports it (docs/custom-tasks.md)."""
     code_path: str | None = None
     """The directory that contains the package of your own task, metrics or rewards. Null: the
     working directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to

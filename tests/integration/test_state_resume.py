@@ -23,6 +23,14 @@ pytestmark = pytest.mark.deepspeed
 
 DROPOUT = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 OWN_TASK = "tests.programs.own_task:Everything"
+PPO: dict[str, Any] = {
+    "task": "ppo",
+    "options": {"rewards": ["length"], "max_new_tokens": 5, "updates": 2},
+}
+ON_POLICY = {
+    "task": "distill",
+    "options": {"teacher": "pretrained", "on_policy": True, "max_new_tokens": 4},
+}
 GPT2: dict[str, Any] = {"kind": "gpt2", "config": DROPOUT, "clip_norm": 0.5, "accumulation": 2}
 CPU = {"offload_optimizer": "cpu"}
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
@@ -99,6 +107,16 @@ SAME_RANKS: list[dict[str, Any]] = [
         }
         for stage in (2, 3)
     ),
+    # Shipped tasks that generate: with a value model, and with a teacher.
+    *({"name": f"ppo-{stage}", "stage": stage, **PPO} for stage in (2, 3)),
+    {"name": "on-policy", "stage": 2, **ON_POLICY},
+    {
+        "name": "ppo-lora",
+        "stage": 3,
+        "task": "ppo",
+        "options": {**PPO["options"], "value_model": "pretrained"},
+        "adapter": LORA,
+    },
     # An adapter beside frozen weights, which are drawn again as if they were loaded.
     *(
         {"name": f"lora-{stage}", "stage": stage, "adapter": LORA, **checkpointed}
@@ -201,26 +219,29 @@ if not (ASIDE / "bitsandbytes").is_dir():
         world: [job for job in jobs if job.get("optim") != "adam8bit"]
         for world, jobs in ELSEWHERE.items()
     }
-SPLITS: dict[int, list[tuple[int, list[int], int]]] = {
+Splits = dict[int, list[tuple[int, list[int], int]]]
+SPLITS: Splits = {
     # Of the first step of a task that uses all of the seam: (stage, micro batches, accumulation).
     1: [(3, [8], 1), (0, [2], 4)],
     2: [(0, [4, 4], 1), (1, [3, 1], 2), (2, [1, 1], 4), (3, [3, 1], 2)],
     3: [(3, [4, 2, 2], 1), (2, [2, 1, 1], 2)],
 }
+PPO_SPLITS: Splits = {2: [(2, [1, 1], 4), (3, [3, 1], 2)], 3: [(0, [4, 2, 2], 1)]}
 MICRO = {1: [1], 2: [2, 2], 3: [2, 1, 1]}
 
 
-def split_name(world: int, stage: int, micro: list[int], accumulation: int) -> str:
-    return f"split-{world}-{stage}-{'-'.join(map(str, micro))}x{accumulation}"
+def split_name(kind: str, world: int, stage: int, micro: list[int], accumulation: int) -> str:
+    return f"split-{kind}-{world}-{stage}-{'-'.join(map(str, micro))}x{accumulation}"
 
 
-def split_jobs(world: int) -> list[dict[str, Any]]:
+def split_jobs(kind: str, splits: Splits, world: int) -> list[dict[str, Any]]:
     """One step of plain SGD each, of the same 8 samples."""
+    one_update = {"task": "ppo", "options": {**PPO["options"], "updates": 1}}
     return [
         {
-            "name": split_name(world, stage, micro, accumulation),
+            "name": split_name(kind, world, stage, micro, accumulation),
             "stage": stage,
-            "task": OWN_TASK,
+            **(one_update if kind == "ppo" else {"task": OWN_TASK}),
             "gradient": True,
             "micro_batches": micro,
             "accumulation": accumulation,
@@ -228,7 +249,7 @@ def split_jobs(world: int) -> list[dict[str, Any]]:
             "lr": 0.5,
             "weight_decay": 0.0,
         }
-        for stage, micro, accumulation in SPLITS[world]
+        for stage, micro, accumulation in splits.get(world, [])
     ]
 
 
@@ -248,7 +269,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pretrained(out / "pretrained")
     for world, jobs in {2: SAME_RANKS, **ELSEWHERE}.items():
         file = out / f"jobs-{world}.json"
-        jobs = [*jobs, *split_jobs(world)]
+        jobs = [*jobs, *split_jobs("own", SPLITS, world), *split_jobs("ppo", PPO_SPLITS, world)]
         file.write_text(json.dumps([filled(job, world=world) for job in jobs]))
         words = ("tests.programs.state", str(file), str(out))
         done = launch(*words, ranks=world, timeout_s=900, PYTHONPATH=str(ASIDE))
@@ -300,6 +321,7 @@ def test_other_ranks_and_stages_go_on_alike(out: Path, world: int, name: str, or
     ("jobs", "tolerance"),
     [
         ("own", 2e-6),
+        ("ppo", 1e-4),
         ("lora", 2e-6),
         ("rates", 2e-6),
         ("muon", 1e-4),
@@ -319,19 +341,25 @@ def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float
         assert close(other, losses[0], rel=tolerance), (other, losses[0])
 
 
-def test_every_split_of_a_task_that_uses_all_has_the_same_gradient(out: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "splits", "trained"),
+    [("own", SPLITS, {"policy", "scorer"}), ("ppo", PPO_SPLITS, {"policy", "value"})],
+)
+def test_every_split_has_the_same_gradient(
+    out: Path, kind: str, splits: Splits, trained: set[str]
+) -> None:
     """The gradient of plain PyTorch, one generated example after the other: whatever the ranks,
     the stage, the micro batches and the accumulation."""
-    job = filled(split_jobs(1)[0], world=1)
+    job = filled(split_jobs(kind, {1: [(0, [2], 4)]}, 1)[0], world=1)
     exp, _ = job_experiment(job, out)
     loss, wanted = naive_gradient(
         exp, task_of(exp), paired_store(out / "pairs"), word_tokenizer(), global_batch=8
     )
-    assert {name.split(".")[0] for name in wanted} == {"policy", "scorer"}
+    assert {name.split(".")[0] for name in wanted} == trained
     wrong = []
-    for world in SPLITS:
-        for each in SPLITS[world]:
-            name = split_name(world, *each)
+    for world in splits:
+        for each in splits[world]:
+            name = split_name(kind, world, *each)
             gradient = torch.load(out / f"{name}.pt")
             frozen = {key: values for key, values in gradient.items() if key not in wanted}
             assert {key.split(".")[0] for key in frozen} == {"reference"}
@@ -356,6 +384,15 @@ def test_skipped_updates_are_counted_across_a_restart(out: Path, stage: int) -> 
     assert state["optimizer"]["scalars"] == {"step": 4 - skipped}
     assert state["loss_scaler"]["last_overflow_iter"] >= 0
     assert state["loss_scaler"]["cur_scale"] < 2**19
+
+
+def test_a_checkpoint_with_an_adapter_has_the_whole_head_of_the_value_model(out: Path) -> None:
+    """Its other weights are those of its source, as the policy's are: neither is in it."""
+    state = json.loads((out / "ppo-lora" / "state.json").read_text())
+    names = [name for name in state["parameters"] if ".lora_" not in name]
+    assert names == ["value.score.weight"]
+    assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "value"}
+    assert sorted(state["frozen"]) == ["policy", "value"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

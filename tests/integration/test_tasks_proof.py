@@ -40,6 +40,7 @@ WORDS = {
     "grpo": f"{GENERATED} task.options.updates=2 task.options.dynamic_sampling=true",
     "mlm": "model=bert_tiny model.tokenizer={wordpiece} data=text data.text_unit=line"
     " data.path={data}/CLUECorpusSmall_sampled.txt data.max_rows=500 data.seq_len=64",
+    "ppo": f"{GENERATED} task.options.updates=2",
     "pretrain": "data=text data.path={data}/c4_demo.jsonl",
     "reward": PAIRS,
     "rloo": GENERATED,

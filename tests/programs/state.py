@@ -127,10 +127,11 @@ def two_types(ways: list[str]) -> dict[str, Any]:
 
 
 def task_options(job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """``task.options``; ``"reference"`` of a task of one's own is a directory below ``out``."""
+    """``task.options``; a model of one of these names is a directory below ``out``."""
     options = dict(job.get("options", {}))
-    if "reference" in options and job["task"] != "dpo":
-        options["reference"] = str(out / options["reference"])
+    for name in ("reference", "teacher", "value_model"):
+        if name in options and job["task"] != "dpo":
+            options[name] = str(out / options[name])
     return options
 
 

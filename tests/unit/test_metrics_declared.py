@@ -136,7 +136,7 @@ def test_every_task_declares_what_it_scores(kind: str) -> None:
     options = {"teacher": "owner/name"} if kind == "distill" else {}  # it has no default
     exp = Experiment(task=TaskConfig(kind=kind, eval_generate=2, options=options))
     # Rewards read texts.
-    task = task_class(kind)(exp, byte_tokenizer() if kind == "grpo" else None)
+    task = task_class(kind)(exp, byte_tokenizer() if kind in ("grpo", "ppo") else None)
     check_declared(task.metrics, task=kind)
     prompts = [EvalPrompt((1, 2), "?", expected, 2) for expected in "ab"]
     scored = set(task.score(prompts, ["a", "c"]))

@@ -31,7 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
 TRAINS_ON = {
     "sft": "alpaca", "dpo": "preference", "reward": "preference", "classify": "labelled",
     "embed": "pair", "pretrain": "text", "mlm": "text", "distill": "alpaca",
-    "grpo": "alpaca",
+    "grpo": "alpaca", "ppo": "alpaca",
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def composed(tmp_path: Path, rows: list[Any], kind: str = "sft", **groups: Any) 
     exp.task.kind = kind
     if kind == "distill":
         exp.task.options = {"teacher": "somebody/teacher"}
-    if kind == "grpo":
+    if kind in ("grpo", "ppo"):
         exp.task.options, exp.data.packing = {"max_new_tokens": 8}, "none"
     for name, values in groups.items():
         for key, value in values.items():

@@ -615,17 +615,12 @@ def _build_network(
         ds_config=ds_config,
         head=spec.head,
         new_tokens=new_token_ids(exp.model, tokenizer),
-        adapter=exp.adapter if spec.trained and spec.source is None else None,
+        adapter=exp.adapter if spec.trained else None,
     )
     adapter = None
     if not spec.trained:
         network.requires_grad_(False)
     elif exp.adapter.kind != "none":
-        if spec.source is not None:
-            raise ConfigError(
-                f"adapter.kind={exp.adapter.kind} applies only to networks of model.path; this "
-                "trained network has its own source. Set adapter=none."
-            )
         adapter = add_adapter(
             network,
             exp.model,
