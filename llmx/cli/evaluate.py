@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(target)
     task = task_of(exp, tokenizer)
-    if task.generates and not exp.task.eval_generate:
+    if type(task).evaluate is Task.evaluate and task.generates and not exp.task.eval_generate:
         raise ConfigError(f"task={task.name} is measured by completions. Add --generate 100.")
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model

@@ -248,8 +248,14 @@ class Task:
         """The values of options that are left ``auto``, chosen by the rest of the config."""
         return {}
 
+    @classmethod
+    def generates_with(cls, exp: Experiment) -> bool:
+        """The value of ``generates``, where it depends on the options."""
+        return cls.generates
+
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
+        self.generates = self.generates_with(exp)
         self.tokenizer = tokenizer
         options = {**exp.task.options, **self.auto_options(exp)}
         self.options: Any = typed_options(self.Options, options)
@@ -385,7 +391,7 @@ class Task:
     ``draw_seeds``, int64 [sequences], a function of the seed, the step and the sample alone.
     (What the network itself draws, dropout, follows from the seed, the step and the rank.)"""
 
-    generates: ClassVar[bool] = False
+    generates: bool = False
     """Whether steps are made by ``rollout``; else they are read."""
     updates: int = 1
     """How often a step is trained on, each time with an optimizer update. Steps begin and end (in
@@ -440,8 +446,10 @@ class Task:
         """What is measured on the held-out samples of this rank, by name; by default ``loss`` and
         its metrics, and nothing for a task that generates. Brought together over ranks afterwards;
         an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
-        if self.generates:
-            return {}
+        return {} if self.generates else self.mean_losses(models, batches)
+
+    def mean_losses(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
+        """``loss`` and its metrics over held-out samples."""
         means = {"loss": Mean()}
         for batch in batches:
             add_loss(means, self.loss(models, batch))
@@ -480,6 +488,24 @@ def unused_dropout(exp: Experiment) -> str:
         f"model.config.{key}": rate for key, rate in exp.model.config.items() if "drop" in key
     }
     return ", ".join(f"{key}={rate}" for key, rate in rates.items() if rate)
+
+
+def new_tokens_problems(exp: Experiment) -> list[str]:
+    """A message where completions are longer than a sample."""
+    new_tokens = exp.task.options.get("max_new_tokens")
+    if not isinstance(new_tokens, int) or new_tokens < exp.data.seq_len:
+        return []
+    return [
+        f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
+        f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
+    ]
+
+
+def auto_new_tokens(exp: Experiment) -> dict[str, int]:
+    """Completions that leave a prompt half of the sequence, where ``max_new_tokens`` is auto."""
+    if exp.task.options.get("max_new_tokens", "auto") != "auto":
+        return {}
+    return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:

@@ -6,26 +6,37 @@
 Target tokens are those of conversations (``data.loss_on``) and all of documents. The loss is
 ``alpha`` times the cross entropy of the data plus ``1 - alpha`` times the divergence of the two
 distributions. The teacher's most likely tokens are computed once, before training, and stored
-beside the data, or all its logits at every step. Reports the divergence and how often both find the
-same token most likely. Tried by ``python -m pytest tests/unit/test_task_distill.py``.
+beside the data, or all its logits at every step. With ``task.options.on_policy=true`` the data are
+prompts: the student draws the completions of each step, and the loss is the divergence at its own
+tokens. Reports the divergence and how often both find the same token most likely. Tried by
+``python -m pytest tests/unit/test_task_distill.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmx.config.fields import choice, model_source, number
+from llmx.config import Experiment
+from llmx.config.fields import AUTO, choice, model_source, number, number_or_auto
 from llmx.data import IGNORE
-from llmx.data.examples import Column
+from llmx.data.examples import Column, Example, Tokens
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task
+from llmx.tasks.base import (
+    Loss,
+    Mean,
+    Prompt,
+    RolloutKey,
+    Task,
+    auto_new_tokens,
+    new_tokens_problems,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +55,13 @@ class Options:
     architecture and size are its own."""
     teacher_revision: str | None = None
     """A commit, tag or branch of the teacher on the Hub."""
+    on_policy: bool = False
+    """The student draws the completions of each step, and learns at its own tokens (GKD with
+    ``lmbda=1``). Then ``teacher_logits`` is live, ``loss`` is by default ``reverse_kl``, and there
+    is no hard loss."""
+    max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
+    """On-policy, the most tokens of a completion; fewer where ``data.seq_len`` leaves less room.
+    ``auto`` is 256, or half of ``data.seq_len`` where that is less."""
     teacher_logits: str = choice("stored", "live")
     """``stored`` computes the teacher's ``top_k`` most likely tokens once, before training;
     ``live`` keeps the teacher in memory and computes all its logits at every step."""
@@ -57,7 +75,8 @@ class Options:
     """The teacher's part of the mixture (``jsd``): near 0 as ``forward_kl``, near 1 as
     ``reverse_kl``."""
     temperature: float = number(1.0, above=0, maximum=100, example=2)
-    """Both are softened by it, and the divergence is multiplied by its square."""
+    """Both are softened by it, and the divergence is multiplied by its square. On-policy,
+    completions are drawn at it, too."""
     alpha: float = number(0.5, minimum=0, below=1, example=0.5)
     """The part of the hard loss, the cross entropy of the data."""
 
@@ -72,6 +91,23 @@ class Options:
             raise ConfigError(
                 f"task.options.teacher_revision={self.teacher_revision}: a local directory has no "
                 "revisions. Remove it, or set task.options.teacher to a Hub id."
+            )
+        if self.on_policy and self.teacher_logits == "stored":
+            raise ConfigError(
+                "task.options.teacher_logits=stored with on_policy=true: completions are drawn at "
+                "every step, so nothing of them can be stored. Set "
+                "task.options.teacher_logits=live."
+            )
+        if self.on_policy and self.alpha:
+            raise ConfigError(
+                f"task.options.alpha={self.alpha:g} with on_policy=true: the student draws its own "
+                "completions, so there is no hard loss. Set task.options.alpha=0."
+            )
+        if not self.on_policy and self.max_new_tokens != AUTO:
+            raise ConfigError(
+                f"task.options.max_new_tokens={self.max_new_tokens} has no effect: only the "
+                "student's own completions have a limit. Set task.options.on_policy=true, or "
+                "remove it."
             )
 
 
@@ -88,11 +124,49 @@ class Distill(Task):
         """A student of chats answers in them: its tokenizer keeps the template."""
         return True
 
+    @classmethod
+    def generates_with(cls, exp: Experiment) -> bool:
+        return bool(exp.task.options.get("on_policy"))
+
+    @classmethod
+    def config_problems(cls, exp: Experiment) -> list[str]:
+        return new_tokens_problems(exp)
+
+    @classmethod
+    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
+        """What on-policy distillation is by default."""
+        if not cls.generates_with(exp):
+            return {}
+        chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0}
+        options = exp.task.options
+        return {name: value for name, value in chosen.items() if name not in options} | (
+            auto_new_tokens(exp)
+        )
+
+    @property
+    def loss_on(self) -> str:
+        """On-policy, a prompt ends where the last answer begins."""
+        return "last" if self.generates else super().loss_on
+
+    @property
+    def rollout_columns(self) -> tuple[Column, ...]:  # type: ignore[override]
+        return (Column("truncated", per="example"),) if self.generates else ()
+
+    def encode(self, row: Any) -> Example | None:
+        """On-policy, prompts are never cut."""
+        return Example.of(row, cut="none") if self.generates else Example.of(row)
+
     def encoding_identity(self) -> dict[str, Any]:
-        """Nothing of its own: a sweep over the options prepares nothing anew."""
-        return {}
+        """No option but ``on_policy``: a sweep over the others prepares nothing anew."""
+        return {"kind": "prompts with a reference", "version": 1} if self.generates else {}
 
     def check_source(self, split: DatasetSplit) -> None:
+        if self.generates and split.has_text:
+            raise ConfigError(
+                "task.options.on_policy=true needs conversations, whose prompts the student "
+                "answers, and the data contains text. Map the columns with data.form and "
+                "data.columns, or set task.options.on_policy=false."
+            )
         if split.has_conversations and split.data.packing == "concat":
             raise ConfigError(
                 "data.packing=concat cuts rows at seq_len, and answers without their questions "
@@ -102,10 +176,16 @@ class Distill(Task):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         kinds = ("train", "eval")
+        in_training = {"hard_loss": Metric("hard loss", "number", kinds=("train",))}
+        if self.generates:
+            in_training = {
+                "truncated": Metric("truncated", "percent", kinds=("train",)),
+                "completion_tokens": Metric("completion tokens", kinds=("train",)),
+            }
         return {
             "divergence": Metric("divergence", "number", kinds=kinds),
             "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=kinds),
-            "hard_loss": Metric("hard loss", "number", kinds=("train",)),
+            **in_training,
         }
 
     def models(self) -> dict[str, ModelSpec]:
@@ -156,6 +236,35 @@ class Distill(Task):
         ids, logps = models["teacher"].of_logits(batch, top)
         return {IDS: ids, LOGPS: logps}
 
+    def rollout(
+        self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
+    ) -> list[list[Example]]:
+        """A completion of each prompt, by the student."""
+        from llmx.models.generate import stop_ids
+        from llmx.models.sampling import Sampling
+
+        sampling = Sampling(
+            temperature=self.options.temperature,
+            max_new_tokens=self.options.max_new_tokens,
+            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
+        )
+        completions = models.main.sample(
+            [prompt.tokens for prompt in prompts], sampling, n=1, seeds=key.of
+        )
+        examples = []
+        for prompt, (completion,) in zip(prompts, completions, strict=True):
+            room = self.exp.data.seq_len - len(prompt.tokens)
+            tokens = completion.tokens[:room]
+            is_whole = completion.ended == "stop" and len(tokens) == len(completion.tokens)
+            weight = [0.0] * len(prompt.tokens) + [1.0] * len(tokens)
+            sequence = Tokens([*prompt.tokens, *tokens], weight=weight)
+            examples.append([Example.of(sequence, truncated=float(not is_whole))])
+        return examples
+
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
+        """Also on-policy: of the answers in the data."""
+        return self.mean_losses(models, batches)
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """In training the mixture; an evaluation is plain cross entropy, so that runs compare."""
         options, student = self.options, models["student"]
@@ -202,8 +311,15 @@ class Distill(Task):
             teacher_logits = models["teacher"].target_logits(batch)
             apart, hard, agrees = student.of_logits(batch, live, teacher_logits)
         mixed = options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart
-        metrics = {"divergence": apart.detach().sum(), "agreement": agrees.sum()}
-        if student.is_training:
+        metrics: dict[str, Any] = {
+            "divergence": apart.detach().sum(),
+            "agreement": agrees.sum(),
+        }
+        if student.is_training and self.generates:
+            num_completions = float(len(batch["truncated"]))
+            metrics["truncated"] = (batch["truncated"].sum(), num_completions)
+            metrics["completion_tokens"] = (float(targets.sum()), num_completions)
+        elif student.is_training:
             metrics["hard_loss"] = hard.detach().sum()
         return Loss(
             (mixed if student.is_training else hard).sum(),

@@ -44,8 +44,10 @@ from llmx.tasks.base import (
     Prompt,
     RolloutKey,
     Task,
+    auto_new_tokens,
     completion_metrics,
     completion_scores,
+    new_tokens_problems,
     unused_dropout,
 )
 from llmx.tasks.collapse import CollapseWatch
@@ -261,12 +263,7 @@ class Grpo(Task):
                 f"data.packing={exp.data.packing}: for task={exp.task.kind} a sample is one "
                 "prompt. Set data.packing=none."
             )
-        new_tokens = options.get("max_new_tokens")
-        if isinstance(new_tokens, int) and new_tokens >= exp.data.seq_len:
-            problems.append(
-                f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
-                f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
-            )
+        problems += new_tokens_problems(exp)
         names, weights = options.get("rewards"), options.get("reward_weights")
         if isinstance(names, list):
             problems += reward_problems(list(map(str, names)), weights or [])
@@ -274,10 +271,7 @@ class Grpo(Task):
 
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
-        """Completions that leave a prompt half of the sequence."""
-        if exp.task.options.get("max_new_tokens", "auto") != "auto":
-            return {}
-        return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
+        return auto_new_tokens(exp)
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the stored prompts: a sweep over them prepares nothing anew."""

@@ -14,20 +14,22 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
 from llmx.compose.complete import complete
-from llmx.compose.task_rules import task_problems
+from llmx.compose.task_rules import task_problems, task_warnings
 from llmx.config import Experiment
 from llmx.config.schema import TaskConfig
 from llmx.data import IGNORE, collate
 from llmx.data.examples import Schema
 from llmx.data.store.precomputed import check_values
-from llmx.data.store.samples import Sample
+from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
 from llmx.launch.sync import _configured_paths
 from llmx.models.model import Batch, Model, Models
-from llmx.tasks import task_class
+from llmx.tasks import Prompt, RolloutKey, task_class
 from llmx.tasks.base import Loss
 from llmx.tasks.distill import Distill, divergence, outcomes
 from tests.architectures import small_config
+from tests.composing import composed
+from tests.reference import word_tokenizer
 from tests.rundirs import experiment
 from tests.unit.test_models_model import model_of
 
@@ -358,3 +360,118 @@ def test_the_place_of_the_teacher_is_checked_where_the_user_stands(
     assert exp.task.options["teacher"] == str(tmp_path / "teacher"), "absolute in the snapshot"
     # With launch.sync=rsync it travels, as model.path does.
     assert (str(tmp_path / "teacher"), "model of the task") in list(_configured_paths(exp))
+
+
+# On-policy: the student draws what it learns from
+
+PROMPTS = [Prompt((5, 6, 7), ((8, 9),)), Prompt((9, 4), ((7, 7, 8),)), Prompt((3,) * 13, ((4,),))]
+
+
+def on_policy(**options: Any) -> tuple[Distill, Models, list[Sample]]:
+    """The task, its models, and a rollout, cut at 16 tokens."""
+    exp = Experiment()
+    exp.data.seq_len = 16
+    exp.task.kind = "distill"
+    exp.task.options = {"teacher": "owner/teacher", "on_policy": True, **options}
+    own = Distill(exp, word_tokenizer())
+    size = len(own.tokenizer)
+    models = models_of("packed", student=size, teacher=size)
+    models["student"].module.eval()
+    with torch.no_grad():
+        groups = own.rollout(models, PROMPTS, RolloutKey(1, 0))
+    models["student"].module.train()
+    schema = Schema(own.rollout_columns)
+    samples = [
+        in_memory(example, schema, task="distill", vocab_size=size)
+        for group in groups
+        for example in group
+    ]
+    return own, models, samples
+
+
+def collated(own: Distill, samples: list[Sample], layout: str = "packed") -> Batch:
+    return collate(samples, seq_len=16, pad_id=0, layout=layout, columns=own.rollout_columns)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("reverse_kl", 1), ("forward_kl", 0), ("jsd", 0.3)])
+def test_on_policy_is_the_gkd_of_trl_on_the_students_completions(kind: str, beta: float) -> None:
+    """Values and gradients, but for the square of the temperature."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    options = {} if kind == "reverse_kl" else {"loss": kind, "beta": beta or 0.5}
+    own, models, samples = on_policy(temperature=1.5, max_new_tokens=6, **options)
+    assert own.options.loss == kind
+    assert own.generates
+    found = own.loss(models, collated(own, samples))
+    wanted, lengths = torch.zeros(()), []
+    for sample, prompt in zip(samples, PROMPTS, strict=True):
+        ids = torch.tensor(sample.tokens.astype(np.int64))[None]
+        first = len(prompt.tokens)
+        assert tuple(ids[0, :first].tolist()) == prompt.tokens
+        lengths.append(ids.shape[1] - first)
+        with torch.no_grad():
+            teacher = models["teacher"].module(input_ids=ids).logits[:, first - 1 : -1]
+        student = models["student"].module(input_ids=ids).logits[:, first - 1 : -1]
+        wanted = wanted + gkd.GKDTrainer.generalized_jsd_loss(
+            student, teacher, ids[:, first:], beta=beta, temperature=1.5, num_items_in_batch=1
+        )
+    assert max(lengths) <= 6
+    assert lengths[2] <= 3, "cut at data.seq_len"
+    assert found.weight == sum(lengths)
+    torch.testing.assert_close(found.sum, 1.5**2 * wanted, rtol=1e-4, atol=1e-5)
+    network = models["student"].module
+    ours, theirs = gradients(found.sum, network), gradients(1.5**2 * wanted, network)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert {*found.metrics} == {*own.metrics}
+    total, count = found.metrics["completion_tokens"]
+    assert (float(total), count) == (sum(lengths), 3)
+
+
+def test_on_policy_a_split_changes_nothing() -> None:
+    own, models, samples = on_policy()
+    whole = own.loss(models, collated(own, samples))
+    parts = [own.loss(models, collated(own, part)) for part in (samples[:1], [], samples[1:])]
+    assert sum(part.weight for part in parts) == whole.weight
+    torch.testing.assert_close(sum(part.sum for part in parts), whole.sum)
+    models["student"].module.eval()
+    batch = batch_of("packed")
+    with torch.no_grad():
+        evaluated = own.evaluate(models, [batch])
+    assert {*evaluated} == {"loss", "divergence", "agreement"}
+    assert evaluated["loss"].weight == float((batch["labels"] != IGNORE).sum())
+
+
+def test_what_on_policy_chooses_and_refuses() -> None:
+    words = ["task=distill", "task.options.teacher=owner/name", "data=file", "data.path=demo"]
+    stored = composed(["model=tiny", *words])
+    assert stored.experiment.data.packing == "best_fit"
+    assert stored.plan.beside[0].before_training
+    live = composed(["model=tiny", *words, "task.options.on_policy=true"])
+    exp = live.experiment
+    assert exp.data.packing == "none"
+    chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0, "max_new_tokens": 256}
+    assert exp.task.options.items() >= chosen.items()
+    assert not live.plan.beside[0].before_training
+    assert Distill(exp, Tokenizer()).precomputed == ()
+    (warning,) = task_warnings(exp)
+    assert "task=distill generates its samples. The plan leaves this out" in warning
+    for options, message in (
+        (
+            {"on_policy": True, "teacher_logits": "stored"},
+            r"Set task\.options\.teacher_logits=live",
+        ),
+        ({"on_policy": True, "alpha": 0.5}, r"alpha=0\.5 with on_policy=true: .*Set.*alpha=0"),
+        ({"max_new_tokens": 9}, r"max_new_tokens=9 has no effect: .*Set.*on_policy=true"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            task(**options)
+    own = task(on_policy=True)
+    assert own.loss_on == "last"
+    assert own.encoding_identity() != task().encoding_identity()
+    source: Any = types.SimpleNamespace(has_text=True)
+    with pytest.raises(ConfigError, match=r"on_policy=true needs conversations"):
+        own.check_source(source)
+    exp.task.options["max_new_tokens"] = exp.data.seq_len
+    assert "prompt and completion are at most" in "\n".join(task_problems(exp))
