@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+from benchmarks.machine import commit
 from tests.chaos.campaign import Report
 
 BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
@@ -32,9 +33,10 @@ def words(report: Report) -> str:
     date = time.strftime("%Y-%m-%d", time.localtime(report.started))
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
-        f"{date}, seed {report.seed}: {report.survived} of {report.faults} faults survived in "
-        f"{report.took_s / 60:.1f} minutes; {report.in_pairs} of the faults struck while the run "
-        f"recovered from another, and a pair shares its steps. {report.steps:,} steps, a "
+        f"{date}, commit {commit()}, seed {report.seed}: {report.survived} of {report.faults} "
+        f"faults survived in {report.took_s / 60:.1f} minutes; {report.in_pairs} of the faults "
+        "struck while the run recovered from another, and a pair shares its steps. "
+        f"{report.steps:,} steps, a "
         f"checkpoint every {report.every_steps}. All {report.equal_losses:,} logged losses and "
         "gradient norms and the hash of the final weights equal the undisturbed run's, bit for "
         f"bit. {versions}.\n\n"
