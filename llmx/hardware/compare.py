@@ -219,9 +219,14 @@ def _host(
     warnings: list[str] = []
     slots = sum(host.slots for host in plan.hosts if host.name == name)
     if plan.on_gpus and (facts["gpus"] or 0) < slots:
+        fix = "Set slots to the number of its GPUs."
+        if not facts["gpus"]:
+            fix = (
+                "Run nvidia-smi there: its driver is not loaded, or the container was started "
+                "without --gpus all. Else leave this host out."
+            )
         errors.append(
-            f"{name}: slots={slots}, but this host has {plural(facts['gpus'] or 0, 'GPU')}. "
-            "Set slots to the number of its GPUs."
+            f"{name}: slots={slots}, but this host has {plural(facts['gpus'] or 0, 'GPU')}. {fix}"
         )
     if len(facts["nccl"]) > 1:
         errors.append(

@@ -355,7 +355,7 @@ SETUPS = (
           prepare=_read_only),
     Setup("rows that are not there on one host", refused="/opt/none/rows.json",
           start=_on_far(data="/opt/none/rows.json")),
-    Setup("GPUs in the file, none on the hosts", refused="Set slots to the number of its GPUs",
+    Setup("GPUs in the file, none on the hosts", refused="Run nvidia-smi there",
           start={"by_host": {"node-a": {"device": "a100_80g"}, "node-b": {"device": "a100_80g"}}}),
     Setup("another torch on one host", refused="torch differs between hosts",
           prepare=_other_torch),

@@ -82,6 +82,17 @@ def test_a_wrong_mtu_is_told_by_what_is_lost() -> None:
     assert "ip link set dev eth1 mtu 1400" in mesh_problems(mesh(*lost, hosts="ab", mtu=1500))[-1]
 
 
+def test_a_rendezvous_that_loses_large_packets_is_no_closed_port() -> None:
+    lossy = mesh(("a", "b", "send", "ETIMEDOUT"), hosts="ab")
+    alone = mesh_problems(lossy)
+    lossy.unmet.append(Fault("b", RENDEZVOUS, "10.0.0.1", 29500, "send", "ETIMEDOUT"))
+    assert mesh_problems(lossy) == alone
+    lossy.faults.clear()  # launch.probe=false
+    observation, cause = mesh_problems(lossy)
+    assert observation.startswith("b -> a at 10.0.0.1 (eth1, port 29500): a connection opens")
+    assert cause.startswith("Large packets are lost")
+
+
 def test_an_interface_that_is_not_there(rig: Rig) -> None:
     """The agent of this machine lists those that are."""
     hosts = [

@@ -10,6 +10,7 @@ missing route wait in their first collective, for hours and without a message.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -351,15 +352,19 @@ def mesh_problems(mesh: Mesh) -> list[str]:
     """A sentence for each connection that fails (alike ones to a host together), then the likely
     causes with their fixes, each once. Pure."""
     first = next(iter(mesh.nodes), "")
+    # A rendezvous that is reached loses what the other connections to its host lose.
+    reached = [fault for fault in mesh.unmet if fault.stage in ("send", "receive")]
+    mesh_faults = mesh.faults or [dataclasses.replace(fault, target=first) for fault in reached]
     problems = [
         f"{fault.source}: cannot connect to {first} at {fault.address} port {fault.port} "
         f"({_ERRORS.get(fault.error, fault.error)}), the rendezvous of the ranks. Set "
         "hardware.master_addr (behind NAT, hardware.reach) to an address of it that all hosts "
         "reach, or open the ports between the hosts in the firewall."
         for fault in mesh.unmet
+        if fault not in reached
     ]
     groups: dict[tuple[str, str, str], list[Fault]] = {}
-    for fault in mesh.faults:
+    for fault in mesh_faults:
         groups.setdefault((fault.target, fault.stage, fault.error), []).append(fault)
     causes = [_cause(mesh, faults[0]) for faults in groups.values()]
     problems += [_observation(mesh, faults) for faults in groups.values()]

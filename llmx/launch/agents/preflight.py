@@ -218,7 +218,8 @@ def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
     """Problems that prevent ranks from starting on a host that answered."""
     name, info = connection.name, connection.host_info
     problems = [
-        f"{name}: {path} is not there (data, model of the host)." for path in info["absent"]
+        f"{name}: {path} is not there. Copy it there, or correct data and model of the host."
+        for path in info["absent"]
     ]
     if info["setup_error"]:
         setup = spec.host(connection.hosts[0]).setup
