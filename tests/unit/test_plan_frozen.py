@@ -208,7 +208,8 @@ def test_a_value_model_is_counted_as_the_network_is(tied: bool, rank: int) -> No
         network = AutoModelForSequenceClassification.from_config(
             LlamaConfig(**config, num_labels=1)
         )
-    adapter = AdapterConfig(kind="lora", rank=rank) if rank else AdapterConfig()
+    lora = AdapterConfig(kind="lora", rank=rank, targets=["all-linear"])
+    adapter = lora if rank else AdapterConfig()
     model = ModelConfig(kind="hf", path="/x", config=config)
     found = with_trained_size(NetworkBeside("value", 0), model, adapter)
     whole = sum(parameter.numel() for parameter in network.parameters())
