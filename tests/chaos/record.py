@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def words(report: Report) -> str:
         f"{report.steps:,} steps, a "
         f"checkpoint every {report.every_steps}. All {report.equal_losses:,} logged losses and "
         "gradient norms and the hash of the final weights equal the undisturbed run's, bit for "
-        f"bit. {versions}.\n\n"
+        f"bit. {versions}; load {os.getloadavg()[1]:.0f} at the end.\n\n"
         f"{table(report)}\n"
     )
 
