@@ -1,88 +1,129 @@
-"""A page in a real browser: headless Chromium (Debian's package ``chromium``), or a skip."""
+"""A page in a real browser: headless Chromium (Debian's package ``chromium``), or a skip.
+
+It is driven over a pipe in the DevTools protocol: https://chromedevtools.github.io/devtools-protocol
+"""
 
 from __future__ import annotations
 
-import html
+import base64
 import json
-import re
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-MEASURE = """
-function labels(root) {
-  // Labels of an axis that lie over another one.
-  const found = [];
-  for (const plot of root.querySelectorAll('.plot')) {
-    for (const side of ['i.x', 'i.y']) {
-      const boxes = [...plot.querySelectorAll(side)].map(i => i.getBoundingClientRect());
-      boxes.filter(b => b.width).forEach((a, n) => boxes.slice(n + 1).forEach(b => {
-        if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
-          found.push([side, a.left, b.left]);
-      }));
-    }
-  }
-  return found;
-}
-function measure(frame) {
-  const root = frame.contentDocument, view = root.documentElement;
-  for (const part of root.querySelectorAll('details')) part.open = true;
-  const found = {
-    page: view.scrollWidth, window: view.clientWidth, labels: labels(root),
-    headings: [...root.querySelectorAll('h2')].map(h => h.textContent),
-    scrolling: [...root.querySelectorAll('.scroll')]
-      .filter(e => e.scrollWidth > e.clientWidth).length,
-  };
-  return found;
-}
-addEventListener('load', () => {
-  const found = [...document.querySelectorAll('iframe')].map(measure);
-  document.getElementById('found').textContent = JSON.stringify(found);
-});
-"""
+PHONE, DESK = 390, 1280
 
 
-def browser() -> str:
-    """The browser's command; skips the test where there is none."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium here (scripts/install-system-packages.sh installs it)")
-    return found
+class Browser:
+    """One browser with one tab, in a profile of its own."""
 
+    def __init__(self, directory: Path) -> None:
+        command = next((path for name in NAMES if (path := shutil.which(name))), None)
+        if command is None:
+            pytest.skip("no Chromium here (scripts/install-system-packages.sh installs it)")
+        to_browser, self._out = os.pipe()
+        self._in, from_browser = os.pipe()
 
-def run(directory: Path, *words: str) -> str:
-    """What Chromium prints; in a profile of its own, without a network."""
-    done = subprocess.run(
-        [
-            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--hide-scrollbars", "--no-first-run", "--disable-extensions",
-            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={directory / 'profile'}",
-            *words,
-        ],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+        def connect() -> None:
+            # Chromium reads from descriptor 3, and writes to 4.
+            ends = os.dup(to_browser), os.dup(from_browser)
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
 
+        self._process = subprocess.Popen(
+            [
+                command, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                "--hide-scrollbars", "--no-first-run", "--disable-extensions",
+                f"--user-data-dir={directory / 'profile'}", "--remote-debugging-pipe",
+                "about:blank",
+            ],
+            preexec_fn=connect, close_fds=False, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer, self._number, self._session = b"", 0, ""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        answer = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = answer["sessionId"]
+        self.errors: list[str] = []
+        """What the scripts and the policy of the page that is open complained of."""
+        self.send("Runtime.enable")
+        self.send("Log.enable")
+        self.send("Page.enable")
 
-def measured(directory: Path, pages: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """The geometry of each (page, width in CSS pixels), all in one start of the browser."""
-    frames = "".join(
-        f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}">'
-        "</iframe>"
-        for page, width in pages
-    )
-    wrapper = directory / "wrapper.html"
-    wrapper.write_text(
-        f'<!doctype html><meta charset="utf-8"><script>{MEASURE}</script>{frames}'
-        '<pre id="found"></pre>',
-        encoding="utf-8",
-    )
-    dumped = run(directory, "--dump-dom", wrapper.as_uri())
-    (found,) = re.findall(r'<pre id="found">(.+?)</pre>', dumped, re.DOTALL)
-    return list(json.loads(html.unescape(found)))
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command; its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, answer["error"])
+                return dict(answer["result"])
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(answer["params"]["exceptionDetails"])[:2000])
+            elif answer.get("method") == "Log.entryAdded":
+                self.errors.append(answer["params"]["entry"]["text"])
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            data = os.read(self._in, 1 << 20)
+            assert data, f"Chromium has ended ({self._process.poll()})"
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
+
+    def open(self, url: str, *, width: int = DESK, dark: bool = False) -> None:
+        """Open a page, as wide as asked for (in CSS pixels); wait until it shows a title."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
+            mobile=False,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self.send("Page.navigate", url="about:blank")
+        self.errors.clear()
+        self.send("Page.navigate", url=url)
+        self.wait("document.querySelector('h1')")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript."""
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait(self, expression: str, *, timeout_s: float = 60.0) -> float:
+        """Wait until an expression is true; the seconds that it took."""
+        begun = time.monotonic()
+        while not self.evaluate(f"Boolean({expression})"):
+            waited_s = time.monotonic() - begun
+            assert waited_s < timeout_s, (expression, self.evaluate("document.body.innerText"))
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def text(self) -> str:
+        """All text of the page that is shown."""
+        return str(self.evaluate("document.body.innerText"))
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as a PNG."""
+        answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._out)
+        os.close(self._in)

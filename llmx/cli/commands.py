@@ -425,6 +425,35 @@ or never ran; else 0.""",
 If the output is not a terminal, it prints one line for each logged step, and for each change of a
 sweep. The exit code is 0 if the run finished, or if no trial of the sweep failed; else 1.""",
     ),
+    "ui": Command(
+        "show runs and sweeps live in a browser: ui [DIR] [--port N]",
+        "[DIR] [--port N] [--host ADDRESS]",
+        "Serves one page with the runs and sweeps in outputs/ (or DIR), and prints its address:\n"
+        "a table of all runs, live curves of several runs together, ranks, completions, attempts,\n"
+        "logs, the difference of two runs. It only reads. Ctrl-C ends the page, never a run.",
+        Runs.FLAGS,
+        "llmx.observe.ui",
+        words=(
+            Word(
+                "--port",
+                "port of the page; 0 takes a free one",
+                "N",
+                number=Number(int, Range(0, 65535)),
+                default=8170,
+            ),
+            Word(
+                "--host",
+                "address to listen on (default: this machine only). The token in the address is "
+                "asked for, but the connection is not encrypted",
+                "ADDRESS",
+            ),
+        ),
+        arguments=(Argument("shown", "location", "DIR", "?"),),
+        reads_only=True,
+        notes="""\
+On another machine: ssh -L 8170:localhost:8170 user@host python -m llmx ui DIR""",
+        examples=("python -m llmx ui", "python -m llmx ui outputs --port 0"),
+    ),
     "explain": Command(
         "say why a training failed, from its log: explain LOG|-|RUN_DIR",
         "LOG | - | RUN_DIR [--json]",

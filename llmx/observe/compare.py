@@ -55,27 +55,13 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
         raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
-    config = config_rows(a.config, b.config)
-    values = [(row.key, short_value(row.a), short_value(row.b)) for row in config]
-    _print_table(console, "config", values, heads=("", "A", "B"))
+    difference = difference_of(a, b)
+    for title, heads, rows in difference.tables:
+        _print_table(console, title, rows, heads=heads)
+        console.print()
+    for note in difference.notes:
+        console.print(note)
     console.print()
-    records = [read_mapping(data.run.provenance, data.warnings) for data in (a, b)]
-    ds_configs = [read_mapping(data.run.ds_config, data.warnings) for data in (a, b)]
-    try:
-        rows = environment_rows(records, plans=(a.plan, b.plan), ds=ds_configs, config=config)
-        differing = [(row.what, row.then, row.now, MEANING[row.severity]) for row in rows]
-        _print_table(console, "environment", differing, heads=("", "A", "B", "which"))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        console.print(
-            "environment: not compared, since a provenance.json or plan.json has a value that llmx "
-            f"does not write ({error!r})."
-        )
-    missing = sorted({name for record in records for name in not_recorded(record)})
-    if missing:
-        console.print(f"not recorded by both: {', '.join(missing)}", style="dim")
-    console.print()
-    _print_table(console, "outcome", outcome_rows(a, b), heads=("", "A", "B"))
-    console.print(f"\n{curves(compare_runs(a.run, b.run))}\n")
     for name, data in (("A", a), ("B", b)):
         for warning in data.warnings:
             console.print(f"{name}: {warning}", style="dim")
@@ -85,6 +71,39 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
         soft_wrap=True,
     )
     return 0
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """What differs between two runs."""
+
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
+    """Title, heads and rows: of config, environment and outcome."""
+    notes: list[str]
+
+
+def difference_of(a: RunData, b: RunData) -> TwoRuns:
+    """Compare configs, environments, outcomes and logged values."""
+    config = config_rows(a.config, b.config)
+    values = [(row.key, short_value(row.a), short_value(row.b)) for row in config]
+    heads, notes = ("", "A", "B"), []
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [("config", heads, values)]
+    records = [read_mapping(data.run.provenance, data.warnings) for data in (a, b)]
+    ds_configs = [read_mapping(data.run.ds_config, data.warnings) for data in (a, b)]
+    try:
+        rows = environment_rows(records, plans=(a.plan, b.plan), ds=ds_configs, config=config)
+        differing = [(row.what, row.then, row.now, MEANING[row.severity]) for row in rows]
+        tables.append(("environment", (*heads, "which"), differing))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        notes.append(
+            "environment: not compared, since a provenance.json or plan.json has a value that llmx "
+            f"does not write ({error!r})."
+        )
+    if missing := sorted({name for record in records for name in not_recorded(record)}):
+        notes.append(f"not recorded by both: {', '.join(missing)}")
+    notes.append(curves(compare_runs(a.run, b.run)))
+    tables.append(("outcome", heads, outcome_rows(a, b)))
+    return TwoRuns(tables, notes)
 
 
 def curves(outcome: Outcome) -> str:

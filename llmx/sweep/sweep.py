@@ -31,8 +31,8 @@ from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
+from llmx.observe.page.sweep import PAGE, write_report
 from llmx.observe.report.sweep_data import CSV, load_sweep, measure
-from llmx.observe.report.sweep_page import PAGE, write_report
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,

@@ -9,7 +9,7 @@ import pytest
 
 from llmx.cli.main import run_here
 from llmx.errors import ConfigError
-from llmx.observe.report.page import page
+from llmx.observe.page.run import run_page
 from llmx.observe.report.run_data import load_run
 from llmx.run.metrics.declared import RESERVED
 from llmx.run.rundir import RunDir, read_json, write_json
@@ -60,7 +60,7 @@ def test_each_damaged_file_is_named_in_one_line(run: RunDir, content: bytes) -> 
         named = [warning for warning in data.warnings if path.name in warning]
         assert len(named) == 1, (path.name, data.warnings)
         assert "\n" not in named[0]
-        assert "<h1" in page(data)
+        assert run_page(data)["title"]
         path.write_bytes(former) if former else path.unlink()
 
 

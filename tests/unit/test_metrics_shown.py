@@ -16,8 +16,8 @@ from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.hang import AttemptProgress
 from llmx.launch.supervision.outcome import Result
 from llmx.observe.compare import outcome_rows
+from llmx.observe.page.run import run_page
 from llmx.observe.report import wording
-from llmx.observe.report.page import page
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import measure
 from llmx.observe.report.sweep_table import to_csv, to_markdown
@@ -123,9 +123,11 @@ def test_the_summary_shows_before_after_and_the_best_on_the_way(run: RunDir) -> 
 
 
 def test_the_page_draws_them(run: RunDir) -> None:
-    text = page(load_run(run.root))
+    (columns,) = run_page(load_run(run.root))["curves"].values()
+    titles = [entry["title"] for entry in columns["charts"]]
     for title in ("Accuracy (%)", "Accuracy, evaluation (%)", "Macro F1 (%)", "Reward margin"):
-        assert f"<h3>{title}</h3>" in text
+        assert title in titles
+    assert columns["eval"]["f1/macro"] == [12.5, 75.0, None, 62.5]
 
 
 def test_two_runs_are_compared_by_them(run: RunDir, tmp_path: Path) -> None:

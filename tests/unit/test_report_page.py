@@ -1,22 +1,24 @@
-"""``report.html`` in a real browser, on a phone and on a desk: nothing overflows or breaks."""
+"""The one page as ``report.html``: its JSON, and in a real browser on a phone and on a desk."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from llmx.observe.report.chart import scale_of
-from llmx.observe.report.page import page
+from llmx.observe.page import changes, document, thinned
+from llmx.observe.page.run import MAX_POINTS, curves, run_page
+from llmx.observe.page.sweep import write_report
 from llmx.observe.report.run_data import load_run
+from llmx.observe.report.sweep_data import load_sweep
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
-from tests import tracked_run
-from tests.chromium import measured
-
-PHONE, DESK = 390, 1280
+from tests import sweepdirs, tracked_run
+from tests.chromium import DESK, PHONE, Browser
 
 SAMPLES = {
     "rows": [
@@ -103,70 +105,49 @@ def long_config(root: Path) -> RunDir:
     return run
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
-    root = tmp_path_factory.mktemp("pages")
-    pages = {
-        make.__name__: page(load_run(make(root / make.__name__).root))
-        for make in (finished, failed, long_config)
-    }
-    places = [(name, width) for name in pages for width in (PHONE, DESK)]
-    results = measured(root, [(pages[name], width) for name, width in places])
-    return dict(zip(places, results, strict=True))
+HOSTILE = "</script><script>hacked=1</script><img src=x onerror=hacked=1><!-- \u202e"
 
 
-NAMES = ["finished", "failed", "long_config"]
+def hostile(root: Path) -> RunDir:
+    """Markup wherever a run has text."""
+    run = finished(root)
+    config = yaml.safe_load(run.config.read_text())
+    write_text(run.config, yaml.safe_dump({**config, "name": HOSTILE}))
+    rows = [{"prompt": HOSTILE, "expected": HOSTILE, "before": HOSTILE, "after": HOSTILE}]
+    write_json(run.samples, {"rows": rows})
+    write_json(run.data, {HOSTILE: [[HOSTILE, HOSTILE]], "train": [["a", "b"]]})
+    write_json(run.result, tracked_run.result("crash", cause=HOSTILE, traceback=HOSTILE))
+    measured = {**tracked_run.evaluation(40, 1.0, 0.5), HOSTILE: 1.0, "__proto__": 2.0}
+    tracked_run.append(run, [measured])
+    return run
 
 
-@pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_is_as_wide_as_the_screen(found: Any, name: str, width: int) -> None:
-    assert found[name, width]["window"] == width
-    assert found[name, width]["page"] == width
+def saved(make: Any, root: Path) -> str:
+    """The address of the report of a run."""
+    run = make(root)
+    data = load_run(run.root)
+    write_text(run.report, document(data.name, run_page(data)))
+    return str(run.report.as_uri())
 
 
-def test_tables_scroll_on_a_phone(found: Any) -> None:
-    assert found["failed", PHONE]["scrolling"] >= 3
-
-
-@pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("name", NAMES)
-def test_labels_of_an_axis_do_not_lie_over_each_other(found: Any, name: str, width: int) -> None:
-    assert found[name, width]["labels"] == []
-
-
-def test_all_parts_are_there(found: Any) -> None:
-    assert found["failed", PHONE]["headings"] == [
-        "Summary", "Loss", "Completions", "Warnings", "Attempts", "Data", "Config", "Plan",
-        "Files and commands", "Evaluations",
-    ]  # fmt: skip
-    assert "Attempts" not in found["finished", DESK]["headings"]
+# --- The JSON --------------------------------------------------------------------------------
 
 
 def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
-    text = page(load_run(failed(tmp_path / "run").root))
+    content = run_page(load_run(failed(tmp_path / "run").root))
+    assert content["order"] == [
+        "Outcome", "Summary", "Curves", "Completions", "Warnings", "Attempts", "Data", "Config",
+        "Plan", "Files and commands", "Evaluations", "Files",
+    ]  # fmt: skip
+    text = json.dumps(content)
     for words in (
         "rank 1 on ", "restart after 10 s", "step 20", "11 to 23",
         "The checkpoint of step 30 could not be used", "Changed by resume", "optim.lr",
         "3 rows", "training split", "task.steps",
     ):  # fmt: skip
         assert words in text, words
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.1, 7.9], (0, 8, ["0", "2", "4", "6", "8"])),
-        ([3.0, 3.0], (1.0, 5.0, ["1", "2", "3", "4", "5"])),
-        ([15_612, 15_630], (15_610, 15_630, ["15,610", "15,615", "15,620", "15,625", "15,630"])),
-        ([0.0009, 7.1], (1e-4, 10, ["0.0001", "0.001", "0.01", "0.1", "1", "10"])),
-    ],
-)
-def test_scales(values: list[float], expected: Any) -> None:
-    scale = scale_of(values)
-    assert (scale.low, scale.high) == pytest.approx(expected[:2])
-    assert [text for _, text in scale.ticks] == expected[2]
-    assert scale.is_log == (values[0] == 0.0009)
+    assert content["curves"]["tiny-演示"]["marks"] == {"resumed": [10, 20]}
+    assert "Attempts" not in run_page(load_run(finished(tmp_path / "other").root))["order"]
 
 
 def test_tables_of_an_evaluation_are_shown(tmp_path: Path) -> None:
@@ -177,7 +158,138 @@ def test_tables_of_an_evaluation_are_shown(tmp_path: Path) -> None:
     }  # fmt: skip
     damaged = [{**table, "rows": ["good"]}, {**table, "values": [[None, 1.0], [0.0, 0.0]]}]
     write_json(run.tables, {"step": 600, "tables": [table, *damaged]})
-    html = page(load_run(run.root))
-    assert "&lt;bad&gt;" in html
-    assert '<td class="number">9</td>' in html
-    assert "tables.json: a table with a missing value, or with rows of" in html
+    content = run_page(load_run(run.root))
+    (title, blocks) = content["sections"]["Evaluation"]
+    assert title == {"text": "Confusion matrix: actual by predicted, step 600"}
+    assert blocks["table"]["rows"] == [["好", "9", "1"], ["<bad>", "0", "0"]]
+    assert "tables.json: a table with a missing value, or with rows of" in json.dumps(content)
+
+
+def test_curves_have_a_column_for_each_value() -> None:
+    lines = [*tracked_run.lines(), {**tracked_run.train_line(42), "loss": None, "nonfinite": True}]
+    columns = curves(lines)
+    assert columns["train"]["step"][-2:] == [40, 42]
+    assert columns["train"]["time"][-1] == 42.0
+    assert columns["train"]["loss"][-1] is None
+    assert columns["marks"] == {"loss is NaN": [42]}
+    assert [entry["title"] for entry in columns["charts"]] == [
+        "Learning rate", "Gradient norm", "Tokens/s",
+    ]  # fmt: skip
+
+
+def test_a_spike_survives_thinning_and_a_longer_run_keeps_its_points() -> None:
+    values: list[float | None] = [1.0 + 0.001 * (at % 7) for at in range(12_000)]
+    values[5_000], values[7_000] = 9.0, None
+    points = list(enumerate(values))
+    chosen = thinned(points, lambda point: point[1], MAX_POINTS)
+    assert len(chosen) <= MAX_POINTS
+    assert (5_000, 9.0) in chosen
+    assert (7_000, None) in chosen
+    longer = thinned([*points, (12_000, 1.0)], lambda point: point[1], MAX_POINTS)
+    assert longer[: len(chosen) - 2] == chosen[:-2]
+    assert thinned(points[:900], lambda point: point[1], MAX_POINTS) == points[:900]
+
+
+def test_no_text_of_a_run_ends_the_data_of_its_page(tmp_path: Path) -> None:
+    """The policy names the page's own two scripts; "<" is nowhere in the data."""
+    data = load_run(hostile(tmp_path / "run").root)
+    text = document(data.name, run_page(data))
+    (content,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert "<" not in content
+    assert "hacked=1" in json.loads(content)["title"]
+    assert "\u202e" not in text
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text)
+    assert policy.count("'sha256-") == 3
+    assert "unsafe" not in policy
+    assert len(re.findall("<script>", text)) == 2
+
+
+# --- In a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+GEOMETRY = """({
+  page: document.documentElement.scrollWidth, window: document.documentElement.clientWidth,
+  headings: [...document.querySelectorAll('h2')].map(h => h.textContent),
+  scrolling: [...document.querySelectorAll('.scroll')]
+    .filter(e => e.scrollWidth > e.clientWidth).length,
+  charts: document.querySelectorAll('canvas').length,
+})"""
+
+
+@pytest.mark.parametrize("make", [finished, failed, long_config])
+def test_the_page_is_as_wide_as_the_screen(browser: Browser, tmp_path: Path, make: Any) -> None:
+    address = saved(make, tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").stat().st_size < 1_000_000
+    for width, dark in ((PHONE, True), (DESK, False)):
+        browser.open(address, width=width, dark=dark)
+        browser.wait("document.querySelectorAll('canvas').length >= 4")
+        browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        shown = browser.evaluate(GEOMETRY)
+        assert (shown["page"], shown["window"]) == (width, width)
+        assert "Curves" in shown["headings"]
+        assert width == DESK or make is not failed or shown["scrolling"] >= 3
+        assert browser.errors == []
+
+
+@pytest.mark.parametrize(("make", "charts"), [(sweepdirs.grid, 3), (sweepdirs.search, 5)])
+def test_a_sweep_is_drawn(browser: Browser, tmp_path: Path, make: Any, charts: int) -> None:
+    directory = make(tmp_path / "sweep")
+    sweep = load_sweep(directory)
+    write_report(sweep, directory)
+    for width in (PHONE, DESK):
+        browser.open((directory / "sweep.html").as_uri(), width=width)
+        browser.wait(f"document.querySelectorAll('canvas').length == {charts}")
+        assert browser.evaluate(GEOMETRY)["page"] == width
+        assert browser.errors == []
+    assert sweep.best is not None
+    first = browser.evaluate("document.querySelector('tr.best a').href")
+    assert first == (sweep.best.run_dir / "report.html").as_uri()
+
+
+def test_nothing_that_a_run_contains_is_run(browser: Browser, tmp_path: Path) -> None:
+    browser.open(saved(hostile, tmp_path / "run"))
+    assert browser.text().count("onerror=hacked=1") >= 8, "shown as text"
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate("typeof hacked") == "undefined"
+    assert browser.errors == []
+    # And the policy holds where the page would fail to: an inline script is refused.
+    browser.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), "
+        "{textContent: 'hacked=1'}))"
+    )
+    assert browser.evaluate("typeof hacked") == "undefined"
+    assert any("Content Security Policy" in text for text in browser.errors)
+
+
+PAIRS: list[tuple[Any, Any]] = [
+    ({}, {"a": [1, 2], "b": {"c": "x"}}),
+    ({"a": [1, 2], "b": {"c": "x", "d": 1}}, {"a": [1, 2, 3], "b": {"c": "y"}}),
+    ({"a": [1, 2, 3, 4]}, {"a": [1, 2, 9]}),
+    ({"a": [1, 2]}, {"a": [5]}),
+    ({"a": [1, 2]}, {"a": {"b": 1}}),
+    ({"a": {"b": 1}}, {"a": []}),
+    ({"a": [1, 2]}, {"a": []}),
+    ({"__proto__": [1]}, {"__proto__": [1, 2], "constructor": 1}),
+]
+
+
+def test_the_page_merges_what_has_changed(browser: Browser, tmp_path: Path) -> None:
+    browser.open(saved(finished, tmp_path / "run"))
+    for old, new in PAIRS:
+        before, patch = (json.dumps(value) for value in (old, changes(old, new)))
+        # As text, since an object literal would take "__proto__" for its prototype.
+        merged = browser.evaluate(
+            f"JSON.stringify(merge(merge({{}}, JSON.parse({json.dumps(before)})), "
+            f"JSON.parse({json.dumps(patch)})))"
+        )
+        assert json.loads(merged) == new
+    grown = changes({"loss": list(range(1000))}, {"loss": list(range(1002))})
+    assert grown == {"loss": {"from": 1000, "rest": [1000, 1001]}}
+    assert changes(PAIRS[0][1], PAIRS[0][1]) is None

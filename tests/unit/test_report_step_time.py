@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmx.observe.report.page import page
+from llmx.observe.page.run import run_page
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.step_time import MAX_RANKS, steps_by_rank
 from llmx.observe.report.wording import events, summary_rows
@@ -42,9 +42,10 @@ def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Pat
     assert ("idle", "30 % of the ranks' computing time, most on rank 1 (localhost): 60 %") in (
         summary_rows(data)
     )
-    text = page(data)
-    assert "One step by rank" in text
-    assert '<td class="number">120.0</td>' in text
+    _, bars, table = run_page(data)["sections"]["One step by rank"]
+    assert bars["bars"]["rows"][1] == ["rank 1", 20.0, 40.0, 120.0, 30.0, 10.0]
+    assert table["table"]["rows"][1][5] == "120.0"
+    assert table["table"]["rows"][1][-1] == "0.43"
 
 
 def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path) -> None:
@@ -58,17 +59,17 @@ def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path) -> None:
     ):
         data = finished(tmp_path / str(number), **values)
         assert steps_by_rank(data) is None
-        assert "One step by rank" not in page(data)
+        assert "One step by rank" not in run_page(data)["order"]
         assert "idle" not in dict(summary_rows(data))
 
 
 def test_of_many_ranks_the_extremes_are_shown(tmp_path: Path) -> None:
     forward = [0.1 - 0.0001 * rank for rank in range(300)]
     times = {"forward_s": forward, "backward_s": [0.2] * 300, "update_s": [0.01] * 300}
-    text = page(finished(tmp_path, **times))
-    assert f"{300 - MAX_RANKS} ranks between them are left out" in text
-    assert '<td class="number">0</td>' in text
-    assert '<td class="number">299</td>' in text
+    text, _, table = run_page(finished(tmp_path, **times))["sections"]["One step by rank"]
+    assert f"{300 - MAX_RANKS} ranks between them are left out" in text["text"]
+    ranks = [row[0] for row in table["table"]["rows"]]
+    assert (ranks[0], ranks[-1], len(ranks)) == ("0", "299", MAX_RANKS)
 
 
 def test_events_of_the_split_are_told(tmp_path: Path) -> None:

@@ -19,18 +19,17 @@ from rich.console import Console
 
 from llmx.__main__ import main
 from llmx.cli.main import run_here
+from llmx.observe.page import document
+from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.sweep_data import axes, load_sweep, union, value_of
-from llmx.observe.report.sweep_page import sweep_page
 from llmx.observe.report.sweep_table import to_csv, to_markdown
 from llmx.observe.status.sweep import progress_line, progress_of, sweep_progress
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import Sweep, Trial, is_sweep
 from tests import sweepdirs
-from tests.chromium import measured
 from tests.sweepdirs import START_S
 
 HERE = Path("/sweeps/one")
-PHONE, DESK = 390, 1280
 
 
 def trial(index: int, outcome: str = "ok", **values: Any) -> Trial:
@@ -132,8 +131,8 @@ def test_odd_grids_are_shown(trials: list[Trial], objective: str) -> None:
             if t.outcome == "ok" and (v := t.value(objective)) is not None and math.isfinite(v)
         ]
         assert sweep.best.value(objective) == (max if sweep.mode == "max" else min)(finite)
-    html = sweep_page(sweep, out=HERE)
-    assert "=<b>" not in html, "text of the sweep is escaped"
+    html = document("sweep", sweep_page(sweep, link=lambda trial: ""))
+    assert "=<b>" not in html, "no markup in the data"
     assert "\u202e" not in html
     rows = list(csv.reader(io.StringIO(to_csv(trials, directory=HERE))))
     assert len(rows) == len(trials) + 1
@@ -208,7 +207,7 @@ def test_several_sweeps_are_one_with_their_names(tmp_path: Path, capsys: Any) ->
         "sweep.csv", "sweep.md", "sweep.html",
     }  # fmt: skip
     page = (tmp_path / "both" / "sweep.html").read_text()
-    assert 'href="../a/0_zero-stage1_batch.micro_batch-1/report.html"' in page
+    assert '"href":"../a/0_zero-stage1_batch.micro_batch-1/report.html"' in page
     capsys.readouterr()
     before = (a / "sweep.json").stat().st_mtime_ns, (a / "sweep.csv").exists()
     assert main_report(str(a), str(b)) == 0
@@ -231,19 +230,21 @@ def test_the_same_name_in_two_places(tmp_path: Path) -> None:
 
 def test_the_page_has_the_trials_in_order_with_their_objective(tmp_path: Path) -> None:
     directory = sweepdirs.grid(tmp_path / "grid")
-    html = sweep_page(load_sweep(directory), out=directory)
-    charts = html[html.index("<h2>Objective") : html.index("<h2>Loss")]
-    assert re.findall("<h3>(.*?)</h3>", charts) == ["over zero", "over batch.micro_batch"]
-    assert charts.count("tokens/s, more is better") == 1
-    legend = re.sub("<[^>]*>", " ", charts)
-    assert "zero=stage2" in legend
-    assert "batch.micro_batch=4" in legend
-    rows = html[html.index("<h2>Trials") :].split("<tr")[2:]
-    assert rows[0].startswith(' class=best><td class="number">6</td>')
-    assert "1,941*" in rows[0]
-    assert 'href="6_zero-stage2_batch.micro_batch-4/report.html"' in rows[0]
-    assert "oom" in html
-    assert not re.search(r"https?://", html), "nothing is loaded from a network"
+    sections = sweep_page(load_sweep(directory), link=lambda trial: f"#{trial.index}")["sections"]
+    title, charts = sections["Objective"]
+    assert title == {"text": "tokens/s, more is better"}
+    assert [chart["title"] for chart in charts["charts"]] == ["over zero", "over batch.micro_batch"]
+    names = [series["name"] for chart in charts["charts"] for series in chart["series"]]
+    assert {"zero=stage2", "batch.micro_batch=4"} <= {*names}
+    table = sections["Trials"][0]["table"]
+    assert table["heads"][:2] == ["#", "run"], "a wide table is clipped at its right end"
+    assert table["best"] == 0
+    assert table["rows"][0][:2] == [
+        "6",
+        {"text": "6_zero-stage2_batch.micro_batch-4", "href": "#6"},
+    ]
+    assert "1,941*" in table["rows"][0]
+    assert "oom" in json.dumps(sections["Failed and left out"])
 
 
 def test_a_title_says_what_was_swept_and_equal_curves_are_one_line() -> None:
@@ -254,25 +255,9 @@ def test_a_title_says_what_was_swept_and_equal_curves_are_one_line() -> None:
         for at, (name, curve) in enumerate(curves.items())
     ]
     where = Path("/outputs/2030-01-01/12-00-00")
-    html = sweep_page(Sweep(where, trials, "eval/loss"), out=where)
-    assert "<title>Sweep over zero" in html
-    loss = html[html.index("<h2>Loss") : html.index("<h2>Trials")]
-    assert "[0] zero=stage1 = [1] zero=stage2" in re.sub("<[^>]*>", "", loss)
-    heads = re.findall(r"<th[^>]*>([^<]+)", html)
-    assert heads[:2] == ["#", "run"], "a wide table is clipped at its right end"
-
-
-def test_the_pages_in_a_browser(tmp_path: Path) -> None:
-    """As wide as the screen, no label over another, on a phone and on a desk."""
-    directories = [
-        sweepdirs.grid(tmp_path / "grid"), sweepdirs.rates(tmp_path / "rates"),
-        sweepdirs.search(tmp_path / "search"),
-    ]  # fmt: skip
-    pages = [sweep_page(load_sweep(each), out=each) for each in directories]
-    places = [(page, width) for page in pages for width in (PHONE, DESK)]
-    for (_, width), facts in zip(places, measured(tmp_path, places), strict=True):
-        assert (facts["window"], facts["page"]) == (width, width)
-        assert facts["labels"] == []
+    content = sweep_page(Sweep(where, trials, "eval/loss"), link=lambda trial: "")
+    assert content["title"].startswith("Sweep over zero")
+    assert list(content["curves"]) == ["[0] zero=stage1 = [1] zero=stage2", "[2] zero=stage3"]
 
 
 # --- While it runs ---------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
+from llmx.observe.page import document
+from llmx.observe.page.run import run_page
+from llmx.observe.page.sweep import PAGE, write_report
 from llmx.observe.report.figure import draw_losses
-from llmx.observe.report.page import page
 from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.sweep_data import CSV, load_sweep, union
-from llmx.observe.report.sweep_page import PAGE, write_report
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,
@@ -111,4 +112,4 @@ def _report(run_dir: Path, *, width: int | None) -> int:
 def write_files(data: RunData) -> None:
     """Write ``loss.png``, where there is a loss, and ``report.html``."""
     draw_losses([data], data.run.loss_curve)
-    write_text(data.run.report, page(data))
+    write_text(data.run.report, document(data.name, run_page(data)))

@@ -8,6 +8,7 @@ changes in ``history/``; writes nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class RunData:
     @property
     def train(self) -> list[Record]:
         """The ``train`` lines; of a step that was repeated after a restart, the last."""
-        return _last_of_each_step(self.records, "train")
+        return last_of_each_step(self.records, "train")
 
     @property
     def was_started(self) -> bool:
@@ -129,7 +130,7 @@ class RunData:
     @property
     def evals(self) -> list[Record]:
         """The ``eval`` lines; of a step that was repeated after a restart, the last."""
-        return _last_of_each_step(self.records, "eval")
+        return last_of_each_step(self.records, "eval")
 
 
 def load_run(root: Path) -> RunData:
@@ -193,6 +194,7 @@ def _is_rectangular(table: Table) -> bool:
     )
 
 
-def _last_of_each_step(records: list[Record], kind: str) -> list[Record]:
+def last_of_each_step(records: Sequence[Record], kind: str) -> list[Record]:
+    """The lines of one kind; of a step that was repeated after a restart, the last."""
     by_step = {step_of(record): record for record in records if record.get("kind") == kind}
     return [by_step[step] for step in sorted(by_step)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmx import text as human
-from llmx.observe.report.markup import table
+from llmx.observe.page import Block, block, table
 from llmx.observe.report.run_data import RunData
 from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import step_of
@@ -110,16 +110,18 @@ def idle_text(steps: Steps) -> str:
     return text
 
 
-def steps_table(data: RunData) -> str:
-    """The parts of a step for each rank, as HTML; empty where the ranks did not measure them."""
+def steps_blocks(data: RunData) -> list[Block | None]:
+    """The parts of a step for each rank; empty where the ranks did not measure them."""
     steps = steps_by_rank(data)
     if steps is None:
-        return ""
+        return []
     ranks = sorted(steps.ranks, key=lambda rank: (rank.idle, rank.rank))
     omitted = len(ranks) - MAX_RANKS
     if omitted > 0:
         ranks = ranks[: MAX_RANKS // 2] + ranks[-(MAX_RANKS // 2) :]
-    heads = ["rank", "host", "device", *(f"{name}, ms" for name in PARTS), "idle"]
+    ranks.sort(key=lambda rank: rank.rank)
+    memory = next((line["memory_gib"] for line in data.train[::-1] if line.get("memory_gib")), [])
+    heads = ["rank", "host", "device", *(f"{name}, ms" for name in PARTS), "idle", "peak GiB"]
     rows = [
         [
             str(rank.rank),
@@ -127,14 +129,24 @@ def steps_table(data: RunData) -> str:
             rank.device,
             *(f"{1e3 * getattr(rank, name):,.1f}" for name in PARTS),
             human.percent(rank.idle),
+            human.gib(memory[rank.rank]) if rank.rank < len(memory) else "",
         ]
-        for rank in sorted(ranks, key=lambda rank: rank.rank)
+        for rank in ranks
     ]
-    kinds = ["number", "short", "short", *["number"] * (len(PARTS) + 1)]
+    bars = [
+        [f"rank {rank.rank}", *(round(1e3 * getattr(rank, name), 3) for name in PARTS)]
+        for rank in ranks
+    ]
+    kinds = ["number", "short", "short", *["number"] * (len(PARTS) + 2)]
     note = f" {plural(omitted, 'rank')} between them are left out." if omitted > 0 else ""
-    return (
-        f"<p>The mean step up to step {steps.step:,}, as the ranks measured it. A backward pass "
+    text = (
+        f"The mean step up to step {steps.step:,}, as the ranks measured it. A backward pass "
         "counts as computing in the proportion of the rank that waits least; waits are for other "
         "ranks and the exchange of gradients; idle is what a rank computes less than the slowest "
-        f"one.{note}</p>{table(rows, heads=heads, kinds=kinds)}"
+        f"one.{note}"
     )
+    return [
+        block("text", text),
+        block("bars", {"parts": PARTS, "rows": bars, "unit": "ms"}),
+        table(rows, heads=heads, kinds=kinds),
+    ]

@@ -44,14 +44,13 @@ def panel(view: View, *, blocks: str = BLOCKS) -> Group:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
-    for name, value in _rows(view, blocks):
-        rows.add_row(f"  {name}", value)
+    for name, value in [*rows_of(view, blocks), *_places(view)]:
+        rows.add_row(f"  {name}", Text(value))
     return Group(Text(""), head, rows)
 
 
-def _rows(view: View, blocks: str) -> list[tuple[str, Text]]:
-    from rich.text import Text
-
+def rows_of(view: View, blocks: str = BLOCKS) -> list[tuple[str, str]]:
+    """Name and value of what is known of a run now: step, loss, speed, memory, hosts, events."""
     rows = [("why", view.why), ("do", view.fix)]
     rows += [("step", _progress(view, blocks)), ("loss", _loss(view, blocks))]
     rows += [("metrics", ", ".join(f"{title} {value}" for title, value in view.train_metrics))]
@@ -59,10 +58,13 @@ def _rows(view: View, blocks: str) -> list[tuple[str, Text]]:
     rows += [("saved", _saved(view)), ("restarts", _restarts(view))]
     rows += [(name, activity) for name, activity in view.hosts]
     rows += [("events", "\n".join(_events(view)))]
-    rows += [("damaged", "\n".join(view.damage)), ("run", view.path)]
-    if view.report and view.is_over:
-        rows += [("report", f"{view.path}/report.html")]
-    return [(name, Text(value)) for name, value in rows if value]
+    rows += [("damaged", "\n".join(view.damage))]
+    return [(name, value) for name, value in rows if value]
+
+
+def _places(view: View) -> list[tuple[str, str]]:
+    report = [("report", f"{view.path}/report.html")] * (view.report and view.is_over)
+    return [("run", view.path), *report]
 
 
 def _progress(view: View, blocks: str) -> str:
@@ -168,9 +170,9 @@ def table(views: list[View], *, num_runs: int) -> list[Text]:
             (
                 view.state,
                 f"{step}/{view.total:,}" if step and view.total else step,
-                _short_loss(view),
+                short_loss(view),
                 "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
-                _time(view),
+                time_text(view),
                 str(view.restarts or ""),
                 "" if view.saved_step is None else f"{view.saved_step:,}",
             )
@@ -195,13 +197,15 @@ def table(views: list[View], *, num_runs: int) -> list[Text]:
     return lines
 
 
-def _short_loss(view: View) -> str:
+def short_loss(view: View) -> str:
+    """The last logged loss in a few digits."""
     if view.lost:
         return "nan"
     return "" if view.loss is None else human.number(view.loss)
 
 
-def _time(view: View) -> str:
+def time_text(view: View) -> str:
+    """The time that is left, else that it took."""
     if view.left_s is not None:
         return f"{duration_text(view.left_s)} left"
     return "" if view.took_s is None else duration_text(view.took_s)
@@ -213,7 +217,7 @@ def plain_line(view: View) -> str:
     if view.step is not None:
         parts.append(f"step {view.step}/{view.total}" if view.total else f"step {view.step}")
     if view.loss is not None or view.lost:
-        parts.append(f"loss {_short_loss(view)}")
+        parts.append(f"loss {short_loss(view)}")
     if view.tokens_per_s is not None and view.state in LIVE:
         parts.append(f"{human.count(view.tokens_per_s)} tokens/s")
     if view.left_s is not None:

@@ -1,0 +1,300 @@
+"""A run as JSON, from its directory: for ``report.html``, and for the live page.
+
+``curves`` are its logged values in columns; what else is shown stands in words in sections, as on
+the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llmx import text as human
+from llmx.config import Experiment, to_dict
+from llmx.observe.page import Block, Json, block, page, table, thinned
+from llmx.observe.report import step_time, wording
+from llmx.observe.report.run_data import RunData, last_of_each_step
+from llmx.redact import redact
+from llmx.run.metrics import declared_of, measured, metric_of
+from llmx.run.metrics.lines import Record, scalars, step_of
+from llmx.run.provenance.differences import flattened, short_value
+from llmx.text import plural
+
+MAX_POINTS = 2_000
+"""Lines of the curves; beyond, those of the least and the largest loss of each stretch are kept."""
+MAX_COMPLETIONS = 50
+LONGEST_COMPLETION = 1_500
+"""Characters; ``samples.json`` has the whole."""
+LONGEST_FILE = 60_000
+"""Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
+NOT_SHOWN = ("schema_version", "name", "run_dir", "dry_run", "hardware.hosts", "hardware.devices",
+             "tokenizer.")  # fmt: skip
+"""Beginnings of keys: those of the run alone, of other commands, and what the plan shows better."""
+CURVES = {"loss": "", "loss_mean": "", "lr": "Learning rate", "grad_norm": "Gradient norm",
+          "tokens_per_s": "Tokens/s"}  # fmt: skip
+"""Keys of ``train`` lines -> title of their chart; the first two are in that of the loss."""
+
+
+def run_page(data: RunData) -> Json:
+    """The whole page, from the headline to the files of the run."""
+    headline = wording.headline(data)
+    reasons = [row for row in (("cause", headline.cause), ("fix", headline.fix)) if row[1]]
+    columns = curves(data.records)
+    files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
+    step, samples = _generated(data)
+    return page(
+        f"{data.name}: {headline.line}",
+        headline.state,
+        {
+            "Outcome": [table(reasons), block("code", wording.traceback_excerpt(data))],
+            "Summary": [table(wording.summary_rows(data))],
+            "Curves": [],
+            "One step by rank": step_time.steps_blocks(data),
+            "Evaluation": _tables(data),
+            "Completions": _completions(data),
+            f"Samples of step {step:,}": [samples],
+            "Warnings": [block("list", wording.warnings(data))],
+            "Attempts": [_attempts(data), block("list", wording.events(data))],
+            "Data": _data(data),
+            "Config": _config(data),
+            "Plan": _plan(data.plan),
+            "Files and commands": [table(wording.locations(data), kinds=("name", "code"))],
+            "Evaluations": [_evaluations(data)],
+            "Files": [
+                block("fold", {"title": name, "code": text})
+                for name in files
+                if (text := _text_of(data, name))
+            ],
+        },
+        curves={data.name: columns} if columns["train"]["step"] or columns["eval"]["step"] else {},
+    )
+
+
+def curves(records: Sequence[Record]) -> Json:
+    """The logged values of a run in columns, and the charts to draw of them.
+
+    ``time`` is in seconds since the first line. A value that is missing or not finite is null.
+    """
+    declared = declared_of(records)
+    begun = next((record["time"] for record in records if record.get("time")), 0.0)
+    columns: Json = {"charts": []}
+    for kind, least in (("train", 2), ("eval", 3)):
+        lines = thinned(last_of_each_step(records, kind), lambda line: line.get("loss"), MAX_POINTS)
+        names = {name: title for name, title in CURVES.items() if kind == "train" or not title}
+        columns[kind] = {
+            "step": [step_of(line) for line in lines],
+            "time": [round((line.get("time") or begun) - begun, 1) for line in lines],
+        }
+        values = [measured(line, declared) for line in lines]
+        for name in dict.fromkeys(key for line in values for key in line):
+            metric = metric_of(name, declared)
+            unit = " (%)" if metric.format == "percent" else ""
+            of = ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
+            names[name] = f"{metric.title[:1].upper()}{metric.title[1:]}{of}{unit}"
+            scale = 100 if unit else 1
+            for line in values:
+                if line.get(name) is not None:
+                    line[name] *= scale
+        for name, title in names.items():
+            column = [
+                _rounded(line.get(name) if name in CURVES else metrics.get(name))
+                for line, metrics in zip(lines, values, strict=True)
+            ]
+            count = sum(value is not None for value in column)
+            if count:
+                columns[kind][name] = column
+            # A line through two evaluations (before and after) would look like a measured curve.
+            if title and count >= least:
+                columns["charts"].append({"title": title, "kind": kind, "name": name})
+    resumed = {step_of(record) for record in records if record.get("event") == "resumed"}
+    lost = [line for line in last_of_each_step(records, "train") if line.get("nonfinite")]
+    marks = {
+        "resumed": sorted(resumed),
+        "loss is NaN": [step_of(line) for line in lost if line.get("loss") is None],
+    }
+    columns["marks"] = {name: steps[-MAX_POINTS:] for name, steps in marks.items() if steps}
+    return columns
+
+
+def _rounded(value: Any) -> float | None:
+    """Six digits: more than a screen has, in half the bytes."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _tables(data: RunData) -> list[Block | None]:
+    """The tables of the newest evaluation, such as a confusion matrix."""
+    blocks: list[Block | None] = []
+    for entry in data.tables:
+        rows = [
+            [name, *(f"{value:,g}" for value in values)]
+            for name, values in zip(entry.rows, entry.values, strict=True)
+        ]
+        kinds = ["name", *["number"] * len(entry.columns)]
+        blocks.append(block("text", f"{entry.title}, step {data.tables_step:,}"))
+        blocks.append(table(rows, heads=["", *entry.columns], kinds=kinds))
+    return blocks
+
+
+def _completions(data: RunData) -> list[Block | None]:
+    marks = {True: "✓ ", False: "✗ ", None: ""}
+    completed = wording.completions(data)
+    rows = [
+        [
+            _cut(row.prompt),
+            _cut(row.expected),
+            marks[row.right_before] + _cut(row.before),
+            marks[row.right_after] + _cut(row.after),
+        ]
+        for row in completed[:MAX_COMPLETIONS]
+    ]
+    heads = ["prompt", "expected", "before training", "after training"]
+    omitted = len(completed) - len(rows)
+    note = f"and {omitted:,} more in samples.json" if omitted else ""
+    return [table(rows, heads=heads, kinds=[""] * 4), block("text", note)]
+
+
+def _generated(data: RunData) -> tuple[int, Block | None]:
+    """Samples that were trained on, with each part of their reward, and their step."""
+    step, samples = wording.generated(data)
+    names = list(dict.fromkeys(name for row in samples for name in row["rewards"]))
+    rows = [
+        [
+            _cut(row["prompt"]),
+            _cut(row["completion"]),
+            *(wording.number(row["rewards"].get(name)) for name in names),
+            wording.number(row["advantage"]),
+        ]
+        for row in samples
+    ]
+    heads = ["prompt", "completion", *names, "advantage"]
+    kinds = ["", "", *["number"] * (len(names) + 1)]
+    return step, table(rows, heads=heads, kinds=kinds)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_COMPLETION:
+        return text
+    return f"{text[:LONGEST_COMPLETION]}… ({len(text):,} characters)"
+
+
+def _attempts(data: RunData) -> Block | None:
+    """One row per attempt with its end and what followed, if there was more than one."""
+    rows = []
+    if len(data.attempts) > 1 or any(line.get("decision") == "restart" for line in data.attempts):
+        rows = [_attempt(line) for line in data.attempts]
+    heads = ["attempt", "steps", "outcome", "cause", "then", "checkpoint", "began", "took"]
+    kinds = ["number", "short", "short", "", "short", "number", "short", "short"]
+    return table(rows, heads=heads, kinds=kinds)
+
+
+def _attempt(line: dict[str, Any]) -> list[str]:
+    started, ended = line.get("started") or 0.0, line.get("ended") or 0.0
+    saved, first, last = line.get("saved_step"), line.get("first_step"), line.get("last_step")
+    trained = first is not None and last is not None and last > first
+    where = [f"rank {line.get('rank')}"] * (line.get("rank") is not None)
+    where += [f"on {line.get('host')}"] * bool(line.get("host"))
+    cause, decision = line.get("cause") or "", line.get("decision") or ""
+    wait = f" after {human.duration(line['wait_s'])}" if line.get("wait_s") else ""
+    return [
+        str(line.get("attempt", "")),
+        f"{first + 1:,} to {last:,}" if trained and first is not None else "none",
+        str(line.get("outcome", "")),
+        f"{' '.join(where)}: {cause}" if where and cause else cause,
+        f"{decision}{wait}" if decision == "restart" else decision,
+        "" if saved is None else f"step {saved:,}",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
+        human.duration(ended - started) if ended > started > 0 else "",
+    ]
+
+
+def _data(data: RunData) -> list[Block | None]:
+    names = {"train": "training split", "eval": "evaluation split"}
+    blocks: list[Block | None] = []
+    for split, rows in data.data.items():
+        title = names.get(split, split) if len(data.data) > 1 else ""
+        blocks += [block("heading", title), table(rows)]
+    return blocks
+
+
+def _config(data: RunData) -> list[Block | None]:
+    """Show the typed overrides, the values that are no defaults, and the changes by resume."""
+    defaults = flattened(to_dict(Experiment()))
+    settings = [
+        (key, short_value(value, limit=200))
+        for key, value in flattened(data.config).items()
+        if not key.startswith(NOT_SHOWN)
+        and value not in ({}, [])
+        and (key not in defaults or value != defaults[key])
+    ]
+    changed = [
+        [f"{change.get('step') or 0:,}", key, short_value(old), short_value(new)]
+        for change in data.changes
+        for key, (old, new) in (change.get("changes") or {}).items()
+    ]
+    heads, kinds = ["from step", "key", "before", "after"], ["number", "short", "short", "short"]
+    return [
+        block("text", "Typed:" if data.typed else ""),
+        block("code", shlex.join(data.typed)),
+        block("text", "All that is not a default:" if settings else ""),
+        table(settings),
+        block("heading", "Changed by resume" if changed else ""),
+        table(changed, heads=heads, kinds=kinds),
+    ]
+
+
+def _evaluations(data: RunData) -> Block | None:
+    """Every number of every evaluation."""
+    rows = [(step_of(record), scalars(record)) for record in data.evals]
+    names = list(dict.fromkeys(name for _, values in rows for name in values))
+    cells = [
+        [f"{step:,}", *(f"{values[name]:.5g}" if name in values else "" for name in names)]
+        for step, values in rows
+    ]
+    return table(cells, heads=["step", *names], kinds=["number"] * (len(names) + 1))
+
+
+def _plan(plan: dict[str, Any]) -> list[Block | None]:
+    hosts, batch = plan.get("hosts") or [], plan.get("batch") or {}
+    names = {index: host["name"] for index, host in enumerate(hosts)}
+    rows = [
+        [
+            str(rank["rank"]),
+            names.get(rank["host"], ""),
+            rank["device"],
+            str(rank["micro_batch"]),
+        ]
+        for rank in plan.get("ranks") or []
+    ]
+    if not rows:
+        return []
+    size = plan.get("num_parameters") or 0
+    facts = [
+        ("precision", f"{plan.get('precision')}: {plan.get('precision_reason')}"),
+        (
+            "global batch",
+            f"{plural(batch.get('global_batch') or 0, 'sample')} of "
+            f"{plural(batch.get('seq_len') or 0, 'token')}",
+        ),
+        ("accumulation", plural(batch.get("accumulation") or 0, "micro step")),
+        ("parameters", human.count(size) if size else "not known before the model is built"),
+        ("transport", str(plan.get("transport"))),
+    ]
+    kinds = ["number", "short", "short", "number"]
+    heads = ["rank", "host", "device", "micro batch"]
+    return [table(facts), table(rows, heads=heads, kinds=kinds)]
+
+
+def _text_of(data: RunData, name: str) -> str:
+    try:
+        text = (data.run.root / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    if len(text) <= LONGEST_FILE:
+        return redact(text)
+    # A credential across the cut is not cut before it is masked.
+    return f"{redact(text)[:LONGEST_FILE]}\n... {len(text):,} characters, whole in {name}"

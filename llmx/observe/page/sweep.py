@@ -1,0 +1,213 @@
+"""A sweep as JSON: the best trial, its objective over each swept key, loss curves, the table.
+
+``sweep.html`` is the page with it, in one file that opens anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llmx import text as human
+from llmx.observe.page import Block, Json, block, document, page, table, thinned
+from llmx.observe.report.sweep_data import SWEEP, axes, value_of
+from llmx.observe.report.sweep_table import (
+    best_command,
+    best_lines,
+    cells,
+    failures,
+    headline,
+    known_of,
+    settings_of,
+    title_of,
+    write_sweep,
+)
+from llmx.run.rundir import write_text
+from llmx.run.sweepdir import ENDED, WELL, Sweep, Trial
+from llmx.text import plural
+
+PAGE = "sweep.html"
+MAX_CURVES = 120
+MAX_POINTS = 500
+"""Of one of the curves."""
+MAX_LINES = 8
+"""Combinations of the other keys that get a line of their own: as many as there are colours."""
+
+Link = Callable[[Trial], str]
+"""Where a trial's run is shown; empty where it is not."""
+
+
+def write_report(sweep: Sweep, out: Path) -> None:
+    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
+    out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
+    write_sweep(sweep.trials, directory=out, best=best_lines(sweep))
+    content = sweep_page(sweep, link=lambda trial: _saved(trial, out))
+    write_text(out / PAGE, document(content["title"], content))
+
+
+def _saved(trial: Trial, out: Path) -> str:
+    """The path of the run's report, else of its directory, relative to ``out``."""
+    if not trial.run_dir.is_dir():
+        return ""
+    report = trial.run_dir / "report.html"
+    target = report if report.is_file() else trial.run_dir
+    return quote(os.path.relpath(target, out))
+
+
+def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
+    """The whole page; ``note``: that nothing of it runs any more."""
+    trials = sweep.trials
+    ended_well = any(trial.outcome in WELL for trial in trials)
+    state = "open" if not sweep.complete else "ok" if ended_well else "failed"
+    title = (
+        " + ".join(dict.fromkeys(trial.sweep for trial in trials if trial.sweep))
+        or sweep.directory.name
+    )
+    if not re.search("[A-Za-z]", title) and axes(trials):  # Hydra's directory, a date and a time
+        title = f"Sweep over {', '.join(axes(trials))}"
+    curves, undrawn = loss_curves(sweep)
+    better = "more" if sweep.mode == "max" else "less"
+    objective = f"{title_of(sweep.objective, trials)}, {better} is better"
+    charts = objective_charts(sweep)
+    return page(
+        f"{title}: {headline(trials)}",
+        state,
+        {
+            "Best": [block("text", note), *_best(sweep)],
+            "Summary": [table(_summary(sweep))],
+            "Objective": [block("text", objective if charts else ""), block("charts", charts)],
+            "Curves": [],
+            "Not drawn": [block("text", plural(undrawn, "trial") if undrawn else "")],
+            "Trials": [_table(sweep, link)],
+            "Failed and left out": [block("list", failures(trials))],
+            "Warnings": [block("list", [*sweep.warnings])],
+        },
+        curves=curves,
+    )
+
+
+def number_of(text: str) -> float | None:
+    """The finite number that a typed value is, if it is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def in_order(values: Sequence[str]) -> list[str]:
+    """Each value once: numbers by size, else ``stage2`` before ``stage10``."""
+
+    def padded(value: str) -> str:
+        return re.sub(r"\d+", lambda digits: digits[0].zfill(20), value)
+
+    sizes = {value: number_of(value) for value in values}
+    return sorted(sizes, key=lambda value: (sizes[value] or 0.0, padded(value)))
+
+
+def objective_charts(sweep: Sweep) -> list[Json]:
+    """The objective over the values of each swept key: a line for each combination of the other
+    keys, or dots where there are too many."""
+    names = axes(sweep.trials)
+    ended = [
+        (trial, value)
+        for trial in sweep.trials
+        if trial.outcome in WELL
+        and (value := trial.value(sweep.objective)) is not None
+        and math.isfinite(value)
+    ]
+    charts = []
+    for name in names if len(ended) > 1 else ():
+        other_names = [other for other in names if other not in (name, SWEEP)]
+        typed = {trial.label: value_of(trial, name) for trial, _ in ended}
+        values = in_order([value for value in typed.values() if value is not None])
+        if len(values) < 2:
+            continue
+        sizes = [size for value in values if (size := number_of(value)) is not None]
+        is_numeric = len(sizes) == len(values)
+        places = dict(zip(values, sizes if is_numeric else range(len(values)), strict=True))
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for trial, objective in ended:
+            if (text := typed[trial.label]) is not None:
+                point = (places[text], objective)
+                groups.setdefault(settings_of(trial, other_names), []).append(point)
+        has_lines = len(groups) <= MAX_LINES
+        series = []
+        for colour, (settings, points) in enumerate(groups.items()):
+            x, y = zip(*sorted(points), strict=True)
+            kind = "line dots" if has_lines else "dots"
+            line = {"name": settings, "x": x, "y": y, "kind": kind}
+            series.append({**line, "colour": colour if has_lines else 0})
+        labels = [] if is_numeric else [human.one_line(value, limit=16) for value in values]
+        charts.append({"title": f"over {name}", "series": series, "names": labels})
+    return charts
+
+
+def loss_curves(sweep: Sweep) -> tuple[Json, int]:
+    """The training losses of all trials, by what they are, and how many are left out; curves that
+    look alike are one."""
+    with_curve = [trial for trial in sweep.trials if len(trial.curve) > 1]
+    with_curve = [trial for trial in with_curve if trial.outcome != "same"]
+    best, names = sweep.best, axes(sweep.trials)
+    stride = math.ceil(len(with_curve) / MAX_CURVES)
+    alike: dict[tuple[str, ...], list[Trial]] = {}
+    for at, trial in enumerate(with_curve):
+        if trial is best or at % stride == 0:
+            alike.setdefault(tuple(f"{x}: {y:.3g}" for x, y in trial.curve), []).append(trial)
+    curves: Json = {}
+    for group in alike.values():
+        title = " = ".join(
+            f"{trial.label} {settings_of(trial, names)}"
+            + ("" if trial.outcome == "ok" else f": {trial.word}")
+            for trial in group
+        )
+        points = thinned(group[0].curve, lambda point: point[1], MAX_POINTS)
+        steps, losses = zip(*points, strict=True)
+        curves[title] = {"train": {"step": steps, "loss": losses}, "best": best in group}
+    return curves, len(with_curve) - sum(map(len, alike.values()))
+
+
+def _best(sweep: Sweep) -> list[Block | None]:
+    best = sweep.best
+    if best is None:
+        return []
+    name = title_of(sweep.objective, sweep.trials)
+    text = (
+        f"Best by {name}: {best.label} {settings_of(best, axes(sweep.trials))} "
+        f"({known_of(best, sweep.objective)}). To train with it:"
+    )
+    return [block("text", text), block("code", best_command(sweep, best))]
+
+
+def _summary(sweep: Sweep) -> list[tuple[str, str]]:
+    trials = sweep.trials
+    rows = [("typed", shlex.join(sweep.words))] if sweep.words else []
+    begins = [trial.started for trial in trials if trial.started]
+    began = sweep.started or (min(begins) if begins else None)
+    ends = [trial.ended for trial in trials if trial.ended]
+    if began:
+        rows.append(("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))))
+        if ends and max(ends) > began:
+            word = "time" if all(trial.state == ENDED for trial in trials) else "time so far"
+            rows.append((word, human.duration(max(ends) - began)))
+    return [*rows, ("directory", str(sweep.directory))]
+
+
+def _table(sweep: Sweep, link: Link) -> Block | None:
+    """The table of the terminal, the best trial first, with a link to each run."""
+    heads, rows = cells(sweep.ranked)
+    linked: list[list[Any]] = []
+    for trial, (index, *numbers) in zip(sweep.ranked, rows, strict=True):
+        href = link(trial)
+        run = {"text": trial.run_dir.name, "href": href} if href else ""
+        linked.append([index, run, *numbers])
+    kinds = ["number", "short", "words", "short", *["number"] * (len(heads) - 3)]
+    best = 0 if sweep.best else None
+    return table(linked, kinds=kinds, heads=[heads[0], "run", *heads[1:]], best=best)

@@ -1,0 +1,323 @@
+"""``python -m llmx ui``: runs and sweeps in a browser, live. It reads, and needs no package.
+
+    python -m llmx ui                         all runs under outputs/
+    python -m llmx ui DIR --port 8080         those under DIR
+
+The page asks for ``events?run=ID``, ``events?sweep=ID`` or ``events``, and gets server-sent events:
+first the whole (``llmx/observe/page``), then what has changed since. ``ID`` is a path below DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from llmx import text as human
+from llmx.errors import ConfigError, LlmxError
+from llmx.observe.compare import difference_of
+from llmx.observe.page import Json, block, changes, document, page, plain, table
+from llmx.observe.page.run import curves, run_page
+from llmx.observe.page.sweep import sweep_page
+from llmx.observe.report.run_data import load_run
+from llmx.observe.report.sweep_data import SweepReader
+from llmx.observe.status import outputs
+from llmx.observe.status.observer import Observer, find_runs
+from llmx.observe.status.remote import parse_location
+from llmx.observe.status.show import rows_of, short_loss, time_text
+from llmx.observe.status.sweep import look
+from llmx.observe.status.view import LIVE, View, interpret
+from llmx.redact import redact
+from llmx.run.rundir import RunDir
+from llmx.run.sweepdir import Trial, is_sweep
+from llmx.run.tail import read_records
+
+LOCAL = "127.0.0.1"
+EVERY_S = 1.0
+READ_S = 0.5
+LOG_BYTES = 32_768
+"""Of the end of a log."""
+Query = Mapping[str, list[str]]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    word = options.location or outputs()
+    location = parse_location(word)
+    if location.host:
+        raise ConfigError(
+            f"{word}: ui shows runs of the machine that it runs on. Start it there through ssh, "
+            f"and open the address that it prints: ssh -L {options.port}:localhost:{options.port} "
+            f"{location.host} python -m llmx ui {location.path} --port {options.port}"
+        )
+    base = Path(word).expanduser()
+    if not base.is_dir():
+        raise ConfigError(
+            f"no such directory: {word}. Give a directory that contains runs; the default is "
+            "outputs/."
+        )
+    try:
+        server = Server(base, host=options.host or LOCAL, port=options.port)
+    except OSError as error:
+        address = f"{options.host or LOCAL}:{options.port}"
+        raise ConfigError(
+            f"{address}: cannot listen there ({error.strerror}). Choose another port, e.g. "
+            "--port 8171, or --port 0 for a free one."
+        ) from error
+    print(f"{server.url}\nOpen this address; it shows the runs in {base}. Ctrl-C ends it.")
+    server.serve_forever()
+    return 0
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page and its events to those who know the token."""
+
+    daemon_threads = True
+
+    def __init__(self, base: Path, *, host: str = LOCAL, port: int = 0) -> None:
+        super().__init__((host, port), Handler)
+        self.views = Views(base)
+        self.token = secrets.token_urlsafe(16)
+        self.stopping = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """The address to open, with the token."""
+        host, port = self.server_address[:2]
+        name = "localhost" if host == LOCAL else host
+        return f"http://{name!s}:{port}/?{urlencode({'token': self.token})}"
+
+    def shutdown(self) -> None:
+        """Stop serving, and end the streams."""
+        self.stopping.set()
+        super().shutdown()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """``/`` is the page, ``/events`` the stream of what it shows."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer, if the token is the server's; a browser that goes away ends it."""
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        token = query.get("token", [""])[0].encode()
+        if not hmac.compare_digest(token, self.server.token.encode()):
+            self._send(403, "text/plain", "Open the address that python -m llmx ui has printed.\n")
+        elif url.path == "/":
+            self._send(200, "text/html", document("llmx", {"live": True}))
+        elif url.path == "/events":
+            self._stream(query)
+        else:
+            self._send(404, "text/plain", "no such page\n")
+
+    def _send(self, status: int, kind: str, text: str = "", *, is_stream: bool = False) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if not is_stream:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _stream(self, query: Query) -> None:
+        """Send the view whenever it changes, until the browser has gone."""
+        shown: Json = {}
+        try:
+            self._send(200, "text/event-stream", is_stream=True)
+            while True:
+                begun = time.monotonic()
+                view = self.server.views.view(query)
+                patch = changes(shown, view)
+                text = json.dumps(patch, ensure_ascii=False, separators=(",", ":"))
+                # A comment finds out whether anybody still listens.
+                self.wfile.write(b":\n\n" if patch is None else f"data: {text}\n\n".encode())
+                self.wfile.flush()
+                shown = view
+                # A slow disk is not read all the time.
+                pause_s = max(EVERY_S, 3 * (time.monotonic() - begun))
+                if self.server.stopping.wait(0 if view.get("unread") else pause_s):
+                    return
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address has the token."""
+
+
+class Views:
+    """The pages of the runs under a directory; what did not change on disk is not read again."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base.resolve()
+        self._lock = threading.Lock()
+        self._rows: dict[str, tuple[Any, Json]] = {}
+        self._pages: dict[tuple[str, str], tuple[Any, Json]] = {}
+        self._observers: dict[str, Observer] = {}
+        self._sweeps: dict[str, SweepReader] = {}
+
+    def view(self, query: Query) -> Json:
+        """The page of a query, as JSON has it."""
+        ids, sweep = query.get("run", []), query.get("sweep", [""])[0]
+        with self._lock:
+            try:
+                if sweep:
+                    return plain(self._sweep(sweep))
+                if len(ids) > 1:
+                    return plain(self._several(ids))
+                return plain(self._run(ids[0], query.get("log", [""])[0]) if ids else self._table())
+            except (LlmxError, OSError) as error:
+                return plain(page(str(error), "failed", {}))
+
+    def _inside(self, name: str) -> Path:
+        """The directory of an ID; ConfigError where it is none under the base."""
+        path = (self.base / name).resolve()
+        is_shown = RunDir(path).config.is_file() or is_sweep(path)
+        if not path.is_relative_to(self.base) or not is_shown:
+            raise ConfigError(f"{name}: there is no such run or sweep in {self.base}.")
+        return path
+
+    def _id(self, path: Path) -> str:
+        return str(path.relative_to(self.base))
+
+    # --- All runs --------------------------------------------------------------------------------
+
+    def _table(self) -> Json:
+        rows: dict[str, Json] = {}
+        for root in find_runs(str(self.base)):
+            name = self._id(Path(root))
+            stamp = _stamp(Path(root))
+            known = self._rows.get(name)
+            if known is None or known[0] != stamp or known[1]["state"] in LIVE:
+                view = interpret(Observer(root, brief=True).facts())
+                known = self._rows[name] = (stamp, self._row(view, Path(root).parent))
+            rows[name] = known[1]
+        live = sum(row["state"] in LIVE for row in rows.values())
+        title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
+        order = sorted(rows, key=lambda name: rows[name]["state"] not in LIVE)
+        return {**page(title, "", {}), "runs": rows, "order_of_runs": order}
+
+    def _row(self, view: View, parent: Path) -> Json:
+        step = "" if view.step is None else f"{view.step:,}"
+        return {
+            "state": view.state,
+            "step": f"{step}/{view.total:,}" if step and view.total else step,
+            "loss": short_loss(view),
+            "speed": "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
+            "time": time_text(view),
+            "hosts": ", ".join(name for name, _ in view.hosts[:3])
+            + (f" and {len(view.hosts) - 3} more" if len(view.hosts) > 3 else ""),
+            "sweep": self._id(parent) if is_sweep(parent) else "",
+            "why": view.why,
+        }
+
+    # --- Runs ------------------------------------------------------------------------------------
+
+    def _run(self, name: str, log: str) -> Json:
+        root = self._inside(name)
+        observer = self._observers.setdefault(name, Observer(str(root)))
+        view = interpret(observer.facts())
+        content = self._cached("run", name, lambda: run_page(load_run(root)))
+        content = {**content, "order": ["Now", *content["order"]]}
+        content["sections"] = {"Now": [table(rows_of(view))], **content["sections"]}
+        if view.state in LIVE:
+            content |= {"title": f"{view.name}: {view.state}", "state": view.state}
+        run = RunDir(root)
+        # That of the launcher has the environment of the ranks.
+        logs = sorted(path.name for path in run.logs.glob("*.log") if path != run.launcher_log)
+        content["logs"] = logs
+        if log in logs:
+            content["log"] = _end_of(run.logs / log)
+        return content
+
+    def _several(self, names: list[str]) -> Json:
+        """Curves over each other; of two runs what differs, too."""
+        roots = {name: self._inside(name) for name in names}
+        drawn: dict[str, Json] = {}
+        begun = time.monotonic()
+        for name, root in roots.items():
+            # Many long runs take seconds to read: the first ones are drawn meanwhile.
+            if time.monotonic() - begun < READ_S or ("curves", name) in self._pages:
+                drawn[name] = self._cached("curves", name, partial(_curves, root))
+        sections: dict[str, Any] = {"Curves": []}
+        title = human.plural(len(roots), "run")
+        if len(roots) == 2:
+            a, b = roots.values()
+            both = self._cached("difference", "\n".join(roots), lambda: _difference(a, b))
+            sections |= both["sections"]
+            title = "A: {}, B: {}".format(*roots)
+        unread = len(roots) - len(drawn)
+        title += f" ({unread} not yet read)" if unread else ""
+        return {**page(title, "", sections, curves=drawn), "unread": unread}
+
+    def _cached(self, kind: str, name: str, make: Any) -> Json:
+        stamp = [_stamp(self._inside(part)) for part in name.split("\n")]
+        known = self._pages.get((kind, name))
+        if known is None or known[0] != stamp:
+            known = self._pages[kind, name] = (stamp, make())
+        return known[1]
+
+    # --- Sweeps ----------------------------------------------------------------------------------
+
+    def _sweep(self, name: str) -> Json:
+        root = self._inside(name)
+
+        def link(trial: Trial) -> str:
+            path = trial.run_dir.resolve()
+            is_shown = RunDir(path).config.is_file() and path.is_relative_to(self.base)
+            return f"#{urlencode({'run': self._id(path)})}" if is_shown else ""
+
+        seen = look(self._sweeps.setdefault(name, SweepReader(root)))
+        return sweep_page(seen.sweep, link=link, note=seen.note)
+
+
+def _curves(root: Path) -> Json:
+    return curves(read_records(RunDir(root).metrics))
+
+
+def _difference(a: Path, b: Path) -> Json:
+    """What ``compare`` prints."""
+    difference = difference_of(load_run(a), load_run(b))
+    sections = {
+        f"Difference of {title}": [
+            table(rows, heads=heads, kinds=["name", *[""] * (len(heads) - 1)])
+            or block("text", "no difference")
+        ]
+        for title, heads, rows in difference.tables
+    }
+    return page("", "", {**sections, "Notes": [block("list", difference.notes)]})
+
+
+def _stamp(root: Path) -> list[int]:
+    """Changes whenever the run does: most files are replaced, which changes their directory, and
+    to two lines are appended."""
+    stamp = []
+    for path in (root, root / "history", root / "metrics.jsonl", root / "attempts.jsonl"):
+        try:
+            stamp.append(path.stat().st_mtime_ns)
+        except OSError:
+            stamp.append(0)
+    return stamp
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - LOG_BYTES))
+            return redact(stream.read().decode("utf-8", "replace"))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

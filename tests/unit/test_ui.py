@@ -1,0 +1,202 @@
+"""``python -m llmx ui``: who may read it, what it sends, and the live page in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmx.cli.main import run_here
+from llmx.errors import ConfigError
+from llmx.observe.ui import Server, Views
+from llmx.run.rundir import RunDir, write_json, write_text
+from tests import sweepdirs, tracked_run
+from tests.chromium import DESK, PHONE, Browser
+
+
+def write_finished(root: Path) -> RunDir:
+    run = tracked_run.write_start(root)
+    tracked_run.append(run, tracked_run.lines())
+    write_json(run.result, tracked_run.result())
+    write_text(run.rank_log(0), "first line\nDB_PASS=secret\nlast line\n")
+    return run
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A run that is done, one whose supervisor is gone, and a sweep."""
+    base = tmp_path / "outputs"
+    write_finished(base / "done")
+    run = tracked_run.write_start(base / "going")
+    tracked_run.append(run, tracked_run.lines()[:7])
+    sweepdirs.rates(base / "sweeps" / "rates")
+    return base
+
+
+@pytest.fixture
+def server(outputs: Path) -> Iterator[Server]:
+    with Server(outputs) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: Server, path: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.request("GET", path)
+    return connection.getresponse()
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    while line := response.readline():
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+# --- What is shown ---------------------------------------------------------------------------
+
+
+def test_the_table_has_every_run_with_its_sweep(outputs: Path) -> None:
+    content = Views(outputs).view({})
+    assert content["title"] == "8 runs in outputs, 0 running"
+    rows = content["runs"]
+    assert (rows["done"]["state"], rows["done"]["step"]) == ("finished", "40/40")
+    assert (rows["done"]["hosts"], rows["done"]["sweep"]) == ("localhost", "")
+    assert rows["sweeps/rates/0_optim.lr-1e-4"]["sweep"] == "sweeps/rates"
+
+
+def test_a_run_has_its_page_its_state_and_its_logs(outputs: Path) -> None:
+    content = Views(outputs).view({"run": ["done"], "log": ["rank-000.log"]})
+    assert content["order"][:3] == ["Now", "Summary", "Curves"]
+    assert dict(content["sections"]["Now"][0]["table"]["rows"])["step"].startswith("40 of 40")
+    assert content["logs"] == ["rank-000.log"]
+    assert content["log"] == "first line\nDB_PASS=***\nlast line\n"
+    assert "log" not in Views(outputs).view({"run": ["done"], "log": ["../config.yaml"]})
+
+
+def test_two_runs_are_drawn_together_and_compared(outputs: Path) -> None:
+    content = Views(outputs).view({"run": ["done", "going"]})
+    assert content["title"] == "A: done, B: going"
+    assert list(content["curves"]) == ["done", "going"]
+    assert content["order"][:2] == ["Curves", "Difference of config"]
+    rows = content["sections"]["Difference of outcome"][0]["table"]["rows"]
+    assert next(row for row in rows if row[0] == "train loss")[1].startswith("4.7")
+    three = Views(outputs).view({"run": ["done", "going", "sweeps/rates/0_optim.lr-1e-4"]})
+    assert (three["title"], three["order"]) == ("3 runs", ["Curves"])
+
+
+def test_a_sweep_links_to_its_runs(outputs: Path) -> None:
+    content = Views(outputs).view({"sweep": ["sweeps/rates"]})
+    first = content["sections"]["Trials"][0]["table"]["rows"][0][1]
+    assert first == {
+        "text": "3_optim.lr-3e-3",
+        "href": "#run=sweeps%2Frates%2F3_optim.lr-3e-3",
+    }
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", "sweeps", "nothing", "link"])
+def test_nothing_outside_of_the_directory_is_shown(outputs: Path, name: str) -> None:
+    write_finished(outputs.parent / "elsewhere")
+    (outputs / "link").symlink_to(outputs.parent / "elsewhere")
+    for query in ({"run": [name]}, {"sweep": [name]}, {"run": [name, "done"]}):
+        content = Views(outputs).view(query)
+        assert "there is no such run or sweep" in content["title"]
+        assert content["sections"] == {}
+
+
+# --- The server ------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_said(server: Server) -> None:
+    for path in ("/", "/?token=wrong", "/events", "/events?run=done&token=", "/done/config.yaml"):
+        response = get(server, path)
+        assert (response.status, b"tiny" in response.read()) == (403, False)
+    page = get(server, f"/?token={server.token}")
+    assert page.status == 200
+    assert page.headers["X-Frame-Options"] == "DENY"
+    assert get(server, f"/done/config.yaml?token={server.token}").status == 404
+
+
+def test_only_what_is_new_is_sent(server: Server, outputs: Path) -> None:
+    stream = events(get(server, f"/events?run=going&token={server.token}"))
+    whole = next(stream)
+    assert len(whole["curves"]["tiny-演示"]["train"]["loss"]) == 5
+    tracked_run.append(RunDir(outputs / "going"), [tracked_run.train_line(12)])
+    curve = next(patch for patch in stream if "curves" in patch)["curves"]["tiny-演示"]
+    assert curve["train"]["step"] == {"from": 5, "rest": [12]}
+    assert "charts" not in curve
+
+
+def test_what_cannot_be_shown_is_refused(outputs: Path, capsys: Any, server: Server) -> None:
+    assert run_here("ui", ["me@node-a:outputs"]) == ConfigError.exit_code
+    assert "ssh -L 8170:localhost:8170 me@node-a python -m llmx ui" in capsys.readouterr().err
+    assert run_here("ui", [str(outputs / "nothing")]) == ConfigError.exit_code
+    assert "no such directory" in capsys.readouterr().err
+    port = str(server.server_address[1])
+    assert run_here("ui", [str(outputs), "--port", port]) == ConfigError.exit_code
+    assert f"127.0.0.1:{port}: cannot listen there (Address already in use)" in (
+        capsys.readouterr().err
+    )
+
+
+# --- In a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> None:
+    """From the table to a run, whose new step is drawn, to its log, and to two runs together."""
+    browser.open(server.url, width=PHONE, dark=True)
+    browser.wait("document.querySelectorAll('tbody tr').length == 10")  # with two heads of groups
+    assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
+    browser.evaluate("location.hash = 'run=going'")
+    browser.wait("document.querySelectorAll('canvas').length >= 3")
+    opened = "document.querySelector('details').open"
+    browser.evaluate(f"{opened} = true")
+    tracked_run.append(RunDir(outputs / "going"), [tracked_run.train_line(12)])
+    steps = "charts.values().next().value.plot.data[0]"
+    seconds = browser.wait(f"{steps}.at(-1) == 12")
+    print(f"a logged step is drawn after {seconds:.2f} s")
+    browser.wait("document.body.innerText.includes('steps 2 → 12')")
+    assert browser.evaluate(opened), "what has not changed stays as it was left"
+    browser.evaluate("location.hash = 'run=done&log=rank-000.log'")
+    browser.wait("document.querySelector('.log')?.textContent.includes('last line')")
+    browser.evaluate("location.hash = 'run=done&run=going'")
+    browser.wait("document.body.innerText.includes('Difference of outcome')")
+    assert browser.errors == []
+
+
+def test_a_thousand_runs_are_listed(browser: Browser, tmp_path: Path) -> None:
+    first = write_finished(tmp_path / "many" / "run-0")
+    for number in range(1, 1000):
+        root = tmp_path / "many" / f"run-{number}"
+        root.mkdir()
+        for path in (first.config, first.plan, first.metrics, first.result):
+            (root / path.name).hardlink_to(path)
+    with Server(tmp_path / "many") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        browser.open(server.url, width=DESK)
+        browser.wait("document.querySelectorAll('tbody tr').length == 1000")
+        browser.evaluate(
+            "(() => { const filter = document.querySelector('input[type=search]');"
+            " filter.value = 'run-77 finished'; filter.dispatchEvent(new Event('input')); })()"
+        )
+        browser.wait("document.querySelectorAll('tbody tr').length == 11")
+        assert browser.errors == []
+        server.shutdown()
+        thread.join()
+    shutil.rmtree(tmp_path / "many")
