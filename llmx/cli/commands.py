@@ -451,7 +451,7 @@ sweep. The exit code is 0 if the run finished, or if no trial of the sweep faile
         arguments=(Argument("shown", "location", "DIR", "?"),),
         reads_only=True,
         notes="""\
-On another machine: ssh -L 8170:localhost:8170 user@host python -m llmx ui DIR""",
+On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DIR""",
         examples=("python -m llmx ui", "python -m llmx ui outputs --port 0"),
     ),
     "explain": Command(

@@ -54,10 +54,11 @@ def run(options: argparse.Namespace) -> int:
     word = options.location or outputs()
     location = parse_location(word)
     if location.host:
+        port = options.port
         raise ConfigError(
             f"{word}: ui shows runs of the machine that it runs on. Start it there through ssh, "
-            f"and open the address that it prints: ssh -L {options.port}:localhost:{options.port} "
-            f"{location.host} python -m llmx ui {location.path} --port {options.port}"
+            f"and open the address that it prints: ssh -t -L {port}:localhost:{port} "
+            f"{location.host} python -m llmx ui {location.path} --port {port}"
         )
     base = Path(word).expanduser()
     if not base.is_dir():
@@ -73,7 +74,9 @@ def run(options: argparse.Namespace) -> int:
             f"{address}: cannot listen there ({error.strerror}). Choose another port, e.g. "
             "--port 8171, or --port 0 for a free one."
         ) from error
-    print(f"{server.url}\nOpen this address; it shows the runs in {base}. Ctrl-C ends it.")
+    print(
+        f"{server.url}\nOpen this address; it shows the runs in {base}. Ctrl-C ends it.", flush=True
+    )
     server.serve_forever()
     return 0
 

@@ -137,7 +137,7 @@ def test_only_what_is_new_is_sent(server: Server, outputs: Path) -> None:
 
 def test_what_cannot_be_shown_is_refused(outputs: Path, capsys: Any, server: Server) -> None:
     assert run_here("ui", ["me@node-a:outputs"]) == ConfigError.exit_code
-    assert "ssh -L 8170:localhost:8170 me@node-a python -m llmx ui" in capsys.readouterr().err
+    assert "ssh -t -L 8170:localhost:8170 me@node-a python -m llmx ui" in capsys.readouterr().err
     assert run_here("ui", [str(outputs / "nothing")]) == ConfigError.exit_code
     assert "no such directory" in capsys.readouterr().err
     port = str(server.server_address[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmx import text as human
@@ -18,7 +18,8 @@ from llmx.observe.page import Block, Json, block, page, table, thinned
 from llmx.observe.report import step_time, wording
 from llmx.observe.report.run_data import RunData, last_of_each_step
 from llmx.redact import redact
-from llmx.run.metrics import declared_of, measured, metric_of
+from llmx.run.metrics import Metric, declared_of, measured, metric_of
+from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import Record, scalars, step_of
 from llmx.run.provenance.differences import flattened, short_value
 from llmx.text import plural
@@ -80,35 +81,22 @@ def curves(records: Sequence[Record]) -> Json:
     """
     declared = declared_of(records)
     begun = next((record["time"] for record in records if record.get("time")), 0.0)
-    columns: Json = {"charts": []}
+    charts: list[Json] = []
+    columns: Json = {"charts": charts}
     for kind, least in (("train", 2), ("eval", 3)):
         lines = thinned(last_of_each_step(records, kind), lambda line: line.get("loss"), MAX_POINTS)
-        names = {name: title for name, title in CURVES.items() if kind == "train" or not title}
         columns[kind] = {
             "step": [step_of(line) for line in lines],
             "time": [round((line.get("time") or begun) - begun, 1) for line in lines],
         }
-        values = [measured(line, declared) for line in lines]
-        for name in dict.fromkeys(key for line in values for key in line):
-            metric = metric_of(name, declared)
-            unit = " (%)" if metric.format == "percent" else ""
-            of = ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
-            names[name] = f"{metric.title[:1].upper()}{metric.title[1:]}{of}{unit}"
-            scale = 100 if unit else 1
-            for line in values:
-                if line.get(name) is not None:
-                    line[name] *= scale
-        for name, title in names.items():
-            column = [
-                _rounded(line.get(name) if name in CURVES else metrics.get(name))
-                for line, metrics in zip(lines, values, strict=True)
-            ]
+        for name, (title, scale) in _titles(lines, kind, declared).items():
+            column = [_rounded(line.get(name), scale) for line in lines]
             count = sum(value is not None for value in column)
             if count:
                 columns[kind][name] = column
             # A line through two evaluations (before and after) would look like a measured curve.
             if title and count >= least:
-                columns["charts"].append({"title": title, "kind": kind, "name": name})
+                charts.append({"title": title, "kind": kind, "name": name})
     resumed = {step_of(record) for record in records if record.get("event") == "resumed"}
     lost = [line for line in last_of_each_step(records, "train") if line.get("nonfinite")]
     marks = {
@@ -119,11 +107,25 @@ def curves(records: Sequence[Record]) -> Json:
     return columns
 
 
-def _rounded(value: Any) -> float | None:
+def _titles(
+    lines: Sequence[Record], kind: str, declared: Mapping[str, Metric]
+) -> dict[str, tuple[str, int]]:
+    """The keys that are drawn: title of the chart (none for that of the loss), and the scale."""
+    titles = {name: (title, 1) for name, title in CURVES.items() if kind == "train" or not title}
+    for name in dict.fromkeys(name for line in lines for name in measured(line, declared)):
+        metric = metric_of(name, declared)
+        is_percent = metric.format == "percent"
+        title = f"{metric.title[:1].upper()}{metric.title[1:]}"
+        title += ", evaluation" if kind == "eval" and "train" in metric.kinds else ""
+        titles[name] = (f"{title} (%)", 100) if is_percent else (title, 1)
+    return titles
+
+
+def _rounded(value: Any, scale: int) -> float | None:
     """Six digits: more than a screen has, in half the bytes."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    return float(f"{scale * value:.6g}")
 
 
 def _tables(data: RunData) -> list[Block | None]:
