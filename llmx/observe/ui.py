@@ -179,12 +179,15 @@ class Views:
         with self._lock:
             try:
                 if sweep:
-                    return plain(self._sweep(sweep))
-                if len(ids) > 1:
-                    return plain(self._several(ids))
-                return plain(self._run(ids[0], query.get("log", [""])[0]) if ids else self._table())
+                    content = self._sweep(sweep)
+                elif len(ids) > 1:
+                    content = self._several(ids)
+                else:
+                    log = query.get("log", [""])[0]
+                    content = self._run(ids[0], log) if ids else self._table()
             except (LlmxError, OSError) as error:
-                return plain(page(str(error), "failed", {}))
+                content = page(str(error), "failed", {})
+            return dict(plain(content))
 
     def _inside(self, name: str) -> Path:
         """The directory of an ID; ConfigError where it is none under the base."""

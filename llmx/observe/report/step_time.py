@@ -120,7 +120,8 @@ def steps_blocks(data: RunData) -> list[Block | None]:
     if omitted > 0:
         ranks = ranks[: MAX_RANKS // 2] + ranks[-(MAX_RANKS // 2) :]
     ranks.sort(key=lambda rank: rank.rank)
-    memory = next((line["memory_gib"] for line in data.train[::-1] if line.get("memory_gib")), [])
+    newest = next((line for line in data.train[::-1] if line.get("memory_gib")), {})
+    memory: list[float] = newest.get("memory_gib", [])
     heads = ["rank", "host", "device", *(f"{name}, ms" for name in PARTS), "idle", "peak GiB"]
     rows = [
         [
