@@ -207,11 +207,11 @@ class Views:
         for root in find_runs(str(self.base)):
             name = self._id(Path(root))
             stamp = _stamp(Path(root))
-            known = self._rows.get(name)
-            if known is None or known[0] != stamp or known[1]["state"] in LIVE:
+            cached = self._rows.get(name)
+            if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
                 view = interpret(Observer(root, brief=True).facts())
-                known = self._rows[name] = (stamp, self._row(view, Path(root).parent))
-            rows[name] = known[1]
+                cached = self._rows[name] = (stamp, self._row(view, Path(root).parent))
+            rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
         title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
         order = sorted(rows, key=lambda name: rows[name]["state"] not in LIVE)
@@ -263,8 +263,8 @@ class Views:
         title = human.plural(len(roots), "run")
         if len(roots) == 2:
             a, b = roots.values()
-            both = self._cached("difference", "\n".join(roots), lambda: _difference(a, b))
-            sections |= both["sections"]
+            difference = self._cached("difference", "\n".join(roots), lambda: _difference(a, b))
+            sections |= difference["sections"]
             title = "A: {}, B: {}".format(*roots)
         unread = len(roots) - len(drawn)
         title += f" ({unread} not yet read)" if unread else ""
@@ -272,10 +272,10 @@ class Views:
 
     def _cached(self, kind: str, name: str, make: Any) -> Json:
         stamp = [_stamp(self._inside(part)) for part in name.split("\n")]
-        known = self._pages.get((kind, name))
-        if known is None or known[0] != stamp:
-            known = self._pages[kind, name] = (stamp, make())
-        return known[1]
+        cached = self._pages.get((kind, name))
+        if cached is None or cached[0] != stamp:
+            cached = self._pages[kind, name] = (stamp, make())
+        return cached[1]
 
     # --- Sweeps ----------------------------------------------------------------------------------
 
@@ -287,8 +287,8 @@ class Views:
             is_shown = RunDir(path).config.is_file() and path.is_relative_to(self.base)
             return f"#{urlencode({'run': self._id(path)})}" if is_shown else ""
 
-        seen = look(self._sweeps.setdefault(name, SweepReader(root)))
-        return sweep_page(seen.sweep, link=link, note=seen.note)
+        snapshot = look(self._sweeps.setdefault(name, SweepReader(root)))
+        return sweep_page(snapshot.sweep, link=link, note=snapshot.note)
 
 
 def _curves(root: Path) -> Json:

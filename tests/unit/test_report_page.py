@@ -231,10 +231,10 @@ def test_the_page_is_as_wide_as_the_screen(browser: Browser, tmp_path: Path, mak
         browser.open(address, width=width, dark=dark)
         browser.wait("document.querySelectorAll('canvas').length >= 4")
         browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-        shown = browser.evaluate(GEOMETRY)
-        assert (shown["page"], shown["window"]) == (width, width)
-        assert "Curves" in shown["headings"]
-        assert width == DESK or make is not failed or shown["scrolling"] >= 3
+        geometry = browser.evaluate(GEOMETRY)
+        assert (geometry["page"], geometry["window"]) == (width, width)
+        assert "Curves" in geometry["headings"]
+        assert width == DESK or make is not failed or geometry["scrolling"] >= 3
         assert browser.errors == []
 
 

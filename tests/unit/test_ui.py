@@ -127,8 +127,8 @@ def test_without_the_token_nothing_is_said(server: Server) -> None:
 
 def test_only_what_is_new_is_sent(server: Server, outputs: Path) -> None:
     stream = events(get(server, f"/events?run=going&token={server.token}"))
-    whole = next(stream)
-    assert len(whole["curves"]["tiny-演示"]["train"]["loss"]) == 5
+    content = next(stream)
+    assert len(content["curves"]["tiny-演示"]["train"]["loss"]) == 5
     tracked_run.append(RunDir(outputs / "going"), [tracked_run.train_line(12)])
     curve = next(patch for patch in stream if "curves" in patch)["curves"]["tiny-演示"]
     assert curve["train"]["step"] == {"from": 5, "rest": [12]}
