@@ -434,7 +434,7 @@ class Chart {
       },
       axes: [axisX, { stroke: ink, grid: { ...grid, filter: (plot, splits) => splits.map(value => log && !isDecade(value) ? null : value) }, ticks: { show: false }, font, size: 62, values: (plot, splits) => labels(splits) }],
       series: [{}, ...series.map(one => ({
-        label: one.name,
+        label: one.name || ' ',  // Of an empty one uPlot makes "Value".
         stroke: one.kind === 'faint' ? `${one.colour}66` : one.colour,
         width: one.kind === 'faint' ? 1 : 2,
         dash: one.dash ? [6, 4] : undefined,
@@ -474,7 +474,7 @@ class Chart {
     const place = names && names.length ? names[x] : time ? `${plain.format(x)} h` : names ? shown(x) : `step ${exact.format(x)}`;
     const parts = plot.series.map((one, at) => [one, plot.data[at][idx], at]).slice(1)
       .filter(([, value, at]) => value !== null && value !== undefined && (plot.series.length < 6 || at === this.focused))
-      .map(([one, value]) => `${one.label ? `${one.label} ` : ''}${plain.format(value)}`);
+      .map(([one, value]) => `${one.label} ${plain.format(value)}`.trim());
     this.readout.textContent = [place, ...parts].join('   ');
   }
 }
