@@ -33,7 +33,7 @@ fish             tab completion
 "
 # Not everywhere a package (Ubuntu has a snap): the tests that want one skip without it.
 OPTIONAL="
-chromium           the geometry of the report page
+chromium           the page of runs in a browser
 fonts-dejavu-core  a font for it
 "
 
