@@ -2,8 +2,8 @@
 
     python scripts/make_demo_data.py [--output llmx/assets/demo]
 
-Writes ``train.jsonl``, ``eval.jsonl`` and ``tokenizer/``. Seeded: the same bytes every time
-(a test compares them with the bundled ones). Every row is a ``messages`` conversation.
+Writes ``train.jsonl``, ``eval.jsonl``, ``pairs.jsonl`` and ``tokenizer/``. Seeded: the same bytes
+every time (a test compares them with the bundled ones).
 
 Why it proves something: the held-out questions are new. Either their answer lies in the
 question itself (who has the kite, what colour is the boat), so that it can only be found by
@@ -17,12 +17,13 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SEED = 20
 TRAIN_ROWS = 6000
 EVAL_ROWS = 160
+PAIR_ROWS = 1000
 VOCABULARY = 1024
 
 NAMES = (
@@ -216,6 +217,20 @@ def make_rows() -> tuple[list[Question], list[Question]]:
     return train, held_out
 
 
+def make_pairs(train: list[Question]) -> list[tuple[str, str, str]]:
+    """(question, right answer, wrong answer that begins alike), for a reward model."""
+    rng = random.Random(SEED)
+    alike: dict[str, list[str]] = {}
+    for _, answer in train:
+        alike.setdefault(" ".join(answer.split()[:2]), []).append(answer)
+    pairs = []
+    for question, answer in train:
+        wrong = rng.choice(alike[" ".join(answer.split()[:2])])
+        if wrong != answer:
+            pairs.append((question, answer, wrong))
+    return pairs[:PAIR_ROWS]
+
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -264,10 +279,8 @@ def make_tokenizer(texts: list[str], directory: Path) -> None:
     )
 
 
-def write_rows(path: Path, rows: list[Question]) -> None:
-    lines = []
-    for question, answer in rows:
-        lines.append(json.dumps({"prompt": question, "response": answer}) + "\n")
+def write_rows(path: Path, rows: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+    lines = [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -278,8 +291,9 @@ def main() -> None:
     output: Path = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     train, held_out = make_rows()
-    write_rows(output / "train.jsonl", train)
-    write_rows(output / "eval.jsonl", held_out)
+    write_rows(output / "train.jsonl", train, ("prompt", "response"))
+    write_rows(output / "eval.jsonl", held_out, ("prompt", "response"))
+    write_rows(output / "pairs.jsonl", make_pairs(train), ("prompt", "chosen", "rejected"))
     make_tokenizer([text for row in train for text in row], output / "tokenizer")
     print(f"{len(train)} training and {len(held_out)} held-out rows in {output}")
 

@@ -43,7 +43,7 @@ class Argument:
 
     kind: str
     """What completion offers: ``run``, ``shown`` (a run, or the directory of a sweep), ``sweep``,
-    ``topic``, ``shell``; empty for nothing."""
+    ``pipeline``, ``topic``, ``shell``; empty for nothing."""
     name: str = ""
     """Of the option that a parsed command gets."""
     metavar: str = ""
@@ -511,6 +511,30 @@ running.""",
         arguments=(Argument("run", "file", "FILE"),),
         notes="The exit code is 0 if all commands went well, 1 if one failed, 130 after Ctrl-C.",
         examples=("python -m llmx queue tonight.txt", "python -m llmx queue tonight.txt --detach"),
+    ),
+    "pipeline": Command(
+        "run stages that build on each other: pipeline rlhf model=... sft=... reward=... grpo=...",
+        "NAME|FILE.yaml [NAME=VALUE] [STAGE.KEY=VALUE] [key=value] ...",
+        "Runs the stages of a recipe one after another, each in a directory of its own: rlhf is\n"
+        "supervised fine-tuning, a reward model, and PPO with its score. Every stage is composed\n"
+        "and planned before the first one starts. The same command, typed again, skips stages\n"
+        "that have finished and resumes the one that was interrupted. A recipe names values\n"
+        "(model=...); STAGE.KEY=VALUE is for one stage, any other word for all of them. Ends with\n"
+        "a table of the stages. Own recipes: conf/pipeline/rlhf.yaml is an example.",
+        Runs.WORDS,
+        "llmx.cli.pipeline",
+        words=(
+            Word("run_dir=", "directory of the pipeline", "DIR", takes="directory"),
+            Word("dry_run=", "check all stages, print their commands", "true", _TRUE),
+            _CONFIG_DIR,
+        ),
+        arguments=(Argument("pipeline"),),
+        overrides=True,
+        examples=(
+            "python -m llmx pipeline rlhf_demo",
+            "python -m llmx pipeline rlhf model=DIR sft=a.jsonl reward=b.jsonl ppo=c.jsonl",
+            "python -m llmx pipeline rlhf_demo hardware=cpu2 grpo.optim.lr=1e-4",
+        ),
     ),
     "compare": Command(
         "compare the configs and loss curves of two runs: compare RUN_A RUN_B",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
-from llmx.config.groups import ALIASES, CONF, GROUPS, SWEEPS, first_comment
+from llmx.config.groups import ALIASES, CONF, GROUPS, PIPELINES, SWEEPS, first_comment
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
@@ -112,8 +112,8 @@ def _arguments(command: Command, num_typed: int, current: str) -> Iterator[Candi
         names = _runs(sweeps=kind == "shown")
         runs = [Candidate(run) for run in names if run.startswith(current)]
         yield from runs or _paths(current, directories=True)
-    elif kind == "sweep":
-        for path in sorted(SWEEPS.glob("*.yaml")):
+    elif kind in ("sweep", "pipeline"):
+        for path in sorted((SWEEPS if kind == "sweep" else PIPELINES).glob("*.yaml")):
             yield Candidate(path.stem, first_comment(path))
         yield from _paths(current, suffixes=(".yaml",))
     elif kind == "shell":

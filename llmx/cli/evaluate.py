@@ -181,6 +181,8 @@ def run(options: argparse.Namespace) -> int:
     if options.generate:
         rows = complete(task, models, stop_ids(models.main.module, tokenizer))
         pairs = ([row["completion"] for row in rows], [row["expected"] for row in rows])
+        if task.generates:  # its rewards, as training measures them
+            values |= task.score(task.eval_prompts(), pairs[0])
         values |= score(metrics, *pairs)
     declared = {**DECLARED, **dict(task.metrics)}
     where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"

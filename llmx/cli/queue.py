@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     entries = read_entries(text, source="stdin" if is_stdin else str(options.file))
     if options.detach:
         return _detach(text, options, len(entries))
-    stopped = _run_all(entries, stop_at_failure=options.stop)
+    stopped = run_all(entries, stop_at_failure=options.stop)
     print("\n".join(table(entries)))
     return INTERRUPTED if stopped else int(any(entry.code for entry in entries))
 
@@ -108,7 +108,7 @@ def _detach(text: str, options: argparse.Namespace, count: int) -> int:
     return 0
 
 
-def _run_all(entries: Sequence[Entry], *, stop_at_failure: bool) -> bool:
+def run_all(entries: Sequence[Entry], *, stop_at_failure: bool) -> bool:
     """One after another; whether a signal ended the queue."""
     process: subprocess.Popen[bytes] | None = None
     stopped = False

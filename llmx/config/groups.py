@@ -36,6 +36,8 @@ CONF = _SHIPPED / "conf"
 """Directory of the config groups."""
 SWEEPS = _SHIPPED / "sweeps"
 """Directory of the committed sweeps."""
+PIPELINES = CONF / "pipeline"
+"""Directory of the committed pipelines."""
 
 
 def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -181,12 +181,14 @@ def test_a_task_that_generates_is_measured_by_completions(
     run: RunDir, tmp_path: Path, capsys: Any
 ) -> None:
     """One sample is one prompt there, without a word on packing."""
-    words = ["task=grpo", "task.options.rewards=[exact_match]", "data=messages", "data.seq_len=128"]
+    words = ["task=grpo", "task.options.rewards=[length]", "data=messages", "data.seq_len=128"]
     words += [f"data.path={run.root.parent / 'train.jsonl'}"]
     text = measured(capsys, run.final_model, *words, "task.eval_generate=0", code=2)
     assert "task=grpo is measured by completions. Add --generate 100." in text
     out = ["--generate", 2, "--max-new-tokens", 2, "--out", tmp_path / "out.json"]
     assert "exact match" in measured(capsys, run.final_model, *words, *out)
+    metrics = read_json(tmp_path / "out.json")["metrics"]
+    assert 0 < metrics["reward"] == metrics["reward/length"] <= 1
 
 
 def test_answers_that_are_learned_by_heart_match_exactly(

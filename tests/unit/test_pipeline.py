@@ -1,0 +1,160 @@
+"""Stages that build on each other: what each is started with, and what is refused before the first.
+
+``pytest tests/unit/test_pipeline.py``
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmx.cli import pipeline
+from llmx.cli.pipeline import PIPELINES, check_all, check_unchanged, read_recipe, stages_of, table
+from llmx.errors import ConfigError
+from llmx.run.rundir import RunDir, write_json
+from tests.rundirs import experiment, write_run
+
+NAMES = sorted(path.stem for path in PIPELINES.glob("*.yaml"))
+TWO = """
+values: {file: null, rate: 1e-3}
+stages:
+  first: model=tiny data.path=${file} optim.lr=${rate}
+  second: model.path=${stage.first}/model data.path=demo launch.env.HOME=${oc.env:HOME}
+"""
+
+
+def recipe(tmp_path: Path, text: str = TWO) -> pipeline.Recipe:
+    path = tmp_path / "two.yaml"
+    path.write_text(text)
+    return read_recipe(str(path), NAMES)
+
+
+def words_of(tmp_path: Path, *overrides: str, text: str = TWO) -> dict[str, str]:
+    stages = stages_of(recipe(tmp_path, text), overrides, tmp_path / "runs")
+    return {stage.name: shlex.join(stage.words) for stage in stages}
+
+
+def test_values_words_for_all_and_words_for_one_stage(tmp_path: Path) -> None:
+    words = words_of(tmp_path, "file=a b.jsonl", "seed=3", "second.optim.lr=0.5", "first.seed=4")
+    assert words == {
+        "first": "model=tiny 'data.path=a b.jsonl' optim.lr=1e-3 seed=4",
+        "second": "'model.path=${stage.first}/model' data.path=demo "
+        "'launch.env.HOME=${oc.env:HOME}' seed=3 optim.lr=0.5",
+    }
+
+
+def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline two needs file=\.\.\."):
+        words_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: []", "has no stages"),
+        ("[1", "is not YAML"),
+        ("stages: {a: x=${stage.b}, b: y}", "the stage a names .*stage.b.*Stages before it: none"),
+        ("stages: {a: x, b: 'x=${stage.c}'}", "Stages before it: a"),
+    ],
+)
+def test_a_file_that_is_no_recipe(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(tmp_path, text)
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"no pipeline rlfh\. Did you mean .rlhf"):
+        read_recipe("rlfh", NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_committed_recipe_can_be_started(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load((PIPELINES / f"{name}.yaml").read_text())
+    for value in content.get("values") or {}:
+        Path(f"{value}.jsonl").write_text("{}\n")
+    given = [
+        f"{value}={'some/model' if value == 'model' else f'{value}.jsonl'}"
+        for value in content.get("values") or {}
+    ]
+    assert pipeline.main([name, *given, "dry_run=true", "run_dir=runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == list(content["stages"])
+    assert f"model.path={tmp_path}/runs/sft/model" in lines[1]
+    assert not Path("runs").exists()
+
+
+def test_what_a_later_stage_cannot_start_with_is_found_before_the_first(tmp_path: Path) -> None:
+    text = "stages: {a: model=tiny, b: 'model.path=${stage.a}/model task=grpo optim.lr=-1'}"
+    stages = stages_of(recipe(tmp_path, text), [], tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"stage b: optim\.lr=-1"):
+        check_all(stages)
+
+
+def test_no_stage_starts_from_an_adapter(tmp_path: Path) -> None:
+    text = "stages: {a: model=tiny adapter=lora, b: 'model.path=${stage.a}/model'}"
+    with pytest.raises(ConfigError, match="stage b: builds on the model of a, which trains an ada"):
+        check_all(stages_of(recipe(tmp_path, text), [], tmp_path / "runs"))
+
+
+def test_a_stage_that_would_end_before_its_run_is_refused(tmp_path: Path) -> None:
+    stages = stages_of(
+        recipe(tmp_path), ["file=demo", "launch.detach=true"], tmp_path / "runs"
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"stage first: launch\.detach"):
+        check_all(stages)
+
+
+def begun(stages: list[pipeline.Stage], root: Path, *, name: str, outcome: str) -> None:
+    """Leave what a run of this stage leaves."""
+    words = {stage.name: list(stage.words) for stage in stages}
+    run = RunDir(root / name)
+    write_run(experiment(run.root))
+    write_json(run.result, {"outcome": outcome, "cause": "Ctrl-C", "started": 1, "ended": 61})
+    run.metrics.write_text(
+        '{"kind": "start", "step": 0, "time": 1}\n'
+        '{"kind": "eval", "step": 9, "time": 60, "loss": 0.25}\n'
+    )
+    write_json(root / pipeline.RECORD, {"stages": words})
+
+
+def test_the_same_command_continues(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+    begun(stages, root, name="first", outcome="ok")
+    check_unchanged(stages, root)
+    paths = {stage.name: str(stage.run.root) for stage in stages}
+    commands = [pipeline._command(stage, paths) for stage in stages]
+    assert commands[0] == [], "it has finished"
+    assert commands[1][0] == f"model.path={root}/first/model"
+    assert commands[1][-1] == f"run_dir={root}/second"
+    begun(stages, root, name="second", outcome="interrupted")
+    check_unchanged(stages, root)
+    assert pipeline._command(stages[1], paths) == ["resume", f"{root}/second"]
+    lines = table(stages, root)
+    assert lines[0].split() == ["stage", "state", "time", "last", "evaluation"]
+    assert lines[1].split()[:2] == ["first", "finished"]
+    assert lines[1].endswith("loss 0.25")
+    assert lines[2].split()[:2] == ["second", "interrupted"]
+
+
+def test_other_words_are_refused_for_a_stage_that_has_begun(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+    begun(stages, root, name="first", outcome="ok")
+    check_unchanged(stages_of(recipe(tmp_path), ["file=demo", "second.seed=1"], root), root)
+    with pytest.raises(ConfigError, match=r"first: the stage has begun with other words \(seed=1"):
+        check_unchanged(stages_of(recipe(tmp_path), ["file=demo", "seed=1"], root), root)
+
+
+def test_a_stage_on_the_model_of_one_that_is_gone_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+    begun(stages, root, name="second", outcome="ok")
+    with pytest.raises(ConfigError, match="second: the stage has begun, and first before it"):
+        check_unchanged(stages, root)
