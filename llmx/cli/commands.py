@@ -513,7 +513,7 @@ running.""",
         examples=("python -m llmx queue tonight.txt", "python -m llmx queue tonight.txt --detach"),
     ),
     "pipeline": Command(
-        "run stages that build on each other: pipeline rlhf model=... sft=... reward=... grpo=...",
+        "run stages that build on each other: pipeline NAME|FILE.yaml [NAME=VALUE]",
         "NAME|FILE.yaml [NAME=VALUE] [STAGE.KEY=VALUE] [key=value] ...",
         "Runs the stages of a recipe one after another, each in a directory of its own: rlhf is\n"
         "supervised fine-tuning, a reward model, and PPO with its score. Every stage is composed\n"

@@ -25,6 +25,7 @@ WORDS = (
     *("pipeline", "rlhf_demo", "run_dir=chain", "hardware=cpu2", "precision=fp32"),
     *("data.max_rows=200", "task.evaluate=false", "task.log_every_steps=1", "task.steps=2"),
     *("sft.model.config.hidden_size=32", "sft.model.config.num_hidden_layers=1"),
+    *("sft.task.epochs=null", "reward.task.epochs=null"),
     *("reward.task.steps=60", "grpo.task.options.group_size=2", "batch.global_batch=4"),
     *("grpo.task.options.max_new_tokens=4", "batch.micro_batch=2", "data.cache_dir=cache"),
 )

@@ -56,7 +56,10 @@ def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
     [
         ("stages: []", "has no stages"),
         ("[1", "is not YAML"),
-        ("stages: {a: x=${stage.b}, b: y}", "the stage a names .*stage.b.*Stages before it: none"),
+        (
+            "stages: {a: 'x=${stage.b}', b: y}",
+            "the stage a names .*stage.b.*Stages before it: none",
+        ),
         ("stages: {a: x, b: 'x=${stage.c}'}", "Stages before it: a"),
     ],
 )
@@ -97,7 +100,7 @@ def test_what_a_later_stage_cannot_start_with_is_found_before_the_first(tmp_path
 
 
 def test_no_stage_starts_from_an_adapter(tmp_path: Path) -> None:
-    text = "stages: {a: model=tiny adapter=lora, b: 'model.path=${stage.a}/model'}"
+    text = "stages: {a: model.path=some/model adapter=lora data.path=demo, b: 'model.path=${stage.a}/model'}"
     with pytest.raises(ConfigError, match="stage b: builds on the model of a, which trains an ada"):
         check_all(stages_of(recipe(tmp_path, text), [], tmp_path / "runs"))
 
@@ -139,7 +142,7 @@ def test_the_same_command_continues(tmp_path: Path) -> None:
     lines = table(stages, root)
     assert lines[0].split() == ["stage", "state", "time", "last", "evaluation"]
     assert lines[1].split()[:2] == ["first", "finished"]
-    assert lines[1].endswith("loss 0.25")
+    assert lines[1].endswith("loss 0.2500")
     assert lines[2].split()[:2] == ["second", "interrupted"]
 
 
