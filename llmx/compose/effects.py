@@ -79,7 +79,8 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
 
 def _generates(exp: Experiment) -> bool:
     """Whether the task generates its samples; True of a task of the user's own."""
-    return bool(getattr(task_class(exp.task.kind), "generates", True))
+    kind = task_class(exp.task.kind)
+    return kind is None or bool(kind.generates_with(exp))
 
 
 def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:

@@ -100,7 +100,9 @@ def test_what_a_later_stage_cannot_start_with_is_found_before_the_first(tmp_path
 
 
 def test_no_stage_starts_from_an_adapter(tmp_path: Path) -> None:
-    text = "stages: {a: model.path=some/model adapter=lora data.path=demo, b: 'model.path=${stage.a}/model'}"
+    text = """stages:
+        a: model.path=some/model adapter=lora data.path=demo
+        b: model.path=${stage.a}/model data.path=demo"""
     with pytest.raises(ConfigError, match="stage b: builds on the model of a, which trains an ada"):
         check_all(stages_of(recipe(tmp_path, text), [], tmp_path / "runs"))
 
