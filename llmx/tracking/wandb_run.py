@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from llmx.offline import why_no_answer
 from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
+from llmx.run.rundir import RunDir, read_mapping
 from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
 
 LONGEST_TEXT = 16_384
@@ -39,6 +40,8 @@ class WandbTracker(Tracker):
         """Kinds of the lines that the row of the last step holds already."""
         self._online = False
         self._run_dir = Path()
+        self._sampled_step: int | None = None
+        """The step of the newest generated samples that W&B has."""
 
     def start(self, meta: RunMeta) -> None:
         self._run_dir = meta.run_dir
@@ -115,6 +118,7 @@ class WandbTracker(Tracker):
                 self._at_last_step.clear()
             self._at_last_step.add(kind)
             values[f"{kind}/step"] = step
+            values.update(self._new_samples())
         if record.get("time"):
             values["_timestamp"] = record["time"]
         self._run.log(values, step=self._last_step)
@@ -123,6 +127,8 @@ class WandbTracker(Tracker):
         """Nothing to take back: W&B keeps what it has, and ``log`` passes over its repetition."""
 
     def finish(self, result: Record | None) -> None:
+        if samples := self._new_samples():
+            self._run.log(samples, step=self._last_step)
         self._run.summary.update(self._summary.values(result))
         outcome = (result or {}).get("outcome", "supervisor lost")
         try:
@@ -133,6 +139,30 @@ class WandbTracker(Tracker):
             return
         if self._online:
             self.report("finished", str(self._run.url))
+
+    def _new_samples(self) -> dict[str, Any]:
+        """A table of the samples that the task has generated, where W&B does not have them."""
+        generated = read_mapping(RunDir(self._run_dir).samples).get("generated") or {}
+        step, rows = generated.get("step"), generated.get("rows")
+        if not rows or step == self._sampled_step:
+            return {}
+        self._sampled_step = step
+        import wandb
+
+        rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+        table = wandb.Table(
+            columns=["step", "prompt", "completion", *rewards, "advantage"],
+            data=[
+                [
+                    *(step, row["prompt"], row["completion"]),
+                    *(row["rewards"].get(name) for name in rewards),
+                    row["advantage"],
+                ]
+                for row in rows
+            ],
+            allow_mixed_types=True,
+        )
+        return {"samples": table}
 
     def _notify_mode(self, why: str) -> None:
         if not why:

@@ -15,12 +15,13 @@ import pytest
 from llmx.config import TrackingConfig
 from llmx.errors import ConfigError
 from llmx.run.metrics.lines import MetricsTail, scalars
-from llmx.run.rundir import write_text
+from llmx.run.rundir import write_json, write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
 from llmx.tracking.base import check_packages
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.mlflow_run import MlflowTracker
 from llmx.tracking.tensorboard import TensorBoardTracker
+from llmx.tracking.wandb_run import WandbTracker
 from tests import tracked_run
 
 
@@ -33,6 +34,33 @@ def tracked(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
     for record in records:
         tracker.log(record)
     tracker.finish(tracked_run.result())
+
+
+def test_wandb_has_a_table_of_the_generated_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each step that has some; the newest at the end."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def generate(step: int) -> None:
+        row = {"prompt": "2 + 2", "completion": str(step), "advantage": 0.5}
+        rows = [{**row, "rewards": {"exact_match": None, "reward": 1.0}}]
+        write_json(tmp_path / "samples.json", {"generated": {"step": step, "rows": rows}})
+
+    tracker = WandbTracker(lambda status: None)
+    tracker.start(RunMeta("id", "name", tmp_path, mode="offline"))
+    generate(1)
+    for step in (1, 2):
+        tracker.log({"kind": "train", "step": step, "loss": 0.5})
+    generate(2)
+    tracker.finish(tracked_run.result())
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("samples_*.table.json")]
+    assert {tuple(table["columns"]) for table in tables} == {
+        ("step", "prompt", "completion", "exact_match", "reward", "advantage")
+    }
+    assert sorted(table["data"] for table in tables) == [
+        [[step, "2 + 2", str(step), None, 1, 0.5]] for step in (1, 2)
+    ]
 
 
 def test_csv(tmp_path: Path) -> None:
