@@ -433,19 +433,9 @@ class Grpo(Task):
         self, models: Models, prompts: Sequence[Prompt], seeds: Callable[[int, int], int]
     ) -> list[Group]:
         """A group of each prompt. Collective."""
-        from llmx.models.generate import stop_ids
-        from llmx.models.sampling import Sampling
-
-        options, size = self.options, self.options.group_size
-        sampling = Sampling(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
-        )
-        completions = models.main.sample(
-            [prompt.tokens for prompt in prompts], sampling, n=size, seeds=seeds
+        size = self.options.group_size
+        completions = self._sample(
+            models, [prompt.tokens for prompt in prompts], n=size, seeds=seeds
         )
         drawn = [
             self._drawn(prompt, completion)
@@ -457,6 +447,28 @@ class Grpo(Task):
             Group(drawn[at : at + size], rewards[at : at + size])
             for at in range(0, len(drawn), size)
         ]
+
+    def _sample(
+        self,
+        models: Models,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        seeds: Callable[[int, int], int],
+    ) -> list[list[Completion]]:
+        """``n`` completions of each prompt. Whatever is trained is drawn here. Collective."""
+        from llmx.models.generate import stop_ids
+        from llmx.models.sampling import Sampling
+
+        options = self.options
+        sampling = Sampling(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
+        )
+        return models.main.sample(prompts, sampling, n=n, seeds=seeds)
 
     def _replace(self, models: Models, groups: list[Group], key: RolloutKey) -> list[Group]:
         """Put groups of further prompts in the place of those without a signal, as often as the
