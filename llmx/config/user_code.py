@@ -1,5 +1,6 @@
 """Finds code of the user's own without importing it: ``task.kind=my_package.my_task:MyTask``,
-metrics of ``task.eval_metrics`` (``my_metrics:bleu``) and rewards of ``task.options.rewards``.
+metrics of ``task.eval_metrics`` (``my_metrics:bleu``), ``task.options.rewards`` and
+``task.options.environment``.
 
 The control process imports no torch, and a task does. So it only finds out where the package lies:
 that directory goes to the ranks' PYTHONPATH, to other hosts (``launch.sync=rsync``), and into the
@@ -60,6 +61,7 @@ def user_functions(task: TaskConfig) -> dict[str, str]:
     by_key = {
         "task.eval_metrics": task.eval_metrics,
         "task.options.rewards": rewards if isinstance(rewards, list) else [],
+        "task.options.environment": [task.options.get("environment")],
     }
     return {
         f"{key}: {name}": name

@@ -12,7 +12,14 @@ from typing import Any
 
 from llmx import text as human
 from llmx.config.optimizers import optimizer_of
-from llmx.config.schema import Experiment, HardwareConfig, ModelConfig, OptimConfig, ZeroConfig
+from llmx.config.schema import (
+    Experiment,
+    HardwareConfig,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+    ZeroConfig,
+)
 from llmx.plan import cuda_builds
 from llmx.plan.types import HostStorage, Plan, StoragePlan
 from llmx.text import plural
@@ -45,6 +52,11 @@ def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
         key = "offload_optimizer" if zero.offload_optimizer == "nvme" else "offload_param"
         compiled.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
     return tuple(compiled)
+
+
+def runs_code(task: TaskConfig) -> bool:
+    """Whether a reward runs code that the model has written."""
+    return "code" in (task.options.get("rewards") or [])
 
 
 def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str, Any]:
@@ -115,6 +127,12 @@ def compare_hosts(
         busy += _gpus_in_use(name, gpus_of_host, facts)
         warnings += _gpu_health(name, gpus_of_host, facts)
         warnings += _infiniband(exp, name, facts)
+        if runs_code(exp.task) and not facts["bubblewrap"]:
+            errors.append(
+                f"{name}: task.options.rewards has code, which runs in a sandbox, and bubblewrap "
+                "is not installed. Install it on every host (apt install bubblewrap), or remove "
+                "code from task.options.rewards."
+            )
         if plan.on_gpus and (bridges := facts.get("acs_bridges")):
             warnings.append(
                 f"{name}: ACS is on at {plural(len(bridges), 'PCIe bridge')} "

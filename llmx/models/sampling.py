@@ -90,6 +90,12 @@ def sample_seed(seed: int, *, step: int, prompt: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a later turn of a sample that has ``seed``; the first turn is number 0."""
+    digest = hashlib.blake2b(f"{seed}:turn:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1 if turn else seed
+
+
 @functools.lru_cache(maxsize=4096)
 def _key(seed: int) -> int:
     digest = hashlib.blake2b(f"{seed}:tokens".encode(), digest_size=16).digest()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +29,7 @@ from llmx.config.fields import (
     model_source,
     number,
     number_or_auto,
+    text,
 )
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE, EvalPrompt, Sample, SampleStore, collate, held_out_prompts
@@ -37,6 +38,7 @@ from llmx.data.format.rows import Conversation
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
+from llmx.tasks import sandbox
 from llmx.tasks.base import (
     GeneratedSample,
     Loss,
@@ -51,9 +53,12 @@ from llmx.tasks.base import (
     unused_dropout,
 )
 from llmx.tasks.collapse import CollapseWatch
+from llmx.tasks.environment import Environment, Episodes, Observations, load_environment
 from llmx.tasks.policy_loss import group_advantages, kl_estimate, policy_loss
 from llmx.tasks.rewards import (
     BUILT_IN,
+    CODE,
+    ENVIRONMENT,
     REWARD_MODEL,
     Outcome,
     Reward,
@@ -79,6 +84,17 @@ BY_TOKEN = ("dapo", "cispo")
 class RolloutOptions:
     """The part of ``task.options`` that says how completions are drawn and rewarded."""
 
+    environment: str | None = text(
+        None,
+        Text(200, pattern=r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", rule="be package.module:Class"),
+        example="my_env:Calculator",
+    )
+    """A class of your own that answers completions, so that a sample has several turns: tools, a
+    game. The sum of its rewards is the reward ``environment``, beside ``rewards``, which may be
+    empty."""
+    max_turns: int = number(4, minimum=1, maximum=1000)
+    """Completions of a sample with an ``environment``, each of at most ``max_new_tokens``; all
+    turns together are at most ``data.seq_len``."""
     rewards: list[str] = items(
         ["exact_match"],
         maximum=20,
@@ -89,8 +105,9 @@ class RolloutOptions:
             rule=f"be {', '.join(BUILT_IN)}, or a function of your own, package.module:function",
         ),
     )
-    """What a completion is rewarded for. A function of your own takes the texts of the prompt, the
-    completion and the reference (the completion in the data), and returns a number."""
+    """What a completion is rewarded for (with an ``environment``: the last one). A function of your
+    own takes the texts of the prompt, the completion and the reference (the completion in the
+    data), and returns a number."""
     reward_weights: list[float] = items(
         maximum=20, example="[1, 0.5]", values=Range(-(10**6), 10**6)
     )
@@ -120,10 +137,15 @@ class RolloutOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
-        if not self.rewards and not self.reward_model:
+        if not self.rewards and not self.reward_model and not self.environment:
             raise ConfigError(
                 "task.options.rewards is empty, and there is no task.options.reward_model. Set "
                 "e.g. task.options.rewards=[exact_match]."
+            )
+        if self.environment and "overlong" in self.rewards:
+            raise ConfigError(
+                "task.options.rewards has overlong, which judges the length of one completion, and "
+                "task.options.environment makes several. Remove one of them."
             )
         check_options(self.rewards, overlong_buffer=self.overlong_buffer, pattern=self.format)
         if self.temperature != 1 and (self.top_k or self.top_p < 1):
@@ -186,19 +208,33 @@ class Options(RolloutOptions):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A completion of a prompt, cut where the sample would exceed ``data.seq_len``."""
+    """A sample of a prompt: a completion, or several and what an environment has written between
+    them. Cut where it would exceed ``data.seq_len``."""
 
     prompt: Prompt
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]
-    """Of each token under the policy, at ``temperature``."""
-    text: str
-    truncated: bool
+    tokens: tuple[int, ...] = ()
+    """After the prompt."""
+    is_drawn: tuple[bool, ...] = ()
+    """Of each of them: whether the policy has drawn it. The others are not trained."""
+    logps: tuple[float, ...] = ()
+    """Of each drawn token under the policy, at ``temperature``."""
+    text: str = ""
+    """Of the last completion."""
+    truncated: bool = False
+    turns: int = 0
+    reward: float = 0.0
+    """Of the environment; NaN where it failed."""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens."""
+        return (*self.prompt.tokens, *self.tokens)
 
     def sample(self) -> Sample:
-        """Prompt and completion, for a forward pass."""
-        ids = np.array([*self.prompt.tokens, *self.tokens], np.uint32)
-        return Sample(ids, np.arange(len(ids)) >= len(self.prompt.tokens), np.zeros(1, np.int64))
+        """The whole sample, for a forward pass; targets are the drawn tokens."""
+        ids = np.array(self.context, np.uint32)
+        targets = np.array([*[False] * len(self.prompt.tokens), *self.is_drawn], np.bool_)
+        return Sample(ids, targets, np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True)
@@ -235,7 +271,12 @@ class Grpo(Task):
         super().__init__(exp, tokenizer)
         self.updates = self.options.updates
         self.normaliser = self._normaliser
-        self._measures = [*map(_metric, self._rewards), "reward", *self._measured_beside]
+        self._measures = [
+            *map(_metric, self._rewards),
+            "reward",
+            *self._measured_beside,
+            *self._turns,
+        ]
         measured = (len(self._measures),)
         self.rollout_columns = (
             Column("old_logp", per="token"),
@@ -264,6 +305,11 @@ class Grpo(Task):
                 "prompt. Set data.packing=none."
             )
         problems += new_tokens_problems(exp)
+        if options.get("environment") and exp.task.eval_generate:
+            problems.append(
+                f"task.eval_generate={exp.task.eval_generate}: held-out prompts are completed in "
+                "one turn, without task.options.environment. Set task.eval_generate=0."
+            )
         names, weights = options.get("rewards"), options.get("reward_weights")
         if isinstance(names, list):
             problems += reward_problems(list(map(str, names)), weights or [])
@@ -290,7 +336,12 @@ class Grpo(Task):
         return Example.of(row, cut="none")
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
-        """Import the rewards before the models are built."""
+        """Import the rewards, and start a sandbox if one is needed, before models are built."""
+        if CODE in self.options.rewards:
+            sandbox.check()
+        if self.options.environment:
+            self._observations.check()
+            _ = self._environment
         return [f"rewards: {', '.join([*self._functions, *self._rewards[len(self._functions) :]])}"]
 
     @cached_property
@@ -301,12 +352,22 @@ class Grpo(Task):
             max_new_tokens=options.max_new_tokens,
             overlong_buffer=options.overlong_buffer,
             pattern=options.format,
+            timeout_s=options.reward_timeout_s,
         )
+
+    @cached_property
+    def _environment(self) -> Callable[[], Environment]:
+        return load_environment(self.options.environment)
+
+    @cached_property
+    def _observations(self) -> Observations:
+        return Observations(self.tokenizer, template=self.exp.data.template)
 
     @property
     def _rewards(self) -> list[str]:
-        """The rewards by the names of their metrics; that of the reward model last."""
+        """The rewards by the names of their metrics: functions, environment, reward model."""
         names = short_names(self.options.rewards)
+        names += [ENVIRONMENT] if self.options.environment else []
         return [*names, REWARD_MODEL] if self.options.reward_model else names
 
     token_columns: ClassVar[tuple[str, ...]] = ()
@@ -323,11 +384,15 @@ class Grpo(Task):
         return (*beside, GROUPS_DRAWN) if self.options.dynamic_sampling else beside
 
     @property
+    def _turns(self) -> tuple[str, ...]:
+        return (TURNS,) if self.options.environment else ()
+
+    @property
     def metrics(self) -> Mapping[str, Metric]:
         both = ("train", "eval") if self.exp.task.eval_generate else ("train",)
         train = {
             name: Metric(**_MEASURED_METRICS[name], kinds=("train",))
-            for name in self._measured_beside
+            for name in (*self._measured_beside, *self._turns)
         }
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
@@ -335,7 +400,7 @@ class Grpo(Task):
             "reward": Metric("reward", higher_is_better=True, kinds=both),
             **{
                 _metric(name): Metric(
-                    _metric(name), kinds=("train",) if name == REWARD_MODEL else both
+                    _metric(name), kinds=("train",) if name in (ENVIRONMENT, REWARD_MODEL) else both
                 )
                 for name in self._rewards
             },
@@ -438,10 +503,12 @@ class Grpo(Task):
             models, [prompt.tokens for prompt in prompts], n=size, seeds=seeds
         )
         drawn = [
-            self._drawn(prompt, completion)
+            self._extended(Drawn(prompt), completion)
             for prompt, group in zip(prompts, completions, strict=True)
             for completion in group
         ]
+        if self.options.environment:
+            drawn = self._play(models, drawn, seeds)
         rewards = self._scores(models, drawn)
         return [
             Group(drawn[at : at + size], rewards[at : at + size])
@@ -469,6 +536,51 @@ class Grpo(Task):
             stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
         )
         return models.main.sample(prompts, sampling, n=n, seeds=seeds)
+
+    def _play(
+        self, models: Models, drawn: Sequence[Drawn], seeds: Callable[[int, int], int]
+    ) -> list[Drawn]:
+        """The samples with all their turns, after the first. All that go on make each turn
+        together. Collective."""
+        from llmx.models.sampling import turn_seed
+
+        options, size = self.options, self.options.group_size
+        samples, unfinished = list(drawn), list(range(len(drawn)))
+        episodes = Episodes(
+            self._environment,
+            [(row.prompt, row.reference) for row in self._scored(drawn)],
+            self._observations,
+            limit_s=options.reward_timeout_s,
+        )
+        for turn in range(1, options.max_turns + 1):
+            answers = episodes.step({place: samples[place].text for place in unfinished})
+            before, unfinished = unfinished, []
+            for place in before:
+                sample, answer = samples[place], answers[place]
+                self._report(ENVIRONMENT, answer.problem)
+                room = self.exp.data.seq_len - len(sample.context) - len(answer.tokens)
+                cut = sample.truncated or turn == options.max_turns or room < 1
+                ended = not answer.tokens
+                samples[place] = replace(
+                    sample,
+                    reward=np.nan if answer.problem else sample.reward + answer.reward,
+                    truncated=sample.truncated or (cut and not ended),
+                )
+                if not (cut or ended):
+                    unfinished.append(place)
+            if not unfinished:
+                break
+
+            def seed(at: int, _: int, of: Sequence[int] = unfinished, turn: int = turn) -> int:
+                return turn_seed(seeds(*divmod(of[at], size)), turn)
+
+            contexts = [(*samples[at].context, *answers[at].tokens) for at in unfinished]
+            completions = self._sample(models, contexts, n=1, seeds=seed)
+            for place, (completion,) in zip(unfinished, completions, strict=True):
+                samples[place] = self._extended(
+                    samples[place], completion, observed=answers[place].tokens
+                )
+        return samples
 
     def _replace(self, models: Models, groups: list[Group], key: RolloutKey) -> list[Group]:
         """Put groups of further prompts in the place of those without a signal, as often as the
@@ -499,53 +611,68 @@ class Grpo(Task):
     def _weights(self) -> list[float]:
         options = self.options
         weights = options.reward_weights or [1.0] * len(options.rewards)
+        weights = [*weights, 1.0] if options.environment else weights
         return [*weights, options.reward_model_weight] if options.reward_model else weights
 
-    def _drawn(self, prompt: Prompt, completion: Completion) -> Drawn:
-        room = self.exp.data.seq_len - len(prompt.tokens)
+    def _extended(
+        self, sample: Drawn, completion: Completion, *, observed: Sequence[int] = ()
+    ) -> Drawn:
+        """The sample with one more completion, after tokens of the environment."""
+        room = self.exp.data.seq_len - len(sample.context) - len(observed)
         # Those of the policy that is trained: nothing removed (top_p, top_k).
         logps = completion.logps if self.options.temperature == 1 else completion.sampled_logps
         fits = len(completion.tokens) <= room
-        text = completion.text_tokens if fits else completion.tokens[:room]
-        return Drawn(
-            prompt,
-            completion.tokens[:room],
-            logps[:room],
-            self.decode(list(text)),
+        tokens = completion.tokens[:room]
+        return replace(
+            sample,
+            tokens=(*sample.tokens, *observed, *tokens),
+            is_drawn=(*sample.is_drawn, *[False] * len(observed), *[True] * len(tokens)),
+            logps=(*sample.logps, *logps[:room]),
+            text=self.decode(list(completion.text_tokens if fits else tokens)),
             truncated=not fits or completion.ended != "stop",
+            turns=sample.turns + 1,
         )
 
-    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> np.ndarray:
-        """fp64 [samples, rewards]; NaN where a function failed."""
+    def _scored(self, drawn: Sequence[Drawn]) -> list[Scored]:
+        """What reward functions are given."""
         references = {id(sample.prompt): sample.prompt for sample in drawn}
         texts = {
             number: (self.decode(list(prompt.tokens)), self.decode(list(prompt.reference)))
             for number, prompt in references.items()
         }
-        rows = [
-            Scored(prompt, sample.text, reference, len(sample.tokens))
+        return [
+            Scored(prompt, sample.text, reference, sum(sample.is_drawn))
             for sample in drawn
             for prompt, reference in (texts[id(sample.prompt)],)
         ]
-        scores = self._values(rows)
+
+    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> np.ndarray:
+        """fp64 [samples, rewards]; NaN where a function failed."""
+        scores = self._values(self._scored(drawn))
+        if self.options.environment:
+            scores = np.column_stack([scores, [sample.reward for sample in drawn]])
         if self.options.reward_model:
             model_scores = self._over_ranks(models[REWARD_MODEL], drawn, _sequence_scores)
             scores = np.column_stack([scores, np.array(model_scores)])
         return scores
 
     def _values(self, rows: Sequence[Scored]) -> np.ndarray:
-        """fp64 [rows, functions]; NaN where one failed, which is logged once for each function."""
+        """fp64 [rows, functions]; NaN where one failed."""
         outcomes = all_outcomes(self._functions, rows, limit_s=self.options.reward_timeout_s)
         for row in outcomes:
             for name, outcome in zip(self._functions, row, strict=True):
-                if outcome.value is None and name not in self._reported:
-                    self._reported.add(name)
-                    _log(
-                        f"WARNING: the reward {name} failed: {outcome.problem} Such completions "
-                        "train nothing; reward_failed is their share."
-                    )
+                self._report(name, outcome.problem)
         values = [[_or_nan(outcome) for outcome in row] for row in outcomes]
         return np.array(values, np.float64).reshape(len(rows), len(self._functions))
+
+    def _report(self, reward: str, problem: str) -> None:
+        """Log the first failure of each reward."""
+        if problem and reward not in self._reported:
+            self._reported.add(reward)
+            _log(
+                f"WARNING: the reward {reward} failed: {problem} Such completions train nothing; "
+                "reward_failed is their share."
+            )
 
     def _over_ranks(
         self,
@@ -632,7 +759,8 @@ class Grpo(Task):
             "reward_failed": np.isnan(totals),
             "no_signal": _are_equal(spread),
             "truncated": [sample.truncated for sample in drawn],
-            "completion_tokens": [len(sample.tokens) for sample in drawn],
+            "completion_tokens": [sum(sample.is_drawn) for sample in drawn],
+            TURNS: [sample.turns for sample in drawn],
             GROUPS_DRAWN: np.ones(len(drawn)),
         }
         columns = [np.asarray(values[name], np.float64) for name in self._measures]
@@ -645,12 +773,18 @@ class Grpo(Task):
         measures: np.ndarray,
         measured: np.ndarray,
     ) -> Example:
-        before = [0.0] * len(drawn.prompt.tokens)
+        sample = drawn.sample()
+
+        def by_token(values: Sequence[float] | np.ndarray) -> np.ndarray:
+            column = np.zeros(len(sample.tokens), np.float32)
+            column[sample.targets] = values
+            return column
+
         return Example.of(
             Tokens(
-                [*drawn.prompt.tokens, *drawn.tokens],
-                weight=[*before, *[float(signal.is_trained)] * len(drawn.tokens)],
-                columns={name: [*before, *values] for name, values in signal.by_token.items()},
+                sample.tokens.tolist(),
+                weight=by_token([float(signal.is_trained)] * len(drawn.logps)),
+                columns={name: by_token(values) for name, values in signal.by_token.items()},
             ),
             advantage=signal.advantage,
             measures=measures,
@@ -661,9 +795,11 @@ class Grpo(Task):
         self, drawn: Drawn, rewards: np.ndarray, total: float, signal: Signal
     ) -> GeneratedSample:
         values = dict(zip([*self._rewards, "reward"], [*rewards, total], strict=True))
+        # Turns are told apart by their special tokens.
+        text = drawn.text if drawn.turns == 1 else str(self.tokenizer.decode(drawn.tokens))
         return GeneratedSample(
             self.decode(list(drawn.prompt.tokens)),
-            drawn.text,
+            text,
             {name: None if np.isnan(value) else float(value) for name, value in values.items()},
             signal.advantage,
         )
@@ -752,6 +888,8 @@ class Grpo(Task):
 
 GROUPS_DRAWN = "groups_drawn"
 """With dynamic sampling: all groups of a step in proportion to those that it trains on."""
+TURNS = "turns"
+"""With an environment: the completions of a sample."""
 _MEASURED = ("reward_failed", "no_signal", "truncated", "completion_tokens")
 _MEASURED_METRICS: dict[str, dict[str, Any]] = {
     "reward_std": {"title": "reward std"},
@@ -760,6 +898,7 @@ _MEASURED_METRICS: dict[str, dict[str, Any]] = {
     "truncated": {"title": "truncated", "format": "percent"},
     "completion_tokens": {"title": "completion tokens"},
     GROUPS_DRAWN: {"title": "groups drawn per group trained"},
+    TURNS: {"title": "turns"},
 }
 """Of every generated sample."""
 SAME_REWARD = 1e-8

@@ -12,6 +12,7 @@ Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import logging
 import math
@@ -21,16 +22,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.run.metrics.completions import exact_match, failure, load_function
+from llmx.tasks import sandbox
 
+CODE = "code"
 MATH = "math_verify"
 REWARD_MODEL = "reward_model"
 """The name of the score of a trained reward model."""
-BUILT_IN = ("exact_match", "format", "length", "overlong", MATH)
+ENVIRONMENT = "environment"
+"""The name of the sum of the rewards that an environment gives."""
+BUILT_IN = ("exact_match", "format", "length", "overlong", MATH, CODE)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 def reward_problems(names: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
     """Yield a message for rewards that cannot be used together, or not on this machine."""
     key = f"task.options.rewards={shown(list(names))}"
-    by_name = Counter([*short_names(names), REWARD_MODEL])
+    by_name = Counter([*short_names(names), ENVIRONMENT, REWARD_MODEL])
     twice = [name for name, count in by_name.items() if count > 1]
     if twice:
         yield f"{key}: two are called {twice[0]}. Leave one out, or give it another name."
@@ -79,7 +86,12 @@ def reward_problems(names: Sequence[str], weights: Sequence[float]) -> Iterator[
 
 
 def reward_functions(
-    names: Sequence[str], *, max_new_tokens: int, overlong_buffer: int, pattern: str | None
+    names: Sequence[str],
+    *,
+    max_new_tokens: int,
+    overlong_buffer: int,
+    pattern: str | None,
+    timeout_s: float,
 ) -> dict[str, Reward]:
     """The functions by the name of their metric.
 
@@ -99,6 +111,7 @@ def reward_functions(
         "length": lambda scored: scored.num_tokens / max_new_tokens,
         "overlong": overlong,
         MATH: _math_verify,
+        CODE: lambda scored: _passes_tests(scored, limit_s=PROGRAM_SHARE * timeout_s),
     }
     functions = [built_in[name] if name in built_in else _of_user(name) for name in names]
     return dict(zip(short_names(names), functions, strict=True))
@@ -122,6 +135,27 @@ def _math_verify(scored: Scored) -> float:
     return float(package.verify(reference, answer, timeout_seconds=None))
 
 
+PROGRAM_SHARE = 0.9
+"""Of ``reward_timeout_s``, for a program and the start of its sandbox: one that takes longer gets
+0, before the reward as a whole would be given up."""
+_BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
+
+
+def code_of(text: str) -> str:
+    """The last fenced block of a text; the text, if it has none."""
+    blocks = _BLOCK.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def _passes_tests(scored: Scored, *, limit_s: float) -> float:
+    """1 where the completion's code gets to the end of the tests in the reference."""
+    tests = code_of(scored.reference)
+    if not tests.strip():
+        raise ValueError("the reference has no tests")
+    ast.parse(tests)  # a row whose tests are no Python says nothing
+    return float(sandbox.passes(code_of(scored.completion), tests, limit_s=limit_s))
+
+
 class RewardTimeout(BaseException):
     """Not an ``Exception``, so that a function which catches these does not go on."""
 
@@ -143,15 +177,23 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
-    """The value of a reward function, or why there is none."""
+def attempt(function: Callable[[], T], *, limit_s: float) -> tuple[T | None, str]:
+    """What a function of the user's returns; or None, and what went wrong."""
     try:
         with time_limit(limit_s):
-            value = reward(scored)
+            return function(), ""
     except RewardTimeout:
-        return Outcome(None, f"it took more than {limit_s:g} s (task.options.reward_timeout_s).")
+        return None, f"it took more than {limit_s:g} s (task.options.reward_timeout_s)."
     except (Exception, SystemExit) as error:
-        return Outcome(None, f"it raised {failure(error)}")
+        return None, f"it raised {failure(error)}"
+
+
+def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
+    """The value of a reward function, or why there is none."""
+    value: Any
+    value, problem = attempt(lambda: reward(scored), limit_s=limit_s)
+    if problem:
+        return Outcome(None, problem)
     is_number = hasattr(value, "__float__")  # of NumPy or PyTorch, too
     if not is_number or not math.isfinite(float(value)):
         return Outcome(None, f"it returned {value!r:.80}, which is not a finite number.")

@@ -104,6 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks = (ROOT / "docs" / "custom-tasks.md").read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
     (place / "my_tasks.py").write_text(code)
+    (place / "my_env.py").write_text("class Calculator: pass\n")
     (place / "my_rewards.py").write_text("def short(prompt, completion, reference): return 1.0\n")
     (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")
     return place

@@ -22,7 +22,13 @@ from llmx.tasks.rewards import (
 
 
 def functions(*names: str, **more: Any) -> Any:
-    options = {"max_new_tokens": 20, "overlong_buffer": 10, "pattern": None, **more}
+    options = {
+        "max_new_tokens": 20,
+        "overlong_buffer": 10,
+        "pattern": None,
+        "timeout_s": 10.0,
+        **more,
+    }
     return reward_functions(names, **options)
 
 
