@@ -210,7 +210,7 @@ class Views:
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
                 view = interpret(Observer(root, brief=True).facts())
-                cached = self._rows[name] = (stamp, self._row(view, Path(root).parent))
+                cached = self._rows[name] = (stamp, plain(self._row(view, Path(root).parent)))
             rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
         title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
@@ -274,7 +274,7 @@ class Views:
         stamp = [_stamp(self._inside(part)) for part in name.split("\n")]
         cached = self._pages.get((kind, name))
         if cached is None or cached[0] != stamp:
-            cached = self._pages[kind, name] = (stamp, make())
+            cached = self._pages[kind, name] = (stamp, plain(make()))
         return cached[1]
 
     # --- Sweeps ----------------------------------------------------------------------------------

@@ -62,15 +62,21 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+class Plain(dict[str, Any]):
+    """What ``plain`` has made, and need not look through again."""
+
+
 def plain(value: Any) -> Any:
     """``value`` as JSON has it: no NaN, and texts without control characters or stray surrogates
     (broken UTF-8), which are shown as their codes."""
+    if isinstance(value, Plain):
+        return value
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {printable(str(key)): plain(inner) for key, inner in value.items()}
+        return Plain({printable(str(key)): plain(inner) for key, inner in value.items()})
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     return value if value is None or isinstance(value, int) else printable(str(value))
@@ -79,7 +85,7 @@ def plain(value: Any) -> Any:
 def changes(old: Any, new: Any) -> Any:
     """What turns ``old`` into ``new``, as the page merges it: of an object the changed keys (null
     removes one), of a list what follows its unchanged beginning; None where nothing differs."""
-    if old == new:
+    if old is new or old == new:
         return None
     if isinstance(old, dict) and isinstance(new, dict):
         patch = {key: None for key in old if key not in new}
