@@ -18,7 +18,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder --durations=40
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-real-data fast test-oldest check fuzz chaos docs golden behaviour behaviour-record bench gpu clean venv system again
+.PHONY: help demo test test-real-data fast test-oldest check fuzz chaos docs site golden behaviour behaviour-record bench gpu clean venv system again
 
 
 help: ## this list
@@ -49,7 +49,7 @@ test-oldest: ## the lower bounds of the dependencies: install them, test ranks a
 	$(OLDEST)/bin/python -m pytest -q tests/unit/test_train_*.py tests/unit/test_compose.py tests/unit/test_config_build.py
 	$(OLDEST)/bin/python -m llmx hardware=cpu2 zero=stage3 task.steps=20 run_dir=$(OLDEST)/run
 
-check: venv ## format, lint, types, layers
+check: venv site ## format, lint, types, layers, links of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -68,6 +68,12 @@ docs: venv ## write docs/config.md and docs/failures.md anew, and the table of s
 	$(BIN)/python -m llmx.cli.help > docs/config.md
 	$(BIN)/python -m llmx.failures.page > docs/failures.md
 	$(BIN)/python scripts/sizes.py --write
+
+# Strict: a link to a page or a heading that is not there is an error.
+site: venv ## the documentation as pages with a search: build/site/index.html
+	rm -rf build/pages && mkdir -p build/pages
+	git ls-files '*.md' ':!tests' | xargs cp --parents --target-directory=build/pages
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit

@@ -7,6 +7,7 @@ is launched, nothing asks the network. Files that the reader is to have (``chats
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
 from llmx.__main__ import main
 from llmx.cli.arguments import split_own
@@ -240,3 +242,18 @@ def test_the_schedule_in_the_guide_is_the_one_that_trains() -> None:
     optim = OptimConfig(lr=1.0, warmup_steps=4, schedule="linear")
     rates = [f"{lr_at(step, optim=optim, total=12):.3g}" for step in range(12)]
     assert row.split(" | ") == rates
+
+
+def test_the_site_and_its_index_list_every_page() -> None:
+    """``mkdocs.yml`` has what docs/README.md links; decision records are found through theirs."""
+    listed: list[str] = []
+    for section in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]:
+        for page in next(iter(section.values())):
+            listed.append(page if isinstance(page, str) else next(iter(page.values())))
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"\]\(([^)#]+\.md)\)", index.read_text())
+    linked = {os.path.relpath(index.parent / link, ROOT) for link in links}
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent.name != "adr"}
+    assert pages <= set(listed)
+    assert pages <= linked | {"docs/README.md", "README.md"}
+    assert all((ROOT / page).is_file() for page in listed)
