@@ -257,3 +257,25 @@ def test_the_site_and_its_index_list_every_page() -> None:
     assert pages <= set(listed)
     assert pages <= linked | {"docs/README.md", "README.md"}
     assert all((ROOT / page).is_file() for page in listed)
+
+
+def test_the_chinese_readme_has_the_headings_and_commands_of_the_english_one() -> None:
+    """Order and level of headings, each line of a code block without its comment, each command of
+    a table, each page that is linked."""
+
+    def outline(text: str) -> dict[str, list[str]]:
+        lines = [line for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+                 for line in block.splitlines()]  # fmt: skip
+        return {
+            "headings": re.findall(
+                r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M
+            ),
+            "lines": [code for line in lines if (code := line.split("#")[0].strip())],
+            "commands": re.findall(r"\| (`python -m llmx [^|]*`) \|", text),
+            "pages": sorted(set(re.findall(r"\]\((docs/[\w/.-]+)", text))),
+        }
+
+    english = outline((ROOT / "README.md").read_text(encoding="utf-8"))
+    chinese = outline((ROOT / "README.zh.md").read_text(encoding="utf-8"))
+    for part, expected in english.items():
+        assert chinese[part] == expected, f"README.zh.md: other {part} than README.md"
