@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config.build import hints_of, known_keys, shown
+from llmx.config.foreign import names_by_key
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, closest, did_you_mean
 
@@ -109,66 +110,7 @@ def first_comment(path: Path) -> str:
 
 __all__ = ["elsewhere", "key_problem", "shown"]
 
-_ELSEWHERE = {
-    "model.path=...": "model_name_or_path model_name model_id base_model pretrained_model",
-    "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
-    "model.revision": "model_revision",
-    "model.attention": "attn_implementation flash_attn flash_attention use_flash_attention",
-    "model.activation_checkpointing=full": "gradient_checkpointing",
-    "model.liger_kernel": "use_liger_kernel enable_liger_kernel",
-    "model.compile": "torch_compile",
-    "data.path=...": "dataset dataset_name dataset_path datasets train_file train_data dataset_dir",
-    "data.eval_path": "eval_dataset validation_file eval_file test_file",
-    "data.eval_samples": "val_size eval_size val_set_size",
-    "data.seq_len": "cutoff_len max_length max_seq_length max_seq_len sequence_len "
-    "model_max_length block_size context_length max_prompt_length",
-    "data.packing": "pack sample_packing",
-    "data.template": "chat_template",
-    "data.text_key": "dataset_text_field text_column",
-    "data.max_rows": "max_samples max_train_samples num_samples",
-    "data.num_workers": "preprocessing_num_workers dataset_num_proc num_proc "
-    "dataloader_num_workers",
-    "task.kind": "stage finetuning_task",
-    "task.options.beta": "pref_beta dpo_beta",
-    "task.options.loss": "pref_loss loss_type rl",
-    "task.epochs": "num_train_epochs num_epochs n_epochs max_epochs epoch",
-    "task.steps": "max_steps num_steps train_steps num_train_steps max_train_steps iterations",
-    "task.log_every_steps": "logging_steps log_interval",
-    "task.eval_every_steps": "eval_steps eval_interval evaluation_strategy eval_strategy",
-    "optim.lr": "learning_rate lr",
-    "optim.schedule": "lr_scheduler_type lr_scheduler scheduler",
-    "optim.warmup_fraction": "warmup_ratio",
-    "optim.warmup_steps": "num_warmup_steps",
-    "optim.clip_norm": "max_grad_norm gradient_clipping grad_clip clip_grad",
-    "optim.betas": "adam_beta1 adam_beta2 beta1 beta2",
-    "optim.eps": "adam_epsilon epsilon",
-    "optim=adamw": "optimizer",
-    "batch.micro_batch": "per_device_train_batch_size micro_batch_size train_batch_size_per_gpu "
-    "per_device_batch_size train_micro_batch_size_per_gpu",
-    "batch.global_batch": "batch_size train_batch_size global_batch_size",
-    "batch.accumulation": "gradient_accumulation_steps grad_accum grad_accumulation",
-    "adapter.rank": "lora_rank lora_r r",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "lora_dropout",
-    "adapter.targets": "lora_target target_modules lora_target_modules lora_targets",
-    "adapter=lora": "use_peft use_lora lora finetuning_type peft",
-    "adapter=qlora": "load_in_4bit quantization_bit qlora",
-    "zero=stage2": "deepspeed deepspeed_config",
-    "hardware.slots": "gpus num_gpus n_gpus nproc_per_node num_gpus_per_node ngpus devices",
-    "hardware.hosts": "nodes nnodes num_nodes",
-    "hardware.path": "hostfile",
-    "launch.master_port": "main_process_port",
-    "checkpoint.every_steps": "save_steps save_interval save_every",
-    "checkpoint.keep.last": "save_total_limit",
-    "precision=bf16": "bf16",
-    "precision=fp16": "fp16",
-    "precision": "torch_dtype dtype mixed_precision",
-    "run_dir": "output_dir out_dir save_dir",
-    "name": "run_name",
-    "tracking=wandb": "report_to wandb",
-    "tracking.project": "wandb_project",
-}
-_KEYS = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
+_KEYS = {name: key for name, key in names_by_key().items() if name not in hints_of(Experiment)}
 
 
 def elsewhere(name: str) -> str:
