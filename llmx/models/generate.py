@@ -3,8 +3,8 @@
     sampling = Sampling(temperature=1.0, max_new_tokens=256, stop_ids=frozenset({2}))
     completions = generate(engine, prompts, sampling, seeds=seeds)     # all ranks together
 
-Every rank runs as many forwards as the others, so it works under every ZeRO stage. Prompts of a
-batch are padded at the left and masked, or of equal length where the attention takes no mask.
+The ranks share the prompts. Where ZeRO-3 gathers layers in each forward, they make as many as each
+other. How rows are completed together is in ``llmx.models.decode``.
 
 Where a completion ends is said here alone, for evaluation, the command ``generate``, the final
 model and every export. A tokenizer has one EOS token, and a chat template may close an assistant's
@@ -21,6 +21,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,9 +31,9 @@ from torch import nn
 from llmx.collectives import all_gather
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.models.attention import AttentionMethod, additive, windows_of
-from llmx.models.loss import head_at, takes
-from llmx.models.sampling import Sampling, draw, truncated, uniforms
+from llmx.models.attention import AttentionMethod, windows_of
+from llmx.models.loss import takes
+from llmx.models.sampling import Sampling
 
 FILE = "generation_config.json"
 
@@ -174,6 +175,8 @@ def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
 def _padding_is_unseen(model: BareDecoder) -> bool:
     """Whether a prompt has the same logits with padding at its left as alone, to the bit whatever
     the padding is."""
+    from llmx.models.decode import mask
+
     if not takes(type(model.module), "position_ids", by_name=True):
         return False
     prompt, pads = [(7 * i + 5) % model.vocab_size for i in range(5)], 3
@@ -186,7 +189,7 @@ def _padding_is_unseen(model: BareDecoder) -> bool:
         outputs = model.module(
             input_ids=torch.tensor(rows, device=model.device),
             position_ids=(place[None, :] - padding[:, None]).clamp(min=0),
-            attention_mask=_mask(model, place, length, padding),
+            attention_mask=mask(model, place, length, padding),
         )
         last: torch.Tensor = outputs.logits[0, -1, : model.vocab_size].float()
         return last
@@ -247,13 +250,13 @@ def generate(
 
     Args:
         prompts: token ids, at least one each. For several samples of a prompt, give it several
-            times: it goes through the model once for those in a batch.
+            times: it goes through the model once for those that a rank completes together.
         seeds: one a prompt; unused where ``sampling`` is greedy. The token at a position (counted
             from the prompt's first token) depends on the seed, the position and the tokens before
             it: not on the batch, the ranks or padding, beyond the rounding of the logits. A
             completion that was cut goes on as it would have, if prompt and completion are given
             as a prompt with the same seed.
-        batch_size: prompts completed together on one rank.
+        batch_size: prompts completed together on one rank; where one ends, the next one joins.
         on_token: on the rank that completes the prompt. What it raises ends all completions.
 
     A completion ends with a token of ``sampling.stop_ids``, after ``max_new_tokens``, or where
@@ -277,29 +280,26 @@ def generate(
         num_seeds = "none" if seeds is None else len(seeds)
         raise ValueError(f"{len(rows)} prompts need a seed each, {num_seeds} given")
     keys = [0] * len(rows) if sampling.greedy or seeds is None else [int(seed) for seed in seeds]
+    from llmx.models.decode import Decoding, Row  # with transformers' cache
+
     world, rank = _world()
-    batches = group(
-        rows,
-        world=world,
-        equal=not _all_take_left_padding(model, world=world),
-        together=not sampling.greedy,
-        limit=batch_size,
-    )
-    completed: dict[int, Completion] = {}
+    groups: dict[tuple[int, ...], list[Row]] = {}
+    last = getattr(model.config, "max_position_embeddings", None)
+    for index in shares(rows, world=world)[rank]:
+        too_long = bool(last and len(rows[index]) > last)
+        row = Row(index, rows[index], keys[index], ended=POSITIONS if too_long else None)
+        groups.setdefault(rows[index], []).append(row)
+    queue = [
+        group[at : at + batch_size]
+        for group in sorted(groups.values(), key=lambda group: -len(group[0].prompt))
+        for at in range(0, len(group), batch_size)
+        if group[0].ended is None
+    ]
+    slots = min(batch_size, sum(map(len, queue)))
     with _generating(model):
-        for first in range(0, len(batches), world):
-            # Where a rank has no batch left it repeats the round's first, and drops the result.
-            has_batch = first + rank < len(batches)
-            batch = batches[first + rank] if has_batch else batches[first]
-            completions = _complete(
-                model,
-                [rows[index] for index in batch],
-                sampling,
-                seeds=[keys[index] for index in batch],
-                on_token=_of_batch(on_token, batch) if has_batch else None,
-            )
-            if has_batch:
-                completed.update(zip(batch, completions, strict=True))
+        decoding = Decoding(model, sampling, slots=slots, on_token=on_token)
+        decoding.run(queue, lockstep=world > 1 and _is_sharded(model.module))
+    completed = {row.index: row.completion() for group in groups.values() for row in group}
     if world > 1:
         for part in all_gather(completed):
             completed.update(part)
@@ -313,36 +313,23 @@ def _world() -> tuple[int, int]:
     return torch.distributed.get_world_size(), torch.distributed.get_rank()
 
 
-def _of_batch(on_token: OnToken | None, batch: list[int]) -> OnToken | None:
-    if on_token is None:
-        return None
-    return lambda row, token: on_token(batch[row], token)
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ZeRO-3 gathers its layers in every forward: all ranks then make as many."""
+    return any(getattr(p, "ds_numel", p.numel()) != p.numel() for p in module.parameters())
 
 
-def group(
-    prompts: Sequence[tuple[int, ...]], *, world: int, equal: bool, together: bool, limit: int
-) -> list[list[int]]:
-    """Indices of prompts by batch, of similar (``equal``: the same) length.
-
-    At most ``limit`` a batch; few prompts are still spread over ``world`` ranks. ``together``:
-    samples of one prompt stand side by side.
-    """
-    first: dict[tuple[int, ...], int] = {}
-    keys = [
-        (len(prompt), first.setdefault(prompt, index) if together else index, index)
-        for index, prompt in enumerate(prompts)
+def shares(prompts: Sequence[tuple[int, ...]], *, world: int) -> list[list[int]]:
+    """Indices of the prompts that each rank completes: as many as every other, to one; of all
+    lengths; and equal prompts on one rank, as far as that goes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
+    longest_first = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
+    dealt = [
+        index for rank in range(world) for group in longest_first[rank::world] for index in group
     ]
-    size = max(1, min(limit, -(-len(prompts) // world)))
-    batches: list[list[int]] = []
-    for length, _, index in sorted(keys):
-        fits = bool(batches) and len(batches[-1]) < size
-        if fits and equal:
-            fits = len(prompts[batches[-1][0]]) == length
-        if fits:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+    ends = [len(dealt) * rank // world for rank in range(world + 1)]
+    return [dealt[start:end] for start, end in pairwise(ends)]
 
 
 def takes_left_padding(config: Any, attention: AttentionMethod) -> bool:
@@ -356,13 +343,6 @@ def takes_left_padding(config: Any, attention: AttentionMethod) -> bool:
         # A cache that forgets what left the window has no place for a mask over everything.
         and not any(windows)
     )
-
-
-def _all_take_left_padding(model: Decoder, *, world: int) -> bool:
-    """Whether every rank does. Hosts may have other attention than each other: with other batches
-    the ranks would make other numbers of forwards, and wait for each other. Collective."""
-    takes_padding = takes_left_padding(model.config, model.attention)
-    return all(all_gather(takes_padding)) if world > 1 else takes_padding
 
 
 def cache_argument(model: Decoder) -> str | None:
@@ -390,137 +370,3 @@ def _generating(model: Decoder) -> Iterator[None]:
             module.set_attn_implementation(implementation)
         for child in training:
             child.training = True
-
-
-@torch.no_grad()
-def _complete(
-    model: Decoder,
-    prompts: list[tuple[int, ...]],
-    sampling: Sampling,
-    *,
-    seeds: list[int],
-    on_token: OnToken | None,
-) -> list[Completion]:
-    """The completions of one batch. Collective."""
-    from transformers import DynamicCache
-
-    device, kind, world = model.device, type(model.module), _world()[0]
-    name = cache_argument(model)
-    # Without a cache that it takes from us, the whole row goes through the model for each token.
-    cache = DynamicCache(config=model.config) if name else None
-    # Samples of one prompt share its first forward; greedy ones keep the rows as they are given.
-    shared = cache is not None and not sampling.greedy
-    distinct = list(dict.fromkeys(prompts)) if shared else prompts
-    longest = max(map(len, distinct))
-    tokens, padding = _left_padded(distinct, longest, device)
-    padded = bool(padding.any())
-    with_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
-        kind, "position_ids"
-    )
-    last = getattr(model.config, "max_position_embeddings", None)
-    last = last or longest + sampling.max_new_tokens
-    stops = torch.tensor(sorted(sampling.stop_ids), device=device, dtype=torch.long)
-    drawn: list[list[int]] = [[] for _ in prompts]
-    ended: list[str | None] = [None] * len(prompts)
-    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for length in range(longest, longest + sampling.max_new_tokens):
-        new = tokens.shape[1]
-        place = torch.arange(length - new, length, device=device)
-        arguments: dict[str, Any] = {}
-        if with_positions:
-            arguments["position_ids"] = (place[None, :] - padding[:, None]).clamp(0, last - 1)
-        if padded:
-            arguments["attention_mask"] = _mask(model, place, length, padding)
-        if name:
-            arguments.update({name: cache, "use_cache": True})
-        every_row = torch.arange(len(tokens), device=device)
-        with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
-            logits = model.module(input_ids=tokens, **arguments).logits[0, :, : model.vocab_size]
-            logits = logits.float()
-        if cache is not None and len(tokens) < len(prompts):
-            row_of = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
-            cache.reorder_cache(cast(torch.LongTensor, row_of))
-            logits, padding, tokens = logits[row_of], padding[row_of], tokens[row_of]
-        ahead = length - longest
-        fed = [len(prompt) + ahead for prompt in prompts]
-        chosen, logp, sampled_logp = _choose(logits, sampling, seeds, fed)
-        steps.append((logp, sampled_logp))
-        stopped = torch.isin(chosen, stops)
-        for row, (token, stop) in enumerate(zip(chosen.tolist(), stopped.tolist(), strict=True)):
-            if fed[row] > last:  # the prompt itself; forwards go on for the others
-                ended[row] = ended[row] or POSITIONS
-            if ended[row]:
-                continue
-            drawn[row].append(token)
-            if stop:
-                ended[row] = STOP
-            elif fed[row] >= last and len(drawn[row]) < sampling.max_new_tokens:
-                ended[row] = POSITIONS  # no place to feed the token back
-            if on_token is not None:
-                on_token(row, token)
-        # Everyone stops together, or ZeRO-3 would wait for a forward that never comes.
-        if not _any_rank(not all(ended), world, device):
-            break
-        tokens = chosen[:, None] if name else torch.cat([tokens, chosen[:, None]], dim=1)
-    logps, sampled_logps = (
-        torch.stack(values, dim=1).tolist() for values in zip(*steps, strict=True)
-    )
-    return [
-        Completion(
-            tokens=tuple(drawn[row]),
-            logps=tuple(logps[row][: len(drawn[row])]),
-            sampled_logps=tuple(sampled_logps[row][: len(drawn[row])]),
-            ended=ended[row] or LENGTH,
-        )
-        for row in range(len(prompts))
-    ]
-
-
-def _left_padded(
-    prompts: list[tuple[int, ...]], longest: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [n, longest], padding tokens at the left of each row [n])."""
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
-    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    return tokens.to(device), padding
-
-
-def _choose(
-    logits: torch.Tensor, sampling: Sampling, seeds: list[int], positions: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token, its log-probability under the model, under what was drawn from), each [n]."""
-    if sampling.greedy:
-        chosen = logits.argmax(dim=-1)
-        logp = _logp(logits, chosen)
-        return chosen, logp, torch.zeros_like(logp)
-    drawn_from = logits if sampling.is_model else truncated(logits, sampling)
-    chosen = draw(drawn_from, torch.from_numpy(uniforms(seeds, positions)).to(logits.device))
-    logp = _logp(logits, chosen)
-    return chosen, logp, logp if sampling.is_model else _logp(drawn_from, chosen)
-
-
-def _logp(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
-
-
-def _any_rank(condition: bool, world: int, device: torch.device) -> bool:
-    """Whether it is so on any rank. Collective."""
-    if world == 1:
-        return condition
-    flag = torch.tensor(int(condition), dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    return bool(flag)
-
-
-def _mask(model: Decoder, place: torch.Tensor, length: int, padding: torch.Tensor) -> torch.Tensor:
-    """[B, 1, new, length]: causal, and blind to the padding at the left."""
-    keys = torch.arange(length, device=place.device)
-    causal = keys[None, None, :] <= place[None, :, None]
-    # A query that is itself padding sees itself: a row of nothing would be NaN in softmax.
-    real = (keys[None, None, :] >= padding[:, None, None]) | (
-        keys[None, None, :] == place[None, :, None]
-    )
-    mask = (causal & real).unsqueeze(1)
-    return additive(mask, dtype=model.dtype) if model.attention.implementation == "eager" else mask

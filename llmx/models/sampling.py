@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,9 @@ RANGES = {
 WHOLE = 2.0**48
 """Probabilities are added as integers of this unit: sums of integers do not depend on the order in
 which a device adds, and ``torch.use_deterministic_algorithms`` has nothing against them."""
+
+BLOCK = 256
+"""Tokens whose probabilities are added before the one that is drawn is looked for among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +104,14 @@ def _key(seed: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """fp64 [n], each in [0, 1): a pure function of its (seed, position)."""
+def uniforms(seed: int, *, first: int, count: int) -> np.ndarray:
+    """fp64 [count], each in [0, 1): of the positions from ``first`` on, each a pure function of
+    (seed, position)."""
     import numpy as np
 
-    raw = [
-        int(np.random.Philox(key=_key(seed), counter=position).random_raw())
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
-    bits: np.ndarray = np.array(raw, dtype=np.uint64) >> np.uint64(11)
+    # A counter gives four numbers; that of a position is the first one.
+    raw = np.random.Philox(key=_key(seed), counter=first).random_raw(4 * count)[::4]
+    bits: np.ndarray = raw >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
@@ -136,12 +137,21 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     The inverse of the cumulative distribution, in the order of the vocabulary: a logit that
     differs in its last bits moves a boundary by as little.
     """
-    mass = _whole(logits).cumsum(dim=-1)
-    target_mass = (uniform[:, None] * mass[:, -1:].double()).floor().long()
+    from torch.nn.functional import pad
+
+    mass = _whole(logits)
+    # First among blocks of the vocabulary, then in the block: one pass over all of it.
+    blocks = pad(mass, (0, -mass.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    by_block = blocks.sum(dim=-1).cumsum(dim=-1)
+    target_mass = (uniform[:, None] * by_block[:, -1:].double()).floor().long()
+    block = (by_block <= target_mass).sum(dim=-1, keepdim=True).clamp(max=by_block.shape[-1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
+    before = by_block.gather(1, block) - inside.sum(dim=-1, keepdim=True)
+    place = (before + inside.cumsum(dim=-1) <= target_mass).sum(dim=-1)
     # Logits that are no numbers have no mass; their log-probabilities say so.
-    return (mass <= target_mass).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
+    return (block.squeeze(1) * BLOCK + place).clamp(max=logits.shape[-1] - 1)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
     """Probabilities as integers, int64 of the same shape, in units of ``1 / WHOLE``."""
-    return logits.softmax(dim=-1).double().nan_to_num().mul(WHOLE).round().long()
+    return logits.softmax(dim=-1).nan_to_num_().mul_(WHOLE).round_().long()

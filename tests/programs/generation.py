@@ -3,7 +3,7 @@
 ``python -m tests.programs.generation OUT``
 
 Every rank of every world writes ``OUT/WORLD.RANK.json``: the completions of ``sampled``,
-``greedy`` and ``mixed``, and how many forwards it made. Judged by
+``greedy``, ``mixed`` and ``lockstep``, and how many forwards it made for the last. Judged by
 ``tests/unit/test_models_generate.py``.
 """
 
@@ -48,19 +48,21 @@ def run_rank(rank: int, world: int, out: Path) -> None:
         nonlocal forwards
         forwards += 1
 
-    model.register_forward_hook(count)
     stops = frozenset({2, 30, 31, 32, 33})
     greedy = Sampling(max_new_tokens=9, stop_ids=stops)
     # The last host has an attention that takes no mask of left padding.
     mixed = completions(model, greedy, "flex_attention" if rank == world - 1 else "sdpa")
+    drawn = Sampling(max_new_tokens=9, temperature=1.5, top_k=60, stop_ids=stops)
     result = {
         "mixed": mixed,
-        "sampled": completions(
-            model, Sampling(max_new_tokens=9, temperature=1.5, top_k=60, stop_ids=stops)
-        ),
+        "sampled": completions(model, drawn),
         "greedy": completions(model, greedy),
-        "forwards": forwards,
     }
+    parameter = next(model.parameters())
+    parameter.ds_numel = world * parameter.numel()  # as if ZeRO-3 had sharded it
+    model.register_forward_hook(count)
+    attention = "flex_attention" if rank == world - 1 else "sdpa"
+    result |= {"lockstep": completions(model, drawn, attention), "forwards": forwards}
     (out / f"{world}.{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
 

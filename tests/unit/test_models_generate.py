@@ -23,9 +23,9 @@ from transformers.generation.logits_process import (
 
 from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
+from llmx.models import decode
 from llmx.models.attention import AttentionMethod
 from llmx.models.generate import (
-    BATCH,
     LENGTH,
     POSITIONS,
     STOP,
@@ -33,10 +33,10 @@ from llmx.models.generate import (
     Completion,
     decoder_of,
     generate,
-    group,
+    shares,
 )
 from llmx.models.isolation import find_methods
-from llmx.models.sampling import Sampling, draw, sample_seed, truncated, uniforms
+from llmx.models.sampling import BLOCK, Sampling, draw, sample_seed, truncated, uniforms
 from tests.architectures import full_config, small_config
 from tests.programs.generation import WORLDS
 from tests.rundirs import rank_environment
@@ -141,23 +141,22 @@ def test_the_mode_is_as_it_was_afterwards(training: bool) -> None:
     assert not model.lm_head.training
 
 
-def test_groups_hold_every_prompt_once_by_length() -> None:
+def test_ranks_share_the_prompts_evenly() -> None:
     lengths = [5, 3, 9, 3, 5, 5, 3]
     rows = [(index + 1,) * length for index, length in enumerate(lengths)]
-
-    def batches(rows: Any, world: int, equal: bool) -> list[list[int]]:
-        return group(rows, world=world, equal=equal, together=False, limit=BATCH)
-
-    found = batches(rows, 2, False)
-    assert sorted(i for batch in found for i in batch) == list(range(7))
-    assert [len(batch) for batch in found] == [4, 3]
-    assert [lengths[i] for batch in found for i in batch] == sorted(lengths)
-    equal = batches(rows, 2, True)
-    assert all(len({lengths[i] for i in batch}) == 1 for batch in equal)
-    assert sorted(i for batch in equal for i in batch) == list(range(7))
-    assert max(map(len, batches([(1,)] * 100, 1, True))) == BATCH
-    samples = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2)]
-    assert group(samples, world=1, equal=False, together=True, limit=3) == [[0, 2, 4], [1, 3]]
+    for world in (1, 2, 3, 8):
+        by_rank = shares(rows, world=world)
+        assert sorted(index for share in by_rank for index in share) == list(range(7))
+        sizes = [len(share) for share in by_rank]
+        assert max(sizes) - min(sizes) <= 1
+    assert [[lengths[index] for index in share] for share in shares(rows, world=2)] == [
+        [9, 5, 3],
+        [3, 5, 5, 3],
+    ]
+    # Samples of a prompt are on one rank, and the last of too many on the next.
+    samples = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2), (3, 4)]
+    assert shares(samples, world=2) == [[0, 2, 4], [1, 3, 5]]
+    assert shares(samples[:5], world=2) == [[0, 2], [4, 1, 3]]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -242,19 +241,17 @@ def test_what_is_removed_is_what_transformers_removes(
 
 
 def test_a_uniform_number_is_a_function_of_seed_and_position() -> None:
-    alone = [float(uniforms([seed], [place])[0]) for seed in range(4) for place in range(4)]
-    seeds, places = np.repeat(range(4), 4).tolist(), [*range(4)] * 4
-    assert uniforms(seeds, places).tolist() == alone
-    assert uniforms([2**63, 3], [2**40, 0]).tolist() == [
-        float(uniforms([2**63], [2**40])[0]), float(uniforms([3], [0])[0])
-    ]  # fmt: skip
-    many = uniforms([7] * 4000, [*range(4000)])
+    alone = [float(uniforms(7, first=place, count=1)[0]) for place in range(4000)]
+    many = uniforms(7, first=0, count=4000)
+    assert many.tolist() == alone
+    assert uniforms(2**63, first=2**40, count=9)[5] == uniforms(2**63, first=2**40 + 5, count=1)
+    assert not set(uniforms(8, first=0, count=4000)) & set(alone)
     assert ((many >= 0) & (many < 1)).all()
     assert len(set(many.tolist())) == 4000
     assert np.abs(np.histogram(many, bins=10)[0] - 400).max() < 80
     assert abs(float(np.corrcoef(many[1:], many[:-1])[0, 1])) < 0.05
     # What a seed gives is a promise: recorded once.
-    assert uniforms([1], [0])[0] == pytest.approx(0.7598886162154329, abs=1e-15)
+    assert uniforms(1, first=0, count=1)[0] == pytest.approx(0.7598886162154329, abs=1e-15)
     assert len({sample_seed(0, step=s, prompt=p, sample=n)
                 for s in range(9) for p in range(9) for n in range(9)}) == 729  # fmt: skip
 
@@ -269,13 +266,15 @@ def test_the_whole_range_of_a_uniform_number_draws_only_what_is_left() -> None:
     assert 0 <= int(draw(broken, ends[1:2])) < 5
 
 
-def test_what_is_drawn_has_the_probabilities_of_the_softmax() -> None:
-    logits = torch.randn(10, generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("size", [10, BLOCK, 3 * BLOCK + 7])
+def test_what_is_drawn_has_the_probabilities_of_the_softmax(size: int) -> None:
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(3))
     count = 20_000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     drawn = draw(logits.expand(count, -1), uniform)
-    shares = torch.bincount(drawn, minlength=10) / count
-    torch.testing.assert_close(shares, logits.softmax(-1), rtol=0, atol=2e-4)
+    parts = torch.bincount(drawn, minlength=size) / count
+    torch.testing.assert_close(parts, logits.softmax(-1), rtol=0, atol=2e-4)
+    assert (drawn.diff() >= 0).all(), "in the order of the vocabulary"
 
 
 @torch.no_grad()
@@ -340,16 +339,47 @@ def test_a_sample_is_the_same_whatever_is_beside_it(kind: str) -> None:
     assert [one.tokens for one in rest] == [tokens[5:] for tokens in wanted]
 
 
-def test_samples_of_one_prompt_share_its_first_forward() -> None:
-    model = small_model("llama")
-    fed: list[tuple[int, int]] = []
-    hook = model.register_forward_pre_hook(
+def shapes_fed(model: Any) -> list[tuple[int, ...]]:
+    """A list that gets (rows, tokens) of each forward from now on."""
+    fed: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
         lambda _module, _args, given: fed.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
+    return fed
+
+
+def test_samples_of_one_prompt_share_its_first_forward() -> None:
+    model = small_model("llama")
+    fed = shapes_fed(model)
     rows = [(3, 4, 5), (6, 7), (3, 4, 5), (6, 7), (3, 4, 5)]
     generate(packed(model), rows, Sampling(temperature=1, max_new_tokens=3), seeds=range(5))
-    hook.remove()
     assert fed == [(2, 3), (5, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("room", [1, 3, 64])
+def test_a_prompt_takes_the_place_of_a_completion_that_has_ended(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With buffers that grow all the time, or never."""
+    monkeypatch.setattr(decode, "ROOM", room)
+    model = small_model("llama")
+    decoder = packed(model)
+    rows = [prompt for prompt in prompts() for _ in range(4)]
+    sampling = Sampling(temperature=1, max_new_tokens=30, stop_ids=frozenset(range(20, 32)))
+    wanted = [
+        generate(decoder, [row], sampling, seeds=[number])[0] for number, row in enumerate(rows)
+    ]
+    fed = shapes_fed(model)
+    completions = generate(decoder, rows, sampling, seeds=range(len(rows)), batch_size=8)
+    assert [one.tokens for one in completions] == [one.tokens for one in wanted]
+    for one, alone in zip(completions, wanted, strict=True):
+        assert one.logps == pytest.approx(alone.logps, abs=1e-5)
+    sizes = [len(one.tokens) for one in completions]
+    decodes = [rows for rows, new in fed if new == 1 and rows > 1]
+    assert max(decodes) == 8
+    assert sum(decodes) <= sum(sizes) - len(sizes), "no forward of rows that have ended"
+    by_batch = [sizes[at : at + 8] for at in range(0, len(sizes), 8)]
+    assert len(fed) < sum(map(max, by_batch)), "nobody waits for the longest of eight"
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gemma3_text", "gpt_oss"])
@@ -400,7 +430,7 @@ def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
     assert len({tuple(one["tokens"]) for one in wanted["sampled"]}) == 7
     for (world, _), found in read.items():
         assert found["forwards"] == read[world, 0]["forwards"]
-        for kind in ("sampled", "greedy", "mixed"):
+        for kind in ("sampled", "greedy", "mixed", "lockstep"):
             for one, other in zip(wanted[kind], found[kind], strict=True):
                 assert one["tokens"] == other["tokens"]
                 assert one["ended"] == other["ended"]

@@ -1,0 +1,386 @@
+"""The rows that a rank completes together: forwards over one key-value cache, which a row leaves as
+soon as it has ended, and which prompts of the queue join.
+
+The newest token of every row is in the last column of the cache, and a row begins at its prompt:
+what is left of that is masked. So a prompt can join rows that are far ahead. Keys and values are in
+buffers with room to the right, so that a token is written and nothing is copied. Models whose
+layers keep something else (states along the sequence, sliding windows), and such as take no mask of
+padding, complete prompts of equal length, and take the next ones when all have ended.
+
+Shown by ``python -m pytest tests/unit/test_models_generate.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from llmx.models.attention import additive
+from llmx.models.generate import (
+    LENGTH,
+    POSITIONS,
+    STOP,
+    Completion,
+    Decoder,
+    OnToken,
+    cache_argument,
+    takes_left_padding,
+)
+from llmx.models.loss import head_at, takes
+from llmx.models.sampling import Sampling, draw, truncated, uniforms
+
+ROOM = 64
+"""Columns by which buffers grow at once, and random numbers that are drawn at once."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A completion that is being made."""
+
+    index: int
+    """The number of its prompt."""
+    prompt: tuple[int, ...]
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    ended: str | None = None
+    first_column: int = 0
+    """The column of the cache that its prompt begins in."""
+    logps: list[float] = field(default_factory=list)
+    sampled_logps: list[float] = field(default_factory=list)
+    uniforms: list[float] = field(default_factory=list)
+    """One for each token: a function of the seed and the token's position."""
+
+    def uniform(self) -> float:
+        """The random number of the next token."""
+        at = len(self.tokens)
+        if at >= len(self.uniforms):
+            self.uniforms += uniforms(self.seed, first=len(self.prompt) + at, count=ROOM).tolist()
+        return self.uniforms[at]
+
+    def add(self, token: int, sampling: Sampling, *, last_position: float) -> None:
+        """Take a token that was drawn, and end with it if it is the last."""
+        fed = len(self.prompt) + len(self.tokens)
+        self.tokens.append(token)
+        if token in sampling.stop_ids:
+            self.ended = STOP
+        elif len(self.tokens) >= sampling.max_new_tokens:
+            self.ended = LENGTH
+        elif fed >= last_position:  # no place to feed the token back
+            self.ended = POSITIONS
+
+    def completion(self) -> Completion:
+        """What was made."""
+        assert self.ended is not None
+        return Completion(
+            tokens=tuple(self.tokens),
+            logps=tuple(self.logps),
+            sampled_logps=tuple(self.sampled_logps),
+            ended=self.ended,
+        )
+
+
+class Slots(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer in buffers [slots, heads, columns, width]. The first ``count``
+    slots are used, from column ``start`` to column ``end``; ``batch`` says which these are."""
+
+    def __init__(self, batch: Decoding, layer: DynamicLayer) -> None:
+        super().__init__()
+        self.batch, self.is_initialized = batch, True
+        self.buffers = [states[:0] for states in (layer.keys, layer.values)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states of the newest tokens; all that the tokens see."""
+        batch, count = self.batch, len(key_states)
+        end = batch.end + key_states.shape[-2]
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:count, :, batch.end : end] = states
+        self.keys, self.values = (buffer[:count, :, batch.start : end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.batch.end - self.batch.start
+
+    def lay_out(self, count: int, *, slots: int, end: int, columns: int) -> None:
+        """Make buffers of ``columns``, in which the columns in use end at ``end``."""
+        width = self.get_seq_length()
+        for at, old in enumerate(self.buffers):
+            new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
+            if count:
+                used = slice(self.batch.start, self.batch.end)
+                new[:count, :, end - width : end] = old[:count, :, used]
+            self.buffers[at] = new
+
+    def put(self, layer: DynamicLayer, *, source: list[int], slot: int) -> None:
+        """Write rows ``source`` of a layer into the slots from ``slot`` on, at the right."""
+        end = self.batch.end
+        for buffer, states in zip(self.buffers, (layer.keys, layer.values), strict=True):
+            place = buffer[slot : slot + len(source), :, end - states.shape[-2] : end]
+            place.copy_(states[source])
+
+    def move(self, sources: list[int], slots: list[int]) -> None:
+        """Copy rows from slot to slot."""
+        for buffer in self.buffers:
+            used = buffer[:, :, self.batch.start : self.batch.end]
+            used[slots] = used[sources]
+
+
+class Decoding:
+    """The rows of one rank that are being completed."""
+
+    def __init__(
+        self, model: Decoder, sampling: Sampling, *, slots: int, on_token: OnToken | None
+    ) -> None:
+        self.model, self.sampling, self.slots, self.on_token = model, sampling, slots, on_token
+        self.cache_name = cache_argument(model)
+        self.takes_padding = takes_left_padding(model.config, model.attention)
+        self.takes_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
+            type(model.module), "position_ids"
+        )
+        last = getattr(model.config, "max_position_embeddings", None)
+        self.last_position = last or math.inf
+        self.rows: list[Row] = []
+        self.start = self.end = 0
+        """The columns of the cache that count."""
+        self.columns = 0
+        self.cache: Any = None
+        self.joins = False
+        """Whether prompts join rows that are ahead of them; known with the first cache."""
+        self.steps: list[tuple[list[Row], torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def run(self, groups: Sequence[list[Row]], *, lockstep: bool) -> None:
+        """Complete all rows. Those of a group have one prompt, and are ``slots`` at most.
+
+        Args:
+            lockstep: every rank makes as many forwards as the others. Collective.
+        """
+        queue = deque(groups)
+        while True:
+            is_busy = bool(self.rows or queue)
+            if not (_any_rank(is_busy, self.model.device) if lockstep else is_busy):
+                break
+            if joining := self._joining(queue):
+                self._prefill(joining)
+            elif self.rows:
+                self._decode()
+            else:  # for the others, whose layers are gathered from all ranks
+                self._forward(torch.zeros(1, 1, dtype=torch.long), [0], length=1, cache=None)
+        self._keep_log_probabilities()
+
+    def _joining(self, queue: deque[list[Row]]) -> list[list[Row]]:
+        """The next groups, if a part of the slots is free: a forward of few is not worth it."""
+        groups: list[list[Row]] = []
+        free = self.slots - len(self.rows)
+        if self.rows:
+            enough = min(self.slots // 4, sum(map(len, queue)))
+            if not self.joins or free < enough:
+                return groups
+        while queue and len(queue[0]) <= free:
+            if groups and not self.takes_padding and _length(queue[0]) != _length(groups[0]):
+                break
+            groups.append(queue.popleft())
+            free -= len(groups[-1])
+        return groups
+
+    def _prefill(self, groups: list[list[Row]]) -> None:
+        """The first tokens of rows; a prompt goes through the model once for all of its group."""
+        rows = [row for group in groups for row in group]
+        if self.cache_name is None:
+            self.rows = rows
+            self._decode()
+            return
+        source = [number for number, group in enumerate(groups) for _ in group]
+        tokens, padding = left_padded([group[0].prompt for group in groups])
+        length = tokens.shape[1]
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(tokens, padding, length=length, cache=cache)
+        self._draw(rows, logits[source] if len(rows) > len(groups) else logits)
+        alive = [at for at, row in enumerate(rows) if row.ended is None]
+        rows, source = [rows[at] for at in alive], [source[at] for at in alive]
+        if not rows:
+            return
+        if self.cache is None:
+            self.joins = (
+                self.takes_padding
+                and self.takes_positions
+                and all(
+                    type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
+                )
+            )
+        if self.joins:
+            self._put(cache, rows, source, length=length)
+        else:
+            cache.reorder_cache(cast(torch.LongTensor, self._index(source)))
+            self.rows, self.cache, self.start, self.end = rows, cache, 0, length
+            for row in rows:
+                row.first_column = length - len(row.prompt)
+
+    def _put(self, cache: Any, rows: list[Row], source: list[int], *, length: int) -> None:
+        """Let rows join: their cache goes into slots behind those in use."""
+        if self.cache is None:
+            self.cache = DynamicCache(config=self.model.config)
+            self.cache.layers = [Slots(self, layer) for layer in cache.layers]
+        if not self.rows:
+            self.start = self.end = min(length, self.columns)
+        if length > self.end:
+            self._lay_out(length)
+        for slots, layer in zip(self.cache.layers, cache.layers, strict=True):
+            slots.put(layer, source=source, slot=len(self.rows))
+        self.rows += rows
+        for row in rows:
+            row.first_column = self.end - len(row.prompt)
+        self.start = min(row.first_column for row in self.rows)
+
+    def _lay_out(self, end: int) -> None:
+        """Make room to the right, or to the left, of the columns in use, which then end at ``end``.
+        What no row uses any more is dropped."""
+        self.columns = end + ROOM
+        for layer in self.cache.layers:
+            layer.lay_out(len(self.rows), slots=self.slots, end=end, columns=self.columns)
+        shift = end - self.end
+        for row in self.rows:
+            row.first_column += shift
+        self.start, self.end = self.start + shift, end
+
+    def _decode(self) -> None:
+        """One more token of every row."""
+        if self.cache_name is None:  # all goes through the model again
+            tokens, padding = left_padded([(*row.prompt, *row.tokens) for row in self.rows])
+            logits = self._forward(tokens, padding, length=tokens.shape[1], cache=None)
+        else:
+            if self.joins and self.end >= self.columns:
+                self._lay_out(self.end - self.start)
+            tokens = torch.tensor([row.tokens[-1:] for row in self.rows])
+            padding = [row.first_column - self.start for row in self.rows]
+            length = self.end + 1 - self.start
+            logits = self._forward(tokens, padding, length=length, cache=self.cache)
+            self.end += 1
+        self._draw(self.rows, logits)
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        """The last rows take the slots of those that have ended."""
+        num_alive = sum(row.ended is None for row in self.rows)
+        if num_alive == len(self.rows):
+            return
+        holes = [slot for slot in range(num_alive) if self.rows[slot].ended]
+        last = [slot for slot in range(num_alive, len(self.rows)) if self.rows[slot].ended is None]
+        order = list(range(num_alive))
+        for hole, slot in zip(holes, last, strict=True):
+            order[hole] = slot
+        self.rows = [self.rows[slot] for slot in order]
+        if self.joins and self.rows:
+            for layer in self.cache.layers if holes else ():
+                layer.move(last, holes)
+            self.start = min(row.first_column for row in self.rows)
+        elif self.cache is not None and self.rows:
+            self.cache.reorder_cache(self._index(order))
+
+    def _forward(
+        self, tokens: torch.Tensor, padding: list[int], *, length: int, cache: Any
+    ) -> torch.Tensor:
+        """Logits [n, vocabulary] (fp32) behind the last of ``tokens`` [n, new].
+
+        Args:
+            padding: tokens at the left of each row that are none.
+            length: tokens of a row that are seen, padding and new ones included.
+        """
+        model, (count, new) = self.model, tokens.shape
+        place = torch.arange(length - new, length, device=model.device)
+        left = self._index(padding)
+        arguments: dict[str, Any] = {}
+        if self.takes_positions:
+            positions = place[None, :] - left[:, None]
+            arguments["position_ids"] = positions.clamp(min=0)
+        if any(padding):
+            arguments["attention_mask"] = mask(model, place, length, left)
+        if cache is not None and self.cache_name:
+            arguments.update({self.cache_name: cache, "use_cache": True})
+        every_row = torch.arange(count, device=model.device)
+        with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
+            outputs = model.module(input_ids=tokens.to(model.device), **arguments)
+        logits: torch.Tensor = outputs.logits[0, :, : model.vocab_size].float()
+        return logits
+
+    def _draw(self, rows: list[Row], logits: torch.Tensor) -> None:
+        """The next token of each of ``rows``."""
+        sampling = self.sampling
+        if sampling.greedy:
+            chosen = logits.argmax(dim=-1)
+            logps = _log_probabilities(logits, chosen)
+            sampled_logps = torch.zeros_like(logps)
+        else:
+            drawn_from = logits if sampling.is_model else truncated(logits, sampling)
+            numbers = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+            chosen = draw(drawn_from, numbers.to(logits.device))
+            logps = _log_probabilities(logits, chosen)
+            sampled_logps = logps if sampling.is_model else _log_probabilities(drawn_from, chosen)
+        self.steps.append((list(rows), logps, sampled_logps))
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            row.add(token, sampling, last_position=self.last_position)
+            if self.on_token is not None:
+                self.on_token(row.index, token)
+
+    def _keep_log_probabilities(self) -> None:
+        """Give every row its own: they were left on the device until now, which then need not be
+        waited for."""
+        if not self.steps:
+            return
+        logps, sampled_logps = (
+            torch.cat([step[at] for step in self.steps]).tolist() for at in (1, 2)
+        )
+        for at, row in enumerate(row for rows, _, _ in self.steps for row in rows):
+            row.logps.append(logps[at])
+            row.sampled_logps.append(sampled_logps[at])
+        self.steps.clear()
+
+    def _index(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.model.device)
+
+
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
+    """(tokens [n, longest], how many at the left of each row are padding)."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * pads + list(prompt) for pads, prompt in zip(padding, prompts, strict=True)]
+    return torch.tensor(rows), padding
+
+
+def mask(model: Decoder, place: torch.Tensor, length: int, padding: torch.Tensor) -> torch.Tensor:
+    """[B, 1, new, length]: causal, and blind to the padding at the left."""
+    keys = torch.arange(length, device=place.device)
+    causal = keys[None, None, :] <= place[None, :, None]
+    # A query that is itself padding sees itself: a row of nothing would be NaN in softmax.
+    real = (keys[None, None, :] >= padding[:, None, None]) | (
+        keys[None, None, :] == place[None, :, None]
+    )
+    visible = (causal & real).unsqueeze(1)
+    if model.attention.implementation == "eager":
+        return additive(visible, dtype=model.dtype)
+    return visible
+
+
+def _length(group: list[Row]) -> int:
+    return len(group[0].prompt)
+
+
+def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
+
+
+def _any_rank(condition: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank. Collective."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return condition
+    flag = torch.tensor(int(condition), dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+    return bool(flag)
