@@ -24,7 +24,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import BalancePlan, BatchPlan
 from llmx.tasks import Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
-from llmx.train.engine.build import Engine
+from llmx.train.engine.build import Engine, weights_for_generation
 from llmx.train.rollout_records import Rollout, RolloutRecords
 
 
@@ -127,7 +127,7 @@ def _drawn(
 ) -> list[list[Sample]]:
     """What the task generates now for each prompt. Collective."""
     engine.engine.eval()
-    with torch.no_grad():
+    with torch.no_grad(), weights_for_generation(engine):
         rollouts = task.rollout(engine.models, prompts, key)
     engine.engine.train()
     if len(rollouts) != len(prompts):

@@ -92,7 +92,10 @@ def step_of(
     store: Any = None,
 ) -> Any:
     engine = SimpleNamespace(
-        engine=SimpleNamespace(eval=lambda: None, train=lambda: None), models={}, vocab_size=50
+        engine=SimpleNamespace(eval=lambda: None, train=lambda: None),
+        models={},
+        vocab_size=50,
+        stage=2,
     )
     return rollout_step(
         engine,

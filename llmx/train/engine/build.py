@@ -13,6 +13,8 @@ tests/unit/test_models_gradient_order.py``.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +23,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import nn
 
+from llmx import text as human
 from llmx.checkpoint.state.engine_state import forget_dummy_step
 from llmx.checkpoint.state.layout import state_layout
 from llmx.checkpoint.state.values import check_states
@@ -131,6 +135,8 @@ class Engine:
     precision: str
     frozen_fingerprints: dict[str, str] = field(default_factory=dict)
     """Of the frozen models, by name (``engine_state.frozen_fingerprints``)."""
+    generates_whole: bool | None = None
+    """At ZeRO-3: whether the last generation gathered all weights once."""
     _norm: torch.Tensor | None = None
     _scale: float = 1.0
     """What ``backward`` has multiplied the loss by, where DeepSpeed does not."""
@@ -683,6 +689,40 @@ def whole_weights(engine: Engine) -> Iterator[None]:
 
     with unwrap_model_for_generation(engine.engine), _without_backward_hooks(engine.module):
         yield
+
+
+@contextlib.contextmanager
+def weights_for_generation(engine: Engine) -> Iterator[None]:
+    """``whole_weights`` where these take at most half of the memory that is free on every rank: the
+    rest is for keys and values. Which it is, is logged when it changes. Collective."""
+    if engine.stage != 3:
+        yield
+        return
+    needed = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
+    free = all_gather(_free_bytes(engine.device))
+    rank = min(range(len(free)), key=free.__getitem__)
+    fits = 2 * needed <= free[rank]
+    if fits != engine.generates_whole and torch.distributed.get_rank() == 0:
+        weights = human.size(needed)
+        text = f"Generation gathers the weights ({weights}) once, and not for each token."
+        if not fits:
+            text = (
+                "Generation gathers every layer again for each token (ZeRO-3), which is slow: all "
+                f"weights take {weights}, more than half of the {human.size(free[rank])} that are "
+                f"free on rank {rank}. Where the optimizer fits, set zero=stage2."
+            )
+        print(f"{text}\n", end="", flush=True)
+    engine.generates_whole = fits
+    with whole_weights(engine) if fits else contextlib.nullcontext():
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a rank's own share, where ranks share the RAM of a host."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_SIZE", "1"))
 
 
 @contextlib.contextmanager
