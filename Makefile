@@ -94,6 +94,7 @@ bench: venv ## start-up, throughput, tokenizing and checkpoints against what oth
 	$(BIN)/python benchmarks/sft_throughput.py
 	$(BIN)/python benchmarks/trl_throughput.py lora --only defaults
 	$(BIN)/python benchmarks/trl_throughput.py dpo --only "reference once"
+	$(BIN)/python benchmarks/grpo_throughput.py
 	$(BIN)/python benchmarks/tokenization.py
 	$(BIN)/python benchmarks/data_memory.py
 	$(BIN)/python benchmarks/data_wait.py
