@@ -97,7 +97,7 @@ def write_generation_config(directory: Path, model: Any, config: Any, *, tokeniz
     generation.to_json_file(directory / FILE, use_diff=True, keys_to_pop=["compile_config"])
 
 
-BATCH = 32
+BATCH = 64
 """Prompts completed together on one rank."""
 
 MASKED = ("sdpa", "eager")

@@ -76,11 +76,13 @@ def rollout_step(
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
     def generated(of_rank: int, micro_step: int) -> list[tuple[int, int]]:
-        """(place, number at that place) of each sample of a micro step of the plan."""
+        """(place, number at that place) of each sample of a micro step of the plan; similar lengths
+        beside each other, as lines are padded to the longest of their micro batch."""
         if micro_step >= len(batch.sizes_of(of_rank)):
             return []
         places = batch.places(of_rank, micro_step, samples=len(indices))
-        return [(place, number) for place in places for number in range(len(drawn[place]))]
+        keys = [(place, number) for place in places for number in range(len(drawn[place]))]
+        return sorted(keys, key=lambda key: len(drawn[key[0]][key[1]].tokens))
 
     def micro_batch(keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         tensors = layout.collate(
