@@ -36,7 +36,7 @@ FEWEST_PAIRS = 3
 RANKS = 2
 MICRO_BATCH = 8
 """Samples of one forward pass in training, on both sides."""
-LR, LEARNING_LR = 1e-6, 1e-3
+LR, LEARNING_LR = 1e-6, 4e-3
 PEERS = Path(__file__).parent / "peers"
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=2, help="steps of warming up, not counted")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--stop-chance", type=float, default=1 / 32, help="0: none stops early")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)

@@ -86,12 +86,12 @@ class Row:
         )
 
 
-class Slots(DynamicLayer):  # type: ignore[misc]
+class Slots(DynamicLayer):
     """Keys and values of one layer in buffers [slots, heads, columns, width]. The first ``count``
     slots are used, from column ``start`` to column ``end``; ``batch`` says which these are."""
 
-    def __init__(self, batch: Decoding, layer: DynamicLayer) -> None:
-        super().__init__()
+    def __init__(self, batch: Decoding, layer: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.batch, self.is_initialized = batch, True
         self.buffers = [states[:0] for states in (layer.keys, layer.values)]
 
@@ -119,7 +119,7 @@ class Slots(DynamicLayer):  # type: ignore[misc]
                 new[:count, :, end - width : end] = old[:count, :, used]
             self.buffers[at] = new
 
-    def put(self, layer: DynamicLayer, *, source: list[int], slot: int) -> None:
+    def put(self, layer: Any, *, source: list[int], slot: int) -> None:
         """Write rows ``source`` of a layer into the slots from ``slot`` on, at the right."""
         end = self.batch.end
         for buffer, states in zip(self.buffers, (layer.keys, layer.values), strict=True):
@@ -335,9 +335,8 @@ class Decoding:
         waited for."""
         if not self.steps:
             return
-        logps, sampled_logps = (
-            torch.cat([step[at] for step in self.steps]).tolist() for at in (1, 2)
-        )
+        logps = torch.cat([step[1] for step in self.steps]).tolist()
+        sampled_logps = torch.cat([step[2] for step in self.steps]).tolist()
         for at, row in enumerate(row for rows, _, _ in self.steps for row in rows):
             row.logps.append(logps[at])
             row.sampled_logps.append(sampled_logps[at])

@@ -149,7 +149,8 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     before = by_block.gather(1, block) - inside.sum(dim=-1, keepdim=True)
     place = (before + inside.cumsum(dim=-1) <= target_mass).sum(dim=-1)
     # Logits that are no numbers have no mass; their log-probabilities say so.
-    return (block.squeeze(1) * BLOCK + place).clamp(max=logits.shape[-1] - 1)
+    tokens: torch.Tensor = (block.squeeze(1) * BLOCK + place).clamp(max=logits.shape[-1] - 1)
+    return tokens
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
