@@ -86,7 +86,7 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     if kind.generates_with(exp):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan leaves this out: its time, and "
-            "the memory of the key-value cache of 32 completions at once on each rank. Predicted "
+            "the memory of the key-value cache of 64 completions at once on each rank. Predicted "
             "times count one sequence per prompt. Measure with task.stop_at_step=5."
         )
     if num_prompts and exp.name != DEMO and kind.eval_prompts is base.eval_prompts:
