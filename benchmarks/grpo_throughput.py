@@ -53,7 +53,7 @@ class Side:
 
 
 def main() -> int:
-    """Measure both in turn, print, write benchmarks/results/grpo_throughput.md."""
+    """Measure both in turn, print the tables and write them as a result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each side that learn")
