@@ -73,21 +73,25 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"pipeline needs a name or a YAML file. Committed: {', '.join(names)}.")
     recipe = read_recipe(words[0], names)
     directories, overrides = split_config_dirs(words[1:])
-    own = dict(
+    settings = dict(
         word.split("=", 1) for word in overrides if word.startswith(("run_dir=", "dry_run="))
     )
-    overrides = [word for word in overrides if word.partition("=")[0] not in own]
+    overrides = [word for word in overrides if word.partition("=")[0] not in settings]
     outputs = Path(os.environ.get("LLMX_OUTPUTS") or "outputs")
-    root = Path(own.get("run_dir") or outputs / "pipelines" / recipe.name).expanduser().absolute()
+    root = (
+        Path(settings.get("run_dir") or outputs / "pipelines" / recipe.name).expanduser().absolute()
+    )
     options = [word for path in directories for word in ("--config-dir", str(path))]
     stages = stages_of(recipe, overrides, root, options=options)
     check_unchanged(stages, root)
     check_all(stages)
     paths = {stage.name: str(stage.run.root) for stage in stages}
     entries = {stage.name: Entry(_command(stage, paths)) for stage in stages}
-    if own.get("dry_run") == "true":
+    if settings.get("dry_run") == "true":
         for stage in stages:
-            print(f"{stage.name}: python -m llmx {shlex.join(entries[stage.name].words)}")
+            words = entries[stage.name].words
+            command = f"python -m llmx {shlex.join(words)}" if words else "has finished"
+            print(f"{stage.name}: {command}")
         print("nothing was started (dry_run=true)")
         return 0
     root.mkdir(parents=True, exist_ok=True)
@@ -142,11 +146,11 @@ def stages_of(
     shared: list[str] = []
     for word in overrides:
         key, equal, value = word.partition("=")
-        stage, dot, rest = word.partition(".")
+        stage, dot, word_of_stage = word.partition(".")
         if equal and key in recipe.values:
             values[key] = value
         elif dot and stage in of_stage and equal:
-            of_stage[stage].append(rest)
+            of_stage[stage].append(word_of_stage)
         else:
             shared.append(word)
     if missing := [name for name, value in values.items() if value is None]:

@@ -113,8 +113,8 @@ class RolloutRecords:
         if not self._replayed:
             self._replayed = True
             self._log(f"step {step + 1}: its samples are replayed from {self._run_dir.rollouts}")
-        shown = [GeneratedSample(**row) for row in header["shown"]]
-        return Rollout(list(unpacked(arrays, columns)), shown)
+        examples = [GeneratedSample(**row) for row in header["shown"]]
+        return Rollout(list(unpacked(arrays, columns)), examples)
 
     def write(
         self, step: int, prompts: Iterable[int], columns: Sequence[Column], rollout: Rollout
