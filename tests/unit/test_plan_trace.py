@@ -131,6 +131,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "a loss of one value by sequence": {"task": {"kind": "reward"}},
     "a loss over all examples": {"task": {"kind": "embed"}},
     "a teacher": {"task": {"kind": "distill", "options": {"teacher_logits": "live"}}},
+    "completions with rewards": {"task": {"kind": "grpo", "options": {"beta": 0.1}}},
+    "a value model": {"task": {"kind": "ppo"}},
+    "a value model with an adapter": {"task": {"kind": "ppo"}, "adapter": LORA},
     "4 bits": {"adapter": {**LORA, "quantize": "nf4", "double_quant": True}},
 }
 
@@ -156,6 +159,10 @@ def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     elif name == "a teacher":
         assert (found.num_parameters, found.num_trained) == (whole, whole)
         assert 0 < found.num_beside < whole
+    elif name == "a value model":
+        head = network.lm_head.weight.numel() - config["hidden_size"]
+        assert found.num_parameters == found.num_trained == 2 * whole - head
+        assert found.num_beside == whole, "the reference"
     elif name == "4 bits":
         linear = sum(one.weight.numel() for one in network.model.modules() if is_linear(one))
         assert found.num_packed == linear
