@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(target)
     task = task_of(exp, tokenizer)
-    if type(task).evaluate is Task.evaluate and task.generates and not exp.task.eval_generate:
+    if _generates_alone(task) and not exp.task.eval_generate:
         raise ConfigError(f"task={task.name} is measured by completions. Add --generate 100.")
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
@@ -284,6 +284,8 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
     bases = are_bases(specs, exp.adapter, exp.model) if target.base is not None else set()
     main = next(name for name, spec in specs.items() if spec.trained)
     models = {main: _as_model(main, specs[main], _trained_network(target, specs[main]))}
+    if _generates_alone(task):
+        return Models(models)
     for name, spec in specs.items():
         if name in bases:
             models[name] = base_of(models[main], name=name, spec=spec)
@@ -291,6 +293,13 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
             network = _frozen_network(name, spec, target, exp, tokenizer)
             models[name] = _as_model(name, spec, network)
     return Models(models)
+
+
+def _generates_alone(task: Any) -> bool:
+    """Whether a task measures completions of the trained model, and nothing with others."""
+    from llmx.tasks import Task
+
+    return bool(task.generates) and type(task).evaluate is Task.evaluate
 
 
 def _trained_network(target: Target, spec: Any) -> Any:
