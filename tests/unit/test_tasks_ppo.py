@@ -208,7 +208,8 @@ def test_one_gradient_for_every_split() -> None:
             weight += found.weight
             first += size
             for name, value in found.metrics.items():
-                sums[name] += float(value[0] if isinstance(value, tuple) else value)
+                total = value[0] if isinstance(value, tuple) else value
+                sums[name] += float(torch.as_tensor(total).detach())
         gradients.append(
             {n: p.grad / weight for n, p in modules.named_parameters() if p.grad is not None}
         )
