@@ -43,6 +43,8 @@ ALLOWED = {
     ("llmx/run/metrics/completions.py", "exact_match"),
     # What modules of networks are called.
     ("llmx/train/engine/optimizer.py", "embed"),
+    # What to type where `rollout` has no effect.
+    ("llmx/compose/effects.py", "grpo"),
 }
 
 
