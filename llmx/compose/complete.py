@@ -44,6 +44,7 @@ from llmx.config import (
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
 from llmx.config.model_rules import as_typed, head_problem, model_config_problems
+from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, did_you_mean
@@ -95,7 +96,7 @@ def plan_experiment(
         check(exp, problems)
     plan = make_plan(
         exp,
-        local_names=local_names(exp.hardware.hosts),
+        local_names=local_names([*exp.hardware.hosts, *exp.rollout.servers]),
         beside=_beside(exp),
         logits=loss_logits(exp),
         measured_speeds=speeds,
@@ -171,7 +172,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
                 "processes that were started. Leave hardware out."
             )
         hardware = dataclasses.replace(hardware, kind="external", name="external")
-    hardware = resolve_hardware(hardware)
+    hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), exp.rollout)
     names = local_names(hardware.hosts)
     all_here = exp.launch.sync == "rsync" or all(
         {host.name, host.address} & names for host in hardware.hosts
@@ -201,6 +202,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         data=data,
         task=task,
         hardware=hardware,
+        rollout=rollout,
         tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
     return shortened(with_task_defaults(with_implied_values(exp))), problems

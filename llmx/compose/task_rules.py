@@ -42,12 +42,27 @@ def task_problems(exp: Experiment) -> list[str]:
     kind = task_class(exp.task.kind)
     if kind is None:
         return []
-    problems: list[str] = kind.config_problems(exp)
+    problems: list[str] = [*kind.config_problems(exp), *_rollout_problems(exp, kind)]
     try:
         task = kind(exp, None)
     except ConfigError as error:
         return problems + str(error).splitlines()
     return problems + list(_metric_problems(exp, task))
+
+
+def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
+    """Yield a message for rollout settings that the task has no use for."""
+    rollout = exp.rollout
+    if rollout.hosts and not kind.generates_with(exp):
+        yield (
+            f"rollout.hosts={shown(rollout.hosts)}: task={exp.task.kind} generates no samples, so "
+            "these hosts would have nothing to do. Leave rollout.hosts out: then they train."
+        )
+    elif rollout.max_staleness and not kind.corrects_staleness:
+        yield (
+            f"rollout.max_staleness={rollout.max_staleness}: the loss of task={exp.task.kind} "
+            "takes its samples for those of the trained weights. Set rollout.max_staleness=0."
+        )
 
 
 def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:

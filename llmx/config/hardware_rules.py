@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.addresses import (
@@ -32,16 +33,19 @@ def native_precisions(compute_capability: float) -> list[str]:
     return ["fp32", "bf16", "fp16"] if bf16 else ["fp32", "fp16"]
 
 
-def hardware_problems(hardware: HardwareConfig, zero: ZeroConfig) -> Iterator[str]:
-    """Every broken rule: value, rule and fix."""
-    if not hardware.hosts:
+def hardware_problems(
+    hardware: HardwareConfig, zero: ZeroConfig, servers: Sequence[HostConfig] = ()
+) -> Iterator[str]:
+    """Every broken rule: value, rule and fix. ``servers``: hosts beside those that train."""
+    if not hardware.hosts and not servers:
         yield "hardware.hosts is empty: a run needs a host. Choose hardware=local or list hosts."
-    yield from _hosts(hardware)
+    all_hosts = replace(hardware, hosts=[*hardware.hosts, *servers])
+    yield from _hosts(all_hosts)
     yield from _master(hardware)
-    for name in dict.fromkeys(host.device for host in hardware.hosts):
+    for name in dict.fromkeys(host.device for host in all_hosts.hosts):
         if name in hardware.devices:
             yield from _device(name, hardware.devices[name])
-    yield from _strays(hardware)
+    yield from _strays(all_hosts)
     if len({device.accelerator for device in used_devices(hardware).values()}) > 1:
         yield "hardware: ranks on CPUs, CUDA, NPUs or XPUs do not train together. Keep one kind."
     for name in hardware.price_per_hour:

@@ -276,8 +276,9 @@ def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], do
 
 
 def _example(key: Key, from_field: Any) -> str:
-    if key.name in EXAMPLES:
-        return EXAMPLES[key.name]
+    name = key.name.replace("rollout.servers[]", "hardware.hosts[]")  # the same entries
+    if name in EXAMPLES:
+        return EXAMPLES[name]
     candidates = [value for value in key.values if value not in (typed(key.default), "null")]
     if candidates:
         return f"[{candidates[0]}]" if key.type.startswith("list") else candidates[0]

@@ -408,16 +408,6 @@ class TaskConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """The samples of a task that generates them (``task=grpo``)."""
-
-    keep: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
-    """Keep the samples of the newest N steps in the run directory (``rollouts/``, about 9 bytes a
-    token). A resume trains the recorded steps after its checkpoint instead of generating them
-    again. Null keeps all of them, as ``reproduce replay=true`` needs; 0 records none."""
-
-
-@dataclass
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
@@ -877,6 +867,36 @@ class LaunchConfig:
 
 
 @dataclass
+class RolloutConfig:
+    """The samples of a task that generates them (``task=grpo``): where they are drawn, and how long
+    they are kept."""
+
+    hosts: list[str] = items(maximum=4096, example="[node-b]")
+    """Names of hosts of ``hardware.hosts`` that do not train: on each of their slots a rollout
+    server draws the samples. Empty: the ranks that train draw them."""
+    servers: list[HostConfig] = items(maximum=4096, example="[]")
+    """Written by llmx: the entries of ``hardware.hosts`` that ``rollout.hosts`` names."""
+    port: int = number(0, minimum=0, maximum=65000)
+    """The port of the first server of a host, the next one has the next port; 0 takes free ones."""
+    wait_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
+    """How long the ranks wait when no server answers, before they draw the samples of a step
+    themselves."""
+    max_staleness: int = number(0, minimum=0, maximum=100)
+    """How many updates the weights that draw a sample may be behind the trained ones. 0: each step
+    waits for samples of its own weights, and the run is repeatable. Over 0 the servers draw ahead
+    while the ranks train."""
+    importance: str = choice("token", "sequence")
+    """With ``max_staleness``: samples are weighted by the probability that the trained policy gives
+    them, over that of the weights that drew them, for each token or for whole completions."""
+    importance_cap: float = number(2.0, minimum=1, maximum=1000)
+    """The largest of these weights (truncated importance sampling)."""
+    keep: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
+    """Keep the samples of the newest N steps in the run directory (``rollouts/``, about 9 bytes a
+    token). A resume trains the recorded steps after its checkpoint instead of generating them
+    again. Null keeps all of them, as ``reproduce replay=true`` needs; 0 records none."""
+
+
+@dataclass
 class TrackingConfig:
     """Where metrics are sent. ``metrics.jsonl`` in the run directory has all of them."""
 
@@ -1006,13 +1026,13 @@ class Experiment:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -22,12 +22,14 @@ from llmx.config.model_rules import (
 )
 from llmx.config.optimizers import optimizer_of
 from llmx.config.plugins import TRANSPORTS
+from llmx.config.rollout_rules import rollout_problems
 from llmx.config.schema import (
     SCHEMA_VERSION,
     CheckpointConfig,
     DataConfig,
     Experiment,
     HardwareConfig,
+    HostConfig,
     LaunchConfig,
     ModelConfig,
     SweepConfig,
@@ -58,7 +60,8 @@ def validate(
     problems = [
         *_version(exp.schema_version),
         *problems,
-        *hardware_problems(exp.hardware, exp.zero),
+        *hardware_problems(exp.hardware, exp.zero, exp.rollout.servers),
+        *rollout_problems(exp),
         *_model_and_data(exp, position_limit),
         *model_config_problems(exp.model),
         *added_token_problems(exp.model),
@@ -69,7 +72,7 @@ def validate(
         *_eval_metrics(exp.task),
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
-        *launch_problems(exp.launch, exp.hardware),
+        *launch_problems(exp.launch, exp.hardware, exp.rollout.servers),
         *by_host_problems(exp.hardware, exp.data, exp.model),
         *_secrets(to_dict(exp)),
         *_sweep(exp.sweep),
@@ -371,8 +374,8 @@ RESERVED = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK",
         "CROSS_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE", "DS_ACCELERATOR",
-        "LLMX_RUN_TOKEN", "LLMX_GPUS", "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE",
-        "PDSH_SSH_ARGS_APPEND",
+        "LLMX_RUN_TOKEN", "LLMX_GPUS", "LLMX_ROLLOUT_SERVERS", "LLMX_ROLLOUT_LISTEN",
+        "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND",
     }
 )  # fmt: skip
 """Variables that the launch sets itself."""
@@ -386,11 +389,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ONE_LINE = re.compile(f"[^{CONTROL}{SURROGATES}]*")
 
 
-def launch_problems(launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
-    """Every broken rule: value, rule and fix."""
+def launch_problems(
+    launch: LaunchConfig, hardware: HardwareConfig, servers: Sequence[HostConfig] = ()
+) -> Iterator[str]:
+    """Every broken rule: value, rule and fix. ``servers``: hosts beside those that train."""
     yield from env_problems(hardware.env, key="hardware.env")
     yield from env_problems(launch.env, key="launch.env")
-    for host in hardware.hosts:
+    for host in (*hardware.hosts, *servers):
         yield from env_problems(host.env, key=f"hardware.hosts ({shown(host.name)}).env")
     if launch.queue and launch.allow_busy:
         yield (

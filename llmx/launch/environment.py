@@ -31,6 +31,7 @@ from llmx.launch.spec import LaunchSpec
 from llmx.plan.threads import threads_per_rank
 from llmx.plan.types import HostPlan
 from llmx.redact import is_secret
+from llmx.rollout.protocol import SERVERS, render_servers
 from llmx.text import plural
 
 TOKEN = "LLMX_RUN_TOKEN"
@@ -119,6 +120,8 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     address, port = spec.rendezvous(host)
     env["MASTER_ADDR"], env["MASTER_PORT"] = address, str(port)
     env[TOKEN] = spec.token
+    if spec.rollout_servers:
+        env[SERVERS] = render_servers(spec.rollout_servers)
     return dict(sorted(env.items()))
 
 

@@ -157,7 +157,7 @@ def rendered_files(spec: LaunchSpec) -> dict[str, str]:
     transport = transport_of(spec.plan.transport)
     files = {
         "hostfile": render_hostfile(transport.hostfile(spec)),
-        "ssh_config": render_ssh_config(spec.plan.hosts),
+        "ssh_config": render_ssh_config([*spec.plan.hosts, *spec.plan.rollout_hosts]),
         "ds_env": transport.ds_env(rank_env(spec)),
         "command.txt": render_command(spec),
     }

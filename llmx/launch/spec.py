@@ -17,6 +17,7 @@ from llmx.config.by_host import host_named, path_on
 from llmx.config.schema import Experiment, HostConfig
 from llmx.launch.agents.agent import tag_of
 from llmx.plan.types import Plan
+from llmx.rollout.protocol import ServerAddress
 from llmx.run.rundir import RunDir
 
 
@@ -48,6 +49,8 @@ class LaunchSpec:
     """Host -> CUDA_VISIBLE_DEVICES there, as its agent found it; without those that lack it."""
     interfaces: tuple[str | None, ...] = ()
     """Network interface of each host, where it is known."""
+    rollout_servers: tuple[ServerAddress, ...] = ()
+    """Where the servers of ``rollout.hosts`` listen, once their hosts have been asked."""
 
     def host(self, index: int) -> HostConfig:
         """The config of a host of the plan."""

@@ -22,6 +22,7 @@ from llmx.compose.apply_overrides import RunCommand, apply, parse_run_command
 from llmx.compose.complete import Composed, check_paths, plan_experiment
 from llmx.compose.effects import check_effects
 from llmx.config import Experiment, to_dict
+from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError, LlmxError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
@@ -243,8 +244,9 @@ def next_experiment(
         )
     keys = {change.key for change in edits}
     new = dataclasses.replace(edited, run_dir=str(target), dry_run=False, name=edited.name)
-    if any(key.startswith("hardware.") for key in keys):
-        new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
+    if any(key.startswith(("hardware.", "rollout.hosts")) for key in keys):
+        hardware, rollout = with_rollout_hosts(resolve_hardware(new.hardware), new.rollout)
+        new = dataclasses.replace(new, hardware=hardware, rollout=rollout)
     new = with_same_batch(new, keys, plan)
     if to_step is not None:
         task = dataclasses.replace(new.task, stop_at_step=to_step)

@@ -9,6 +9,7 @@ Its base is frozen. First weights depend on the seed and the layer's name alone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -284,6 +285,18 @@ def _description(config: Any, network: nn.Module, saved_modules: list[str]) -> d
     )
     values["inference_mode"] = True
     return {key: getattr(value, "value", value) for key, value in values.items()}
+
+
+def inject_described(network: nn.Module, description: Mapping[str, Any]) -> None:
+    """Put an adapter of this ``adapter_config.json`` into ``network``, its weights undefined."""
+    peft = _peft()
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    values = {name: value for name, value in description.items() if name in fields}
+    # Modules that are trained whole are those of the network itself.
+    config = peft.LoraConfig(**{**values, "modules_to_save": None, "inference_mode": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, network)
 
 
 def load_adapted(directory: Path, source: ModelConfig) -> Any:

@@ -226,6 +226,9 @@ class Completion:
     0 for greedy."""
     ended: str
     """``stop``, ``length`` or ``positions``."""
+    age: int = 0
+    """How many updates the weights that drew it are behind those that it was asked of: over 0 only
+    with ``rollout.max_staleness``."""
 
     @property
     def text_tokens(self) -> tuple[int, ...]:

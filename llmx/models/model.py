@@ -107,6 +107,10 @@ Batch = dict[str, torch.Tensor]
 """A micro batch as ``llmx.data.collate`` makes it, on the CPU."""
 
 
+Sampler = Callable[[list[Sequence[int]], Sampling, list[int]], list[Completion]]
+"""Completions of prompts, in order, each of its seed; the same on every rank. Collective."""
+
+
 @dataclass(frozen=True)
 class SequenceLogProbs:
     """Log-probabilities of the target tokens of a micro batch, [n] each."""
@@ -157,6 +161,8 @@ class Model:
     gradient_scale: float = 1.0
     """The known factor of the loss: gradients that are computed in the forward pass are kept at
     that scale."""
+    sampler: Sampler | None = None
+    """Draws the completions of ``sample`` in place of the ranks (``llmx.rollout``)."""
 
     def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
         """Keyword arguments of the forward, on the device; and the labels (``model_inputs``).
@@ -274,12 +280,12 @@ class Model:
             prompts: token ids.
             seeds: of (number of the prompt, number of the sample): ``RolloutKey.of``.
         """
-        completions = generate(
-            self,
-            [prompt for prompt in prompts for _ in range(n)],
-            sampling,
-            seeds=[seeds(prompt, number) for prompt in range(len(prompts)) for number in range(n)],
-        )
+        rows = [prompt for prompt in prompts for _ in range(n)]
+        keys = [seeds(prompt, number) for prompt in range(len(prompts)) for number in range(n)]
+        if self.sampler is not None:
+            completions = self.sampler(rows, sampling, keys)
+        else:
+            completions = generate(self, rows, sampling, seeds=keys)
         return [completions[first : first + n] for first in range(0, len(completions), n)]
 
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -100,6 +100,7 @@ def make_plan(
             for name in hosts_by_device
         ),
         checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
+        rollout_hosts=tuple(_host(host, local_names) for host in exp.rollout.servers),
     )
 
     def fits(device: str, micro_batch: int) -> bool:

@@ -460,6 +460,8 @@ class Plan:
     checkpointing: tuple[tuple[str, str], ...] = ()
     """(device type, activation checkpointing), one each, where they differ; left out of the file
     where all have that of the model."""
+    rollout_hosts: tuple[HostPlan, ...] = ()
+    """Hosts that draw samples and have no ranks; left out of the file where there are none."""
 
     def attention_on(self, device: str) -> str:
         """The attention for packed rows on this type of device; empty where the plan has none."""
@@ -503,7 +505,16 @@ class Plan:
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
         values["warnings"] = list(self.warnings)
-        for name in ("beside", "logits", "balance", "time", "chosen", "storage", "checkpointing"):
+        for name in (
+            "beside",
+            "logits",
+            "balance",
+            "time",
+            "chosen",
+            "storage",
+            "checkpointing",
+            "rollout_hosts",
+        ):
             if getattr(self, name) == getattr(Plan, name):  # as by default
                 del values[name]
         for memory in values["memory"]:

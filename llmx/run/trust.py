@@ -43,6 +43,7 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
         "launch.slurm.extra_args": launch.slurm.extra_args,
         "hardware.env": hardware.env,
         "hardware.hosts": [code for host in hardware.hosts if (code := _code_of_host(host))],
+        "rollout.servers": [_code_of_host(host) for host in exp.rollout.servers],
     }
     parts = {
         MODEL: ["model.trust_remote_code=true"] if exp.model.trust_remote_code else [],

@@ -391,6 +391,8 @@ class Task:
     ``draw_seeds``, int64 [sequences], a function of the seed, the step and the sample alone.
     (What the network itself draws, dropout, follows from the seed, the step and the rank.)"""
 
+    corrects_staleness: ClassVar[bool] = False
+    """Whether its loss is right for samples of older weights (``rollout.max_staleness``)."""
     generates: bool = False
     """Whether steps are made by ``rollout``; else they are read."""
     updates: int = 1

@@ -54,7 +54,12 @@ from llmx.tasks.base import (
 )
 from llmx.tasks.collapse import CollapseWatch
 from llmx.tasks.environment import Environment, Episodes, Observations, load_environment
-from llmx.tasks.policy_loss import group_advantages, kl_estimate, policy_loss
+from llmx.tasks.policy_loss import (
+    group_advantages,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+)
 from llmx.tasks.rewards import (
     BUILT_IN,
     CODE,
@@ -222,6 +227,8 @@ class Drawn:
     """Of the last completion."""
     truncated: bool = False
     turns: int = 0
+    age: int = 0
+    """Updates that the weights which drew it are behind (``rollout.max_staleness``)."""
     reward: float = 0.0
     """Of the environment; NaN where it failed."""
 
@@ -266,6 +273,7 @@ class Grpo(Task):
     logits = "whole"
     loss_on = "last"
     generates = True
+    corrects_staleness = True
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
@@ -310,6 +318,7 @@ class Grpo(Task):
                 f"task.eval_generate={exp.task.eval_generate}: held-out prompts are completed in "
                 "one turn, without task.options.environment. Set task.eval_generate=0."
             )
+        problems += _staleness_problems(exp)
         names, weights = options.get("rewards"), options.get("reward_weights")
         if isinstance(names, list):
             problems += reward_problems(list(map(str, names)), weights or [])
@@ -380,8 +389,11 @@ class Grpo(Task):
     @property
     def _measured_beside(self) -> tuple[str, ...]:
         """What is measured of every generated sample, beside its rewards."""
-        beside = ("reward_std", *_MEASURED)
-        return (*beside, GROUPS_DRAWN) if self.options.dynamic_sampling else beside
+        return (
+            *("reward_std", *_MEASURED),
+            *([GROUPS_DRAWN] if self.options.dynamic_sampling else []),
+            *([STALENESS] if self.exp.rollout.max_staleness else []),
+        )
 
     @property
     def _turns(self) -> tuple[str, ...]:
@@ -396,6 +408,8 @@ class Grpo(Task):
         }
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
+        if self.exp.rollout.max_staleness:
+            train |= {name: Metric(**values, kinds=("train",)) for name, values in _STALE.items()}
         return {
             "reward": Metric("reward", higher_is_better=True, kinds=both),
             **{
@@ -631,6 +645,7 @@ class Grpo(Task):
             text=self.decode(list(completion.text_tokens if fits else tokens)),
             truncated=not fits or completion.ended != "stop",
             turns=sample.turns + 1,
+            age=max(sample.age, completion.age),
         )
 
     def _scored(self, drawn: Sequence[Drawn]) -> list[Scored]:
@@ -761,6 +776,7 @@ class Grpo(Task):
             "truncated": [sample.truncated for sample in drawn],
             "completion_tokens": [sum(sample.is_drawn) for sample in drawn],
             TURNS: [sample.turns for sample in drawn],
+            STALENESS: [sample.age for sample in drawn],
             GROUPS_DRAWN: np.ones(len(drawn)),
         }
         columns = [np.asarray(values[name], np.float64) for name in self._measures]
@@ -824,16 +840,27 @@ class Grpo(Task):
         sequences, _ = policy.sequences_of_targets(batch)
         advantages = batch["advantage"].to(device, non_blocking=True)
         reference = by_target("reference_logp") if options.beta else None
-        total, clipped, kl = policy_loss(
-            options,
-            logps,
-            by_target("old_logp"),
-            advantages,
-            sequences.to(device, non_blocking=True),
-            reference,
-        )
+        sequences, old_logps = sequences.to(device, non_blocking=True), by_target("old_logp")
         num_targets = float(len(logps))
-        metrics = self._rollout_metrics(batch)
+        importance, of_staleness = None, {}
+        if self.exp.rollout.max_staleness:
+            # There is one update a step: the trained policy of the ratio is that of now.
+            sampler_logps, old_logps = old_logps, logps.detach()
+            importance, was_truncated = importance_weights(
+                self.exp.rollout.importance,
+                old_logps - sampler_logps,
+                sequences,
+                count=len(advantages),
+                cap=self.exp.rollout.importance_cap,
+            )
+            of_staleness = {
+                "sampler_kl": ((sampler_logps - old_logps).sum(), num_targets),
+                "importance_truncated": (was_truncated.sum(), float(len(was_truncated))),
+            }
+        total, clipped, kl = policy_loss(
+            options, logps, old_logps, advantages, sequences, reference, importance
+        )
+        metrics = self._rollout_metrics(batch) | of_staleness
         if kl is not None:
             metrics["kl"] = (kl.detach().sum(), num_targets)
         metrics["entropy"] = (entropy.sum(), num_targets)
@@ -887,6 +914,7 @@ class Grpo(Task):
 
 
 GROUPS_DRAWN = "groups_drawn"
+STALENESS = "staleness"
 """With dynamic sampling: all groups of a step in proportion to those that it trains on."""
 TURNS = "turns"
 """With an environment: the completions of a sample."""
@@ -899,14 +927,40 @@ _MEASURED_METRICS: dict[str, dict[str, Any]] = {
     "completion_tokens": {"title": "completion tokens"},
     GROUPS_DRAWN: {"title": "groups drawn per group trained"},
     TURNS: {"title": "turns"},
+    STALENESS: {"title": "staleness"},
 }
 """Of every generated sample."""
+_STALE: dict[str, dict[str, Any]] = {
+    "sampler_kl": {"title": "KL of the sampler"},
+    "importance_truncated": {"title": "truncated weights", "format": "percent"},
+}
+"""With ``rollout.max_staleness``: how far the policy that drew is from the trained one; the share
+of importance weights over ``importance_cap``."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
 SHOWN_SAMPLES = 16
 """Of a step, in ``samples.json``."""
 SHOWN = 200
 """Characters of a sample in the log."""
+
+
+def _staleness_problems(exp: Experiment) -> list[str]:
+    """What does not go together with ``rollout.max_staleness``."""
+    rollout, options, problems = exp.rollout, exp.task.options, []
+    if not rollout.max_staleness:
+        return []
+    if (updates := options.get("updates", 1)) != 1:
+        problems.append(
+            f"task.options.updates={updates}, rollout.max_staleness={rollout.max_staleness}: the "
+            "ratio of older samples is taken against the policy of their one update. Set "
+            "task.options.updates=1, or rollout.max_staleness=0."
+        )
+    if options.get("loss") in ("gspo", "rloo") and rollout.importance == "token":
+        problems.append(
+            f"task.options.loss={options['loss']} has one ratio for a completion, and "
+            "rollout.importance=token one weight for each token. Set rollout.importance=sequence."
+        )
+    return problems
 
 
 def _metric(reward: str) -> str:

@@ -107,6 +107,27 @@ def value_losses(
     return torch.maximum(errors, held_errors) / 2, held_errors > errors
 
 
+def importance_weights(
+    kind: str, log_ratios: torch.Tensor, sequences: torch.Tensor, *, count: int, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Truncated importance weights of tokens that other weights have drawn, and which of them were
+    truncated; [n] each.
+
+    Args:
+        kind: ``token``, or ``sequence``: all tokens of a sequence have that of the whole.
+        log_ratios: [n], of each token: its log-probability under the trained policy minus that
+            under the one that drew it.
+        sequences: int64 [n], the sequence of each token.
+    """
+    import torch
+
+    if kind == "sequence":
+        zeros = torch.zeros(count, dtype=log_ratios.dtype, device=log_ratios.device)
+        log_ratios = zeros.index_add(0, sequences, log_ratios)[sequences]
+    ratios = log_ratios.exp()
+    return ratios.clamp(max=cap), ratios > cap
+
+
 def policy_loss(
     options: Options,
     logps: torch.Tensor,
@@ -114,6 +135,7 @@ def policy_loss(
     advantages: torch.Tensor,
     sequences: torch.Tensor,
     reference_logps: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(the summed loss, what was clipped, the KL estimate of each token or None).
 
@@ -125,6 +147,7 @@ def policy_loss(
         advantages: [sequences].
         sequences: int64 [n], the sequence of each token.
         reference_logps: [n], where ``options.beta`` is not 0.
+        importance: [n], of tokens that other weights have drawn (``importance_weights``).
     """
     import torch
 
@@ -153,6 +176,9 @@ def policy_loss(
     if options.loss == "cispo":  # MiniMax-M1, 2025, eq. 4
         gains = ratios.clamp(max=high).detach() * factors * logps
         clipped = (ratios > high) & (factors > 0)
+    if importance is not None:
+        alike = by_sequence(importance) / counts.clamp(min=1)  # in a sequence
+        gains = gains * (alike if of_sequence else importance)
     total = -(gains * (counts > 0)).sum() if of_sequence else -summed(gains)
     if reference_logps is None:
         return total, clipped, None

@@ -70,6 +70,7 @@ class Ppo(Grpo):
     # As TRL's PPOConfig.
     defaults = TaskDefaults(full=3e-6, adapter=3e-5)
     Options = Options
+    corrects_staleness = False
     token_columns = ("token_advantage", "old_value", "value_target")
 
     @property

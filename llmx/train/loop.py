@@ -61,6 +61,8 @@ def run(
         write_model(session)
     # No rank exits before rank 0 has written: a launcher kills all ranks when the first one exits.
     session.consensus.barrier()
+    if session.servers is not None:
+        session.servers.close()
     session.metrics.close()
 
 
@@ -253,8 +255,18 @@ class Upcoming:
         }
         if task.generates:
             common["records"] = self._records
+            depth = session.exp.rollout.max_staleness
             self._steps: Iterator[Step] = (
-                rollout_step(session.engine, task, store, step, **common) for step in numbers
+                rollout_step(
+                    session.engine,
+                    task,
+                    store,
+                    step,
+                    servers=session.servers,
+                    ahead=range(step + 1, min(step + 1 + depth, self._last)),
+                    **common,
+                )
+                for step in numbers
             )
             return
         self._ahead = Prefetch(

@@ -8,8 +8,10 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_state_resume.py`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,11 +19,14 @@ import numpy as np
 import torch
 
 from llmx.collectives import all_gather
+from llmx.config import Experiment
 from llmx.data.examples import Column, Example, Schema, checked
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
 from llmx.plan.types import BalancePlan, BatchPlan
+from llmx.rollout.client import RolloutServers
+from llmx.rollout.protocol import SERVERS, parse_servers
 from llmx.tasks import Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
 from llmx.train.engine.build import Engine, weights_for_generation
@@ -41,6 +46,8 @@ def rollout_step(
     stop: int | None = None,
     balance: BalancePlan | None = None,
     records: RolloutRecords | None = None,
+    servers: RolloutServers | None = None,
+    ahead: Sequence[int] = (),
 ) -> Step:
     """The micro batches of ``rank`` at ``step``, made of what the task generates. Collective.
 
@@ -48,12 +55,24 @@ def rollout_step(
     the step needs no reduction. ``records``: where samples are written before they are trained on,
     and read instead of drawn where they are there.
 
+    Args:
+        servers: what draws in place of the ranks (``rollout.hosts``).
+        ahead: the next steps, of which the servers may draw samples meanwhile.
+
     Raises:
         ConfigError: what the task has made are not examples of its ``rollout_columns``.
     """
-    indices = samples_of_step(
-        step, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
-    )
+
+    def indices_at(number: int) -> np.ndarray:
+        return samples_of_step(
+            number, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
+        )
+
+    def prompts_at(indices: np.ndarray) -> list[list[Prompt]]:
+        """Those of each sample."""
+        return [prompts_of(store[int(index)], store.columns) for index in indices]
+
+    indices = indices_at(step)
 
     def further(number: int) -> list[Prompt]:
         """Drawn with replacement, so that later steps have the prompts that they would have had."""
@@ -61,13 +80,21 @@ def rollout_step(
         drawn_indices = [draw_seed(seed, step, place) % len(store) for place in places]
         return [prompt for at in drawn_indices for prompt in prompts_of(store[at], store.columns)]
 
+    if servers is not None:
+        coming = []
+        for number in ahead:
+            step_prompts = chain.from_iterable(prompts_at(indices_at(number)))
+            coming.append(([p.tokens for p in step_prompts], RolloutKey(seed, number).of))
+        servers.at_step(step, coming)
     schema = Schema(task.rollout_columns)
-    by_sample = [prompts_of(store[int(index)], store.columns) for index in indices]
+    by_sample = prompts_at(indices)
     rollout = None if records is None else records.read(step, indices, schema.columns)
     if rollout is None:
         prompts = list(chain.from_iterable(by_sample))
         key = RolloutKey(seed, step, further)
-        by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len)
+        by_prompt = _drawn(
+            engine, task, prompts, key, seq_len=layout.seq_len, by_ranks=servers is None
+        )
         rollout = Rollout(by_prompt, task.generated)
         if records is not None:
             records.write(step, indices, schema.columns, rollout)
@@ -125,11 +152,18 @@ def rollout_step(
 
 
 def _drawn(
-    engine: Engine, task: Task, prompts: list[Prompt], key: RolloutKey, *, seq_len: int
+    engine: Engine,
+    task: Task,
+    prompts: list[Prompt],
+    key: RolloutKey,
+    *,
+    seq_len: int,
+    by_ranks: bool,
 ) -> list[list[Sample]]:
-    """What the task generates now for each prompt. Collective."""
+    """What the task generates now for each prompt. Collective. ``by_ranks``: no server draws."""
     engine.engine.eval()
-    with torch.no_grad(), weights_for_generation(engine):
+    weights = weights_for_generation(engine) if by_ranks else contextlib.nullcontext()
+    with torch.no_grad(), weights:
         rollouts = task.rollout(engine.models, prompts, key)
     engine.engine.train()
     if len(rollouts) != len(prompts):
@@ -146,6 +180,30 @@ def _drawn(
     )
     _check_alike(by_prompt, task=task)
     return by_prompt
+
+
+def open_servers(
+    exp: Experiment, engine: Engine, log: Callable[[str], None]
+) -> RolloutServers | None:
+    """The rollout servers that the supervisor has started for this run, from which the main model
+    samples from now on; None where there are none. Collective.
+
+    Raises:
+        ConfigError: one of them does not fit.
+    """
+    if not (places := parse_servers(os.environ.get(SERVERS, ""))):
+        return None
+    servers = RolloutServers(
+        engine.main,
+        places,
+        token=os.environ["LLMX_RUN_TOKEN"],
+        config=exp.rollout,
+        log=log,
+        before_gather=engine.release_gathered,
+    )
+    servers.connect()
+    engine.main.sampler = servers.sample
+    return servers
 
 
 def _split(

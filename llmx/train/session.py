@@ -16,6 +16,7 @@ from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
+from llmx.rollout.client import RolloutServers
 from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, write_json
@@ -27,6 +28,7 @@ from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
 from llmx.train.rebalance import Rebalance, changed, recorded_changes, trained_until
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
+from llmx.train.rollout import open_servers
 from llmx.train.saver import Consensus, Saver, ever_saves
 from llmx.train.schedule import RunLength, optim_of, run_length
 from llmx.train.status import RankStatus, ShutdownRequest
@@ -79,6 +81,8 @@ class Session:
     saver: Saver
     early_stopping: EarlyStopping | None = None
     rebalance: Rebalance | None = None
+    servers: RolloutServers | None = None
+    """Of ``rollout.hosts``."""
 
     @property
     def rank(self) -> int:
@@ -142,6 +146,7 @@ def open_session(
         status.at_step(resume_point.step)
         status.saved(resume_point.step)
 
+    servers = open_servers(exp, engine, log)
     layout = layout_for(exp, plan, task, engine.layout)
     rebalance: Rebalance | None = None
     if plan.balance is not None:
@@ -201,6 +206,7 @@ def open_session(
         saver=saver,
         early_stopping=early_stopping,
         rebalance=rebalance,
+        servers=servers,
     )
 
 

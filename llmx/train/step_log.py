@@ -210,6 +210,7 @@ class StepLog:
             memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
             data_wait_s=float(table[:, 3].max()),
             **waits,
+            **(session.servers.take_measures() if session.servers is not None else {}),
             **engine.main.routing.measure(tokens=step.tokens),
             **measured,
             **({"extra": True} if extra else {}),

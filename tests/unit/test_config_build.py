@@ -149,7 +149,8 @@ def test_what_a_message_suggests_is_accepted() -> None:
     checked = 0
     for where, _, metadata in every_field():
         suggestion = re.fullmatch(r" Set e\.g\. '?(.+?)'?\.", _example(where, metadata))
-        inside_a_list = where.startswith(("hardware.hosts.", "hardware.devices.", "data.sources."))
+        lists = ("hardware.hosts.", "hardware.devices.", "data.sources.", "rollout.servers.")
+        inside_a_list = where.startswith(lists)
         if suggestion is None or inside_a_list:
             continue
         override = OverridesParser.create().parse_override(suggestion[1])

@@ -23,8 +23,13 @@ from llmx.data.store.samples import in_memory
 from llmx.errors import ConfigError
 from llmx.models.model import CLASSIFICATION, Models, ModelSpec
 from llmx.tasks import Prompt, RolloutKey, task_class
-from llmx.tasks.grpo import Grpo
-from llmx.tasks.policy_loss import group_advantages, kl_estimate, policy_loss
+from llmx.tasks.grpo import Grpo, Options
+from llmx.tasks.policy_loss import (
+    group_advantages,
+    importance_weights,
+    kl_estimate,
+    policy_loss,
+)
 from llmx.train.batches import Step
 from llmx.train.step import StepMetrics, train_updates
 from tests.composing import composed
@@ -593,3 +598,36 @@ def test_a_collapse_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> N
         rolled(own, models)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert line.startswith("WARNING: step 1: all completions of a prompt had the same reward")
+
+
+def test_older_samples_are_weighted_by_how_likely_they_are_now() -> None:
+    """Truncated importance sampling, by token and by sequence."""
+    trained = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    sampler = torch.tensor([-2.0, -2.0, -0.4, -2.0])
+    sequences = torch.tensor([0, 0, 1, 1])
+    common: dict[str, Any] = {"count": 3, "cap": 2.0}
+    weights, over = importance_weights("token", trained - sampler, sequences, **common)
+    torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, math.exp(-0.1), math.exp(-1.0)]))
+    assert over.tolist() == [True, False, False, False]
+    weights, over = importance_weights("sequence", trained - sampler, sequences, **common)
+    torch.testing.assert_close(weights, torch.tensor([2.0, 2.0, math.exp(-1.1), math.exp(-1.1)]))
+    assert over.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "cispo"])
+def test_importance_weights_scale_the_gradient(loss: str) -> None:
+    options = Options(loss=loss)
+    sequences = torch.tensor([0, 0, 1])
+    advantages = torch.tensor([1.0, -0.5])
+
+    def gradient(importance: torch.Tensor | None) -> torch.Tensor:
+        logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+        total, *_ = policy_loss(
+            options, logps, logps.detach(), advantages, sequences, importance=importance
+        )
+        (result,) = torch.autograd.grad(total, logps)
+        return result
+
+    weights = torch.tensor([0.5, 0.5, 2.0])
+    torch.testing.assert_close(gradient(weights), gradient(None) * weights)
+    torch.testing.assert_close(gradient(torch.ones(3)), gradient(None))

@@ -52,7 +52,7 @@ CHUNK = 65536
 STREAM_BYTES = 1 << 20
 SUSPENDED_S = 5.0  # between two polls: this process itself was suspended
 ORPHAN_GRACE_S = 15.0  # for the ranks to save a checkpoint after the supervisor disappeared
-STREAMED = ("metrics.jsonl", "logs/rank-*.log")
+STREAMED = ("metrics.jsonl", "logs/rank-*.log", "logs/rollout-*.log")
 MIN_TOKEN = 7
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
@@ -224,7 +224,7 @@ class Agent:
         self.cancel_force: list[list[str]] = []
         self.signals: dict[str, list[list[str]]] = {}
         self.port = 0
-        self.reserved: socket.socket | None = None
+        self.reserved: list[socket.socket] = []
         self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
         self.turn: socket.socket | None = None  # its name is the place of this run in the queue
@@ -445,7 +445,8 @@ class Agent:
             except OSError:
                 claim.close()
                 continue
-            self.port, self.reserved = port, claim
+            self.port = port
+            self.reserved.append(claim)
             return {"port": port}
         return {"port": 0}
 
@@ -561,7 +562,8 @@ class Agent:
 
     def do_start(self, message: Message) -> Message:
         """Start ranks: rank -> its variables, beside those of all. ``inherit``: they also get those
-        of this process. What they print before they redirect it goes to their logs, too.
+        of this process. What they print before they redirect it goes to their logs, too. ``log``:
+        how these are called, of what is started in the same way and is no rank.
 
         What the setup script of the host exports wins, but for the variables of ``fixed``; lists of
         directories begin with those of ``first``."""
@@ -574,7 +576,8 @@ class Agent:
         os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
         for name, variables in message["ranks"].items():
             rank = int(name)
-            with open(os.path.join(self.run_dir, f"logs/rank-{rank:03d}.log"), "ab") as log:
+            log_name = f"logs/{message.get('log', 'rank')}-{rank:03d}.log"
+            with open(os.path.join(self.run_dir, log_name), "ab") as log:
                 child = subprocess.Popen(
                     message["argv"],
                     cwd=self.run_dir,
@@ -861,11 +864,11 @@ def tree_stamp(path: str, excludes: list[str]) -> str | None:
 
 
 def _is_rank(argv: list[str]) -> bool:
-    """Whether this is the command line of a rank of llmx; DeepSpeed's launchers have a longer
-    one."""
+    """Whether this is the command line of a rank or a rollout server of llmx; DeepSpeed's
+    launchers have a longer one."""
     return (
         len(argv) > 2
-        and argv[-2].endswith(("llmx.worker", "/llmx/worker.py"))
+        and argv[-2].endswith(("llmx.worker", "/llmx/worker.py", "llmx.rollout.server"))
         and os.path.basename(argv[0]).startswith("python")
         and not any("deepspeed" in part for part in argv)
     )

@@ -72,7 +72,7 @@ def start_agents(
 ) -> list[Connection]:
     """Start an agent on this machine (the first of the list) and on every host that uses ssh."""
     plan, logs = spec.plan, spec.run_dir.logs
-    write_text(spec.run_dir.ssh_config, render_ssh_config(plan.hosts))
+    write_text(spec.run_dir.ssh_config, render_ssh_config([*plan.hosts, *plan.rollout_hosts]))
     local = tuple(
         index
         for index, host in enumerate(plan.hosts)

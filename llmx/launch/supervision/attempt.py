@@ -11,8 +11,9 @@ import queue
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from llmx.errors import ConfigError, DataError, LlmxError, disk_is_full
+from llmx.errors import ConfigError, DataError, LaunchError, LlmxError, disk_is_full
 from llmx.failures.diagnose import DISK_FULL
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
@@ -35,6 +36,7 @@ from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
 from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Outcome
 from llmx.launch.supervision.place import RunPlace
+from llmx.launch.supervision.rollout_pool import RolloutPool
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
 from llmx.launch.transports import transport_of
@@ -79,6 +81,8 @@ class Attempt:
         """``deepspeed``, where the agents do not start the ranks."""
         self.monitor: RankMonitor | None = None
         self.checkpoints: CheckpointSync | None = None
+        self.pool: RolloutPool | None = None
+        """Of ``rollout.hosts``."""
 
     def run(self) -> AttemptRecord:
         """Run the attempt to its end."""
@@ -148,25 +152,46 @@ class Attempt:
         self.connections = start_agents(spec, self.inbox)
         self.spec = spec = handshake(spec, self.connections)
         kill_leftovers(spec, self.connections, log)
-        if spec.exp.launch.queue:
-            wait_for_turn(
-                spec,
-                self.connections,
-                is_trial=self.is_trial,
-                notify=log.info,
-                waiting=self._waiting,
-            )
-            self.journal.state("preparing", attempt=self.number)
-        elif not self.is_restart:
-            check_busy(spec, self.connections, is_trial=self.is_trial)
+        self._take_turn(spec, self.connections)
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
+        self.spec = spec = self._with_rollout_servers(spec)
         self.spec = spec = resolve_network(spec, self.connections)
         push(spec, self.connections, log.debug if self.is_restart else log.info)
         self.checkpoints = CheckpointSync(spec, self.connections, log)
         self.checkpoints.push_missing()
         self.monitor = RankMonitor(spec, self.connections, self.inbox, log)
         self.monitor.start()
+
+    def _take_turn(self, spec: LaunchSpec, connections: list[Connection]) -> None:
+        """Wait until no other run has the hosts, or refuse them."""
+        if spec.exp.launch.queue:
+            wait_for_turn(
+                spec,
+                connections,
+                is_trial=self.is_trial,
+                notify=self.log.info,
+                waiting=self._waiting,
+            )
+            self.journal.state("preparing", attempt=self.number)
+        elif not self.is_restart:
+            check_busy(spec, connections, is_trial=self.is_trial)
+
+    def _with_rollout_servers(self, spec: LaunchSpec) -> LaunchSpec:
+        """Prepare the servers of ``rollout.hosts``. At a restart the run goes on without them."""
+        if not spec.plan.rollout_hosts:
+            return spec
+        self.pool = RolloutPool(spec, self.log, session=self.connections[0].session)
+        try:
+            servers = self.pool.prepare(self.connections, self._take_turn)
+        except LaunchError as error:
+            if not self.is_restart:
+                raise
+            self.log.warning(f"the ranks draw all samples themselves: {error}")
+            self.pool.stop()
+            self.pool = None
+            return spec
+        return replace(spec, rollout_servers=servers)
 
     def _waiting(self, why: str) -> None:
         self.journal.state("waiting", attempt=self.number, why=why)
@@ -179,6 +204,8 @@ class Attempt:
         ranks = plural(spec.plan.world_size, "rank")
         self.log.info(f"launching {ranks} over {spec.plan.transport}: {hosts}")
         self.launched = True
+        if self.pool is not None:
+            self.pool.start()
         if transport.agents_start_ranks:
             start_ranks(spec, self.connections)
         else:
@@ -274,6 +301,9 @@ class Attempt:
             pull_outputs(spec, connections, log)
             if checkpoints is not None:
                 checkpoints.pull_rest([c for c in connections if c.lost_at is None])
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.stop()
         for connection in connections:
             connection.close(timeout_s=5 if connection.lost_at is None else 0.2)
 

@@ -252,7 +252,9 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
         raise ConfigError("launch.elastic: no host is left.")
     master = exp.hardware.master_addr
     # What only the lost hosts have is no stray key.
-    lost_types = {host.device for host in exp.hardware.hosts} - {host.device for host in left}
+    lost_types = {host.device for host in exp.hardware.hosts} - {
+        host.device for host in (*left, *exp.rollout.servers)
+    }
     devices = {
         name: device for name, device in exp.hardware.devices.items() if name not in lost_types
     }

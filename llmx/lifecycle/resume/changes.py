@@ -16,6 +16,7 @@ from llmx.compose.complete import Composed, plan_experiment, with_implied_values
 from llmx.compose.effects import check_effects
 from llmx.compose.task_rules import with_default_lr
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
+from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.resume.run_state import RunState
@@ -104,6 +105,16 @@ RULES = (
         "what is reported",
     ),
     Rule(("rollout.keep",), SAME, "how many generated steps stay on disk"),
+    Rule(
+        ("rollout.hosts", "rollout.servers.*", "rollout.port", "rollout.wait_s"),
+        ROUNDING,
+        "who draws the samples",
+    ),
+    Rule(
+        ("rollout.max_staleness", "rollout.importance", "rollout.importance_cap"),
+        OTHER,
+        "samples of older weights, and how they are weighted",
+    ),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
@@ -299,8 +310,9 @@ def _completed(
     """Complete the changed keys as ``llmx.compose.complete.complete`` would."""
     new = dataclasses.replace(edited, run_dir=str(run.root), dry_run=False)
     groups = {key.split(".", 1)[0] for key in keys}
-    if "hardware" in groups:
-        new = dataclasses.replace(new, hardware=resolve_hardware(new.hardware))
+    if "hardware" in groups or "rollout.hosts" in keys:
+        hardware, rollout = with_rollout_hosts(resolve_hardware(new.hardware), new.rollout)
+        new = dataclasses.replace(new, hardware=hardware, rollout=rollout)
     new = with_same_batch(new, keys, plan)
     task, optim = new.task, new.optim
     if "task.epochs" in keys and "task.steps" not in keys:
@@ -317,7 +329,7 @@ def _completed(
 def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:
     """Keep the global batch of ``plan`` if hardware or batch are among the changed ``keys``; the
     accumulation follows from it unless it is one of them."""
-    if not any(key.startswith(("hardware.", "batch.")) for key in keys):
+    if not any(key.startswith(("hardware.", "batch.", "rollout.hosts")) for key in keys):
         return exp
     batch = dataclasses.replace(
         exp.batch,

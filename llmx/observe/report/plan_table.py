@@ -160,6 +160,9 @@ def hosts_table(plan: Plan) -> Table:
             " + ".join(map(str, counts[:1] if len(set(counts)) == 1 else counts)),
             plan.precision,
         )
+    for host in plan.rollout_hosts:
+        servers = f"{host.slots}{human.TIMES}{host.device}"
+        table.add_row(_host_name(host), "draws samples", servers, "", "", plan.precision)
     return table
 
 

@@ -1,0 +1,311 @@
+"""The rollout servers of an attempt: started on ``rollout.hosts``, watched, restarted, ended.
+
+Their hosts have agents of their own, apart from those of the hosts that train: whatever happens
+there is no failure of the run, since the ranks draw samples themselves where no server answers. An
+agent ends its servers with the run, and a server ends with its agent (``llmx.rollout.server``).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmx.config.validate import RESERVED
+from llmx.errors import LaunchError
+from llmx.launch.agents.connection import (
+    AgentError,
+    Connection,
+    Message,
+    local_connection,
+    remote_connection,
+    request_all,
+)
+from llmx.launch.agents.mesh import SIZE, TIMEOUT_S
+from llmx.launch.agents.preflight import (
+    HostsUnreachable,
+    handshake,
+    handshake_message,
+    kill_leftovers,
+)
+from llmx.launch.environment import configured_env, gpus_of_hosts, rank_env, tool_env
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.console import RunLog
+from llmx.launch.supervision.tail import apply_update
+from llmx.launch.sync import push
+from llmx.plan.types import RankPlan
+from llmx.rollout.protocol import LISTEN, SERVER_MODULE, ServerAddress, render_servers
+from llmx.text import plural
+
+RESTARTS = 20
+"""Of one server in an attempt."""
+RESTART_WAIT_S = 2.0
+"""Before a server is started again, and between two tries to reach its host."""
+STOP_S = 5.0
+
+
+class RolloutPool:
+    """Used once. ``prepare``, then ``start``, then ``stop``."""
+
+    def __init__(self, spec: LaunchSpec, log: RunLog, *, session: str) -> None:
+        """``session``: of the agents of the attempt, none of which ends another."""
+        hosts = spec.plan.rollout_hosts
+        plan = replace(
+            spec.plan,
+            hosts=hosts,
+            rollout_hosts=(),
+            ranks=tuple(
+                RankPlan(spec.plan.world_size + number, at, hosts[at].device, 1)
+                for number, at in enumerate(
+                    at for at, host in enumerate(hosts) for _ in range(host.slots)
+                )
+            ),
+            accelerator=spec.exp.hardware.devices[hosts[0].device].accelerator,
+            transport="ssh",
+        )
+        exp = spec.exp
+        exp = replace(
+            exp,
+            hardware=replace(exp.hardware, hosts=list(exp.rollout.servers), reach=None),
+            # The ranks send the model, and nothing else is read there.
+            model=replace(exp.model, path=None, tokenizer=None),
+            data=replace(exp.data, path="", eval_path=None, sources=[]),
+            task=replace(exp.task, options={}),
+            launch=replace(exp.launch, sync_extra=[]),
+        )
+        self.spec = replace(spec, exp=exp, plan=plan, cores=None, interfaces=())
+        """As if the rollout hosts were those that train: a server is started like a rank, with a
+        number that no rank has."""
+        self.log = log
+        self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
+        logs = spec.run_dir.logs
+        self.connections = [
+            local_connection(host.name, (at,), logs / f"agent-{host.name}.log", self.inbox)
+            if host.is_local and not self.spec.host(at).enter
+            else remote_connection(
+                host.name,
+                (at,),
+                logs / f"agent-{host.name}.log",
+                self.inbox,
+                ssh_config=None if host.is_local else spec.run_dir.ssh_config,
+                python=self.spec.python_on(at),
+                enter=self.spec.host(at).enter,
+            )
+            for at, host in enumerate(hosts)
+        ]
+        for connection in self.connections:
+            connection.session = session
+        self.places: dict[int, ServerAddress] = {}
+        """Server, by its number, -> where it listens."""
+        self.restarts: dict[int, int] = {}
+        self.thread: threading.Thread | None = None
+        self.ending = threading.Event()
+
+    def prepare(
+        self,
+        training: Sequence[Connection],
+        take_turn: Callable[[LaunchSpec, list[Connection]], None],
+    ) -> tuple[ServerAddress, ...]:
+        """Check the hosts, and find where their servers will listen.
+
+        Args:
+            training: the agents of the hosts that train.
+            take_turn: called for hosts that other runs may use.
+
+        Raises:
+            LaunchError: a host cannot be reached or used, or the first host that trains does not
+                reach it.
+        """
+        for connection in self.connections:
+            connection.start(tool_env())
+        try:
+            self.spec = handshake(self.spec, self.connections)
+        except HostsUnreachable as error:  # no host that trains: nothing is to be waited for
+            raise LaunchError(str(error)) from error
+        kill_leftovers(self.spec, self.connections, self.log)
+        take_turn(self.spec, self.connections)
+        first = next(connection for connection in training if 0 in connection.hosts)
+        for connection in self.connections:
+            self._find_places(connection, first)
+        push(self.spec, self.connections, self.log.info)
+        return tuple(self.places.values())
+
+    def _find_places(self, connection: Connection, first: Connection) -> None:
+        """The address of a host on the way to rank 0, which is tried, and a port per server."""
+        at, name = connection.hosts[0], connection.name
+        host = self.spec.plan.hosts[at]
+        try:
+            route = first.request("route", to=host.address, timeout_s=30)
+            network = connection.request(
+                "network", interface=host.interface, to=route["address"], timeout_s=30
+            )
+        except AgentError as error:
+            raise LaunchError(
+                f"{first.name} and the rollout host {name} have no route to each other ({error}). "
+                "Set the address of the host to one that the others can reach."
+            ) from error
+        address = network["address"]
+        if not address:
+            raise LaunchError(
+                f"{name}: interface={host.interface} has no address. Set interface of this host to "
+                f"one of {', '.join(network['interfaces'])}, or leave it out."
+            )
+        fixed = self.spec.exp.rollout.port
+        ranks = [rank.rank for rank in self.spec.plan.ranks if rank.host == at]
+        for local, rank in enumerate(ranks):
+            port_asked = fixed + local if fixed else 0
+            port = connection.request("reserve_port", want=port_asked, timeout_s=30)["port"]
+            if not port:
+                raise LaunchError(
+                    f"rollout.port={fixed}: {port_asked} is in use on {name} (`ss -ltnp 'sport = "
+                    f":{port_asked}'` shows by which process). Set rollout.port=0, which takes a "
+                    "free one."
+                )
+            self.places[rank] = ServerAddress(name, address, int(port))
+        self._try_way(connection, first, self.places[ranks[0]])
+
+    def _try_way(self, connection: Connection, first: Connection, place: ServerAddress) -> None:
+        token = "rollout-probe"
+        listen = {"address": place.address, "port": place.port, "token": token}
+        try:
+            connection.request("listen", timeout_s=30, **listen)
+            peers = [(place.host, place.address, place.port)]
+            replies = first.send("probe", peers=peers, token=token, size=SIZE, timeout_s=TIMEOUT_S)
+            reply = first.wait_for(replies, timeout_s=4 * TIMEOUT_S + 30)
+            connection.request("listen", timeout_s=30, address="")
+        except AgentError as error:
+            raise LaunchError(f"{place.host}: the way to it cannot be tried: {error}") from error
+        result = reply["results"][place.host]
+        if result["stage"]:
+            raise LaunchError(
+                f"{first.name} does not reach the rollout host {place.host} at "
+                f"{place.address}:{place.port} ({result['stage']}: {result['error']}). Open TCP to "
+                "that host in its firewall (rollout.port sets the port), or set its interface."
+            )
+
+    def start(self) -> None:
+        """Start all servers, and watch them from now on."""
+        for connection, reply in request_all(
+            self.connections,
+            "watch",
+            timeout_s=30,
+            message=lambda each: {"stream": not each.shared, "port": 0},
+        ):
+            if isinstance(reply, AgentError):
+                self.log.warning(f"{connection.name}: does not watch its servers: {reply}")
+        for connection in self.connections:
+            self._start_servers(connection, self._servers_of(connection))
+        hosts = ", ".join(f"{host.name} ({host.slots})" for host in self.spec.plan.hosts)
+        self.log.info(f"{plural(len(self.places), 'rollout server')}: {hosts}")
+        self.thread = threading.Thread(target=self._watch, name="rollout-pool", daemon=True)
+        self.thread.start()
+
+    def _servers_of(self, connection: Connection) -> list[int]:
+        return [rank.rank for rank in self.spec.plan.ranks if rank.host in connection.hosts]
+
+    def _start_servers(self, connection: Connection, servers: Sequence[int]) -> None:
+        at = connection.hosts[0]
+        spec, python = self.spec, self.spec.python_on(at)
+        env = rank_env(spec, at)
+        gpus = gpus_of_hosts(spec).get(connection.name, [])
+        of_host = self._servers_of(connection)
+        message: dict[str, Any] = {
+            "argv": [python, "-u", "-m", SERVER_MODULE, spec.path_on(at, spec.run_dir.root)],
+            "env": env,
+            "fixed": sorted({*configured_env(spec, at), *RESERVED}),
+            "first": {"PATH": str(Path(python).parent)}
+            | {name: env[name] for name in ("PYTHONPATH",) if name in env},
+            "inherit": True,
+            "log": "rollout",
+            "ranks": {
+                server: {
+                    "RANK": str(server),
+                    "LOCAL_RANK": str(of_host.index(server)),
+                    "LOCAL_SIZE": str(len(of_host)),
+                    "CROSS_RANK": str(at),
+                    "CUDA_VISIBLE_DEVICES": gpus[of_host.index(server)] if gpus else "",
+                    LISTEN: render_servers([self.places[server]]),
+                }
+                for server in servers
+            },
+        }
+        try:
+            connection.request("start", timeout_s=60, **message)
+        except AgentError as error:
+            self.log.warning(f"{connection.name}: cannot start its rollout servers: {error}")
+
+    def _watch(self) -> None:
+        """Until the end: what servers write is kept, those that die are started again, hosts that
+        are lost connected anew."""
+        while not self.ending.is_set():
+            try:
+                connection, message = self.inbox.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            match message.get("event"):
+                case "append" | "replace":
+                    with contextlib.suppress(OSError, ValueError):
+                        data = base64.b64decode(message["data"])
+                        apply_update(self.spec.run_dir, message, data)
+                case "rank_exit":
+                    self._restart(connection, message["rank"])
+                case "lost":
+                    self._connect_again(connection)
+
+    def _restart(self, connection: Connection, server: int) -> None:
+        """Start a server again that has exited, unless it has done so too often."""
+        count = self.restarts[server] = self.restarts.get(server, 0) + 1
+        place = self.places[server]
+        where = f"rollout server {place.name}"
+        if count > RESTARTS:
+            self.log.warning(
+                f"{where} has exited {count} times; it is not started again. "
+                f"logs/rollout-{server:03d}.log says why"
+            )
+        elif not self.ending.wait(RESTART_WAIT_S):
+            self.log.warning(f"{where} has exited; it is started again ({count} of {RESTARTS})")
+            self._start_servers(connection, [server])
+
+    def _connect_again(self, connection: Connection) -> None:
+        """A new agent on a host whose connection broke. It ends the one before it, and that one's
+        servers exit; new ones are started in their place."""
+        self.log.warning(f"rollout host {connection.name}: the connection broke")
+        while not self.ending.wait(RESTART_WAIT_S):
+            try:
+                connection.renew(tool_env())
+                hello = handshake_message(self.spec, connection, "")
+                connection.request("handshake", timeout_s=20, take_over=True, **hello)
+                connection.request("kill_leftovers", timeout_s=30, grace_s=0)
+                stream = not connection.shared
+                connection.request("watch", timeout_s=20, stream=stream, port=0)
+            except AgentError as error:
+                self.log.debug(f"{connection.name}: {error}")
+                continue
+            self._start_servers(connection, self._servers_of(connection))
+            self.log.info(f"rollout host {connection.name}: connected again")
+            return
+
+    def stop(self) -> None:
+        """End the servers on every host, and their agents."""
+        self.ending.set()
+        for connection in self.connections:
+            if self.thread is not None and self.thread.is_alive() and connection.lost_at:
+                connection.abort()
+        if self.thread is not None:
+            self.thread.join(timeout=70)
+        connected = [connection for connection in self.connections if connection.lost_at is None]
+        for connection, reply in request_all(
+            connected, "stop", timeout_s=STOP_S + 15, message=lambda _: {"grace_s": STOP_S}
+        ):
+            if isinstance(reply, AgentError):
+                self.log.warning(
+                    f"{connection.name}: it is unknown whether its rollout servers have ended: "
+                    f"{reply}. Its own agent ends them"
+                )
+        for connection in self.connections:
+            connection.close(timeout_s=5 if connection.lost_at is None else 0.2)

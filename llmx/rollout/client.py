@@ -1,0 +1,504 @@
+"""The ranks' side of rollout servers: weights go out, prompts are shared out, samples come back.
+
+    servers = RolloutServers(model, addresses, token=token, config=exp.rollout, log=log)
+    servers.connect()                      # names what does not fit
+    servers.at_step(step, ahead=prompts)   # then ``model.sample`` draws on the servers
+    servers.close()
+
+Rank 0 has a thread for each server. Each takes the next batch when its server is free, so a fast
+server takes more of them. A batch whose server is lost goes back to the queue; where no server
+is left for ``rollout.wait_s`` the ranks complete it themselves. What is in a batch follows from the
+prompts and the number of servers, so that it does not matter who draws it.
+Shown by ``python -m pytest tests/unit/test_rollout_server.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import io
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from llmx.collectives import all_gather
+from llmx.config import RolloutConfig
+from llmx.errors import ConfigError
+from llmx.models.generate import Completion, generate, shares
+from llmx.models.model import Model
+from llmx.models.sampling import Sampling
+from llmx.rollout.network import describe, gather, pack
+from llmx.rollout.protocol import (
+    DAMAGED,
+    DIGEST,
+    NO_MODEL,
+    OTHER_WEIGHTS,
+    PROTOCOL,
+    SILENT_S,
+    Refused,
+    ServerAddress,
+    digest,
+    password_of,
+)
+from llmx.rollout.server import versions
+from llmx.text import plural
+
+RETRY_S = 1.0
+"""Between two tries to reach a server."""
+SENDS = 3
+"""Tries to send a body that arrives damaged."""
+START_S = 180.0
+"""For servers to answer at the start: they import torch, as the ranks have done already."""
+
+BATCHES_EACH = 4
+"""Batches of a step for each server, where there are several."""
+
+Key = tuple[tuple[int, ...], int]
+"""A sample: the tokens of its prompt, and its seed."""
+
+
+@dataclass
+class Body:
+    """What is sent to every server, once packed."""
+
+    data: bytes
+    digest: str
+    version: int = 0
+    """Of the weights: updates before them."""
+
+    @classmethod
+    def of(cls, data: bytes, version: int = 0) -> Body:
+        return cls(data, digest(data), version)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Samples that are drawn together, and what came of them."""
+
+    keys: list[Key]
+    sampling: Sampling
+    completions: list[Completion] | None = None
+    weights: int = -1
+    """The version that drew them."""
+
+
+@dataclass
+class Share:
+    """What one server has done since the last ``take_measures``."""
+
+    tokens: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass
+class Connection:
+    """One server, as rank 0 sees it."""
+
+    place: ServerAddress
+    password: str
+    info: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    weights: int | None = None
+    lost_since: float | None = field(default_factory=time.monotonic)
+    """None while it answers."""
+    share: Share = field(default_factory=Share)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", *, body_digest: str = ""
+    ) -> dict[str, Any]:
+        """The answer to a request, on a connection of its own.
+
+        Raises:
+            OSError, HTTPException, ValueError: the server is lost, or is none of ours.
+            Refused: it answers that it did not do it.
+        """
+        connection = http.client.HTTPConnection(
+            self.place.address, self.place.port, timeout=SILENT_S, blocksize=1 << 20
+        )
+        try:
+            headers = {
+                "Authorization": f"Bearer {self.password}",
+                DIGEST: body_digest,
+                "Content-Length": str(len(body)),
+            }
+            # From a file, in pieces: a time-out is of all that is sent at once.
+            connection.request(method, path, io.BytesIO(body), headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        finally:
+            connection.close()
+        if not isinstance(answer, dict):
+            raise ValueError("another program answers")
+        if "error" in answer:
+            raise Refused(answer["error"], answer["message"])
+        return answer
+
+    def greet(self) -> None:
+        """Ask what it is and holds."""
+        self.info = self.request("GET", "/version")
+        self.model, self.weights = self.info["model"], self.info["weights"]
+
+    def put(self, path: str, body: Body) -> None:
+        """Send a body, again where it arrives damaged."""
+        for attempt in range(1, SENDS + 1):
+            try:
+                self.request("PUT", path, body.data, body_digest=body.digest)
+                return
+            except Refused as refused:
+                if refused.kind != DAMAGED or attempt == SENDS:
+                    raise
+
+    def problem(self) -> str:
+        """Why it cannot be a server of these ranks; empty where it can."""
+        of_ranks: dict[str, Any] = {"protocol": PROTOCOL, **versions()}
+        for name in ("protocol", "llmx", "transformers"):
+            if self.info[name] != of_ranks[name]:
+                return (
+                    f"{self.place.host}: has {name} {self.info[name]}, and the ranks "
+                    f"{of_ranks[name]}. Install the same environment there, or set its python."
+                )
+        return ""
+
+
+class RolloutServers:
+    """The rollout servers of a run, on every rank; only rank 0 talks to them."""
+
+    def __init__(
+        self,
+        model: Model,
+        places: Sequence[ServerAddress],
+        *,
+        token: str,
+        config: RolloutConfig,
+        log: Callable[[str], None],
+        before_gather: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``before_gather``: called by all ranks before weights are gathered."""
+        self.model, self.config, self.log = model, config, log
+        self.before_gather = before_gather
+        distributed = torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if distributed else 0
+        self.world = torch.distributed.get_world_size() if distributed else 1
+        password = password_of(token)
+        self.servers = [Connection(place, password) for place in places] if self.rank == 0 else []
+        self.step = -1
+        self.network: Body | None = None
+        """Of ``PUT /model``: once a run."""
+        self.latest: Body | None = None
+        """The newest weights."""
+        self.queue: deque[Batch] = deque()
+        self.ahead: dict[Key, Batch] = {}
+        """What is drawn for later steps."""
+        self.coming: list[tuple[list[tuple[int, ...]], Callable[[int, int], int]]] = []
+        """Of later steps: the prompts, and the seeds of their samples."""
+        self.changed = threading.Condition()
+        """Guards all of these, and the connections."""
+        self.closed = False
+        self.threads: list[threading.Thread] = []
+        self.wait_s, self.dropped, self.returned, self.measured_at = 0.0, 0, 0, time.perf_counter()
+
+    def connect(self) -> None:
+        """Wait for the servers and look at them. Collective.
+
+        Raises:
+            ConfigError: one of them does not fit.
+        """
+        problems: list[str] = []
+        deadline = time.monotonic() + START_S
+        for server in self.servers:
+            while not self._try_greet(server) and time.monotonic() < deadline:
+                time.sleep(RETRY_S)
+            if server.lost_since is not None:
+                self.log(
+                    f"WARNING: rollout server {server.place.name} does not answer at "
+                    f"{server.place.address}:{server.place.port}; the others go on without it"
+                )
+            elif problem := server.problem():
+                problems.append(problem)
+            else:
+                torch_version = server.info["torch"]
+                alike = torch_version == versions()["torch"]
+                note = "" if alike else ", another one than the ranks': samples may differ in bits"
+                self.log(
+                    f"rollout server {server.place.name}: {server.info['device']}, torch "
+                    f"{torch_version}{note}"
+                )
+        problems = all_gather(problems)[0] if self.world > 1 else problems
+        if problems:
+            raise ConfigError("\n".join(problems))
+        for server in self.servers:
+            thread = threading.Thread(target=self._serve, args=(server,), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def _try_greet(self, server: Connection) -> bool:
+        try:
+            server.greet()
+        except (OSError, ValueError, KeyError, http.client.HTTPException, Refused):
+            return False
+        server.lost_since = None
+        return True
+
+    def close(self) -> None:
+        """Let the threads end."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def at_step(
+        self,
+        step: int,
+        coming: Sequence[tuple[Sequence[Sequence[int]], Callable[[int, int], int]]] = (),
+    ) -> None:
+        """The model is that of ``step`` from now on. ``coming``: prompts and seeds of the steps
+        after it, of which samples may be drawn ahead."""
+        self.step = step
+        self.coming = [([tuple(map(int, p)) for p in prompts], of) for prompts, of in coming]
+
+    def sample(
+        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]
+    ) -> list[Completion]:
+        """``Model.sampler``: completions drawn on the servers. Collective."""
+        keys: list[Key] = [
+            (tuple(map(int, prompt)), int(seed))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        self._send_weights()
+        began = time.perf_counter()
+        drawn = self._draw_all(keys, sampling) if self.rank == 0 else {}
+        self.wait_s += time.perf_counter() - began
+        if self.world > 1:
+            drawn = all_gather(drawn)[0]
+        left = [key for key in keys if key not in drawn]
+        if left:
+            self.log(
+                f"WARNING: step {self.step + 1}: no rollout server answers; the ranks draw "
+                f"{plural(len(left), 'sample')} themselves"
+            )
+            of_ranks = generate(
+                self.model,
+                [prompt for prompt, _ in left],
+                sampling,
+                seeds=[seed for _, seed in left],
+            )
+            drawn.update(zip(left, of_ranks, strict=True))
+        return [drawn[key] for key in keys]
+
+    def _draw_all(self, keys: list[Key], sampling: Sampling) -> dict[Key, Completion]:
+        """The completions that servers have drawn: all, unless none of them answers. By rank 0."""
+        drawn: dict[Key, Completion] = {}
+        oldest, left = self.step - self.config.max_staleness, keys
+        while left:
+            batches = self._batches_of(left, sampling)
+            self._draw_ahead(sampling, per_prompt=_samples_of_each(keys))
+            if not self._wait_for(set(batches.values())):
+                left = []
+            for key, batch in batches.items():
+                if batch.completions is None:
+                    continue
+                if batch.weights < oldest:
+                    self.dropped += 1
+                    continue
+                completion = batch.completions[batch.keys.index(key)]
+                drawn[key] = dataclasses.replace(completion, age=self.step - batch.weights)
+            left = [key for key in left if key not in drawn]
+        return drawn
+
+    def _parts(self, rows: Sequence[tuple[int, ...]]) -> list[list[int]]:
+        """The batches of these rows: for one server the shares of the ranks, for several a few
+        each, of which a faster server takes more. A function of the rows alone."""
+        count = self.world
+        if len(self.servers) > 1:
+            count = max(count, BATCHES_EACH * len(self.servers))
+        return [part for part in shares(rows, world=count) if part]
+
+    def _send_weights(self) -> None:
+        """Gather the weights of this step, unless it is done, for the servers. Collective."""
+        if self.latest is not None and self.latest.version == self.step:
+            return
+        writes = self.rank == 0
+        self.before_gather()
+        if self.network is None:
+            fixed = gather(self.model, trained=False, keep=writes)
+            self.network = Body.of(pack(fixed, describe(self.model)) if writes else b"")
+        trained = gather(self.model, trained=True, keep=writes)
+        latest = Body.of(pack(trained) if writes else b"", self.step)
+        with self.changed:
+            self.latest = latest
+            self.changed.notify_all()
+
+    def _batches_of(self, keys: list[Key], sampling: Sampling) -> dict[Key, Batch]:
+        """The batch of each sample: one that is drawn ahead, else a new one. By rank 0."""
+        with self.changed:
+            batches: dict[Key, Batch] = {}
+            for key in keys:
+                batch = self.ahead.pop(key, None)
+                if batch is not None and batch.sampling == sampling:
+                    batches[key] = batch
+            fresh = [key for key in keys if key not in batches]
+            new = [
+                Batch([fresh[at] for at in places], sampling)
+                for places in self._parts([key[0] for key in fresh])
+            ]
+            # Before what is drawn ahead: this step waits for it.
+            self.queue.extendleft(reversed(new))
+            self.changed.notify_all()
+        return batches | {key: batch for batch in new for key in batch.keys}
+
+    def _draw_ahead(self, sampling: Sampling, *, per_prompt: int) -> None:
+        """Put samples of coming steps into the queue, which are not there yet. By rank 0."""
+        with self.changed:
+            for prompts, seed_of in self.coming[: self.config.max_staleness]:
+                keys: list[Key] = [
+                    (prompt, seed_of(number, sample))
+                    for number, prompt in enumerate(prompts)
+                    for sample in range(per_prompt)
+                ]
+                keys = [key for key in keys if key not in self.ahead]
+                for places in self._parts([key[0] for key in keys]):
+                    batch = Batch([keys[at] for at in places], sampling)
+                    self.ahead.update((key, batch) for key in batch.keys)
+                    self.queue.append(batch)
+            self.coming = []
+            self.changed.notify_all()
+
+    def _wait_for(self, batches: set[Batch]) -> bool:
+        """Until the batches are drawn; or, false, until no server has answered for
+        ``rollout.wait_s``, when those that are left are taken out of the queue. By rank 0."""
+        with self.changed:
+            while any(batch.completions is None for batch in batches):
+                lost = [server.lost_since for server in self.servers]
+                alive = [since for since in lost if since is None]
+                last = max((since for since in lost if since is not None), default=0.0)
+                if not alive and time.monotonic() - last > self.config.wait_s:
+                    self.queue = deque(batch for batch in self.queue if batch not in batches)
+                    return False
+                self.changed.wait(timeout=RETRY_S)
+        return True
+
+    def _serve(self, server: Connection) -> None:
+        """The thread of one server."""
+        while True:
+            with self.changed:
+                if self.closed:
+                    return
+            if server.lost_since is not None:
+                if not self._try_greet(server) or server.problem():
+                    server.lost_since = server.lost_since or time.monotonic()
+                    time.sleep(RETRY_S)
+                    continue
+                self.log(f"rollout server {server.place.name} answers again")
+            batch: Batch | None = None
+            try:
+                self._bring_up_to_date(server)
+                batch = self._next(server)
+                if batch is not None:
+                    self._draw(server, batch)
+            except (OSError, ValueError, KeyError, http.client.HTTPException, Refused) as error:
+                self._give_back(server, batch, error)
+
+    def _bring_up_to_date(self, server: Connection) -> None:
+        """Send what it lacks."""
+        with self.changed:
+            network, latest = self.network, self.latest
+        if network is None or latest is None:
+            return
+        if server.model != network.digest:
+            server.weights = None
+            server.put("/model", network)
+            server.model = network.digest
+        if server.weights == latest.version:
+            return
+        server.put(f"/weights/{latest.version}", latest)
+        server.weights = latest.version
+
+    def _next(self, server: Connection) -> Batch | None:
+        """The next batch for a server that is free; None where it is to look again first."""
+        with self.changed:
+            is_current = self.latest is not None and server.weights == self.latest.version
+            if is_current and self.queue:
+                return self.queue.popleft()
+            self.changed.wait(timeout=RETRY_S)
+            return None
+
+    def _draw(self, server: Connection, batch: Batch) -> None:
+        """Have the server draw a batch."""
+        prompts = list(dict.fromkeys(prompt for prompt, _ in batch.keys))
+        request = {
+            "weights": server.weights,
+            "prompts": prompts,
+            "rows": [prompts.index(prompt) for prompt, _ in batch.keys],
+            "seeds": [seed for _, seed in batch.keys],
+            "sampling": {
+                **dataclasses.asdict(batch.sampling),
+                "stop_ids": sorted(batch.sampling.stop_ids),
+            },
+        }
+        answer = server.request("POST", "/sample", json.dumps(request).encode())
+        completions = [
+            Completion(
+                tokens=tuple(values["tokens"]),
+                logps=tuple(values["logps"]),
+                sampled_logps=tuple(values["sampled_logps"]),
+                ended=values["ended"],
+            )
+            for values in answer["completions"]
+        ]
+        if len(completions) != len(batch.keys):
+            raise ValueError(f"{len(completions)} completions of {len(batch.keys)} prompts")
+        with self.changed:
+            batch.weights, batch.completions = answer["weights"], completions
+            server.share.tokens += sum(len(completion.tokens) for completion in completions)
+            server.share.busy_s += answer["seconds"]
+            self.changed.notify_all()
+
+    def _give_back(self, server: Connection, batch: Batch | None, error: Exception) -> None:
+        """A server did not do what it was asked: its batch is for others."""
+        with self.changed:
+            if batch is not None:
+                self.queue.appendleft(batch)
+                self.returned += 1
+            forgot = isinstance(error, Refused) and error.kind in (NO_MODEL, OTHER_WEIGHTS)
+            server.model = server.weights = None
+            if not forgot:
+                server.lost_since = time.monotonic()
+            self.changed.notify_all()
+        if not forgot and not self.closed:
+            consequence = "" if batch is None else "; its batch goes to another one"
+            self.log(
+                f"WARNING: rollout server {server.place.name} is lost "
+                f"({type(error).__name__}: {error}){consequence}"
+            )
+
+    def take_measures(self) -> dict[str, Any]:
+        """For a ``train`` line, of the time since the last one; empty on other ranks than 0."""
+        if self.rank:
+            return {}
+        with self.changed:
+            seconds = max(time.perf_counter() - self.measured_at, 1e-9)
+            shares = [server.share for server in self.servers]
+            measures: dict[str, Any] = {
+                "rollout_tokens_per_s": sum(share.tokens for share in shares) / seconds,
+                "rollout_wait_share": min(1.0, self.wait_s / seconds),
+                "rollout_idle_share": [
+                    round(max(0.0, 1 - share.busy_s / seconds), 4) for share in shares
+                ],
+                "rollout_returned": self.returned,
+                "rollout_dropped": self.dropped,
+            }
+            for server in self.servers:
+                server.share = Share()
+            self.wait_s, self.dropped, self.returned = 0.0, 0, 0
+            self.measured_at = time.perf_counter()
+        return measures
+
+
+def _samples_of_each(keys: Sequence[Key]) -> int:
+    """How many samples of a prompt were asked for at once: as many as of the first one."""
+    return sum(prompt == keys[0][0] for prompt, _ in keys) if keys else 0

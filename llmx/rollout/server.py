@@ -1,0 +1,259 @@
+"""A rollout server: completes prompts with the weights that the ranks have sent last.
+
+``python -m llmx.rollout.server RUN_DIR``, started by the agent of a rollout host
+(``llmx.launch.supervision.rollout_pool``), with where to listen (``LLMX_ROLLOUT_LISTEN``) and the
+token of the run in its environment. It reads nothing of the run directory: the model comes from the
+ranks. It ends with its agent, and so with the run. The protocol: ``llmx.rollout``.
+
+Shown by ``python -m pytest tests/unit/test_rollout_server.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from typing import Any
+
+import llmx
+from llmx.rollout.protocol import (
+    DAMAGED,
+    DIGEST,
+    FAILED,
+    HEARTBEAT_S,
+    LISTEN,
+    NO_MODEL,
+    OTHER_WEIGHTS,
+    PROTOCOL,
+    Refused,
+    digest,
+    parse_servers,
+    password_of,
+)
+
+TOKEN = "LLMX_RUN_TOKEN"
+PARENT_S = 0.5
+"""Between two looks at whether the agent that started this process is there."""
+BIND_S = 20.0
+"""For a server before this one to leave the port."""
+
+
+class Policy:
+    """The network of the ranks, as far as it has been sent. Used by one thread."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cpu":  # as ``train.engine.build.seed_everything``
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self.model = ""
+        """Digest of the body of ``PUT /model``; empty before it."""
+        self.weights: int | None = None
+        self.decoder: Any = None
+        self.missing: set[str] = set()
+        """Parameters that no body has brought yet."""
+
+    def take_model(self, body: bytes) -> dict[str, Any]:
+        from llmx.rollout.network import build, fill, unpack
+
+        self.model, self.weights, self.decoder = "", None, None  # room for the new one
+        tensors, description = unpack(body)
+        decoder = build(description, self.device)
+        self.missing = {name for name, _ in decoder.module.named_parameters()}
+        self.missing -= fill(decoder.module, tensors)
+        self.decoder, self.model = decoder, digest(body)
+        return {"model": self.model}
+
+    def take_weights(self, body: bytes, version: int) -> dict[str, Any]:
+        from llmx.rollout.network import fill, unpack
+
+        if self.decoder is None:
+            raise Refused(NO_MODEL, "no model has been sent")
+        self.weights = None
+        self.missing -= fill(self.decoder.module, unpack(body)[0])
+        if self.missing:
+            raise ValueError(f"{len(self.missing)} parameters were not sent: {min(self.missing)}")
+        self.weights = version
+        return {"weights": version}
+
+    def sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        from llmx.models.generate import generate
+        from llmx.models.sampling import Sampling
+
+        if self.decoder is None:
+            raise Refused(NO_MODEL, "no model has been sent")
+        if self.weights is None or request["weights"] not in (None, self.weights):
+            raise Refused(OTHER_WEIGHTS, f"version {self.weights} is held")
+        rows = [request["prompts"][at] for at in request["rows"]]
+        options = dict(request["sampling"])
+        sampling = Sampling(**options | {"stop_ids": frozenset(options["stop_ids"])})
+        began = time.perf_counter()
+        # As a rank completes its share: the same rows in the same order.
+        completions = generate(self.decoder, rows, sampling, seeds=request["seeds"])
+        seconds = time.perf_counter() - began
+        return {
+            "weights": self.weights,
+            "completions": [dataclasses.asdict(completion) for completion in completions],
+            "seconds": seconds,
+        }
+
+
+class Server(ThreadingHTTPServer):
+    """Answers in a thread for each connection; one other thread has the model."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, address: tuple[str, int], password: str) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, Handler)
+        self.password = password
+        self.policy = Policy()
+        self.worker = ThreadPoolExecutor(max_workers=1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+    timeout = 60.0
+    """Of one send or receive: a client that is lost does not keep its thread."""
+
+    def do_GET(self) -> None:
+        if self._is_refused(self.path == "/version"):
+            return
+        policy = self.server.policy
+        self._start()
+        self._write(
+            {
+                "protocol": PROTOCOL,
+                **versions(),
+                "device": policy.device.type,
+                "model": policy.model or None,
+                "weights": policy.weights,
+            }
+        )
+
+    def do_PUT(self) -> None:
+        kind, _, version = self.path.removeprefix("/").partition("/")
+        if self._is_refused(kind == "model" or (kind == "weights" and version.isdecimal())):
+            return
+        body = self._body()
+        self._start()
+        if digest(body) != self.headers.get(DIGEST):
+            self._write({"error": DAMAGED, "message": f"{len(body)} bytes have another digest"})
+        elif kind == "model":
+            self._work(lambda: self.server.policy.take_model(body))
+        else:
+            self._work(lambda: self.server.policy.take_weights(body, int(version)))
+
+    def do_POST(self) -> None:
+        if self._is_refused(self.path == "/sample"):
+            return
+        request = json.loads(self._body())
+        self._start()
+        self._work(lambda: self.server.policy.sample(request))
+
+    def _is_refused(self, exists: bool) -> bool:
+        """Answer who has not the password of the run, and a path that is not there."""
+        given_password = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given_password, f"Bearer {self.server.password}".encode()):
+            self.send_error(401)
+        elif not exists:
+            self.send_error(404)
+        else:
+            return False
+        return True
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _start(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+
+    def _work(self, job: Callable[[], dict[str, Any]]) -> None:
+        """Answer with what the job gives, and with blanks until then."""
+        future: Future[dict[str, Any]] = self.server.worker.submit(job)
+        try:
+            while not wait([future], timeout=HEARTBEAT_S).done:
+                self.wfile.write(b" ")
+            self._write(_answer(future))
+        except OSError:  # the client has gone
+            future.cancel()
+
+    def _write(self, answer: dict[str, Any]) -> None:
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: the ranks log what matters."""
+
+
+def _answer(future: Future[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return future.result()
+    except Refused as refused:
+        return {"error": refused.kind, "message": str(refused)}
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return {"error": FAILED, "message": f"{type(error).__name__}: {error}"}
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: the ranks and their servers should have the same."""
+    of_packages = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"llmx": llmx.__version__, **of_packages}
+
+
+def end_with(parent: int) -> None:
+    """End this process once its parent, an agent, is another one: it has exited, however that
+    happened, and nobody else would end what it has started."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
+
+def choose_threads() -> None:
+    """This server's share of the cores of its host. Before torch is imported."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_SIZE", "1"))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores))
+
+
+def main() -> int:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(0))
+    choose_threads()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    (place,) = parse_servers(os.environ[LISTEN])
+    password = password_of(os.environ[TOKEN])
+    deadline = time.monotonic() + BIND_S
+    while True:
+        try:
+            server = Server((place.address, place.port), password)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                print(f"{place.address}:{place.port}: {error}", file=sys.stderr)
+                return 1
+            time.sleep(0.2)
+    print(f"rollout server on {place.address}:{place.port}", flush=True)
+    server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

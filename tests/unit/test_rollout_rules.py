@@ -1,0 +1,71 @@
+"""``rollout.hosts``: which hosts train and which draw samples, and what cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmx.config import HardwareConfig, HostConfig, RolloutConfig
+from llmx.config.rollout_rules import with_rollout_hosts
+from llmx.errors import ConfigError
+from llmx.plan import Plan
+from tests.composing import composed
+
+HOSTS = (
+    "hardware=static",
+    "hardware.hosts=[{name: node-a, slots: 2, device: here}, {name: node-b, device: here}]",
+    "+hardware.devices.here={accelerator: cpu, precisions: [fp32]}",
+)
+GRPO = ("task=grpo", *HOSTS)
+
+
+def test_rollout_hosts_do_not_train() -> None:
+    result = composed([*GRPO, "rollout.hosts=[node-b]"])
+    plan = result.plan
+    assert [host.name for host in plan.hosts] == ["node-a"]
+    assert plan.world_size == 2
+    assert [host.name for host in plan.rollout_hosts] == ["node-b"]
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert [host.name for host in result.experiment.rollout.servers] == ["node-b"]
+    assert "rollout_hosts" not in composed(list(GRPO)).plan.to_dict()
+
+
+def test_a_host_that_is_no_longer_named_trains_again() -> None:
+    hardware = HardwareConfig(hosts=[HostConfig(name="a"), HostConfig(name="b")])
+    hardware, rollout = with_rollout_hosts(hardware, RolloutConfig(hosts=["b"]))
+    assert [host.name for host in hardware.hosts] == ["a"]
+    assert with_rollout_hosts(hardware, rollout) == (hardware, rollout)
+    rollout.hosts = []
+    hardware, rollout = with_rollout_hosts(hardware, rollout)
+    assert [host.name for host in hardware.hosts] == ["a", "b"]
+    assert rollout.servers == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.hosts=[node-a,node-b]"], "then no host is left to train. Leave one of them"),
+        (["rollout.hosts=[node-c]"], r"node-c is not in hardware\.hosts\..* Hosts: node-a, node-b"),
+        (["task=sft", "rollout.hosts=[node-b]"], "task=sft generates no samples"),
+        (
+            ["rollout.hosts=[node-b]", "launch.transport=pdsh"],
+            r"another program starts the ranks\. Use launch\.transport=ssh",
+        ),
+        (["rollout.max_staleness=1"], "only rollout servers draw ahead"),
+        (
+            ["rollout.hosts=[node-b]", "rollout.max_staleness=1", "task.options.updates=2"],
+            r"task\.options\.updates=2, rollout\.max_staleness=1: .* Set task\.options\.updates=1",
+        ),
+        (
+            ["rollout.hosts=[node-b]", "rollout.max_staleness=1", "task.options.loss=gspo"],
+            r"Set rollout\.importance=sequence",
+        ),
+        (["rollout.hosts=[node-b]", "rollout.port=65000"], None),
+        (["rollout.hosts=[node-b]", "model.trust_remote_code=true"], "needs the repository's code"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_fix(words: list[str], message: str | None) -> None:
+    if message is None:
+        composed([*GRPO, *words])
+        return
+    with pytest.raises(ConfigError, match=message):
+        composed([*GRPO, *words])

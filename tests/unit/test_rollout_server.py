@@ -1,0 +1,383 @@
+"""Rollout servers, each a real process on this machine, and the ranks' side of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmx.config import RolloutConfig
+from llmx.errors import ConfigError
+from llmx.models.adapter import Adapter
+from llmx.models.generate import Completion
+from llmx.models.model import Model
+from llmx.models.sampling import Sampling
+from llmx.rollout import client
+from llmx.rollout.client import Body, Connection, RolloutServers
+from llmx.rollout.network import describe, gather, pack
+from llmx.rollout.protocol import (
+    LISTEN,
+    Refused,
+    ServerAddress,
+    parse_servers,
+    password_of,
+    render_servers,
+)
+from tests.small_models import small_model
+from tests.unit.test_models_adapter import adapted, experiment, train_a_little
+from tests.unit.test_models_model import model_of
+
+TOKEN = "0123456789abcdef"
+SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, stop_ids=frozenset({2}))
+PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), (13,), (14, 15)]
+
+
+class ServerProcess:
+    """A server, as an agent starts it; ``start`` once more on the same port."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.place = ServerAddress("here", "127.0.0.1", free.getsockname()[1])
+        self.start()
+
+    def start(self) -> None:
+        env = {**os.environ, "LLMX_RUN_TOKEN": TOKEN, LISTEN: render_servers([self.place])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "llmx.rollout.server", "RUN_DIR"],
+            env=env | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[ServerProcess]]:
+    started = [ServerProcess(), ServerProcess()]
+    yield started
+    for process in started:
+        process.end()
+
+
+@pytest.fixture(scope="module")
+def places(processes: list[ServerProcess]) -> list[ServerAddress]:
+    return [process.place for process in processes]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the servers have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def policy(adapter: Adapter | None = None, network: Any = None) -> Model:
+    model = model_of(network if network is not None else small_model("llama"), "packed")
+    model.adapter = adapter
+    return model
+
+
+@contextlib.contextmanager
+def ranks(
+    model: Model, places: list[ServerAddress], lines: list[str] | None = None, **config: Any
+) -> Iterator[RolloutServers]:
+    """The one rank of a run, connected."""
+    lines = [] if lines is None else lines
+    servers = RolloutServers(
+        model, places, token=TOKEN, config=RolloutConfig(**config), log=lines.append
+    )
+    servers.connect()
+    model.sampler = servers.sample
+    try:
+        yield servers
+    finally:
+        servers.close()
+
+
+def seed_of(step: int) -> Any:
+    return lambda prompt, sample: 1000 * step + 10 * prompt + sample
+
+
+def drawn(model: Model, step: int, n: int = 3) -> list[list[Completion]]:
+    return model.sample(PROMPTS, SAMPLING, n=n, seeds=seed_of(step))
+
+
+def by_ranks(model: Model, step: int, n: int = 3) -> list[list[Completion]]:
+    """What the ranks draw themselves."""
+    sampler, model.sampler = model.sampler, None
+    completions = drawn(model, step, n)
+    model.sampler = sampler
+    return completions
+
+
+def change(model: Model) -> None:
+    """As an update does."""
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.01)
+
+
+def test_servers_draw_what_the_ranks_would_have_drawn(places: list[ServerAddress]) -> None:
+    """To the bit: tokens, log-probabilities, and how each ended; of each version of the weights."""
+    model, lines = policy(), []
+    with ranks(model, places[:1], lines) as servers:
+        for step in range(3):
+            servers.at_step(step)
+            assert drawn(model, step) == by_ranks(model, step)
+            change(model)
+        measures = servers.take_measures()
+    assert [line.startswith("rollout server here:") for line in lines] == [True]
+    assert measures["rollout_tokens_per_s"] > 0
+    assert len(measures["rollout_idle_share"]) == 1
+    assert measures["rollout_dropped"] == measures["rollout_returned"] == 0
+
+
+def test_it_does_not_matter_which_server_draws(places: list[ServerAddress]) -> None:
+    """Several servers make smaller batches: the same draws as of the ranks, up to rounding."""
+    model = policy()
+    results = []
+    for order in (places, places[::-1]):
+        with ranks(model, order) as servers:
+            servers.at_step(0)
+            results.append(drawn(model, 0))
+    assert results[0] == results[1]
+    for of_servers, of_ranks in zip(results[0], by_ranks(model, 0), strict=True):
+        for completion, expected in zip(of_servers, of_ranks, strict=True):
+            assert completion.tokens == expected.tokens
+            assert completion.logps == pytest.approx(expected.logps, abs=1e-5)
+
+
+def test_of_an_adapter_only_what_is_trained_travels_again(places: list[ServerAddress]) -> None:
+    network = small_model("llama")
+    model = policy(adapted(network, experiment()), network)
+    train_a_little(network)
+    with ranks(model, places[:1]) as servers:
+        for step in range(2):
+            servers.at_step(step)
+            assert drawn(model, step) == by_ranks(model, step)
+            change(model)
+        assert servers.network is not None
+        assert servers.latest is not None
+        assert len(servers.latest.data) < len(servers.network.data) / 2
+
+
+def test_samples_that_are_drawn_ahead_say_how_old_their_weights_are(
+    places: list[ServerAddress],
+) -> None:
+    model = policy()
+    with ranks(model, places[:1], max_staleness=1) as servers:
+        servers.at_step(0, [(PROMPTS, seed_of(1))])
+        assert drawn(model, 0) == by_ranks(model, 0)
+        of_old_weights = by_ranks(model, 1)
+        wait_for(lambda: all(batch.completions for batch in servers.ahead.values()))
+        change(model)
+        servers.at_step(1, [(PROMPTS, seed_of(2))])
+        completions = drawn(model, 1)
+        assert {c.age for group in completions for c in group} == {1}
+        assert [[c.tokens for c in group] for group in completions] == [
+            [c.tokens for c in group] for group in of_old_weights
+        ]
+        wait_for(lambda: all(batch.completions for batch in servers.ahead.values()))
+        # Two updates later those of step 2 are too old: they are drawn again.
+        change(model)
+        for batch in servers.ahead.values():
+            batch.weights = -1
+        servers.at_step(2)
+        assert drawn(model, 2) == by_ranks(model, 2)
+        assert servers.take_measures()["rollout_dropped"] == len(PROMPTS) * 3
+
+
+def test_a_server_that_dies_and_comes_back(processes: list[ServerProcess]) -> None:
+    """The ranks draw themselves where none is left; then it is used again, with the right
+    weights."""
+    model, lines, process = policy(), [], processes[0]
+    with ranks(model, [process.place], lines, wait_s=0.5) as servers:
+        servers.at_step(0)
+        assert drawn(model, 0) == by_ranks(model, 0)
+        process.end()
+        change(model)
+        servers.at_step(1)
+        assert drawn(model, 1) == by_ranks(model, 1)
+        assert any("the ranks draw 12 samples themselves" in line for line in lines)
+        process.start()
+        wait_for(lambda: any("answers again" in line for line in lines))
+        change(model)
+        servers.at_step(2)
+        count = len(lines)
+        assert drawn(model, 2) == by_ranks(model, 2)
+        assert lines[count:] == []
+        assert servers.take_measures()["rollout_tokens_per_s"] > 0
+
+
+def test_a_batch_of_a_server_that_dies_goes_to_another_one(
+    processes: list[ServerProcess], places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "shares", lambda rows, **_: [[at] for at in range(len(rows))])
+    model, lines = policy(), []
+    with ranks(model, places, lines) as servers:
+        servers.at_step(0)
+        drawn(model, 0)
+        original = Connection.request
+
+        def dies_first(self: Connection, method: str, path: str, *more: Any, **named: Any) -> Any:
+            if path == "/sample" and self.place == places[1]:
+                processes[1].end()
+            return original(self, method, path, *more, **named)
+
+        monkeypatch.setattr(Connection, "request", dies_first)
+        servers.at_step(1)
+        change(model)
+        completions = drawn(model, 1)
+        assert [[c.tokens for c in g] for g in completions] == [
+            [c.tokens for c in g] for g in by_ranks(model, 1)
+        ]
+        assert servers.take_measures()["rollout_returned"] == 1
+    assert any("its batch goes to another one" in line for line in lines)
+    processes[1].start()
+
+
+def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress]) -> None:
+    model = policy()
+    network = Body.of(pack(gather(model, trained=False, keep=True), describe(model)))
+    weights = Body.of(pack(gather(model, trained=True, keep=True)), 7)
+    with Damaging(places[0]) as way:
+        server = Connection(ServerAddress("here", "127.0.0.1", way.port), password_of(TOKEN))
+        server.put("/model", network)
+        way.damage = 1
+        server.put("/weights/7", weights)
+        assert way.damage == 0
+        server.greet()
+        assert (server.model, server.weights) == (network.digest, 7)
+        way.damage = 3
+        with pytest.raises(Refused) as refused:
+            server.put("/weights/8", weights)
+        assert refused.value.kind == "damaged"
+        server.greet()
+        assert server.weights == 7
+
+
+class Damaging:
+    """A way to a server on which a byte of a body changes, ``damage`` times."""
+
+    def __init__(self, to: ServerAddress) -> None:
+        self.to, self.damage = to, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+
+    def __enter__(self) -> Damaging:
+        threading.Thread(target=self.accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = self.listener.accept()
+                server = socket.create_connection((self.to.address, self.to.port))
+                for pair in ((peer, server), (server, peer)):
+                    threading.Thread(target=self.copy, args=pair, daemon=True).start()
+
+    def copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                if self.damage and target.getpeername()[1] == self.to.port and len(data) > 4000:
+                    self.damage -= 1
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_who_has_not_the_password_is_not_answered(places: list[ServerAddress]) -> None:
+    url = f"http://127.0.0.1:{places[0].port}/version"
+    wait_for(lambda: answers(places[0]))
+    for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, headers=headers))
+        assert refused.value.code == 401
+
+
+def test_what_does_not_fit_is_named(
+    places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {**client.versions(), "transformers": "5.17.0"}
+    monkeypatch.setattr(client, "versions", lambda: ours)
+    with (
+        pytest.raises(ConfigError, match=r"here: has transformers .*, and the ranks 5\.17\.0\. "),
+        ranks(policy(), places),
+    ):
+        raise AssertionError
+
+
+def test_a_request_before_its_weights_is_refused(places: list[ServerAddress]) -> None:
+    server = Connection(places[0], password_of(TOKEN))
+    model = policy()
+    server.put("/model", Body.of(pack(gather(model, trained=False, keep=True), describe(model))))
+    request = {"weights": None, "prompts": [[5]], "rows": [0], "seeds": [1], "sampling": {}}
+    with pytest.raises(Refused) as refused:
+        server.request("POST", "/sample", json.dumps(request).encode())
+    assert refused.value.kind == "other_weights"
+    half = gather(model, trained=True, keep=True)
+    half.popitem()
+    with pytest.raises(Refused, match="1 parameters were not sent"):
+        server.put("/weights/1", Body.of(pack(half)))
+    server.greet()
+    assert server.weights is None
+
+
+def test_a_server_ends_with_its_agent() -> None:
+    """However the agent ends: the server looks for it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = ServerAddress("here", "127.0.0.1", free.getsockname()[1])
+    env = {**os.environ, "LLMX_RUN_TOKEN": TOKEN, LISTEN: render_servers([place])}
+    command = f"'{sys.executable}' -m llmx.rollout.server RUN_DIR & echo $!; wait"
+    agent = subprocess.Popen(["/bin/sh", "-c", command], env=env, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    wait_for(lambda: answers(place))
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or not answers(place))
+    agent.stdout.close()
+
+
+def test_places_go_through_a_variable() -> None:
+    places = [ServerAddress("node-b", "10.0.0.2", 20123), ServerAddress("c", "fd00::1", 4)]
+    text = render_servers(places)
+    assert text == "node-b=10.0.0.2:20123,c=[fd00::1]:4"
+    assert parse_servers(text) == places
+
+
+def answers(place: ServerAddress) -> bool:
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # it may be ending
+        Connection(place, password_of(TOKEN)).greet()
+        return True
+    return False
+
+
+def wait_for(condition: Any, *, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
