@@ -106,7 +106,7 @@ RULES = (
     ),
     Rule(("rollout.keep",), SAME, "how many generated steps stay on disk"),
     Rule(
-        ("rollout.hosts", "rollout.servers.*", "rollout.port", "rollout.wait_s"),
+        ("rollout.hosts", "rollout.servers", "rollout.servers.*", "rollout.port", "rollout.wait_s"),
         ROUNDING,
         "who draws the samples",
     ),
