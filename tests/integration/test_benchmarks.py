@@ -46,6 +46,7 @@ WITH_A_CLUSTER = (
     "sweep.py infeasible --steps 2 --trials 1 --micro-batches 1",
     "sweep.py concurrent --steps 2 --trials 2 --cores 1",
     "hetero.py --rounds 1 --round-s 8 --global-batch 12 --micro-batch 6",
+    "rollout_hosts.py --rounds 1 --steps 2",
 )
 
 pytestmark = pytest.mark.deepspeed
