@@ -37,6 +37,7 @@ from llmx.rollout.network import describe, gather, pack
 from llmx.rollout.protocol import (
     DAMAGED,
     DIGEST,
+    FAILED,
     NO_MODEL,
     OTHER_WEIGHTS,
     PROTOCOL,
@@ -53,6 +54,8 @@ RETRY_S = 1.0
 """Between two tries to reach a server."""
 SENDS = 3
 """Tries to send a body that arrives damaged."""
+FAILURES = 3
+"""Requests in a row that a server cannot do, before it is left out: out of memory, mostly."""
 START_S = 180.0
 """For servers to answer at the start: they import torch, as the ranks have done already."""
 
@@ -107,6 +110,8 @@ class Connection:
     weights: int | None = None
     lost_since: float | None = field(default_factory=time.monotonic)
     """None while it answers."""
+    failures: int = 0
+    """Requests in a row that it could not do."""
     share: Share = field(default_factory=Share)
 
     def request(
@@ -388,6 +393,12 @@ class RolloutServers:
             with self.changed:
                 if self.closed:
                     return
+            if server.failures == FAILURES:
+                self.log(
+                    f"WARNING: rollout server {server.place.name} is left out: it failed "
+                    f"{FAILURES} times. Its log has why"
+                )
+                return
             if server.lost_since is not None:
                 if not self._try_greet(server) or server.problem():
                     server.lost_since = server.lost_since or time.monotonic()
@@ -452,6 +463,7 @@ class RolloutServers:
         ]
         if len(completions) != len(batch.keys):
             raise ValueError(f"{len(completions)} completions of {len(batch.keys)} prompts")
+        server.failures = 0
         with self.changed:
             batch.weights, batch.completions = answer["weights"], completions
             server.share.tokens += sum(len(completion.tokens) for completion in completions)
@@ -466,6 +478,7 @@ class RolloutServers:
                 self.returned += 1
             forgot = isinstance(error, Refused) and error.kind in (NO_MODEL, OTHER_WEIGHTS)
             server.model = server.weights = None
+            server.failures += isinstance(error, Refused) and error.kind == FAILED
             if not forgot:
                 server.lost_since = time.monotonic()
             self.changed.notify_all()

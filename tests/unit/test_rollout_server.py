@@ -256,6 +256,30 @@ def test_a_batch_of_a_server_that_dies_goes_to_another_one(
     processes[1].start()
 
 
+def test_a_server_that_always_fails_is_left_out(
+    places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lines = policy(), []
+    original = Connection.request
+
+    def impossible(
+        self: Connection, method: str, path: str, body: bytes = b"", **named: Any
+    ) -> Any:
+        if path == "/sample":
+            request = json.loads(body)
+            request["prompts"] = [[10**6] for _ in request["prompts"]]  # beyond the vocabulary
+            body = json.dumps(request).encode()
+        return original(self, method, path, body, **named)
+
+    monkeypatch.setattr(Connection, "request", impossible)
+    with ranks(model, places[:1], lines, wait_s=0.1) as servers:
+        servers.at_step(0)
+        assert drawn(model, 0) == by_ranks(model, 0)
+        assert servers.take_measures()["rollout_returned"] == client.FAILURES
+    assert any("is left out: it failed 3 times" in line for line in lines)
+    assert any("the ranks draw 12 samples themselves" in line for line in lines)
+
+
 def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress]) -> None:
     model = policy()
     network = Body.of(pack(gather(model, trained=False, keep=True), describe(model)))
