@@ -2,7 +2,7 @@
 
     python scripts/make_demo_data.py [--output llmx/assets/demo]
 
-Writes ``train.jsonl``, ``eval.jsonl``, ``pairs.jsonl`` and ``tokenizer/``. Seeded: the same bytes
+Writes ``train.jsonl``, ``eval.jsonl``, ``preferences/`` and ``tokenizer/``. Seeded: the same bytes
 every time (a test compares them with the bundled ones).
 
 Why it proves something: the held-out questions are new. Either their answer lies in the
@@ -293,7 +293,10 @@ def main() -> None:
     train, held_out = make_rows()
     write_rows(output / "train.jsonl", train, ("prompt", "response"))
     write_rows(output / "eval.jsonl", held_out, ("prompt", "response"))
-    write_rows(output / "pairs.jsonl", make_pairs(train), ("prompt", "chosen", "rejected"))
+    (output / "preferences").mkdir(exist_ok=True)
+    write_rows(
+        output / "preferences" / "pairs.jsonl", make_pairs(train), ("prompt", "chosen", "rejected")
+    )
     make_tokenizer([text for row in train for text in row], output / "tokenizer")
     print(f"{len(train)} training and {len(held_out)} held-out rows in {output}")
 

@@ -237,11 +237,14 @@ def test_a_batch_of_a_server_that_dies_goes_to_another_one(
     with ranks(model, places, lines) as servers:
         servers.at_step(0)
         drawn(model, 0)
-        original = Connection.request
+        original, is_dead = Connection.request, threading.Event()
 
         def dies_first(self: Connection, method: str, path: str, *more: Any, **named: Any) -> Any:
             if path == "/sample" and self.place == places[1]:
                 processes[1].end()
+                is_dead.set()
+            elif path == "/sample":  # or it would draw everything before the other one begins
+                assert is_dead.wait(timeout=120)
             return original(self, method, path, *more, **named)
 
         monkeypatch.setattr(Connection, "request", dies_first)

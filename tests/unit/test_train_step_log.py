@@ -66,6 +66,7 @@ def session_of(lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     )
     session: Any = SimpleNamespace(
         engine=engine,
+        servers=None,
         task=SimpleNamespace(updates=1),
         exp=SimpleNamespace(
             task=SimpleNamespace(spike_factor=None),

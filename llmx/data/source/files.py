@@ -38,7 +38,7 @@ from llmx.errors import DataError
 from llmx.run.rundir import write_json
 
 DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
-"""The bundled set: train.jsonl, eval.jsonl, pairs.jsonl, tokenizer/ (scripts/make_demo_data.py)."""
+"""Bundled (scripts/make_demo_data.py): train.jsonl, eval.jsonl, preferences/, tokenizer/."""
 WORTH_BYTES = 1 << 20
 """Smaller files are hashed again: that is faster than looking their digest up."""
 READ_BYTES = 1 << 18

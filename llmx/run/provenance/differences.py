@@ -26,7 +26,7 @@ PACKAGE_SEVERITY = {
 
 NUMERIC_CODE = (
     "llmx/train/", "llmx/tasks/", "llmx/models/", "llmx/data/", "llmx/plan/",
-    "llmx/config/", "llmx/checkpoint/", "llmx/worker.py",
+    "llmx/config/", "llmx/checkpoint/", "llmx/rollout/", "llmx/worker.py",
     "llmx/compose/complete.py",
 )  # fmt: skip
 """The part of llmx that decides numbers; the rest launches, watches and reports."""
