@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from llmx.compose.complete import complete
 from llmx.config import experiment_from_dict
 from llmx.config.groups import CONF
 from llmx.config.validate import validate
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.plan.geometry import position_limit
 from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
 from tests import sweepdirs
 from tests.composing import values
+from tests.small_models import small_model
 
 pytestmark = pytest.mark.long
 
@@ -92,7 +95,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
     (place / "corpus").mkdir()
     (place / "corpus" / "one.txt").write_text("Some text.\n")
-    for name in ("mine", "bert"):
+    for name in ("first", "sums"):  # models of earlier commands of the tutorials
+        model = place / "outputs" / name / "model"
+        small_model("llama", vocab_size=1088, max_position_embeddings=1024).save_pretrained(model)
+        shutil.copytree(DEMO_DIRECTORY / "tokenizer", model, dirs_exist_ok=True)
+    for name in ("mine", "bert", "docs"):
         (place / "tokenizers" / name).mkdir(parents=True)
         (place / "tokenizers" / name / "tokenizer.json").write_text("{}")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
