@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 from machine import write_result
-from sft_throughput import free_port, run
+from sft_throughput import free_port, run, train
 
 TARGET = 2.0
 FEWEST_PAIRS = 3
@@ -154,20 +154,8 @@ class Bench:
     def llmx(self, seed: int) -> Side:
         """One run of ``python -m llmx``; its own ``metrics.jsonl`` is the measurement."""
         run_dir = self.root / f"llmx-{seed}"
-        words = [
-            *self.words(),
-            f"seed={seed}",
-            f"task.steps={self.options.steps}",
-            "task.epochs=null",
-            "task.log_every_steps=1",
-            "task.save_model=false",
-            "checkpoint=none",
-            "tracking=none",
-            f"run_dir={run_dir}",
-        ]
-        command = [sys.executable, "-m", "llmx", *words]
-        others = run(command, env=self.env, log=run_dir.with_suffix(".log"))
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        words = [*self.words(), f"seed={seed}"]
+        lines, others = train(words, run_dir, steps=self.options.steps, env=self.env)
         points = [
             {**line, "tokens": line["completion_tokens"]}
             for line in lines

@@ -141,15 +141,8 @@ class Bench:
             f"batch.global_batch={RANKS * self.micro_batch}",
             f"batch.micro_batch={self.micro_batch}",
             f"optim.lr={LR}",
-            f"task.steps={self.options.steps}",
-            "task.log_every_steps=1",
-            "task.save_model=false",
-            "tracking=none",
-            f"run_dir={run_dir}",
         ]
-        command = [sys.executable, "-m", "llmx", *words]
-        others = run(command, env=self.env, log=run_dir.with_suffix(".log"))
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines, others = train(words, run_dir, steps=self.options.steps, env=self.env)
         start = next(line for line in lines if line["kind"] == "start")
         points = [line for line in lines if line["kind"] == "train"]
         rows = RANKS * self.micro_batch * self.rows_per_sample
@@ -274,6 +267,27 @@ def run(words: list[str], *, env: dict[str, str], log: Path, proof: Path | None 
     wall_s = time.monotonic() - begun
     cores = os.cpu_count() or 1
     return max(0.0, (busy_s() - busy - (children_s() - own)) / (wall_s * cores))
+
+
+def train(
+    words: list[str], run_dir: Path, *, steps: int, env: dict[str, str]
+) -> tuple[list[dict[str, Any]], float]:
+    """One run of ``python -m llmx`` that saves nothing: the lines of its ``metrics.jsonl``, and the
+    part of the processors that others took."""
+    words = [
+        *words,
+        f"task.steps={steps}",
+        "task.epochs=null",
+        "task.log_every_steps=1",
+        "task.save_model=false",
+        "checkpoint=none",
+        "tracking=none",
+        f"run_dir={run_dir}",
+    ]
+    command = [sys.executable, "-m", "llmx", *words]
+    others = run(command, env=env, log=run_dir.with_suffix(".log"))
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()], others
 
 
 def busy_s() -> float:

@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 from machine import write_result
-from sft_throughput import LLAMA, RANKS, SEQ_LEN, free_port, run, write_tokenizer
+from sft_throughput import LLAMA, RANKS, SEQ_LEN, free_port, run, train, write_tokenizer
 
 TARGET = 2.0
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
@@ -193,17 +193,8 @@ class Bench:
             *self.words(),
             f"batch.global_batch={RANKS * self.micro_batch}",
             f"batch.micro_batch={self.micro_batch}",
-            f"task.steps={self.options.steps}",
-            "task.epochs=null",
-            "task.log_every_steps=1",
-            "task.save_model=false",
-            "checkpoint=none",
-            "tracking=none",
-            f"run_dir={run_dir}",
         ]
-        command = [sys.executable, "-m", "llmx", *words]
-        others = run(command, env=self.env, log=run_dir.with_suffix(".log"))
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines, others = train(words, run_dir, steps=self.options.steps, env=self.env)
         start = next(line for line in lines if line["kind"] == "start")
         points = [line for line in lines if line["kind"] == "train"]
         rows = RANKS * self.micro_batch * self.rows_per_sample

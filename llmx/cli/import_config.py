@@ -137,8 +137,8 @@ def _read(file: Path, tool: str, *, answered: Sequence[str], dropped: Sequence[s
     left_out = [Row(name, item.pop(name), NO_EFFECT, "", LEFT_OUT)
                 for item in (values, launcher) for name in dropped if name in item]  # fmt: skip
     if imported.tool not in CONVERTERS:
-        known = ", ".join(CONVERTERS)
-        raise ConfigError(f"{file}: there is no import of {imported.tool}; of {known}.")
+        tools = ", ".join(CONVERTERS)
+        raise ConfigError(f"{file}: {imported.tool} cannot be imported. Tools: {tools}.")
     for name, value in (*values.items(), *launcher.items()):
         if _is_json(name, value):
             _add_json(name, value, file, imported, answered, dropped)
@@ -404,8 +404,10 @@ def _hardware(name: str, hostfile: Path, settings: Settings) -> str:
 
     device = settings.pop("hardware.device", None)
     if not device:
-        known = ", ".join(yaml.safe_load((CONF / "hardware/devices/catalogue.yaml").read_text()))
-        raise ConfigError(f"{hostfile}: names no devices. Add hardware.device=, one of {known}.")
+        catalogue = yaml.safe_load((CONF / "hardware/devices/catalogue.yaml").read_text())
+        raise ConfigError(
+            f"{hostfile}: names no devices. Add hardware.device=, one of {', '.join(catalogue)}."
+        )
     hosts = parse_hostfile(hostfile.read_text(encoding="utf-8"), source=str(hostfile))
     values = {"name": name, "hosts": [
         {"name": host.name, **({"address": host.address} if host.address else {}),

@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
     """Run, or continue, the stages of a recipe; returns the exit code."""
     names = sorted(path.stem for path in PIPELINES.glob("*.yaml"))
     if not words or "=" in words[0] or words[0].startswith("-"):
-        raise ConfigError(f"pipeline needs a name or a YAML file. Committed: {', '.join(names)}.")
+        raise ConfigError(f"pipeline needs a name or a YAML file. There are: {', '.join(names)}.")
     recipe = read_recipe(words[0], names)
     directories, overrides = split_config_dirs(words[1:])
     settings = dict(
@@ -111,7 +111,7 @@ def read_recipe(word: str, names: Sequence[str]) -> Recipe:
     path = Path(word) if word.endswith((".yaml", ".yml")) else PIPELINES / f"{word}.yaml"
     if not path.is_file():
         hint = did_you_mean(word, names)
-        raise ConfigError(f"no pipeline {shown(word)}.{hint} Committed: {', '.join(names)}.")
+        raise ConfigError(f"no pipeline {shown(word)}.{hint} There are: {', '.join(names)}.")
     try:
         content = load_yaml(path)
     except (ValueError, yaml.YAMLError) as error:
@@ -125,10 +125,10 @@ def read_recipe(word: str, names: Sequence[str]) -> Recipe:
     words = {str(name): shlex.split(str(line)) for name, line in stages.items()}
     earlier: list[str] = []
     for name, of_stage in words.items():
-        for is_stage, other in _REFERENCE.findall(" ".join(of_stage)):
-            if is_stage and other not in earlier:
+        for is_stage, stage in _REFERENCE.findall(" ".join(of_stage)):
+            if is_stage and stage not in earlier:
                 raise ConfigError(
-                    f"{path}: the stage {name} names ${{stage.{other}}}, which is no stage before "
+                    f"{path}: the stage {name} names ${{stage.{stage}}}, which is no stage before "
                     f"it. Stages before it: {', '.join(earlier) or 'none'}."
                 )
         earlier.append(name)

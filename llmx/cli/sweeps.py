@@ -31,14 +31,14 @@ def sweep(words: Sequence[str]) -> int:
     names = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
     if not words:
         raise ConfigError(
-            f"sweep needs a name or a YAML file, or resume DIR. Committed: {', '.join(names)}."
+            f"sweep needs a name or a YAML file, or resume DIR. There are: {', '.join(names)}."
         )
     if words[0] == RESUME:
         return resume(words[1:])
     path = Path(words[0]) if words[0].endswith(".yaml") else SWEEPS / f"{words[0]}.yaml"
     if not path.is_file():
         hint = did_you_mean(words[0], [*names, RESUME])
-        raise ConfigError(f"no sweep {words[0]!r}.{hint} Committed: {', '.join(names)}.")
+        raise ConfigError(f"no sweep {words[0]!r}.{hint} There are: {', '.join(names)}.")
     return run_hydra(["--multirun", *sweep_overrides(path), *words[1:]])
 
 

@@ -239,6 +239,8 @@ def shown(value: Any) -> str:
         return str(int(value))
     if isinstance(value, str) and value and value.isprintable() and value == value.strip():
         text = value
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
     else:
         text = ascii(value) if isinstance(value, str) else _repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -165,10 +165,11 @@ def _of_trainer(tool: Tool, *, defaults: bool = True) -> Tool:
              for value in table.values() for name in value.split()}  # fmt: skip
 
     def merged(base: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-        left = {key: " ".join(n for n in value.split() if n not in names)
-                for key, value in base.items()}  # fmt: skip
-        keys = [*own, *(key for key in left if key not in own)]
-        return {k: text for k in keys if (text := f"{own.get(k, '')} {left.get(k, '')}".strip())}
+        unclaimed = {key: " ".join(n for n in value.split() if n not in names)
+                     for key, value in base.items()}  # fmt: skip
+        keys = [*own, *(key for key in unclaimed if key not in own)]
+        texts = {key: f"{own.get(key, '')} {unclaimed.get(key, '')}".strip() for key in keys}
+        return {key: text for key, text in texts.items() if text}
 
     return Tool(
         tool.title,

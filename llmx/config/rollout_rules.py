@@ -22,8 +22,8 @@ def with_rollout_hosts(
 ) -> tuple[HardwareConfig, RolloutConfig]:
     """Take the hosts that do not train out of ``hardware.hosts``: they are ``rollout.servers``
     then. Those that are no longer named come back."""
-    known = {host.name for host in hardware.hosts}
-    hosts = [*hardware.hosts, *(host for host in rollout.servers if host.name not in known)]
+    host_names = {host.name for host in hardware.hosts}
+    hosts = [*hardware.hosts, *(host for host in rollout.servers if host.name not in host_names)]
     return (
         replace(hardware, hosts=[host for host in hosts if host.name not in rollout.hosts]),
         replace(rollout, servers=[host for host in hosts if host.name in rollout.hosts]),
@@ -46,10 +46,10 @@ def rollout_problems(exp: Experiment) -> Iterator[str]:
     trains = [host.name for host in exp.hardware.hosts]
     for name in rollout.hosts:
         if name not in names:
-            known = [*names, *trains]
+            all_names = [*names, *trains]
             yield (
                 f"{where}: {shown(name)} is not in hardware.hosts."
-                f"{did_you_mean(name[:100], known)} Hosts: {', '.join(known) or 'none'}."
+                f"{did_you_mean(name[:100], all_names)} Hosts: {', '.join(all_names) or 'none'}."
             )
     if names and not trains:
         yield f"{where}: then no host is left to train. Leave one of them out."

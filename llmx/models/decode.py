@@ -296,13 +296,13 @@ class Decoding:
         """
         model, (count, new) = self.model, tokens.shape
         place = torch.arange(length - new, length, device=model.device)
-        left = self._index(padding)
+        num_padding = self._index(padding)
         arguments: dict[str, Any] = {}
         if self.takes_positions:
-            positions = place[None, :] - left[:, None]
+            positions = place[None, :] - num_padding[:, None]
             arguments["position_ids"] = positions.clamp(min=0)
         if any(padding):
-            arguments["attention_mask"] = mask(model, place, length, left)
+            arguments["attention_mask"] = mask(model, place, length, num_padding)
         if cache is not None and self.cache_name:
             arguments.update({self.cache_name: cache, "use_cache": True})
         every_row = torch.arange(count, device=model.device)

@@ -139,18 +139,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, query: Query) -> None:
         """Send the view whenever it changes, until the browser has gone."""
-        shown: Json = {}
+        sent_view: Json = {}
         try:
             self._send(200, "text/event-stream", is_stream=True)
             while True:
                 begun = time.monotonic()
                 view = self.server.views.view(query)
-                patch = changes(shown, view)
+                patch = changes(sent_view, view)
                 text = json.dumps(patch, ensure_ascii=False, separators=(",", ":"))
                 # A comment finds out whether anybody still listens.
                 self.wfile.write(b":\n\n" if patch is None else f"data: {text}\n\n".encode())
                 self.wfile.flush()
-                shown = view
+                sent_view = view
                 # A slow disk is not read all the time.
                 pause_s = max(EVERY_S, 3 * (time.monotonic() - begun))
                 if self.server.stopping.wait(0 if view.get("unread") else pause_s):

@@ -133,11 +133,11 @@ def _sizes(
         adapter_size(exp.model, exp.adapter),
         trained_parameters(exp.model, exp.adapter),
     )
-    whole = shape.num_parameters + (adapter.added if adapter else 0)
-    sizes = [(whole, trained or whole)]
+    num_parameters = shape.num_parameters + (adapter.added if adapter else 0)
+    sizes = [(num_parameters, trained or num_parameters)]
     sizes += [(network.num_parameters, n) for network in beside if (n := network.num_trained)]
-    whole, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
-    return whole, None if trained == whole else trained
+    num_parameters, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
+    return num_parameters, None if trained == num_parameters else trained
 
 
 def attention_for(

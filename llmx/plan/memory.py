@@ -220,9 +220,9 @@ def beside_bytes(network: NetworkBeside, exp: Experiment, width: int, world_size
     """Bytes of its weights on one rank: ZeRO-3 shards them, at other stages each rank has all, as
     it has those in 4 bits."""
     shards = world_size if exp.zero.stage >= 3 else 1
-    whole = network.num_parameters - network.num_packed
+    num_unpacked = network.num_parameters - network.num_packed
     packed = packed_bytes(network.num_packed, double=exp.adapter.double_quant)
-    return beside_width(network, width) * whole / shards + packed
+    return beside_width(network, width) * num_unpacked / shards + packed
 
 
 def gathered_bytes(network: NetworkBeside, width: int) -> float:

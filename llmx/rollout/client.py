@@ -280,30 +280,30 @@ class RolloutServers:
         self.wait_s += time.perf_counter() - began
         if self.world > 1:
             drawn = all_gather(drawn)[0]
-        left = [key for key in keys if key not in drawn]
-        if left:
+        missing = [key for key in keys if key not in drawn]
+        if missing:
             self.log(
                 f"WARNING: step {self.step + 1}: no rollout server answers; the ranks draw "
-                f"{plural(len(left), 'sample')} themselves"
+                f"{plural(len(missing), 'sample')} themselves"
             )
             of_ranks = generate(
                 self.model,
-                [prompt for prompt, _ in left],
+                [prompt for prompt, _ in missing],
                 sampling,
-                seeds=[seed for _, seed in left],
+                seeds=[seed for _, seed in missing],
             )
-            drawn.update(zip(left, of_ranks, strict=True))
+            drawn.update(zip(missing, of_ranks, strict=True))
         return [drawn[key] for key in keys]
 
     def _draw_all(self, keys: list[Key], sampling: Sampling) -> dict[Key, Completion]:
         """The completions that servers have drawn: all, unless none of them answers. By rank 0."""
         drawn: dict[Key, Completion] = {}
-        oldest, left = self.step - self.config.max_staleness, keys
-        while left:
-            batches = self._batches_of(left, sampling)
+        oldest, missing = self.step - self.config.max_staleness, keys
+        while missing:
+            batches = self._batches_of(missing, sampling)
             self._draw_ahead(sampling, per_prompt=_samples_of_each(keys))
             if not self._wait_for(set(batches.values())):
-                left = []
+                missing = []
             for key, batch in batches.items():
                 if batch.completions is None:
                     continue
@@ -312,7 +312,7 @@ class RolloutServers:
                     continue
                 completion = batch.completions[batch.keys.index(key)]
                 drawn[key] = dataclasses.replace(completion, age=self.step - batch.weights)
-            left = [key for key in left if key not in drawn]
+            missing = [key for key in missing if key not in drawn]
         return drawn
 
     def _parts(self, rows: Sequence[tuple[int, ...]]) -> list[list[int]]:

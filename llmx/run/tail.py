@@ -128,9 +128,9 @@ def misfit(value: Any, shape: Any, place: str = "") -> str:
     if value is None or shape is None:
         return ""
     if isinstance(shape, dict) and isinstance(value, dict):
-        others = shape.get("*")
+        of_other_keys = shape.get("*")
         for key, inner in value.items():
-            expected = shape.get(key, others)
+            expected = shape.get(key, of_other_keys)
             # Most values are numbers that may be any, or are: no call for each of them.
             if inner is None or expected is None or type(inner) in NUMBERS.get(type(expected), ()):
                 continue

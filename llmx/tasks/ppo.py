@@ -93,14 +93,14 @@ class Ppo(Grpo):
         """The policy, the first one, is exported."""
         from llmx.models.spec import CLASSIFICATION, ModelSpec
 
-        policy, *others = super().models().items()
+        policy, *other_specs = super().models().items()
         value = ModelSpec(
             source=self.options.value_model or None,
             head=CLASSIFICATION,
             num_labels=1,
             dropout=False,
         )
-        return dict([policy, ("value", value), *others])
+        return dict([policy, ("value", value), *other_specs])
 
     def _replace(self, models: Models, groups: list[Group], key: RolloutKey) -> list[Group]:
         """No group is without a signal: advantages are those of tokens."""

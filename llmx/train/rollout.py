@@ -98,7 +98,7 @@ def rollout_step(
         rollout = Rollout(by_prompt, task.generated)
         if records is not None:
             records.write(step, indices, schema.columns, rollout)
-    by_prompt, task.generated = rollout.by_prompt, rollout.shown
+    by_prompt, task.generated = rollout.by_prompt, rollout.generated
     ends = np.cumsum([0, *map(len, by_sample)]).tolist()
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 

@@ -43,7 +43,7 @@ class Rollout:
     """What a task has generated for a step."""
 
     by_prompt: list[list[Sample]]
-    shown: Sequence[GeneratedSample] = ()
+    generated: Sequence[GeneratedSample] = ()
     """A few of them for a reader."""
 
 
@@ -113,7 +113,7 @@ class RolloutRecords:
         if not self._replayed:
             self._replayed = True
             self._log(f"step {step + 1}: its samples are replayed from {self._run_dir.rollouts}")
-        examples = [GeneratedSample(**row) for row in header["shown"]]
+        examples = [GeneratedSample(**row) for row in header["generated"]]
         return Rollout(list(unpacked(arrays, columns)), examples)
 
     def write(
@@ -125,7 +125,7 @@ class RolloutRecords:
         header = {
             **self._expected(step, prompts, columns),
             "previous": self._previous,
-            "shown": [asdict(sample) for sample in rollout.shown],
+            "generated": [asdict(sample) for sample in rollout.generated],
         }
         content, self._previous = rendered(header, packed(rollout.by_prompt, columns))
         self._run_dir.rollouts.mkdir(exist_ok=True)

@@ -103,7 +103,7 @@ def test_samples_are_read_back_bit_for_bit(tmp_path: Path) -> None:
         for one, other in zip(expected.by_prompt[0], found.by_prompt[0], strict=True):
             assert equal(one, other)
         assert [one.example_starts is None for one in found.by_prompt[0]] == [False, True]
-        assert found.shown == expected.shown
+        assert found.generated == expected.generated
     assert again.read(2, PROMPTS, COLUMNS) is None
     assert lines == [f"step 1: its samples are replayed from {tmp_path / 'rollouts'}"]
 

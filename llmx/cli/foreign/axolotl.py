@@ -74,17 +74,17 @@ def trackers(value: Any, source: Source) -> Settings | str:
 
 def data(value: Any, source: Source) -> Settings | str:
     parts = [value] if isinstance(value, Mapping) else list(value)
-    made = [_one(part, source) for part in parts]
-    shared = {key: item for _, settings in made for key, item in settings.items()}
-    for _, settings in made:
+    sources = [_one(part, source) for part in parts]
+    shared = {key: item for _, settings in sources for key, item in settings.items()}
+    for _, settings in sources:
         if settings != shared:
             raise Refused("its data sets are rendered in different ways. Import one of them.")
     shared["data.over_long"] = "truncate"
     packs = source.get("sample_packing")
     shared["data.packing"] = "best_fit" if packs else "none"
-    if len(made) == 1:
-        return shared | {f"data.{key}": item for key, item in made[0][0].items()}
-    return shared | {"data.sources": [part for part, _ in made]}
+    if len(sources) == 1:
+        return shared | {f"data.{key}": item for key, item in sources[0][0].items()}
+    return shared | {"data.sources": [part for part, _ in sources]}
 
 
 def eval_data(value: Any, source: Source) -> Settings | str:
@@ -107,22 +107,22 @@ def _one(part: Mapping[str, Any], source: Source) -> tuple[dict[str, Any], Setti
     if unread := [key for key, item in part.items() if key not in READ and item is not None]:
         raise Refused(f"{part.get('path')} has {unread[0]}, which is not read. Leave it out.")
     kind = part.get("type") if isinstance(part.get("type"), str) else "a prompt of its own"
-    made: dict[str, Any] = {"path": _path(part)}
+    data_source: dict[str, Any] = {"path": _path(part)}
     for theirs, ours in (("name", "subset"), ("split", "split")):
         if part.get(theirs) and part[theirs] != "train":
-            made[ours] = part[theirs]
+            data_source[ours] = part[theirs]
     if source.get("rl") or source.get("reward_model"):
         if kind not in ("chat_template.default", "chat_template.argilla"):
             raise Refused(f"the prompts of type {kind} are not known. Add data.form=preference.")
         columns = {"conversations": part.get("field_messages", "messages"),
                    "chosen": part.get("field_chosen", "chosen"),
                    "rejected": part.get("field_rejected", "rejected")}  # fmt: skip
-        made |= form("preference", columns)
-        return made, {}
+        data_source |= form("preference", columns)
+        return data_source, {}
     if kind == "chat_template":
-        return made | _chat(part), _chat_settings(part, source)
+        return data_source | _chat(part), _chat_settings(part, source)
     if kind == "alpaca":
-        record = first_record(made["path"])
+        record = first_record(data_source["path"])
         has_input = record is None or "input" in record  # as far as anybody can tell
         if has_input and "data.template" not in source.answered:
             raise Refused(
@@ -130,14 +130,14 @@ def _one(part: Mapping[str, Any], source: Source) -> tuple[dict[str, Any], Setti
                 "Make messages of the rows; or add data.template=alpaca to train on instruction "
                 "and input in two lines."
             )
-        return made | {"form": "alpaca"}, {
+        return data_source | {"form": "alpaca"}, {
             "data.template": "alpaca",
             "data.loss_on": "all" if source.get("train_on_inputs") else "assistant",
         }
     if kind in ("completion", "pretrain"):
         key = part.get("field") or "text"
         text = {"form": "text"} | ({"text_key": key} if key != "text" else {})
-        return made | text, {"task.kind": "pretrain"}
+        return data_source | text, {"task.kind": "pretrain"}
     raise Refused(
         f"the prompts of type {kind} are not known. Make messages of the rows (type: "
         "chat_template), or add data.template=auto."

@@ -40,9 +40,9 @@ def read_command(path: Path) -> Command:
     """The one training command of a shell file; ConfigError where there is none, or several."""
     commands = [words for words in _commands(path) if _starts(words) is not None]
     if len(commands) != 1:
-        known = ", ".join((*LAUNCHERS[:3], *TRAINERS))
+        programs = ", ".join((*LAUNCHERS[:3], *TRAINERS))
         raise ConfigError(
-            f"{path}: has {len(commands) or 'no'} commands of {known}. Leave the one to import."
+            f"{path}: has {len(commands) or 'no'} commands of {programs}. Leave the one to import."
         )
     words = commands[0]
     start = _starts(words) or 0

@@ -78,14 +78,14 @@ def choice(ours: str, values: Mapping[Any, Any], otherwise: str = "") -> Convert
     def converted(value: Any, source: Source) -> Settings | str:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if not isinstance(value, list | dict) and value in values:
-            made = values[value]
-            if made is None:
+            setting = values[value]
+            if setting is None:
                 return "as here"
-            return made if isinstance(made, dict) else {ours: made}
+            return setting if isinstance(setting, dict) else {ours: setting}
         if value in OFF:
             return "off"
-        known = ", ".join(str(name) for name in values)
-        raise Refused(otherwise or f"must be one of {known}. Leave it out.")
+        choices = ", ".join(str(name) for name in values)
+        raise Refused(otherwise or f"must be one of {choices}. Leave it out.")
 
     return converted
 
@@ -131,12 +131,12 @@ def _converted(name: str, value: Any, source: Source, converters: Mapping[str, C
         near = did_you_mean(name[:100], names).strip()
         return replace(row, kind=UNKNOWN, remark=near or f"not known of {tool.title}.")
     try:
-        made = converters[name](value, source) if name in converters else {ours: value}
+        result = converters[name](value, source) if name in converters else {ours: value}
     except Refused as refused:
         return replace(row, kind=REFUSED, remark=str(refused))
-    if isinstance(made, str):
-        return replace(row, remark=made)
-    return mapped_row(row, made, remark=tool.remarks.get(name, ""))
+    if isinstance(result, str):
+        return replace(row, remark=result)
+    return mapped_row(row, result, remark=tool.remarks.get(name, ""))
 
 
 def mapped_row(row: Row, settings: Settings, *, remark: str = "") -> Row:
@@ -172,8 +172,8 @@ def as_number(value: Any) -> Any:
 
 def form(name: str, columns: Mapping[str, str]) -> dict[str, Any]:
     """``form`` and ``columns`` of a source; ``columns``: our name -> theirs."""
-    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    return {"form": name} | ({"columns": other} if other else {})
+    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    return {"form": name} | ({"columns": renamed} if renamed else {})
 
 
 def words_of(value: Any) -> list[str]:

@@ -80,7 +80,10 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid JSON ({error}). Correct it.") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be a JSON object. Is it DeepSpeed's configuration?")
+        raise ConfigError(
+            f"{path}: is a {type(values).__name__}, not an object of settings. Give the file of "
+            "the settings, not that of the data."
+        )
     return values
 
 

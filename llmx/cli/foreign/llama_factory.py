@@ -155,11 +155,11 @@ def _path(entry: Mapping[str, Any], directory: Path) -> str | None:
 def _format(name: str, entry: Mapping[str, Any], source: Source) -> dict[str, Any]:
     """``form`` and ``columns`` of an entry."""
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
-    wrong = [f"{tag}={tags[tag]}" for tag, known in (*TURN_KEYS.items(), *TURN_ROLES.items())
-             if tag in tags and tags[tag] not in known]  # fmt: skip
+    wrong = [f"{tag}={tags[tag]}" for tag, accepted in (*TURN_KEYS.items(), *TURN_ROLES.items())
+             if tag in tags and tags[tag] not in accepted]  # fmt: skip
     if wrong or any(columns.get(media) for media in ("images", "videos", "audios")):
-        what = wrong[0] if wrong else "images, audio or video"
-        raise Refused(f"{name} has {what}, which is not read. Convert its rows to messages.")
+        unread = wrong[0] if wrong else "images, audio or video"
+        raise Refused(f"{name} has {unread}, which is not read. Convert its rows to messages.")
     shared = {key: columns[key] for key in ("system", "tools", "history") if columns.get(key)}
     if columns.get("kto_tag"):
         shared["desirable"] = columns["kto_tag"]

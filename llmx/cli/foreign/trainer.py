@@ -125,8 +125,8 @@ def precision(value: Any, source: Source) -> Settings | str:
 def trackers(value: Any, source: Source) -> Settings | str:
     kinds = [kind for kind in words_of(value) if kind.lower() not in ("none", "null")]
     if unknown := [kind for kind in kinds if kind not in TRACKERS.shipped]:
-        known = ", ".join(TRACKERS.shipped)
-        raise Refused(f"no tracker is called {unknown[0]}. Add tracking.kinds=[], or [{known}].")
+        shipped = ", ".join(TRACKERS.shipped)
+        raise Refused(f"no tracker is called {unknown[0]}. Add tracking.kinds=[], or [{shipped}].")
     return {"tracking.kinds": kinds}
 
 

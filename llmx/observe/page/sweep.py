@@ -125,7 +125,7 @@ def objective_charts(sweep: Sweep) -> list[Json]:
     ]
     charts = []
     for name in names if len(ended) > 1 else ():
-        other_names = [other for other in names if other not in (name, SWEEP)]
+        other_names = [column for column in names if column not in (name, SWEEP)]
         typed = {trial.label: value_of(trial, name) for trial, _ in ended}
         values = in_order([value for value in typed.values() if value is not None])
         if len(values) < 2:
