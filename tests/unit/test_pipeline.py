@@ -163,3 +163,11 @@ def test_a_stage_on_the_model_of_one_that_is_gone_is_named(tmp_path: Path) -> No
     begun(stages, root, name="second", outcome="ok")
     with pytest.raises(ConfigError, match="second: the stage has begun, and first before it"):
         check_unchanged(stages, root)
+
+
+def test_a_stage_on_one_that_was_interrupted_is_checked_without_its_model(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+    begun(stages, root, name="first", outcome="interrupted")
+    assert not (root / "first" / "model").exists()
+    check_all(stages)
