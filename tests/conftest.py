@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -61,9 +62,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are as wide as off a terminal, whatever the caller (or xdist) exports."""
-    monkeypatch.delenv("COLUMNS", raising=False)
+def _environment() -> Iterator[None]:
+    """What a test (or what it calls) sets ends with it: a LOCAL_RANK that stays makes the next one's
+    libraries believe that they are a rank. Tables are as wide as off a terminal, whatever the
+    caller (or xdist) exports."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("COLUMNS", None)
+        yield
 
 
 @pytest.fixture

@@ -138,10 +138,11 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
 
 
 def test_a_defect_shows_its_traceback_once(tmp_path: Path) -> None:
-    """An import that fails in every rank, before anything is logged."""
+    """An import that fails in every rank, before anything is logged, and that `transformers` reports
+    as another error."""
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "safetensors.py").write_text("raise RuntimeError('a broken package')\n")
+    (broken / "tokenizers.py").write_text("raise RuntimeError('a broken package')\n")
     run = LocalRun(tmp_path, "task.steps=5", PYTHONPATH=str(broken))
     assert run.wait(120) == 1, run.out.read_text()
     said = run.out.read_text()
