@@ -63,9 +63,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """What a test (or what it calls) sets ends with it: a LOCAL_RANK that stays makes the next one's
-    libraries believe that they are a rank. Tables are as wide as off a terminal, whatever the
-    caller (or xdist) exports."""
+    """What a test (or what it calls) sets ends with it: with a LOCAL_RANK that stays, libraries
+    take the process of the next one for a rank. Tables are as wide as off a terminal, whatever
+    the caller (or xdist) exports."""
     with mock.patch.dict(os.environ):
         os.environ.pop("COLUMNS", None)
         yield

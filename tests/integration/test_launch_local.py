@@ -138,8 +138,8 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
 
 
 def test_a_defect_shows_its_traceback_once(tmp_path: Path) -> None:
-    """An import that fails in every rank, before anything is logged, and that `transformers` reports
-    as another error."""
+    """An import that fails in every rank, before anything is logged; `transformers` reports it as
+    another error."""
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizers.py").write_text("raise RuntimeError('a broken package')\n")
