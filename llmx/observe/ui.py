@@ -26,7 +26,7 @@ from llmx import text as human
 from llmx.errors import ConfigError, LlmxError
 from llmx.observe.compare import difference_of
 from llmx.observe.page import Json, block, changes, document, page, plain, table
-from llmx.observe.page.run import curves, run_page
+from llmx.observe.page.run import MAX_POINTS, curves, run_page
 from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import SweepReader
@@ -43,7 +43,10 @@ from llmx.run.tail import read_records
 
 LOCAL = "127.0.0.1"
 EVERY_S = 1.0
-READ_S = 0.5
+READ_S = 1.0
+MANY = 8
+POINTS_OF_MANY = 500
+"""Lines of the curves of each run, where more than MANY are drawn over each other."""
 LOG_BYTES = 32_768
 """Of the end of a log."""
 Query = Mapping[str, list[str]]
@@ -254,11 +257,13 @@ class Views:
         """Curves over each other; of two runs what differs, too."""
         roots = {name: self._inside(name) for name in names}
         drawn: dict[str, Json] = {}
+        limit = MAX_POINTS if len(roots) <= MANY else POINTS_OF_MANY
+        kind = f"curves of {limit} lines"
         begun = time.monotonic()
         for name, root in roots.items():
             # Many long runs take seconds to read: the first ones are drawn meanwhile.
-            if time.monotonic() - begun < READ_S or ("curves", name) in self._pages:
-                drawn[name] = self._cached("curves", name, partial(_curves, root))
+            if time.monotonic() - begun < READ_S or (kind, name) in self._pages:
+                drawn[name] = self._cached(kind, name, partial(_curves, root, limit))
         sections: dict[str, Any] = {"Curves": []}
         title = human.plural(len(roots), "run")
         if len(roots) == 2:
@@ -291,8 +296,8 @@ class Views:
         return sweep_page(snapshot.sweep, link=link, note=snapshot.note)
 
 
-def _curves(root: Path) -> Json:
-    return curves(read_records(RunDir(root).metrics))
+def _curves(root: Path, limit: int) -> Json:
+    return curves(read_records(RunDir(root).metrics), limit=limit)
 
 
 def _difference(a: Path, b: Path) -> Json:

@@ -197,6 +197,14 @@ def record_of(line: bytes, shape: Record = SHAPES["metrics.jsonl"]) -> Record | 
 
 def records_of(lines: Iterable[bytes], shape: Record = SHAPES["metrics.jsonl"]) -> list[Record]:
     """The objects of ``lines``; what is none is left out."""
+    lines = list(lines)
+    try:
+        # All at once: half the time of a call for each.
+        values = json.loads((b"[" + b",".join(lines) + b"]").decode("utf-8"))
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) == len(lines):
+        return [v for v in values if isinstance(v, dict) and not misfit(v, shape)]
     records = (record_of(line, shape) for line in lines)
     return [record for record in records if record is not None]
 

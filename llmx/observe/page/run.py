@@ -74,8 +74,8 @@ def run_page(data: RunData) -> Json:
     )
 
 
-def curves(records: Sequence[Record]) -> Json:
-    """The logged values of a run in columns, and the charts to draw of them.
+def curves(records: Sequence[Record], *, limit: int = MAX_POINTS) -> Json:
+    """The logged values of a run in columns of ``limit`` lines, and the charts to draw of them.
 
     ``time`` is in seconds since the first line. A value that is missing or not finite is null.
     """
@@ -84,7 +84,7 @@ def curves(records: Sequence[Record]) -> Json:
     charts: list[Json] = []
     columns: Json = {"charts": charts}
     for kind, least in (("train", 2), ("eval", 3)):
-        lines = thinned(last_of_each_step(records, kind), lambda line: line.get("loss"), MAX_POINTS)
+        lines = thinned(last_of_each_step(records, kind), lambda line: line.get("loss"), limit)
         columns[kind] = {
             "step": [step_of(line) for line in lines],
             "time": [round((line.get("time") or begun) - begun, 1) for line in lines],
