@@ -18,6 +18,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PHONE, DESK = 390, 1280
+KEY_CODES = {"Backspace": 8, "Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowDown": 40}
 
 
 class Browser:
@@ -103,6 +104,15 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def press(self, *keys: str) -> None:
+        """Press keys as a person does: ``Tab``, ``Enter``, ``ArrowDown``, `` ``, or a letter."""
+        for key in keys:
+            text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+            code = KEY_CODES.get(key) or ord(key.upper())
+            event = {"key": key, "windowsVirtualKeyCode": code, "text": text}
+            self.send("Input.dispatchKeyEvent", type="keyDown", **event)
+            self.send("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def wait(self, expression: str, *, timeout_s: float = 60.0) -> float:
         """Wait until an expression is true; the seconds that it took."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import json
+import re
 import secrets
 import threading
 import time
@@ -21,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
+
+import yaml
 
 from llmx import text as human
 from llmx.errors import ConfigError, LlmxError
@@ -213,14 +216,14 @@ class Views:
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
                 view = interpret(Observer(root, brief=True).facts())
-                cached = self._rows[name] = (stamp, plain(self._row(view, Path(root).parent)))
+                cached = self._rows[name] = (stamp, plain(self._row(view, Path(root))))
             rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
         title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
         order = sorted(rows, key=lambda name: rows[name]["state"] not in LIVE)
         return {**page(title, "", {}), "runs": rows, "order_of_runs": order}
 
-    def _row(self, view: View, parent: Path) -> Json:
+    def _row(self, view: View, root: Path) -> Json:
         step = "" if view.step is None else f"{view.step:,}"
         return {
             "state": view.state,
@@ -230,7 +233,8 @@ class Views:
             "time": time_text(view),
             "hosts": ", ".join(name for name, _ in view.hosts[:3])
             + (f" and {len(view.hosts) - 3} more" if len(view.hosts) > 3 else ""),
-            "sweep": self._id(parent) if is_sweep(parent) else "",
+            "sweep": self._id(root.parent) if is_sweep(root.parent) else "",
+            "tags": ", ".join(_tags(root)),
             "why": view.why,
         }
 
@@ -311,6 +315,16 @@ def _difference(a: Path, b: Path) -> Json:
         for title, heads, rows in difference.tables
     }
     return page("", "", {**sections, "Notes": [block("list", difference.notes)]})
+
+
+def _tags(root: Path) -> list[str]:
+    """``tracking.tags`` of a run. Only their lines are parsed: a table may have 1,000 runs."""
+    try:
+        text = RunDir(root).config.read_text(encoding="utf-8", errors="replace")
+        lines = re.search(r"^  tags:\n((?:  - .*\n)+)", text, re.M)
+        return [str(tag) for tag in yaml.safe_load(lines[1])] if lines else []
+    except (OSError, yaml.YAMLError):
+        return []
 
 
 def _stamp(root: Path) -> list[int]:

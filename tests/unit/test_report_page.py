@@ -13,7 +13,7 @@ import yaml
 
 from llmx.observe.page import changes, document, thinned
 from llmx.observe.page.run import MAX_POINTS, curves, run_page
-from llmx.observe.page.sweep import write_report
+from llmx.observe.page.sweep import sweep_page, write_report
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import load_sweep
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -248,9 +248,53 @@ def test_a_sweep_is_drawn(browser: Browser, tmp_path: Path, make: Any, charts: i
         browser.wait(f"document.querySelectorAll('canvas').length == {charts}")
         assert browser.evaluate(GEOMETRY)["page"] == width
         assert browser.errors == []
+    assert browser.evaluate("document.querySelectorAll('polyline').length") == 1 + len(
+        [trial for trial in sweep.trials if trial.outcome != "same"]
+    )
+    # By keys alone: the picture, from the best trial to the next.
+    browser.evaluate("document.querySelector('svg').focus()")
+    browser.press("ArrowRight")
+    readout = "document.querySelector('[aria-live]').textContent"
     assert sweep.best is not None
+    assert browser.evaluate(readout).startswith(sweep.best.label)
+    browser.press("ArrowRight")
+    assert not browser.evaluate(readout).startswith(sweep.best.label)
     first = browser.evaluate("document.querySelector('tr.best a').href")
     assert first == (sweep.best.run_dir / "report.html").as_uri()
+
+
+def test_a_heat_map_has_the_median_of_each_cell(browser: Browser, tmp_path: Path) -> None:
+    directory = sweepdirs.grid(tmp_path / "sweep")
+    content = sweep_page(load_sweep(directory), link=lambda trial: "")
+    ((kind, trials),) = content["sections"]["Settings and metrics"][0].items()
+    assert kind == "trials"
+    assert [key["name"] for key in trials["keys"]] == ["zero", "batch.micro_batch"]
+    assert trials["metrics"][trials["objective"]]["name"] == "tokens/s"
+    write_report(load_sweep(directory), directory)
+    browser.open((directory / "sweep.html").as_uri())
+    cells = "[...document.querySelectorAll('.heat tbody tr')].map(r => r.innerText.split('\\t'))"
+    assert browser.evaluate(cells) == [
+        ["1", "912", "743", "659"],
+        ["2", "1,474", "1,200", "crash"],
+        ["4", "oom", "* 1,941", "1,720"],
+        ["8", "pruned", "pruned", "oom"],
+    ]
+    # Another metric by keys; the menu keeps the focus.
+    browser.evaluate("document.querySelector('[data-keep=\"trials metric\"]').focus()")
+    browser.press("p")
+    assert browser.evaluate("document.activeElement.value") == "peak memory (GiB)"
+    browser.wait("document.querySelector('.heat tbody').innerText.includes('* 2.433')")
+    assert browser.errors == []
+
+
+def test_many_numbers_of_a_key_are_put_together(tmp_path: Path) -> None:
+    content = sweep_page(load_sweep(sweepdirs.search(tmp_path / "sweep")), link=lambda trial: "")
+    (rate, *_, batch) = content["sections"]["Settings and metrics"][0]["trials"]["keys"]
+    assert (len(rate["values"]), len(rate["labels"]), max(rate["groups"])) == (24, 6, 5)
+    assert rate["labels"][0] == "0.0001 to 0.000161"
+    assert batch["labels"] == ["1", "2", "4", "8"]
+    alone = sweepdirs.rates(tmp_path / "rates")
+    assert "Settings and metrics" not in sweep_page(load_sweep(alone), link=lambda _: "")["order"]
 
 
 def test_nothing_that_a_run_contains_is_run(browser: Browser, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -33,6 +34,9 @@ def outputs(tmp_path: Path) -> Path:
     """A run that is done, one whose supervisor is gone, and a sweep."""
     base = tmp_path / "outputs"
     write_finished(base / "done")
+    config = (base / "done" / "config.yaml").read_text()
+    tags = "  tags:\n  - first try\n  - '1'\n"
+    write_text(base / "done" / "config.yaml", config.replace("  tags: []\n", tags))
     run = tracked_run.write_start(base / "going")
     tracked_run.append(run, tracked_run.lines()[:7])
     sweepdirs.rates(base / "sweeps" / "rates")
@@ -71,6 +75,11 @@ def test_the_table_has_every_run_with_its_sweep(outputs: Path) -> None:
     assert (rows["done"]["state"], rows["done"]["step"]) == ("finished", "40/40")
     assert (rows["done"]["hosts"], rows["done"]["sweep"]) == ("localhost", "")
     assert rows["sweeps/rates/0_optim.lr-1e-4"]["sweep"] == "sweeps/rates"
+
+
+def test_tags_of_a_run_are_shown(outputs: Path) -> None:
+    rows = Views(outputs).view({})["runs"]
+    assert (rows["done"]["tags"], rows["going"]["tags"]) == ("first try, 1", "")
 
 
 def test_a_run_has_its_page_its_state_and_its_logs(outputs: Path) -> None:
@@ -176,6 +185,42 @@ def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> No
     browser.wait("document.querySelector('.log')?.textContent.includes('last line')")
     browser.evaluate("location.hash = 'run=done&run=going'")
     browser.wait("document.body.innerText.includes('Difference of outcome')")
+    assert browser.errors == []
+
+
+def test_the_table_is_used_by_keys_alone(browser: Browser, server: Server, outputs: Path) -> None:
+    """Typed into the filter while rows change, from row to row, ticked, shown together."""
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('tr.run').length == 8")
+    focus = "document.activeElement.closest('tr')?.querySelector('a').textContent"
+    browser.press("Tab")
+    assert browser.evaluate("document.activeElement.type") == "search"
+    browser.press(*"first 1")
+    browser.wait("document.querySelectorAll('tr.run').length == 1")
+    assert browser.evaluate("document.activeElement.value") == "first 1"
+    for _ in "first 1":
+        browser.press("Backspace")
+    browser.wait("document.querySelectorAll('tr.run').length == 8")
+    browser.press("Tab", "Tab", "Tab", "Tab")  # grouping, the button, the sweep, the first box
+    first, second, *_ = browser.evaluate(
+        "[...document.querySelectorAll('tr.run')].map(row => row.cells[1].innerText)"
+    )
+    assert browser.evaluate(focus) == first
+    outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "the focus is visible"
+    browser.press(" ", "ArrowDown", " ")
+    assert browser.evaluate("[...chosen]") == [first, second]
+    browser.press("k", "Tab")
+    assert browser.evaluate("document.activeElement.textContent") == first
+    browser.press("j")
+    assert browser.evaluate(focus) == second
+    # A changed row is drawn anew, and has the focus still.
+    run = RunDir(outputs / "going")
+    tracked_run.append(run, [tracked_run.train_line(34)])
+    browser.wait("document.body.innerText.includes('34/40')")
+    assert browser.evaluate(focus) == second
+    browser.press("Enter")
+    browser.wait(f"location.hash == {json.dumps('#' + urlencode({'run': second}))}")
     assert browser.errors == []
 
 

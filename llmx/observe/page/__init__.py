@@ -1,14 +1,15 @@
 """The one page of runs and sweeps, live (``python -m llmx ui``) and saved (``report.html``,
 ``sweep.html``).
 
-Python says what is shown, as JSON (``run.py``, ``sweep.py``); ``app.js`` draws it. A page is::
+Python says what is shown, as JSON (``run.py``, ``sweep.py``); ``app.js`` (with ``trials.js``, the
+pictures of a sweep) draws it. A page is::
 
     {"title": "demo: trained 40 steps", "state": "ok|failed|open", "order": ["Summary", "Curves"],
      "sections": {"Summary": [block, ...]}, "curves": {name of a run: columns}}
 
 A block is an object of one key: ``table``, ``text``, ``code``, ``list``, ``fold``, ``heading``,
-``charts`` or ``bars``. The page inserts every value as text, and its policy lets no script run but
-the two of this package, whose hashes it names.
+``charts``, ``bars`` or ``trials``. The page inserts every value as text, and its policy lets no
+script run but the two of this package, whose hashes it names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def document(title: str, data: Mapping[str, Any]) -> str:
     files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir() if path.suffix}
     style = files["uPlot.min.css"] + files["style.css"]
     # The licence of uPlot goes with every copy.
-    scripts = [f"/*{files['uPlot.LICENSE']}*/\n{files['uPlot.iife.min.js']}", files["app.js"]]
+    scripts = [
+        f"/*{files['uPlot.LICENSE']}*/\n{files['uPlot.iife.min.js']}",
+        files["trials.js"] + files["app.js"],
+    ]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; "
         f"style-src {_hash(style)}; connect-src 'self'; base-uri 'none'; form-action 'none'"

@@ -3,6 +3,8 @@
 'use strict';
 
 const COLOURS = ['#2f81c7', '#d9822b', '#3a9e6a', '#a15cc0', '#b3643f', '#d0567f', '#4aa6ad', '#8f8f3a'];
+// Of lines: beside their colour, which not everybody sees. The pattern, and its sign in a legend.
+const DASHES = [[undefined, '━'], [[9, 4], '╍'], [[4, 4], '┅'], [[2, 3], '┉']];
 const GRAY = '#888888', RED = '#c9302c';
 const LOG_FROM = 20;        // Largest by smallest value from which an axis is logarithmic by itself.
 const SMOOTHED_FROM = 40;   // Points from which on a smoothed line helps.
@@ -76,10 +78,18 @@ function render() {
   for (const title of state.order || [])
     nodes.push(title === 'Curves' ? curvesSection() : section(title, state.sections[title]));
   if (state.logs) nodes.push(logSection());
-  // A node that is put in again loses where it was scrolled to.
-  if (nodes.length !== main.childNodes.length || nodes.some((node, at) => node !== main.childNodes[at]))
-    main.replaceChildren(...nodes);
+  // A node that is put in again loses where it was scrolled to, and the focus.
+  const focused = document.activeElement.dataset.keep, stays = new Set(nodes);
+  for (const node of [...main.childNodes]) if (!stays.has(node)) node.remove();
+  nodes.forEach((node, at) => { if (node !== main.childNodes[at]) main.insertBefore(node, main.childNodes[at] || null); });
+  refocus(focused);
   for (const chart of charts.values()) chart.fit();
+}
+
+function refocus(name) {
+  // What was drawn anew has the focus that its former node had.
+  if (name && document.activeElement.dataset.keep !== name)
+    document.querySelector(`[data-keep="${CSS.escape(name)}"]`)?.focus({ preventScroll: true });
 }
 
 function kept(key, value, make) {
@@ -110,21 +120,28 @@ const BLOCKS = {
   fold: ({ title, code }) => el('details', {}, el('summary', {}, title), el('pre', {}, code)),
   table: drawTable,
   bars: drawBars,
+  trials: drawTrials,
   charts: specs => {
     const node = el('div', { className: 'charts' });
     for (const spec of specs) {
       const chart = new Chart(spec.title, false);
       node.append(chart.node);
-      chart.draw({ ...spec, series: spec.series.map(s => ({ ...s, colour: COLOURS[s.colour] })) });
+      chart.draw({ ...spec, series: spec.series.map(s => ({ ...s, colour: COLOURS[s.colour], dash: s.colour % DASHES.length })) });
     }
     return node;
   },
 };
 
+function link(href, text) {
+  const node = el('a', { href }, text);
+  node.dataset.keep = href;
+  return node;
+}
+
 function cell(value) {
   // A link within the page, or to a file beside it: never to another scheme.
   if (typeof value === 'string') return value;
-  return /^[a-z]*:/i.test(value.href) ? value.text : el('a', { href: value.href }, value.text);
+  return /^[a-z]*:/i.test(value.href) ? value.text : link(value.href, value.text);
 }
 
 function drawTable({ rows, kinds, heads, best }) {
@@ -175,9 +192,9 @@ function choice(label, name, values) {
 
 function runsTable() {
   const ids = state.order_of_runs.filter(id => state.runs[id]);
-  const hasSweeps = ids.some(id => state.runs[id].sweep);
+  const hasSweeps = ids.some(id => state.runs[id].sweep), hasTags = ids.some(id => state.runs[id].tags);
   const controls = kept('controls of runs', hasSweeps, () => {
-    const filter = el('input', { type: 'search', placeholder: 'filter: name, state, host', value: options.filter });
+    const filter = el('input', { type: 'search', placeholder: 'filter: name, state, host, tag', value: options.filter });
     filter.setAttribute('aria-label', 'filter');
     filter.addEventListener('input', () => { options.filter = filter.value; render(); });
     const group = el('input', { type: 'checkbox', checked: options.group });
@@ -202,9 +219,9 @@ function runsTable() {
     const places = new Map(listed.map((id, at) => [id, place(id, at)]));
     listed = listed.map((id, at) => [id, at]).sort((a, b) => places.get(a[0]) - places.get(b[0]) || a[1] - b[1]).map(([id]) => id);
   }
-  const table = kept('table of runs', [listed.map(id => state.runs[id]), listed, options.group], () => {
-    const heads = ['', 'run', 'state', 'step', 'loss', 'tokens/s', 'time', 'hosts', 'sweep'];
-    const kinds = ['name', 'words', 'short', 'number', 'number', 'number', 'number', 'short', 'short'];
+  const table = kept('table of runs', [listed.map(id => state.runs[id]), listed, options.group, hasTags], () => {
+    const heads = ['', 'run', 'state', 'step', 'loss', 'tokens/s', 'time', 'hosts', 'sweep', ...(hasTags ? ['tags'] : [])];
+    const kinds = ['name', 'words', 'short', 'number', 'number', 'number', 'number', 'short', 'short', 'words'];
     const body = el('tbody');
     let former = null;
     for (const id of listed) {
@@ -216,17 +233,32 @@ function runsTable() {
       }
       const box = el('input', { type: 'checkbox', checked: chosen.has(id) });
       box.setAttribute('aria-label', `tick ${id}`);
+      box.dataset.keep = `tick ${id}`;
       box.addEventListener('change', () => { if (box.checked) chosen.add(id); else chosen.delete(id); });
-      const link = el('a', { href: `#${new URLSearchParams({ run: id })}`, title: run.why }, id);
-      const cells = [box, link, run.state, run.step, run.loss, run.speed, run.time, run.hosts,
-        run.sweep ? sweepLink(run.sweep, run.sweep) : ''];
-      body.append(el('tr', {}, ...cells.map((value, at) =>
+      const name = link(`#${new URLSearchParams({ run: id })}`, id);
+      name.title = run.why;
+      const cells = [box, name, run.state, run.step, run.loss, run.speed, run.time, run.hosts,
+        run.sweep ? sweepLink(run.sweep, run.sweep) : '', ...(hasTags ? [run.tags] : [])];
+      body.append(el('tr', { className: 'run' }, ...cells.map((value, at) =>
         el('td', { className: at === 2 ? `${kinds[at]} ${run.state}` : kinds[at] }, value))));
     }
     return el('div', { className: 'scroll' }, el('table', {},
       el('thead', {}, el('tr', {}, ...heads.map((head, at) => el('th', { className: kinds[at] }, head)))), body));
   });
   return [controls, table];
+}
+
+function moveInTable(event) {
+  // j and k go from run to run, and so do the arrow keys where a run has the focus.
+  const step = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key], { target } = event;
+  const isTyping = /^(INPUT|SELECT)$/.test(target.tagName) && target.type !== 'checkbox';
+  if (!step || isTyping || event.ctrlKey || event.altKey || event.metaKey) return;
+  const rows = [...main.querySelectorAll('tr.run')], at = rows.indexOf(target.closest('tr'));
+  if (at < 0 && event.key.startsWith('Arrow')) return;
+  const row = at < 0 ? rows[0] : rows[at + step];
+  if (!row) return;
+  row.querySelector(target.type === 'checkbox' ? 'input' : 'a').focus();
+  event.preventDefault();
 }
 
 function sweepLink(id, text) { return el('a', { href: `#${new URLSearchParams({ sweep: id })}` }, text); }
@@ -290,9 +322,10 @@ function curveSpecs(runs, hasTime) {
   const others = new Map();
   runs.forEach(([name, run], at) => {
     const colour = colourOf(at), faint = hasBest && several && !run.best;
+    const dash = !several || run.best ? 0 : hasBest ? (runs.length > COLOURS.length ? 0 : 1 + at % 3) : (at + Math.floor(at / COLOURS.length)) % DASHES.length;
     const { train, eval: evals } = run;
     const add = (spec, title, columns, values, kind, own) => {
-      if (values) spec.series.push({ name: title, x: xs(columns), y: values, kind, colour: own || colour, dash: several && at >= COLOURS.length && !hasBest });
+      if (values) spec.series.push({ name: title, x: xs(columns), y: values, kind, colour: own || colour, dash });
     };
     if (train && train.loss) {
       const smooth = smoothing(train.loss);
@@ -305,7 +338,7 @@ function curveSpecs(runs, hasTime) {
     if (evals && evals.loss) add(loss, several ? '' : 'evaluation', evals, evals.loss, evals.loss.length > 2 ? 'line dots' : 'dots', several ? null : COLOURS[1]);
     if (!several && axis === 'step')
       for (const [title, steps] of Object.entries(run.marks || {}))
-        loss.marks.push({ name: title, x: steps, colour: title === 'resumed' ? GRAY : RED });
+        loss.marks.push({ name: title, x: steps, ...(title === 'resumed' ? { colour: GRAY, dash: [6, 6], sign: '┆' } : { colour: RED, dash: [2, 3], sign: '┊' }) });
     for (const { title, kind, name: key } of run.charts || []) {
       if (!others.has(title)) others.set(title, { title, series: [], marks: [], time: axis === 'time', unnamed: true });
       const values = run[kind][key];
@@ -405,8 +438,8 @@ class Chart {
       if (this.plot) this.plot.destroy();
       this.plot = null;
       this.looks = looks;
-      const named = [...series.filter(one => one.name).map(one => [one.name, one.colour, one.kind.includes('dots') ? '●' : one.kind === 'faint' ? '─' : '━']),
-        ...this.marks.map(mark => [mark.name, mark.colour, '┆'])];
+      const named = [...series.filter(one => one.name).map(one => [one.name, one.colour, one.kind === 'faint' && !one.dash ? '─' : (one.kind.includes('dots') ? '●' : '') + (one.kind === 'dots' ? '' : DASHES[one.dash || 0][1])]),
+        ...this.marks.map(mark => [mark.name, mark.colour, mark.sign])];
       const more = !spec.unnamed && named.length > MAX_LEGEND;
       this.legend.replaceChildren(...(!spec.unnamed && (series.length > 1 || this.marks.length) ? [legend(named.slice(0, MAX_LEGEND))] : []),
         ...(more ? [el('p', { className: 'muted' }, `and ${named.length - MAX_LEGEND} more: point at a line to see its name`)] : []));
@@ -437,7 +470,7 @@ class Chart {
         label: one.name || ' ',  // Of an empty one uPlot makes "Value".
         stroke: one.kind === 'faint' ? `${one.colour}66` : one.colour,
         width: one.kind === 'faint' ? 1 : 2,
-        dash: one.dash ? [6, 4] : undefined,
+        dash: DASHES[one.dash || 0][0],
         paths: one.kind === 'dots' ? () => null : undefined,
         points: { show: one.kind.includes('dots') || one.y.length === 1, size: 7, fill: one.colour },
       }))],
@@ -452,8 +485,8 @@ class Chart {
   drawMarks(plot) {
     const { ctx, bbox } = plot;
     ctx.save();
-    ctx.setLineDash([6, 6]);
     for (const mark of this.marks) {
+      ctx.setLineDash(mark.dash);
       ctx.strokeStyle = mark.colour;
       for (const x of mark.x) {
         const at = plot.valToPos(x, 'x', true);
@@ -484,6 +517,7 @@ class Chart {
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => {
   for (const chart of charts.values()) if (chart.plot) chart.plot.redraw();
 });
+addEventListener('keydown', moveInTable);
 if (embedded.live) {
   addEventListener('hashchange', () => { leave(); connect(); });
   // Nothing is read for a page that nobody sees.

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,10 +25,12 @@ from llmx.observe.report.sweep_table import (
     failures,
     headline,
     known_of,
+    metrics_of,
     settings_of,
     title_of,
     write_sweep,
 )
+from llmx.run.metrics import Metric
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import ENDED, WELL, Sweep, Trial
 from llmx.text import plural
@@ -37,6 +39,8 @@ PAGE = "sweep.html"
 MAX_CURVES = 120
 MAX_POINTS = 500
 """Of one of the curves."""
+MAX_CELLS, MANY_AS = 10, 6
+"""Numbers of a key that have a row of the heat map each; more are put together into MANY_AS."""
 MAX_LINES = 8
 """Combinations of the other keys that get a line of their own: as many as there are colours."""
 
@@ -83,6 +87,7 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
             "Best": [block("text", note), *_best(sweep)],
             "Summary": [table(_summary(sweep))],
             "Objective": [block("text", objective if charts else ""), block("charts", charts)],
+            "Settings and metrics": [block("trials", settings_and_metrics(sweep))],
             "Curves": [],
             "Not drawn": [block("text", plural(undrawn, "trial") if undrawn else "")],
             "Trials": [_table(sweep, link)],
@@ -148,6 +153,86 @@ def objective_charts(sweep: Sweep) -> list[Json]:
         labels = [] if is_numeric else [human.one_line(value, limit=16) for value in values]
         charts.append({"title": f"over {name}", "series": series, "names": labels})
     return charts
+
+
+def settings_and_metrics(sweep: Sweep) -> Json | None:
+    """Every trial's values of the swept keys, and what it measured: for the heat map and the
+    parallel coordinates. None with fewer than two keys, or without two trials that ended well."""
+    trials = [trial for trial in sweep.trials if trial.outcome and trial.outcome != "same"]
+    keys = [key for name in axes(trials) if len((key := _key(name, trials))["values"]) > 1]
+    metrics, declared = [], metrics_of(trials)
+    for name, better in _directions(declared).items():
+        metric = declared.get(name.partition("/")[2])
+        is_percent = metric is not None and metric.format == "percent"
+        numbers = [trial.value(name) if trial.outcome in WELL else None for trial in trials]
+        values = [None if v is None or not math.isfinite(v) else v for v in numbers]
+        if sum(value is not None for value in values) > 1:
+            title = "time (s)" if name == "seconds" else title_of(name, trials)
+            metrics.append(
+                {
+                    "id": name,
+                    "name": f"{title} (%)" if is_percent else title,
+                    "better": better,
+                    "values": [
+                        v and float(f"{v * (100 if is_percent else 1):.6g}") for v in values
+                    ],
+                }
+            )
+    if len(keys) < 2 or not metrics:
+        return None
+    names = axes(trials)
+    return {
+        "keys": keys,
+        "metrics": metrics,
+        "objective": next(
+            (at for at, metric in enumerate(metrics) if metric["id"] == sweep.objective), 0
+        ),
+        "trials": [
+            {"name": f"{trial.label} {settings_of(trial, names)}", "word": trial.word}
+            for trial in trials
+        ],
+        "best": next((at for at, trial in enumerate(trials) if trial is sweep.best), None),
+    }
+
+
+def _directions(declared: Mapping[str, Metric]) -> dict[str, int]:
+    """Every metric by the name of an objective: 1 where more is better, -1 where less is."""
+    directions = {True: 1, False: -1, None: 0}
+    return {
+        "train/loss": -1,
+        "eval/loss": -1,
+        **{
+            f"eval/{name}": directions[metric.higher_is_better] for name, metric in declared.items()
+        },
+        "tokens_per_s": 1,
+        "memory_gib": -1,
+        "seconds": -1,
+    }
+
+
+def _key(name: str, trials: Sequence[Trial]) -> Json:
+    """A swept key: its values in order, which one each trial has (``of``), and to which cell of
+    the heat map a value belongs (``groups``, with ``labels``): many numbers are put together."""
+    typed = [value_of(trial, name) for trial in trials]
+    values = in_order(list(dict.fromkeys(value for value in typed if value is not None)))
+    sizes = [size for value in values if (size := number_of(value)) is not None]
+    is_numeric = len(sizes) == len(values)
+    texts = [human.one_line(value, limit=16) for value in values]
+    groups, labels = list(range(len(values))), texts
+    if is_numeric and len(values) > MAX_CELLS:
+        groups = [at * MANY_AS // len(values) for at in range(len(values))]
+        ends = [
+            [sizes[at] for at, group in enumerate(groups) if group == n] for n in range(MANY_AS)
+        ]
+        labels = [f"{group[0]:.3g} to {group[-1]:.3g}" for group in ends]
+    return {
+        "name": name,
+        "values": texts,
+        "sizes": sizes if is_numeric else [],
+        "of": [None if value is None else values.index(value) for value in typed],
+        "groups": groups,
+        "labels": labels,
+    }
 
 
 def loss_curves(sweep: Sweep) -> tuple[Json, int]:
