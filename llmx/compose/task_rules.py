@@ -19,7 +19,8 @@ from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import BatchConfig, Experiment, TaskConfig
 from llmx.config.tasks import TaskDefaults, shipped_tasks
 from llmx.errors import ConfigError
-from llmx.plan.types import SUMMED
+from llmx.plan.rollout_time import ROWS
+from llmx.plan.types import SUMMED, DrawnSamples
 from llmx.run.metrics.completions import declare
 from llmx.run.metrics.declared import check_checkpoint_metric
 
@@ -89,6 +90,21 @@ DEMO = "demo"
 """The experiment that is run where none is named."""
 
 
+def drawn_samples(exp: Experiment) -> DrawnSamples | None:
+    """What the task generates in a step; None where it reads its samples, and for a task of the
+    user's own."""
+    kind = task_class(exp.task.kind)
+    if kind is None or not kind.generates_with(exp):
+        return None
+    options = kind(exp, None).options
+    turns = options.max_turns if getattr(options, "environment", None) else 1
+    return DrawnSamples(
+        group_size=getattr(options, "group_size", 1),
+        new_tokens=min(options.max_new_tokens * turns, max(1, exp.data.seq_len - 1)),
+        updates=getattr(options, "updates", 1),
+    )
+
+
 def task_warnings(exp: Experiment) -> tuple[str, ...]:
     """Warnings for values that the task does not use, and for what the plan does not predict. The
     demo sets completions for its own task, so another task on it gets no warning."""
@@ -100,9 +116,9 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     warnings = []
     if kind.generates_with(exp):
         warnings.append(
-            f"task={exp.task.kind} generates its samples. The plan leaves this out: its time, and "
-            "the memory of the key-value cache of 64 completions at once on each rank. Predicted "
-            "times count one sequence per prompt. Measure with task.stop_at_step=5."
+            f"task={exp.task.kind} generates its samples. The plan leaves out the memory of the "
+            f"key-value cache of {ROWS} completions at once on each rank. Its time is that of "
+            "completions of full length. Measure with task.stop_at_step=5."
         )
     if num_prompts and exp.name != DEMO and kind.eval_prompts is base.eval_prompts:
         warnings.append(

@@ -17,6 +17,16 @@ TRANSPORTS = ("auto", "ssh", "local")
 """With which the supervisor's agents can reach the rollout hosts, and the ranks their variables."""
 
 
+OPEN = "auto"
+"""The only entry of ``rollout.hosts`` until the plan has chosen the hosts
+(``llmx.plan.arrangements``)."""
+
+
+def has_open_hosts(rollout: RolloutConfig) -> bool:
+    """Whether ``rollout.hosts=auto`` leaves it to the plan which hosts draw."""
+    return rollout.hosts == [OPEN]
+
+
 def with_rollout_hosts(
     hardware: HardwareConfig, rollout: RolloutConfig
 ) -> tuple[HardwareConfig, RolloutConfig]:

@@ -84,6 +84,8 @@ def learn(run: RunDir, exp: Experiment) -> list[Observation]:
         plan = Plan.from_dict(read_json(run.plan))
         if plan.balance is not None and plan.balance.pending:
             return []  # the split was measured where this file is not
+        if plan.drawn is not None:
+            return []  # a step is mostly drawing, which is not timed apart
         observations = observe(exp, plan, measured)
         if observations:
             new = [{**row.to_dict(), "time": round(time.time())} for row in observations]

@@ -64,6 +64,7 @@ def with_traced_choice(composed: Composed) -> Composed:
     open_config = composed.asked
     if open_config is None:
         return composed
+    arrangements = composed.plan.arrangements
     speeds_of = known_runs()
     without: list[Experiment] = []
     for _ in range(ROUNDS):
@@ -82,7 +83,7 @@ def with_traced_choice(composed: Composed) -> Composed:
     chosen = composed.plan.chosen
     if chosen is not None and chosen.problem:
         raise ConfigError(chosen.problem)
-    return composed
+    return replace(composed, plan=replace(composed.plan, arrangements=arrangements))
 
 
 def _traces_of(composed: Composed, *, make: bool, variants: bool | None = None) -> Traces:

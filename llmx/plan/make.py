@@ -31,7 +31,8 @@ from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import before_training_gib, predict_memory
+from llmx.plan.memory import BYTES, before_training_gib, predict_memory
+from llmx.plan.rollout_time import Samples, server_problem
 from llmx.plan.step_time import micro_step_exchange_s, token_flops, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
@@ -39,6 +40,7 @@ from llmx.plan.types import (
     USABLE,
     BalancePlan,
     BatchPlan,
+    DrawnSamples,
     HostPlan,
     KnownSpeeds,
     MemoryPlan,
@@ -59,6 +61,7 @@ def make_plan(
     beside: tuple[NetworkBeside, ...] = (),
     logits: str = SUMMED,
     measured_speeds: KnownSpeeds | None = None,
+    drawn: DrawnSamples | None = None,
 ) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
@@ -67,13 +70,19 @@ def make_plan(
         beside: what its task has beside the network that is exported.
         logits: what the loss of its task needs (``Task.logits``).
         measured_speeds: what to plan with where the ranks will measure their speeds.
+        drawn: what its task generates in a step; None where it reads its samples.
     """
     hardware = exp.hardware
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     hosts_by_device: dict[str, list[str]] = {}
     for host in hosts:
         hosts_by_device.setdefault(host.device, []).append(host.name)
-    precision, reason = choose_precision(exp.precision, hosts_by_device, hardware.devices)
+    rollout_hosts = tuple(_host(host, local_names) for host in exp.rollout.servers)
+    computing_hosts = {name: list(names) for name, names in hosts_by_device.items()}
+    for host in rollout_hosts:  # CPUs draw in any precision
+        if ACCELERATORS[hardware.devices[host.device].accelerator].is_gpu:
+            computing_hosts.setdefault(host.device, []).append(host.name)
+    precision, reason = choose_precision(exp.precision, computing_hosts, hardware.devices)
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
     shape = model_geometry(exp.model)
     num_parameters, num_trained = _sizes(exp, shape, beside)
@@ -100,7 +109,8 @@ def make_plan(
             for name in hosts_by_device
         ),
         checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
-        rollout_hosts=tuple(_host(host, local_names) for host in exp.rollout.servers),
+        rollout_hosts=rollout_hosts,
+        drawn=drawn,
     )
 
     def fits(device: str, micro_batch: int) -> bool:
@@ -249,6 +259,23 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
         )
     yield from _of_balance(exp, plan)
     yield from _of_beside(exp, plan)
+    yield from server_problems(exp, plan)
+
+
+def server_problems(exp: Experiment, plan: Plan) -> list[str]:
+    """A sentence for each type of device that is too small for a rollout server."""
+    shape = model_geometry(exp.model)
+    if shape is None or plan.drawn is None:
+        return []
+    samples = Samples(
+        shape, BYTES[plan.precision], plan.batch.global_batch, plan.drawn, exp.data.seq_len
+    )
+    sentences = []
+    for name in dict.fromkeys(host.device for host in plan.rollout_hosts):
+        device = exp.hardware.devices[name]
+        needed = samples.server_gib(context_gib=ACCELERATORS[device.accelerator].context_gib)
+        sentences.append(server_problem(name, needed, device.memory_gib))
+    return [sentence for sentence in sentences if sentence]
 
 
 def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from itertools import zip_longest
 
+from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
 from llmx.plan.adapter import adapter_size, trained_parameters
@@ -38,8 +39,9 @@ from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes
+from llmx.plan.rollout_time import SamplerSpeed, Samples
 from llmx.plan.trace import StepTrace
-from llmx.plan.types import BatchPlan, Exchange, Plan, TimePlan
+from llmx.plan.types import BatchPlan, DrawnSamples, Exchange, Plan, RolloutTime, TimePlan
 
 REACHED = {7.0: (0.4, 0.2), 7.5: (0.4, 0.2), 8.0: (0.75, 0.35), 9.0: (0.62, 0.17)}
 """Parts of the 16-bit peak that matrix products and attention (its causal half) reach, by compute
@@ -119,7 +121,22 @@ def step_time(
         flops: of a token, where it is not to be computed from the geometry of the model.
         nominal: with nominal numbers for what is not known.
     """
-    return _Prediction(exp, plan, learned, flops, nominal=nominal).predict()
+    if plan.drawn is None:
+        return _Prediction(exp, plan, learned, flops, nominal=nominal).predict()
+    batch = _generated_batch(plan.batch, plan.drawn)
+    prediction = _Prediction(exp, replace(plan, batch=batch), learned, flops, nominal=nominal)
+    return prediction.with_drawing(prediction.predict(), plan.batch.global_batch)
+
+
+def _generated_batch(batch: BatchPlan, drawn: DrawnSamples) -> BatchPlan:
+    """The batch as it is trained: every prompt has become a group of completions."""
+    size = drawn.group_size
+    return replace(
+        batch,
+        global_batch=batch.global_batch * size,
+        accumulation=batch.accumulation * size,
+        sizes=tuple(sizes * size for sizes in batch.sizes),
+    )
 
 
 def tokens_per_s(exp: Experiment, plan: Plan) -> float:
@@ -322,6 +339,104 @@ class _Prediction:
             sources=tuple(dict.fromkeys(self.sources)),
         )
 
+    # Drawing.
+
+    def with_drawing(self, training: TimePlan, num_prompts: int) -> TimePlan:
+        """The time of a step that also draws its samples. ``training``: of one update; as it is
+        where the time of drawing is not known."""
+        plan, drawn = self.plan, self.plan.drawn
+        assert drawn is not None
+        if not training.step_s or self.shape is None or self.nominal:
+            return training
+        samples = Samples(self.shape, self.width, num_prompts, drawn, self.exp.data.seq_len)
+        servers = [host for host in plan.rollout_hosts for _ in range(host.slots)]
+        devices = [host.device for host in servers] or [rank.device for rank in plan.ranks]
+        speeds = [self._sampler_speed(name) for name in devices]
+        if unknown := [n for n, speed in zip(devices, speeds, strict=True) if speed is None]:
+            key = f"hardware.devices.{unknown[0]}.peak_tflops.{plan.precision}"
+            return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
+        known = [speed for speed in speeds if speed is not None]
+        trains_s = training.step_s * drawn.updates
+        if servers:
+            by_device = samples.by_servers_s(known, world=plan.world_size)
+        else:
+            by_device = samples.by_ranks_s(known)
+        draws_s, weights_s = max(by_device), self._weights(len(servers))
+        overlaps = bool(servers) and self.exp.rollout.max_staleness > 0
+        whole_s = max(trains_s, weights_s + draws_s) if overlaps else trains_s + weights_s + draws_s
+        busy_s: dict[str, list[float]] = {}
+        for host, seconds in zip(servers, by_device, strict=False):
+            busy_s.setdefault(host.name, []).append(seconds)
+        part = trains_s / whole_s
+        steps = plan.total_steps or 0
+        hours = whole_s * steps / 3600
+        self.sources.append(
+            f"{num_prompts:,} prompts{human.TIMES}{human.plural(drawn.group_size, 'completion')} "
+            f"of {drawn.new_tokens:,} tokens (assumed: all of full length)"
+        )
+        return replace(
+            training,
+            step_s=whole_s,
+            computing_s=training.computing_s * drawn.updates,
+            communication_s=training.communication_s * drawn.updates,
+            exposed_s=training.exposed_s * drawn.updates,
+            update_s=training.update_s * drawn.updates,
+            host_s=training.host_s * drawn.updates,
+            flops=training.flops * drawn.updates,
+            tokens_per_s=training.tokens_per_s * training.step_s / whole_s,
+            mfu=tuple((name, share * part) for name, share in training.mfu),
+            idle=tuple(share * part for share in training.idle),
+            even_step_s=training.even_step_s
+            and whole_s + (training.even_step_s - training.step_s) * drawn.updates,
+            bottleneck=training.bottleneck if trains_s >= draws_s else "drawing samples",
+            exchanges=tuple(
+                replace(exchange, gb=exchange.gb * drawn.updates) for exchange in training.exchanges
+            ),
+            hours=hours,
+            device_hours=hours * (plan.world_size + len(servers)),
+            cost=self._cost(hours),
+            sources=tuple(dict.fromkeys(self.sources)),
+            rollout=RolloutTime(
+                draws_s=draws_s,
+                trains_s=trains_s,
+                weights_s=weights_s,
+                training_idle=1 - part if servers else 0.0,
+                drawing_idle=tuple(
+                    (name, 1 - sum(seconds) / len(seconds) / whole_s)
+                    for name, seconds in busy_s.items()
+                ),
+                overlaps=overlaps,
+            ),
+        )
+
+    def _sampler_speed(self, name: str) -> SamplerSpeed | None:
+        """None where neither a run nor a data sheet tells how fast the device computes."""
+        device = self.exp.hardware.devices[name]
+        products, _ = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
+        tflops = self.learned.tflops.get(name) or self._peak(device) * products
+        if not tflops:
+            return None
+        if not device.memory_gb_per_s:
+            assumed = ACCELERATORS[device.accelerator].memory_gb_per_s
+            key = f"hardware.devices.{name}.memory_gb_per_s"
+            self.sources.append(f"{name}: {assumed:g} GB/s to its memory (assumed: {key})")
+        layer_s = LAYER_S / 3 if ACCELERATORS[device.accelerator].is_gpu else 0.0
+        return SamplerSpeed(tflops * 1e12, self._memory_speed(device), layer_s)
+
+    def _weights(self, servers: int) -> float:
+        """Seconds until the weights of a step are where samples are drawn: ZeRO-3 gathers them, and
+        rank 0 sends what is trained to each server over its network."""
+        seconds, world = 0.0, self.plan.world_size
+        if self.exp.zero.stage == 3 and world > 1:
+            size = self.width * self.elements * (world - 1) / world
+            seconds += self._seconds(_Sent("all-gather for drawing", size))
+        if servers:
+            adapted = trained_parameters(self.exp.model, self.exp.adapter)
+            assert self.shape is not None
+            policy = self.shape.num_parameters if adapted is None else adapted
+            seconds += servers * self.width * policy / (self._network() * GB * LINK_REACHED)
+        return seconds
+
     # Computing.
 
     def _tflops(self, name: str, device: DeviceConfig) -> float:
@@ -416,7 +531,7 @@ class _Prediction:
         batch = None if plan.balance is None else even_batch(plan)
         if batch is None:
             return 0.0
-        even = replace(plan, batch=batch, balance=None)
+        even = replace(plan, batch=batch, balance=None, drawn=None)
         return step_time(
             self.exp, even, learned=self.learned, flops=self.given, nominal=self.nominal
         ).step_s
@@ -630,9 +745,11 @@ class _Prediction:
     def _cost(self, hours: float) -> float | None:
         """The cost of the run, where each device's price and the number of steps are known."""
         prices = self.exp.hardware.price_per_hour
-        if not hours or any(rank.device not in prices for rank in self.plan.ranks):
+        devices = [rank.device for rank in self.plan.ranks]
+        devices += [host.device for host in self.plan.rollout_hosts for _ in range(host.slots)]
+        if not hours or any(name not in prices for name in devices):
             return None
-        return hours * sum(prices[rank.device] for rank in self.plan.ranks)
+        return hours * sum(prices[name] for name in devices)
 
 
 def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:

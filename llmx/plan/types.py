@@ -328,6 +328,49 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class DrawnSamples:
+    """The samples that a task generates in a step, for each prompt of ``batch.global_batch``."""
+
+    group_size: int
+    """Completions of each prompt."""
+    new_tokens: int
+    """The most tokens of a completion."""
+    updates: int = 1
+    """Optimizer updates with the samples of a step."""
+
+
+@dataclass(frozen=True)
+class RolloutTime:
+    """The parts of a step whose samples are generated (``llmx.plan.rollout_time``)."""
+
+    draws_s: float
+    trains_s: float
+    weights_s: float
+    """Sending weights to the rollout servers, or gathering those of ZeRO-3."""
+    training_idle: float
+    """Part of a step in which the training hosts wait for samples."""
+    drawing_idle: tuple[tuple[str, float], ...] = ()
+    """(rollout host, part of a step in which it draws nothing); empty where the ranks draw."""
+    overlaps: bool = False
+    """The servers draw while the ranks train (``rollout.max_staleness``)."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One way to divide the hosts into those that train and those that draw samples."""
+
+    trains: tuple[str, ...]
+    """Names of hosts."""
+    draws: tuple[str, ...]
+    """Empty: the ranks that train draw."""
+    step_s: float = 0.0
+    rollout: RolloutTime | None = None
+    problem: str = ""
+    """Why it is no choice."""
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class TimePlan:
     """Predicted time of one optimizer step (``llmx.plan.step_time``), and what follows from it."""
 
@@ -363,6 +406,9 @@ class TimePlan:
     """By ``hardware.price_per_hour``; None where a price or the hours are not known."""
     sources: tuple[str, ...] = ()
     """Sentences about the speeds that were assumed or learned."""
+    rollout: RolloutTime | None = None
+    """The parts of ``step_s`` of a task that generates its samples, where they are known; left out
+    of the file where there are none."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +508,10 @@ class Plan:
     where all have that of the model."""
     rollout_hosts: tuple[HostPlan, ...] = ()
     """Hosts that draw samples and have no ranks; left out of the file where there are none."""
+    drawn: DrawnSamples | None = None
+    """None where the task reads its samples. Left out of the file then."""
+    arrangements: tuple[Arrangement, ...] = ()
+    """What ``rollout.hosts=auto`` has chosen among; left out of the file where it was not set."""
 
     def attention_on(self, device: str) -> str:
         """The attention for packed rows on this type of device; empty where the plan has none."""
@@ -514,6 +564,8 @@ class Plan:
             "storage",
             "checkpointing",
             "rollout_hosts",
+            "drawn",
+            "arrangements",
         ):
             if getattr(self, name) == getattr(Plan, name):  # as by default
                 del values[name]
@@ -525,6 +577,8 @@ class Plan:
                 del values["balance"][name]
         if not self.batch.sizes:
             del values["batch"]["sizes"]
+        if self.time is not None and self.time.rollout is None:
+            del values["time"]["rollout"]
         return values
 
     @classmethod

@@ -456,7 +456,7 @@ def test_what_on_policy_chooses_and_refuses() -> None:
     assert not live.plan.beside[0].before_training
     assert Distill(exp, Tokenizer()).precomputed == ()
     (warning,) = task_warnings(exp)
-    assert "task=distill generates its samples. The plan leaves this out" in warning
+    assert "task=distill generates its samples. The plan leaves out the memory" in warning
     for options, message in (
         (
             {"on_policy": True, "teacher_logits": "stored"},

@@ -577,7 +577,7 @@ def test_problems_are_said_while_the_config_is_composed() -> None:
     exp = of_task(max_new_tokens=8)
     assert task_problems(exp) == []
     (warning,) = task_warnings(exp)
-    assert "task=grpo generates its samples. The plan leaves this out" in warning
+    assert "task=grpo generates its samples. The plan leaves out the memory" in warning
     exp.data.packing, exp.data.seq_len = "best_fit", 8
     exp.model.config["resid_pdrop"] = 0.1
     dropout, packing, length = task_problems(exp)

@@ -289,10 +289,11 @@ def next_run(
 def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Composed:
     """Keep the former plan's choice (``auto``) and its reason, unless one of the changed ``keys``
     was chosen by it or went into it."""
-    among = ("zero.", "batch.", "hardware.", "model.activation_checkpointing")
-    if composed.plan.chosen is not None or any(key.startswith(among) for key in keys):
+    among = ("zero.", "batch.", "hardware.", "rollout.", "model.activation_checkpointing")
+    plan = composed.plan
+    if plan.chosen or plan.arrangements or any(key.startswith(among) for key in keys):
         return composed
-    plan = dataclasses.replace(composed.plan, chosen=former.chosen)
+    plan = dataclasses.replace(plan, chosen=former.chosen, arrangements=former.arrangements)
     return dataclasses.replace(composed, plan=plan)
 
 

@@ -35,6 +35,7 @@ from llmx.plan.geometry import model_geometry
 from llmx.plan.trace import Traces
 from llmx.plan.types import (
     USABLE,
+    Arrangement,
     HostPlan,
     HostStorage,
     MemoryPlan,
@@ -119,6 +120,9 @@ def render_plan(
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
     facts = facts_table(plan, exp, traces, overrides)
     parts: list[RenderableType] = [title, hosts_table(plan), facts]
+    if plan.arrangements:
+        heading = "\nrollout.hosts=auto: predicted step of each arrangement; * is this plan"
+        parts += [Text(heading, style="bold"), arrangements_table(plan.arrangements)]
     if plan.memory:
         table = _memory(plan)
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
@@ -163,6 +167,29 @@ def hosts_table(plan: Plan) -> Table:
     for host in plan.rollout_hosts:
         servers = f"{host.slots}{human.TIMES}{host.device}"
         table.add_row(_host_name(host), "draws samples", servers, "", "", plan.precision)
+    return table
+
+
+def arrangements_table(arrangements: Sequence[Arrangement]) -> Table:
+    """Which hosts train and which draw, the step, and how long each part waits; or why not."""
+    table = columns_table()
+    names = ["train on", "draw on", "step", "training idle", "drawing idle"]
+    for name in names + ["not chosen"] * any(choice.problem for choice in arrangements):
+        table.add_column(name, overflow="fold")
+    for choice in arrangements:
+        mark, step, idle = "* " if choice.chosen else "", "", ("", "")
+        if choice.step_s:
+            step = seconds(choice.step_s)
+        if (rollout := choice.rollout) and rollout.drawing_idle:
+            shares = [share for _, share in rollout.drawing_idle]
+            mean = sum(shares) / len(shares)
+            idle = (
+                human.percent(rollout.training_idle, decimals=0),
+                human.percent(mean, decimals=0),
+            )
+        draws = ", ".join(choice.draws) or "the same"
+        problem = [choice.problem.splitlines()[0]] if choice.problem else []
+        table.add_row(mark + ", ".join(choice.trains), draws, step, *idle, *problem)
     return table
 
 
@@ -545,7 +572,29 @@ def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str,
     if not time.step_s:
         yield "time", f"not known: {time.unknown}"
         return
-    yield "time", f"{seconds(time.step_s)}: {', '.join(_parts(time))}"
+    parts = ", ".join(_parts(time))
+    if rollout := time.rollout:
+        how = "at the same time" if rollout.overlaps else "one after the other"
+        weights = f", weights {seconds(rollout.weights_s)}" if rollout.weights_s else ""
+        yield (
+            "time",
+            (
+                f"{seconds(time.step_s)}: drawing {seconds(rollout.draws_s)}, training "
+                f"{seconds(rollout.trains_s)}{weights}; {how} (rollout.max_staleness)"
+            ),
+        )
+        if rollout.drawing_idle:
+            shares = [("training hosts", rollout.training_idle), *rollout.drawing_idle]
+            texts = [
+                f"{name} {human.percent(share, decimals=0)}"
+                for name, share in shares[: MAX_HOSTS + 1]
+            ]
+            yield "idle", f"{', '.join(texts)} of a step"
+        yield "training", parts
+    else:
+        yield "time", f"{seconds(time.step_s)}: {parts}"
+        if plan.drawn is not None:
+            yield "drawing", "not known: the architecture of the model is not known"
     yield "bottleneck", time.bottleneck
     mfu = ", ".join(f"{name} {human.percent(part)}" for name, part in time.mfu)
     yield "speed", f"{time.tokens_per_s:,.0f} tokens/s{f'; MFU {mfu}' if mfu else ''}"

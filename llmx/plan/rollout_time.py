@@ -1,0 +1,125 @@
+"""Predicted time of drawing the samples of a step, by a roofline. Pure arithmetic; nothing is run.
+
+A decoding step reads all weights and the key-value cache of its rows, and computes one token of
+each row. It takes as long as the slowest of three: memory, arithmetic, and launching the kernels of
+the layers. A prompt goes through the model once, limited by arithmetic. All completions are assumed
+to have ``max_new_tokens`` tokens, and prompt and completion together ``data.seq_len``.
+
+``python -m pytest tests/unit/test_plan_rollout_time.py``
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmx.plan.geometry import Geometry
+from llmx.plan.types import USABLE, DrawnSamples
+
+ROWS = 64
+"""Completions that a device draws at once (``llmx.models.generate.BATCH``)."""
+BATCHES_EACH = 4
+"""Batches of a step for each of several rollout servers (``llmx.rollout.client``)."""
+
+
+@dataclass(frozen=True)
+class SamplerSpeed:
+    """What a device reaches while it draws."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    layer_s: float = 0.0
+    """At least so long for each layer of a decoding step: launching its kernels."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a step, and the network that draws them."""
+
+    shape: Geometry
+    width: int
+    """Bytes of a weight, and of an element of the key-value cache."""
+    num_prompts: int
+    drawn: DrawnSamples
+    seq_len: int
+
+    @property
+    def num_completions(self) -> int:
+        return self.num_prompts * self.drawn.group_size
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of each prompt: they fill ``data.seq_len``."""
+        return max(1, self.seq_len - self.drawn.new_tokens)
+
+    @property
+    def num_weights(self) -> int:
+        """Parameters that a decoding step multiplies with."""
+        return self.shape.num_parameters - self.shape.num_looked_up
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Of keys and values of all layers."""
+        return 2 * self.shape.num_layers * self.shape.kv_size * self.width
+
+    def forward_flops(self, context: float) -> float:
+        """Of one token that sees so many before it: 2 N, and 4 x width for each token and layer."""
+        width = self.shape.query_size or self.shape.hidden_size
+        return 2.0 * self.num_weights + 4.0 * self.shape.num_layers * width * context
+
+    def decoding_step_s(self, rows: float, speed: SamplerSpeed) -> float:
+        """Seconds of one token for each of ``rows`` completions, in the middle of them."""
+        context = self.prompt_tokens + self.drawn.new_tokens / 2
+        num_bytes = self.num_weights * self.width + rows * context * self.cache_bytes_per_token
+        return max(
+            num_bytes / speed.bytes_per_s,
+            rows * self.forward_flops(context) / speed.flops_per_s,
+            self.shape.num_layers * speed.layer_s,
+        )
+
+    def drawing_s(self, completions: int, speed: SamplerSpeed) -> float:
+        """Seconds in which one device draws so many completions, at most ``ROWS`` at once."""
+        if not completions:
+            return 0.0
+        rounds = -(-completions // ROWS)
+        prompts = -(-completions // self.drawn.group_size)
+        prefill = prompts * self.prompt_tokens * self.forward_flops(self.prompt_tokens / 2)
+        steps = rounds * self.drawn.new_tokens
+        decoding = steps * self.decoding_step_s(completions / rounds, speed)
+        return prefill / speed.flops_per_s + decoding
+
+    def by_ranks_s(self, speeds: Sequence[SamplerSpeed]) -> list[float]:
+        """Seconds of each rank: they draw equal parts."""
+        count, world = self.num_completions, len(speeds)
+        parts = [count * (at + 1) // world - count * at // world for at in range(world)]
+        return [self.drawing_s(part, speed) for part, speed in zip(parts, speeds, strict=True)]
+
+    def by_servers_s(self, speeds: Sequence[SamplerSpeed], *, world: int) -> list[float]:
+        """Seconds in which each rollout server draws: the next batch goes to the one that is free
+        first. ``world``: ranks."""
+        count = max(world, BATCHES_EACH * len(speeds)) if len(speeds) > 1 else world
+        count = min(count, self.num_completions)
+        total = self.num_completions
+        sizes = [total * (at + 1) // count - total * at // count for at in range(count)]
+        free = [(0.0, number) for number in range(len(speeds))]
+        for size in sizes:
+            seconds, number = heapq.heappop(free)
+            heapq.heappush(free, (seconds + self.drawing_s(size, speeds[number]), number))
+        return [seconds for seconds, _ in sorted(free, key=lambda entry: entry[1])]
+
+    def server_gib(self, *, context_gib: float) -> float:
+        """Memory of a rollout server: weights, and the cache of its rows."""
+        weights = self.shape.num_parameters * self.width
+        rows = min(ROWS, self.num_completions)
+        return (weights + rows * self.seq_len * self.cache_bytes_per_token) / 2**30 + context_gib
+
+
+def server_problem(device: str, needed_gib: float, capacity_gib: float) -> str:
+    """A sentence where a rollout server does not fit on a device; else empty."""
+    if not capacity_gib or needed_gib <= USABLE * capacity_gib:
+        return ""
+    return (
+        f"{device}: a rollout server takes {needed_gib:.1f} GiB, {capacity_gib:.3g} GiB available: "
+        "expect it to run out of memory."
+    )
