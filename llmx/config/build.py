@@ -270,7 +270,9 @@ def _value(hint: Any, value: Any, where: str, rules: Mapping[str, Any], problems
         if value == "auto" and "auto" in rules:
             return ["auto"]
         if not isinstance(value, list | tuple):
-            problems.append(_wrong(where, value, f"a list{_limits(rules)}", rules))
+            problems.append(
+                _wrong(where, value, "a list, or auto" if "auto" in rules else "a list", rules)
+            )
             return []
         inner_rules = {"example": None}
         return [

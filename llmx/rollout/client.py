@@ -62,6 +62,9 @@ START_S = 180.0
 BATCHES_EACH = 4
 """Batches of a step for each server, where there are several."""
 
+IDLE_SHARE = "rollout_idle_share"
+"""With ``/HOST``, the metric of the share of time in which the servers of a host draw nothing."""
+
 Key = tuple[tuple[int, ...], int]
 """A sample: the tokens of its prompt, and its seed."""
 
@@ -496,12 +499,17 @@ class RolloutServers:
         with self.changed:
             seconds = max(time.perf_counter() - self.measured_at, 1e-9)
             shares = [server.share for server in self.servers]
+            idle: dict[str, list[float]] = {}
+            for server in self.servers:
+                part = max(0.0, 1 - server.share.busy_s / seconds)
+                idle.setdefault(server.place.host, []).append(part)
             measures: dict[str, Any] = {
                 "rollout_tokens_per_s": sum(share.tokens for share in shares) / seconds,
                 "rollout_wait_share": min(1.0, self.wait_s / seconds),
-                "rollout_idle_share": [
-                    round(max(0.0, 1 - share.busy_s / seconds), 4) for share in shares
-                ],
+                **{
+                    f"{IDLE_SHARE}/{host}": round(sum(parts) / len(parts), 4)
+                    for host, parts in idle.items()
+                },
                 "rollout_returned": self.returned,
                 "rollout_dropped": self.dropped,
             }

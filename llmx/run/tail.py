@@ -77,7 +77,8 @@ SHAPES: Record = {
         "warnings": [""], "hosts": [{"name": "", "slots": 0}], "accelerator": "",
         "ranks": [{"rank": 0, "host": 0, "device": "", "micro_batch": 0}], "num_parameters": 0,
         "batch": {"global_batch": 0, "accumulation": 0, "micro_batches": [0], "seq_len": 0},
-        "memory": [{"device": ""}], "time": {"step_s": 0},
+        "memory": [{"device": ""}],
+        "time": {"step_s": 0, "rollout": {"training_idle": 0, "drawing_idle": [None]}},
     },
     "samples.json": {
         "rows": [{"prompt": "", "expected": "", "before": "", "after": ""}],

@@ -16,7 +16,8 @@ from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, DataConfig, Experiment, TaskConfig
 from llmx.plan.types import Plan
-from llmx.rollout.client import RolloutServers
+from llmx.rollout.client import IDLE_SHARE, RolloutServers
+from llmx.run.metrics import Metric
 from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, write_json
@@ -90,8 +91,20 @@ class Session:
 
     @property
     def declared_metrics(self) -> dict[str, Any]:
-        """The task's metrics as the ``start`` line has them."""
-        return {name: metric.to_dict() for name, metric in self.task.metrics.items()}
+        """The metrics of the task and of rollout servers as the ``start`` line has them."""
+        metrics = dict(self.task.metrics)
+        if self.plan.rollout_hosts:
+            metrics["rollout_wait_share"] = Metric(
+                "time waiting for samples", "percent", kinds=("train",)
+            )
+            metrics |= {
+                f"{IDLE_SHARE}/{host.name}": Metric(
+                    f"idle time of {host.name}", "percent", kinds=("train",)
+                )
+                for host in self.plan.rollout_hosts
+            }
+            metrics["rollout_tokens_per_s"] = Metric("tokens/s drawn", kinds=("train",))
+        return {name: metric.to_dict() for name, metric in metrics.items()}
 
     @property
     def length(self) -> RunLength:

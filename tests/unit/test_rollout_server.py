@@ -148,7 +148,7 @@ def test_servers_draw_what_the_ranks_would_have_drawn(places: list[ServerAddress
         measures = servers.take_measures()
     assert [line.startswith("rollout server here:") for line in lines] == [True]
     assert measures["rollout_tokens_per_s"] > 0
-    assert len(measures["rollout_idle_share"]) == 1
+    assert 0 <= measures["rollout_idle_share/here"] < 1
     assert measures["rollout_dropped"] == measures["rollout_returned"] == 0
 
 

@@ -289,7 +289,7 @@ def next_run(
 def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Composed:
     """Keep the former plan's choice (``auto``) and its reason, unless one of the changed ``keys``
     was chosen by it or went into it."""
-    among = ("zero.", "batch.", "hardware.", "rollout.", "model.activation_checkpointing")
+    among = ("zero.", "batch.", "hardware.", "rollout.hosts", "model.activation_checkpointing")
     plan = composed.plan
     if plan.chosen or plan.arrangements or any(key.startswith(among) for key in keys):
         return composed

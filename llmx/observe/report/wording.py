@@ -28,6 +28,9 @@ SHOWN_SAMPLES = 4
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
 MAX_COUNTS = 16
+WAITS_OTHERWISE = 0.2
+"""Where the part of a step in which ranks wait for samples differs so much from the plan's, the
+division of the hosts is worth a change."""
 IDLE_MATTERS = 0.1
 """Of the ranks' computing time."""
 
@@ -154,11 +157,32 @@ def predicted(data: RunData) -> str:
         # The first line is of a warm-up.
         pace = statistics.median(paces[1:] or paces)
         parts.append(f"{_against(foreseen, pace, seconds)} a step")
+    if text := _waiting_for_samples(data):
+        parts.append(text)
     planned, peak = data.predicted_gib, data.summary.get("memory_gib_max")
     accelerator = ACCELERATORS.get(data.plan.get("accelerator") or "")
     if planned and peak and accelerator is not None and accelerator.is_gpu:
         parts.append(f"memory {_against(planned, peak, lambda size: f'{human.gib(size)} GiB')}")
     return "; ".join(parts)
+
+
+def _waiting_for_samples(data: RunData) -> str:
+    """The part of a step in which ranks wait for rollout servers, as planned and as measured, with
+    the direction in which to change ``rollout.hosts`` where they differ; empty without servers."""
+    rollout = (data.plan.get("time") or {}).get("rollout") or {}
+    shares: list[float] = [
+        line["rollout_wait_share"]
+        for line in data.train
+        if is_number(line.get("rollout_wait_share"))
+    ]
+    if not rollout.get("drawing_idle") or not shares:
+        return ""
+    foreseen, share = rollout.get("training_idle") or 0.0, statistics.median(shares[1:] or shares)
+    text = f"waiting for samples {human.percent(foreseen, decimals=0)} of a step, measured "
+    text += human.percent(share, decimals=0)
+    if abs(share - foreseen) < WAITS_OTHERWISE:
+        return text
+    return f"{text} (let {'more' if share > foreseen else 'fewer'} hosts draw: rollout.hosts)"
 
 
 def _against(foreseen: float, measured: float, text: Callable[[float], str]) -> str:
