@@ -83,7 +83,9 @@ def with_traced_choice(composed: Composed) -> Composed:
     chosen = composed.plan.chosen
     if chosen is not None and chosen.problem:
         raise ConfigError(chosen.problem)
-    return replace(composed, plan=replace(composed.plan, arrangements=arrangements))
+    if arrangements:
+        composed = replace(composed, plan=replace(composed.plan, arrangements=arrangements))
+    return composed
 
 
 def _traces_of(composed: Composed, *, make: bool, variants: bool | None = None) -> Traces:

@@ -164,7 +164,7 @@ def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
     """Gradients, optimizer and activations twice; a reference takes its weights alone."""
     words = [f"zero=stage{stage}", "task.options.beta=0"]
     alone = composed([*MODEL, "task=grpo", "data=file", "data.path=demo", *words]).plan
-    both = ppo(*words).plan
+    both = ppo(*words, "task.options.group_size=8", "task.options.updates=1").plan
     (value,) = both.beside
     # Llama's output head of 32,000 rows is a score of one.
     assert value.num_parameters == value.num_trained == alone.num_parameters - 31_999 * 4096
