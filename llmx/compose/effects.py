@@ -226,7 +226,7 @@ RULES = (
          "without MLflow", "tracking=mlflow"),
     Rule("tracking.entity", _tracker_reads("entity"),
          "without W&B or SwanLab", "tracking=wandb"),
-    Rule("tracking.project tracking.group tracking.tags tracking.mode tracking.finish_timeout_s",
+    Rule("tracking.project tracking.group tracking.mode tracking.finish_timeout_s",
          lambda exp: bool(exp.tracking.kinds), "without a tracker", "tracking=wandb"),
 )  # fmt: skip
 _BY_COMMAND = (

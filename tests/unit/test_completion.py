@@ -19,6 +19,7 @@ from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
 from llmx.cli.completion import SHELLS, candidates, split_line
 from llmx.config.groups import GROUPS, options
+from llmx.config.plugins import TRACKERS
 from llmx.config.reference import keys
 from llmx.errors import ConfigError
 
@@ -147,7 +148,7 @@ def test_flags() -> None:
         ('llmx "data.path=chats/a b', ['data.path=chats/a b.jsonl" ']),
         (
             "llmx tracking.kinds=",
-            [f"\\[{kind}\\] " for kind in ("wandb", "tensorboard", "csv", "mlflow", "swanlab")],
+            [f"\\[{kind}\\] " for kind in TRACKERS.shipped],
         ),
         ("python -m llmx optim.sch", ["optim.schedule="]),
         (".venv/bin/python -m llmx repo", ["report "]),
