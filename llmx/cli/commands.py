@@ -665,11 +665,12 @@ model in that format, and compare it with transformers before the directory gets
         reads_only=True,
     ),
     "data": Command(
-        "prepare the data and report on it; preview=3 shows samples token by token",
-        f"[preview=N] [split=train|eval] {_OVERRIDES}",
+        "prepare the data and report on it; out=FILE.jsonl writes it without duplicates",
+        f"[preview=N] [split=train|eval] [out=FILE.jsonl] [near=0.8] {_OVERRIDES}",
         "Reads, tokenizes and packs the data as a training with the same overrides would. Prints\n"
         "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
-        "for the training.",
+        "for the training. With out, near or decontaminate it prepares nothing: it removes rows,\n"
+        "and writes the other ones, mixed by weight and split, as a new file.",
         module="llmx.cli.data",
         words=(
             Word("preview=", "show N samples token by token, with target tokens marked", "N"),
@@ -679,12 +680,34 @@ model in that format, and compare it with transformers before the directory gets
                 "SPLIT",
                 ("train", "eval"),
             ),
+            Word(
+                "out=",
+                "write the rows of all sources to a new file, as they are, with a record of where "
+                "they come from beside it (without out, near and decontaminate only report)",
+                "FILE.jsonl",
+                takes="path",
+            ),
+            Word(
+                "near=",
+                "remove rows that are identical, or at least so similar to an earlier one "
+                "(Jaccard index of three words in a row, by MinHash); needs llmx[data]",
+                "S",
+            ),
+            Word(
+                "decontaminate=",
+                "remove rows that have words in a row in common with this evaluation set",
+                "FILE",
+                takes="path",
+            ),
+            Word("ngram=", "the number of these words (default 13, as for GPT-3)", "N"),
         ),
         overrides=True,
         section="data",
         examples=(
             "python -m llmx data preview=3",
             "python -m llmx data data=file data.path=chats.jsonl model=hf model.path=Qwen/Qwen3-8B",
+            "python -m llmx data out=clean.jsonl near=0.8 decontaminate=questions.jsonl "
+            "data.path=chats.jsonl data.eval_fraction=0.05",
         ),
     ),
     "tokenizer": Command(
@@ -760,6 +783,81 @@ how it ended. After an interruption the same command continues from OUT.partial.
         examples=(
             'python -m llmx generate outputs/my-run "Which of these is a bird: oak, wren?"',
             "python -m llmx generate ~/models/Qwen3-0.6B --prompts test.jsonl --out answers.jsonl",
+        ),
+    ),
+    "synthesize": Command(
+        "make new training rows from a few: synthesize RUN|MODEL --seeds FILE --out FILE",
+        "RUN|MODEL --seeds FILE --out FILE.jsonl [--rows N] [--url URL] [key=value ...]",
+        "Self-instruct: shows a model some rows of --seeds and asks for new ones, until --out has\n"
+        "so many. Rows are kept that have an instruction and an answer, no refusal and no\n"
+        "excluded word, and that differ from all seeds and earlier rows. With --url the model is\n"
+        "the name of one that a server with OpenAI's interface has. Type the same command again\n"
+        "to continue. Needs llmx[data].",
+        Runs.PROCESS,
+        "llmx.cli.synthesize",
+        words=(
+            Word("temperature=", "sampling temperature (default 1); 0 is greedy", "T"),
+            *_SAMPLING[1:3],
+            Word("seed=", "of the rows that are shown, and of the answers (default 0)", "N"),
+            Word("max_new_tokens=", "longest answer to a request, in tokens (default 2048)", "N"),
+            Word("--seeds", "rows with an instruction and an answer", "FILE", takes="path"),
+            Word("--out", "file for the new rows", "FILE.jsonl", takes="path"),
+            Word(
+                "--rows",
+                "rows that --out is to have (default 100)",
+                "N",
+                number=_COUNT,
+                default=100,
+            ),
+            Word("--url", "server with OpenAI's interface, e.g. http://localhost:8000/v1", "URL"),
+            Word(
+                "--key-env",
+                "environment variable with the server's key (default OPENAI_API_KEY)",
+                "NAME",
+            ),
+            Word(
+                "--per-request",
+                "rows to ask for in a request (default 5)",
+                "N",
+                number=Number(int, Range(1, 100)),
+                default=5,
+            ),
+            Word(
+                "--parallel",
+                "requests at a time (default 8)",
+                "N",
+                number=Number(int, Range(1, 256)),
+                default=8,
+            ),
+            Word(
+                "--similarity",
+                "reject an instruction that has at least this share of its words in common with "
+                "an earlier one (default 0.7)",
+                "S",
+                number=Number(float, Range(0.3, 1)),
+                default=0.7,
+            ),
+            Word(
+                "--exclude",
+                "words that no instruction may have (default: what text cannot show, such as "
+                "image and video)",
+                "WORDS",
+            ),
+            Word(
+                "--prompt",
+                "text of a request, with {examples} and {count} in it",
+                "FILE",
+                takes="path",
+            ),
+            _MODEL,
+            _TRUST,
+        ),
+        arguments=(Argument("run", "target", "RUN|MODEL"),),
+        takes_ctrl_c=True,
+        examples=(
+            "python -m llmx synthesize ~/models/Qwen3-0.6B --seeds chats.jsonl --out new.jsonl",
+            "python -m llmx synthesize Qwen3-8B --url http://gpu-1:8000/v1 --seeds chats.jsonl "
+            "--out new.jsonl --rows 5000",
         ),
     ),
     "chat": Command(

@@ -3,6 +3,7 @@
     python -m llmx data task=sft data=file data.path=chats.jsonl model=...
     python -m llmx data preview=3 ...      # samples token by token
     python -m llmx data split=eval preview=1 ...
+    python -m llmx data out=clean.jsonl near=0.8 ...   # llmx.cli.data_out
 
 Run as ``python -m llmx.cli.data CONFIG.yaml [preview=N] [split=train|eval]``. A histogram of
 the rows' lengths is written beside each store.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmx.cli import data_out
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
 from llmx.data import SampleStore, has_eval
@@ -39,6 +41,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(config: Path, own_words: dict[str, str]) -> int:
     exp = experiment_from_dict(load_yaml(config))
+    if of_file := sorted(set(own_words) & set(data_out.WORDS)):
+        if others := sorted(set(own_words) - set(data_out.WORDS)):
+            raise ConfigError(
+                f"{others[0]} shows prepared data, and {of_file[0]} prepares none. Set one of them."
+            )
+        if offline := stay_offline_if_unreachable(exp.model, os.environ):
+            print(offline, flush=True)
+        return data_out.run(exp, own_words)
     splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
     chosen = own_words.get("split")
     if chosen is not None and chosen not in splits:

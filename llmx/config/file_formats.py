@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.config import plugins
+from llmx.text import plural
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,39 @@ FILE_TYPES = [
     FileType((".tsv", ".csv"), f"{_LINES}:delimited_records"),
     FileType((".parquet", ".arrow"), f"{_TABLES}:table_records", compressible=False),
 ]
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 """Files that describe a data set and lie beside it."""
+PROVENANCE = ".provenance.json"
+"""The end of the name of another one: what a file was made of, by ``data out=`` or
+``synthesize``."""
 SAVED = ("state.json", "dataset_dict.json")
 """By these files a directory of ``Dataset.save_to_disk`` or ``DatasetDict`` is known."""
 
 
 def kind_of(file: Path) -> str:
-    """The suffix that tells the format, in lower case, without that of a compression."""
+    """The suffix that tells the format, in lower case, without that of a compression; of a .zip
+    without another one, that of a data file in it."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes[-1:] == [".zip"] and not set(suffixes) & set(known_suffixes()):
+        kinds = (Path(name).suffix.lower() for name in zip_members(file))
+        return next((kind for kind in kinds if kind in known_suffixes()), "")
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
+
+
+def zip_members(file: Path) -> list[str]:
+    """The names of the files in a .zip, without directories and what macOS adds; none where it
+    cannot be read."""
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = [member.filename for member in archive.infolist() if not member.is_dir()]
+    except (OSError, zipfile.BadZipFile):
+        return []
+    return [name for name in names if not re.search(r"(^|/)(\.|__MACOSX/)", name)]
 
 
 def known_suffixes() -> tuple[str, ...]:
@@ -65,6 +87,11 @@ def name_problem(file: Path) -> str:
     """Why a file with this name cannot be read as data, with the fix; empty where it can."""
     kind, last = kind_of(file), file.suffix.lower()
     file_type = type_of(file)
+    if last == ".zip" and (num_files := len(zip_members(file))) != 1:
+        return (
+            f"a .zip with {plural(num_files, 'file')} in it (or damaged); it must have one. "
+            f"Unpack it and name the directory: unzip {file.name} -d {file.stem}"
+        )
     if file_type is None:
         reason = f"{kind} files are not read" if kind else "its name has no suffix"
         return (
@@ -86,8 +113,9 @@ def files_in(directory: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             file = Path(place, name)
-            is_data = kind_of(file) in known_suffixes() and name not in NOT_DATA
-            if is_data and not name.startswith(".") and file.is_file():
+            if name.startswith(".") or name in NOT_DATA or name.endswith(PROVENANCE):
+                continue
+            if kind_of(file) in known_suffixes() and file.is_file():
                 yield file
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import ColumnCheck
@@ -56,6 +56,7 @@ from llmx.text import plural, printable
 if TYPE_CHECKING:  # the control process reads first rows, and draws none
     import numpy as np
 
+T = TypeVar("T")
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
 FORMS_VERSION = 3
@@ -237,6 +238,21 @@ class Source:
         # A source that no task takes is read as what it is in the first place.
         return readers[self.row_type or next(iter(readers))]
 
+    def records(
+        self, bad: OnBad, *, meter: Meter | None = None
+    ) -> Iterator[tuple[Record | Document, Row | None]]:
+        """Every record as it was read, with its row. Columns that change what a row means are not
+        refused: the record is not trained on, it is passed on."""
+        for record in self.raw(bad, meter=meter):
+            try:
+                row: Row | None = record
+                if not isinstance(record, Document):
+                    row = self._read(record, self.reading)
+            except RecordError as error:
+                bad(error)
+            else:
+                yield record, row
+
     def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
         """Every row; None for a conversation without an answer."""
         for record in self.raw(bad, meter=meter):
@@ -323,6 +339,19 @@ def held_out(repeated: np.ndarray, count: int, *, seed: int) -> set[int]:
     draws = np.random.Philox(key=_key("held out", seed)).random_raw(len(repeated))
     order = np.argsort(draws, kind="stable")
     return set(order[~repeated[order]][:count].tolist())
+
+
+def num_held_out(amount: float, different: int, path: str) -> int:
+    """How many of ``different`` rows are held out: ``amount``, below 1 the fraction of them.
+    Raises ConfigError where nothing would be left."""
+    rows = int(amount) if amount >= 1 else max(1, round(amount * different))
+    if rows >= different:
+        key = "samples" if amount >= 1 else "fraction"
+        raise ConfigError(
+            f"data.eval_{key}={amount:g} of {different} rows in {path} leaves "
+            "nothing to train on. Hold out fewer, or give data.eval_path."
+        )
+    return rows
 
 
 def _key(*parts: object) -> np.ndarray:
@@ -502,7 +531,7 @@ class DatasetSplit:
         self.meter.bytes = 0
         bad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
-        for index, record, copy in self._every(bad, weighted=self.name == "train"):
+        for index, record, copy in self.numbered(Source.rows, bad, weighted=self.name == "train"):
             empty = False
             if repeated is not None and index < len(repeated) and repeated[index]:
                 self.left_out["identical to an earlier row"] += copy == 0
@@ -515,9 +544,11 @@ class DatasetSplit:
         if empty and not self.rejects.counts:
             raise no_rows(self.path)
 
-    def _every(self, bad: OnBad, *, weighted: bool) -> Iterator[Numbered]:
-        """(number, row, which copy) over all sources; ``weighted``: each as often as its weight
-        says, else once."""
+    def numbered(
+        self, read: Callable[..., Iterator[T]], bad: OnBad, *, weighted: bool
+    ) -> Iterator[tuple[int, T, int]]:
+        """(number, what ``read`` gives of a source, which copy) over all sources; ``weighted``:
+        each as often as its weight says, else once."""
         start = 0
         for number, source in enumerate(self.sources):
             limits = [] if source.max_rows is None else [source.max_rows]
@@ -527,7 +558,7 @@ class DatasetSplit:
             stop = start
             for copy in range(self.copies(source) if weighted else 1):
                 is_drawn = weight_draws(self.seed, number, source.weight - copy if weighted else 1)
-                rows = source.rows(bad if copy == 0 else _pass_over, meter=self.meter)
+                rows = read(source, bad if copy == 0 else pass_over, meter=self.meter)
                 for index, row in enumerate(islice(rows, limit)):
                     if is_drawn is None or is_drawn(index):
                         yield start + index, row, copy
@@ -540,7 +571,7 @@ class DatasetSplit:
         if not self.held_out_rows and not self.data.deduplicate:
             return None
         skips = self.data.on_bad_row == "skip"
-        records = self._every(_pass_over if skips else refuse, weighted=False)
+        records = self.numbered(Source.rows, pass_over if skips else refuse, weighted=False)
         meter, total = self.meter, self.source_bytes
         meter.bytes = 0
         title = f"Counting the rows of {self.path}"
@@ -557,13 +588,7 @@ class DatasetSplit:
         if not amount or repeated is None:
             return None
         different = int((~repeated).sum())
-        rows = int(amount) if amount >= 1 else max(1, round(amount * different))
-        if rows >= different:
-            key = "samples" if amount >= 1 else "fraction"
-            raise ConfigError(
-                f"data.eval_{key}={amount:g} of {different} rows in {self.path} leaves "
-                "nothing to train on. Hold out fewer, or give data.eval_path."
-            )
+        rows = num_held_out(amount, different, self.path)
         return held_out(repeated, rows, seed=self.seed)
 
 
@@ -577,5 +602,5 @@ def _shown(
         yield record
 
 
-def _pass_over(error: RecordError) -> None:
+def pass_over(error: RecordError) -> None:
     """Ignores a bad record, which another reading of the same source records."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,14 @@ from llmx.errors import DataError
 
 ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def zipped(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {"__MACOSX/._a.jsonl": b"", **members}.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
 
 
 def values(path: Path) -> list[dict]:
@@ -39,6 +49,8 @@ def values(path: Path) -> list[dict]:
         ("a.jsonl.zst", zstandard.compress(LINES[:9]) + zstandard.compress(LINES[9:])),
         ("a.jsonl.bz2", bz2.compress(LINES)),
         ("a.JSONL.XZ", lzma.compress(LINES)),
+        ("a.jsonl.zip", zipped(any_name=LINES)),
+        ("a.zip", zipped(**{"rows/a.csv": 'text\none ü\n"two\nlines"\n'.encode()})),
         ("a.csv", 'text\none ü\n"two\nlines"\n'.encode()),
     ],
 )
@@ -77,6 +89,7 @@ def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
         ("a.jsonl.zst", zstandard.compress(LINES)[:-3], "damaged or cut off"),
         ("a.jsonl.xz", b"not xz", "damaged or cut off"),
         ("a.jsonl.bz2", b"not bzip2", "damaged or cut off"),
+        ("a.jsonl.zip", zipped(a=LINES).replace(LINES[:4], b"....")[:-80], "damaged or cut off"),
         ("a.tsv", b"a\tb\n1\t2\n1\n", r"line 3: 1 cell, but the header names 2 columns"),
     ],
 )
@@ -94,6 +107,11 @@ def test_files_of_a_path(tmp_path: Path):
     assert names == ["a.txt", "b.jsonl", "c.json.gz"]
     assert [file.name for file in source_files(f"{tmp_path}/*.jsonl")] == ["b.jsonl"]
     assert [file.name for file in source_files(f"{tmp_path}/**/*.gz")] == ["c.json.gz"]
+    (tmp_path / "two.zip").write_bytes(zipped(**{"a.jsonl": LINES, "b.jsonl": LINES}))
+    (tmp_path / "pictures.zip").write_bytes(zipped(**{"a.png": b"", "b.png": b""}))
+    with pytest.raises(DataError, match=r"two.zip: a .zip with 2 files.*unzip two.zip -d two"):
+        source_files(str(tmp_path))
+    (tmp_path / "two.zip").unlink()
     with pytest.raises(DataError, match="no such file"):
         source_files(f"{tmp_path}/none/*.json")
     with pytest.raises(DataError, match=r"README\.md: \.md files are not read; those that end in"):

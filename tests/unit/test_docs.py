@@ -81,7 +81,7 @@ def test_every_task_stands_in_the_readme_with_its_command() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the reader is said to have: data, a cluster, a run."""
     place = tmp_path_factory.mktemp("reader")
-    for name in ("chats.jsonl", "questions.jsonl"):
+    for name in ("chats.jsonl", "clean.jsonl", "questions.jsonl"):
         (place / name).write_text(CHATS)
     (place / "PATH").mkdir()
     for name in ("a.jsonl", "mixed.jsonl", "corpus.txt", "PATH/rows.jsonl"):

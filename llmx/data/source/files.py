@@ -1,9 +1,9 @@
 """From files on disk to records, one at a time, each knowing where it came from.
 
 A file, a directory or a glob is read by what the suffixes say (``llmx.config.file_formats``), also
-compressed (.gz, .zst, .bz2, .xz). What is wrong with a file is said with its name, its line or row
-and an excerpt; a wrong record goes to ``bad``, which raises it or takes note, and the records after
-it are read. The bytes of a file are named by its SHA-256, which is computed once.
+compressed (.gz, .zst, .bz2, .xz, .zip). What is wrong with a file is said with its name, its line
+or row and an excerpt; a wrong record goes to ``bad``, which raises it or takes note, and the
+records after it are read. The bytes of a file are named by its SHA-256, which is computed once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import json
 import lzma
 import os
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from llmx.config.file_formats import (
     known_suffixes,
     name_problem,
     type_of,
+    zip_members,
 )
 from llmx.data.source.records import Document, Meter, OnBad, Record, RecordError, Where, refuse
 from llmx.data.source.tables import saved_files
@@ -42,7 +44,7 @@ DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
 WORTH_BYTES = 1 << 20
 """Smaller files are hashed again: that is faster than looking their digest up."""
 READ_BYTES = 1 << 18
-DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile)
 """Errors of reading a damaged file; bz2 raises an OSError without a number."""
 
 
@@ -120,6 +122,15 @@ def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
             opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
             with opener(raw, "rb") as stream:
                 yield stream
+        elif suffix == ".zip":
+            with zipfile.ZipFile(raw) as archive:
+                (name,) = zip_members(file)
+                try:
+                    member: Any = archive.open(name)
+                except (RuntimeError, NotImplementedError) as error:  # encrypted, or PPMd
+                    raise DataError(f"{file}: cannot be unpacked ({error}). Unzip it.") from error
+                with io.BufferedReader(member) as stream:
+                    yield stream
         else:
             yield raw
 
