@@ -666,7 +666,7 @@ model in that format, and compare it with transformers before the directory gets
     ),
     "data": Command(
         "prepare the data and report on it; out=FILE.jsonl writes it without duplicates",
-        f"[preview=N] [split=train|eval] [out=FILE.jsonl] [near=0.8] {_OVERRIDES}",
+        f"[preview=N] [out=FILE.jsonl] [near=0.8] {_OVERRIDES}",
         "Reads, tokenizes and packs the data as a training with the same overrides would. Prints\n"
         "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
         "for the training. With out, near or decontaminate it prepares nothing: it removes rows,\n"
@@ -706,8 +706,8 @@ model in that format, and compare it with transformers before the directory gets
         examples=(
             "python -m llmx data preview=3",
             "python -m llmx data data=file data.path=chats.jsonl model=hf model.path=Qwen/Qwen3-8B",
-            "python -m llmx data out=clean.jsonl near=0.8 decontaminate=questions.jsonl "
-            "data.path=chats.jsonl data.eval_fraction=0.05",
+            "python -m llmx data out=clean.jsonl near=0.8 data.path=chats.jsonl "
+            "data.eval_fraction=0.05",
         ),
     ),
     "tokenizer": Command(
@@ -787,7 +787,7 @@ how it ended. After an interruption the same command continues from OUT.partial.
     ),
     "synthesize": Command(
         "make new training rows from a few: synthesize RUN|MODEL --seeds FILE --out FILE",
-        "RUN|MODEL --seeds FILE --out FILE.jsonl [--rows N] [--url URL] [key=value ...]",
+        "RUN|MODEL --seeds FILE --out FILE.jsonl [--rows N] [--url URL]",
         "Self-instruct: shows a model some rows of --seeds and asks for new ones, until --out has\n"
         "so many. Rows are kept that have an instruction and an answer, no refusal and no\n"
         "excluded word, and that differ from all seeds and earlier rows. With --url the model is\n"
@@ -856,8 +856,8 @@ how it ended. After an interruption the same command continues from OUT.partial.
         takes_ctrl_c=True,
         examples=(
             "python -m llmx synthesize ~/models/Qwen3-0.6B --seeds chats.jsonl --out new.jsonl",
-            "python -m llmx synthesize Qwen3-8B --url http://gpu-1:8000/v1 --seeds chats.jsonl "
-            "--out new.jsonl --rows 5000",
+            "python -m llmx synthesize Qwen3-8B --url http://gpu:8000/v1 --seeds chats.jsonl "
+            "--out new.jsonl",
         ),
     ),
     "chat": Command(
