@@ -15,8 +15,10 @@ from llmx.errors import did_you_mean
 
 TRANSPORTS = ("auto", "ssh", "local")
 """With which the supervisor's agents can reach the rollout hosts, and the ranks their variables."""
-
-
+SILENT_S = 30.0
+"""A server that sends nothing for so long is lost."""
+HANG_TIMEOUT_S = 600.0
+"""The least that ``launch.hang_timeout_s=null`` stands for (``llmx.launch.supervision.hang``)."""
 OPEN = "auto"
 """The only entry of ``rollout.hosts`` until the plan has chosen the hosts
 (``llmx.plan.arrangements``)."""
@@ -52,6 +54,14 @@ def rollout_problems(exp: Experiment) -> Iterator[str]:
             )
         return
     where = f"rollout.hosts={shown(rollout.hosts)}"
+    hang_s, wait_s = launch.hang_timeout_s, SILENT_S + rollout.wait_s
+    if 0 < (HANG_TIMEOUT_S if hang_s is None else hang_s) <= wait_s:
+        yield (
+            f"launch.hang_timeout_s={shown(hang_s)}: where a rollout server is lost the ranks wait "
+            f"{wait_s:g} s for its samples (30 s of silence, and rollout.wait_s={rollout.wait_s:g})"
+            f", which would count as a hang. Set launch.hang_timeout_s={2 * wait_s:g}, or a "
+            "smaller rollout.wait_s."
+        )
     names = [host.name for host in rollout.servers]
     trains = [host.name for host in exp.hardware.hosts]
     for name in rollout.hosts:

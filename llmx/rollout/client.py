@@ -29,6 +29,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import RolloutConfig
+from llmx.config.rollout_rules import SILENT_S
 from llmx.errors import ConfigError
 from llmx.models.generate import Completion, generate, shares
 from llmx.models.model import Model
@@ -41,10 +42,10 @@ from llmx.rollout.protocol import (
     NO_MODEL,
     OTHER_WEIGHTS,
     PROTOCOL,
-    SILENT_S,
     Refused,
     ServerAddress,
     digest,
+    opened,
     password_of,
 )
 from llmx.rollout.server import versions
@@ -132,17 +133,15 @@ class Connection:
         try:
             headers = {
                 "Authorization": f"Bearer {self.password}",
-                DIGEST: body_digest,
+                DIGEST: body_digest or digest(body),
                 "Content-Length": str(len(body)),
             }
             # From a file, in pieces: a time-out is of all that is sent at once.
             connection.request(method, path, io.BytesIO(body), headers)
             response = connection.getresponse()
-            answer = json.loads(response.read())
+            answer: dict[str, Any] = json.loads(opened(response.read()))
         finally:
             connection.close()
-        if not isinstance(answer, dict):
-            raise ValueError("another program answers")
         if "error" in answer:
             raise Refused(answer["error"], answer["message"])
         return answer
@@ -283,19 +282,13 @@ class RolloutServers:
         self.wait_s += time.perf_counter() - began
         if self.world > 1:
             drawn = all_gather(drawn)[0]
-        missing = [key for key in keys if key not in drawn]
-        if missing:
+        if any(key not in drawn for key in keys):
             self.log(
                 f"WARNING: step {self.step + 1}: no rollout server answers; the ranks draw "
-                f"{plural(len(missing), 'sample')} themselves"
+                f"{plural(len(keys), 'sample')} themselves"
             )
-            of_ranks = generate(
-                self.model,
-                [prompt for prompt, _ in missing],
-                sampling,
-                seeds=[seed for _, seed in missing],
-            )
-            drawn.update(zip(missing, of_ranks, strict=True))
+            # All: a batch of those that are missing would have other rows, so other last bits.
+            return generate(self.model, prompts, sampling, seeds=seeds)
         return [drawn[key] for key in keys]
 
     def _draw_all(self, keys: list[Key], sampling: Sampling) -> dict[Key, Completion]:

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 
 from llmx.config.addresses import bare, ipv6
 
-PROTOCOL = 1
+PROTOCOL = 2
 SERVER_MODULE = "llmx.rollout.server"
 SERVERS = "LLMX_ROLLOUT_SERVERS"
 """Variable of the ranks: where the servers listen (``render_servers``)."""
 LISTEN = "LLMX_ROLLOUT_LISTEN"
 """Variable of a server: the address and port where it listens."""
 DIGEST = "X-LLMX-Digest"
-"""Header: ``digest`` of the body."""
+"""Header: ``digest`` of the body of a request."""
 HEARTBEAT_S = 3.0
 """A server that works sends a blank this often."""
-SILENT_S = 30.0
-"""A server that sends nothing for so long is lost."""
 
 DAMAGED, NO_MODEL, OTHER_WEIGHTS, FAILED = "damaged", "no_model", "other_weights", "failed"
 
@@ -73,6 +71,24 @@ def parse_servers(text: str) -> list[ServerAddress]:
 def digest(data: bytes | bytearray | memoryview) -> str:
     """The hash by which a receiver knows that it has what was sent."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def sealed(text: str) -> bytes:
+    """The body of an answer: its hash, and the text."""
+    data = text.encode()
+    return f"{digest(data)} ".encode() + data
+
+
+def opened(answer: bytes) -> bytes:
+    """The text of an answer, of which blanks came first.
+
+    Raises:
+        ValueError: it is damaged or cut short, or none of ours.
+    """
+    given_digest, _, data = answer.strip().partition(b" ")
+    if digest(data).encode() != given_digest:
+        raise ValueError(f"an answer of {len(answer)} bytes is damaged or cut short")
+    return data
 
 
 def password_of(token: str) -> str:

@@ -39,6 +39,7 @@ from llmx.rollout.protocol import (
     digest,
     parse_servers,
     password_of,
+    sealed,
 )
 
 TOKEN = "LLMX_RUN_TOKEN"
@@ -150,10 +151,9 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_refused(kind == "model" or (kind == "weights" and version.isdecimal())):
             return
         body = self._body()
-        self._start()
-        if digest(body) != self.headers.get(DIGEST):
-            self._write({"error": DAMAGED, "message": f"{len(body)} bytes have another digest"})
-        elif kind == "model":
+        if body is None:
+            return
+        if kind == "model":
             self._work(lambda: self.server.policy.take_model(body))
         else:
             self._work(lambda: self.server.policy.take_weights(body, int(version)))
@@ -161,9 +161,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self._is_refused(self.path == "/sample"):
             return
-        request = json.loads(self._body())
-        self._start()
-        self._work(lambda: self.server.policy.sample(request))
+        body = self._body()
+        if body is not None:
+            request = json.loads(body)
+            self._work(lambda: self.server.policy.sample(request))
 
     def _is_refused(self, exists: bool) -> bool:
         """Answer who has not the password of the run, and a path that is not there."""
@@ -176,8 +177,14 @@ class Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+    def _body(self) -> bytes | None:
+        """What was sent. None where it arrived damaged, which is answered."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._start()
+        if digest(body) == self.headers.get(DIGEST):
+            return body
+        self._write({"error": DAMAGED, "message": f"{len(body)} bytes have another digest"})
+        return None
 
     def _start(self) -> None:
         self.send_response(200)
@@ -195,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
             future.cancel()
 
     def _write(self, answer: dict[str, Any]) -> None:
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write(sealed(json.dumps(answer)))
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the ranks log what matters."""

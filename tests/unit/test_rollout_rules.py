@@ -59,6 +59,12 @@ def test_a_host_that_is_no_longer_named_trains_again() -> None:
             ["rollout.hosts=[node-b]", "rollout.max_staleness=1", "task.options.loss=gspo"],
             r"Set rollout\.importance=sequence",
         ),
+        (
+            ["rollout.hosts=[node-b]", "launch.hang_timeout_s=60"],
+            r"launch\.hang_timeout_s=60: .* wait 60 s for .* Set launch\.hang_timeout_s=120",
+        ),
+        (["rollout.hosts=[node-b]", "rollout.wait_s=600"], r"hang_timeout_s=null: .* wait 630 s"),
+        (["rollout.hosts=[node-b]", "rollout.wait_s=600", "launch.hang_timeout_s=0"], None),
         (["rollout.hosts=[node-b]", "rollout.port=65000"], None),
         (["rollout.hosts=[node-b]", "model.trust_remote_code=true"], "needs the repository's code"),
     ],

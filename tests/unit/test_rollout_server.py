@@ -38,6 +38,7 @@ from llmx.rollout.protocol import (
     password_of,
     render_servers,
 )
+from tests.chaos.bit_flips import Flipper, relay
 from tests.small_models import small_model
 from tests.unit.test_models_adapter import adapted, experiment, train_a_little
 from tests.unit.test_models_model import model_of
@@ -259,6 +260,30 @@ def test_a_batch_of_a_server_that_dies_goes_to_another_one(
     processes[1].start()
 
 
+def test_ranks_draw_what_a_server_has_begun_anew(
+    processes: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server, two ranks: it dies between their batches. In a batch of what is missing, other
+    rows would be beside each other."""
+    monkeypatch.setattr(client, "shares", lambda rows, **_: [[0], [*range(1, len(rows))]])
+    model, lines, process = policy(), [], processes[0]
+    with ranks(model, [process.place], lines, wait_s=0.5) as servers:
+        original, requests = Connection.request, []
+
+        def dies_second(self: Connection, method: str, path: str, *more: Any, **named: Any) -> Any:
+            if path == "/sample":
+                requests.append(path)
+                if len(requests) == 2:
+                    process.end()
+            return original(self, method, path, *more, **named)
+
+        monkeypatch.setattr(Connection, "request", dies_second)
+        servers.at_step(0)
+        assert drawn(model, 0) == by_ranks(model, 0)
+    assert any("the ranks draw 12 samples themselves" in line for line in lines)
+    process.start()
+
+
 def test_a_server_that_always_fails_is_left_out(
     places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,15 +312,15 @@ def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress])
     model = policy()
     network = Body.of(pack(gather(model, trained=False, keep=True), describe(model)))
     weights = Body.of(pack(gather(model, trained=True, keep=True)), 7)
-    with Damaging(places[0]) as way:
-        server = Connection(ServerAddress("here", "127.0.0.1", way.port), password_of(TOKEN))
+    with damaging(places[0], Flipper(1, answers=0)) as (place, flipper):
+        server = Connection(place, password_of(TOKEN))
         server.put("/model", network)
-        way.damage = 1
+        flipper.left = 1
         server.put("/weights/7", weights)
-        assert way.damage == 0
+        assert flipper.left == 0
         server.greet()
         assert (server.model, server.weights) == (network.digest, 7)
-        way.damage = 3
+        flipper.left = 3
         with pytest.raises(Refused) as refused:
             server.put("/weights/8", weights)
         assert refused.value.kind == "damaged"
@@ -303,37 +328,38 @@ def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress])
         assert server.weights == 7
 
 
-class Damaging:
-    """A way to a server on which a byte of a body changes, ``damage`` times."""
+@pytest.mark.parametrize("answers", [0, 1])
+def test_damaged_prompts_and_samples_are_sent_again(
+    places: list[ServerAddress], answers: int
+) -> None:
+    model, lines = policy(), []
+    with (
+        damaging(places[0], Flipper(2, answers=answers)) as (place, flipper),
+        ranks(model, [place], lines, wait_s=60) as servers,
+    ):
+        servers.at_step(0)
+        assert drawn(model, 0) == by_ranks(model, 0)
+        for seed in range(4):  # of the same weights, so that only samples are asked for
+            flipper.left = 2
+            assert drawn(model, seed) == by_ranks(model, seed)
+            assert flipper.left == 0
+    assert not any("the ranks draw" in line for line in lines)
 
-    def __init__(self, to: ServerAddress) -> None:
-        self.to, self.damage = to, 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
 
-    def __enter__(self) -> Damaging:
-        threading.Thread(target=self.accept, daemon=True).start()
-        return self
+@contextlib.contextmanager
+def damaging(to: ServerAddress, flipper: Flipper) -> Iterator[tuple[ServerAddress, Flipper]]:
+    """A way to a server on which bits change."""
 
-    def __exit__(self, *_: object) -> None:
-        self.listener.close()
-
-    def accept(self) -> None:
+    def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
-                peer, _ = self.listener.accept()
-                server = socket.create_connection((self.to.address, self.to.port))
-                for pair in ((peer, server), (server, peer)):
-                    threading.Thread(target=self.copy, args=pair, daemon=True).start()
+                peer, _ = listener.accept()
+                server = socket.create_connection((to.address, to.port))
+                threading.Thread(target=relay, args=(flipper, peer, server), daemon=True).start()
 
-    def copy(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 20):
-                if self.damage and target.getpeername()[1] == self.to.port and len(data) > 4000:
-                    self.damage -= 1
-                    data = data[:-1] + bytes([data[-1] ^ 1])
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield ServerAddress("here", "127.0.0.1", listener.getsockname()[1]), flipper
 
 
 def test_who_has_not_the_password_is_not_answered(places: list[ServerAddress]) -> None:
