@@ -183,7 +183,9 @@ class Attempt:
             return spec
         self.pool = RolloutPool(spec, self.log, session=self.connections[0].session)
         try:
-            servers = self.pool.prepare(self.connections, self._take_turn)
+            servers = self.pool.prepare(
+                self.connections, self._take_turn, is_restart=self.is_restart
+            )
         except LaunchError as error:
             if not self.is_restart:
                 raise

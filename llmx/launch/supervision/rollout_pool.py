@@ -48,6 +48,8 @@ RESTART_WAIT_S = 2.0
 """Before a server is started again, and between two tries to reach its host."""
 STOP_S = 5.0
 
+Inbox = queue.Queue[tuple[Connection, Message]]
+
 
 class RolloutPool:
     """Used once. ``prepare``, then ``start``, then ``stop``."""
@@ -82,40 +84,44 @@ class RolloutPool:
         """As if the rollout hosts were those that train: a server is started like a rank, with a
         number that no rank has."""
         self.log = log
-        self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
+        self.inboxes: list[Inbox] = [queue.Queue() for _ in hosts]
+        """Of each host: no host waits for another one that is lost."""
         logs = spec.run_dir.logs
         self.connections = [
-            local_connection(host.name, (at,), logs / f"agent-{host.name}.log", self.inbox)
+            local_connection(host.name, (at,), logs / f"agent-{host.name}.log", inbox)
             if host.is_local and not self.spec.host(at).enter
             else remote_connection(
                 host.name,
                 (at,),
                 logs / f"agent-{host.name}.log",
-                self.inbox,
+                inbox,
                 ssh_config=None if host.is_local else spec.run_dir.ssh_config,
                 python=self.spec.python_on(at),
                 enter=self.spec.host(at).enter,
             )
-            for at, host in enumerate(hosts)
+            for at, (host, inbox) in enumerate(zip(hosts, self.inboxes, strict=True))
         ]
         for connection in self.connections:
             connection.session = session
         self.places: dict[int, ServerAddress] = {}
         """Server, by its number, -> where it listens."""
         self.restarts: dict[int, int] = {}
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
         self.ending = threading.Event()
 
     def prepare(
         self,
         training: Sequence[Connection],
         take_turn: Callable[[LaunchSpec, list[Connection]], None],
+        *,
+        is_restart: bool,
     ) -> tuple[ServerAddress, ...]:
         """Check the hosts, and find where their servers will listen.
 
         Args:
             training: the agents of the hosts that train.
             take_turn: called for hosts that other runs may use.
+            is_restart: hosts that do not answer are left out, unless none does.
 
         Raises:
             LaunchError: a host cannot be reached or used, or the first host that trains does not
@@ -125,8 +131,16 @@ class RolloutPool:
             connection.start(tool_env())
         try:
             self.spec = handshake(self.spec, self.connections)
-        except HostsUnreachable as error:  # no host that trains: nothing is to be waited for
-            raise LaunchError(str(error)) from error
+        except HostsUnreachable as error:
+            away = [connection for connection in self.connections if connection.name in error.hosts]
+            if not is_restart or len(away) == len(self.connections):
+                # No host that trains: nothing is to be waited for.
+                raise LaunchError(str(error)) from error
+            self.log.warning(f"the other rollout hosts draw all samples: {error}")
+            for connection in away:
+                self.connections.remove(connection)
+                connection.close(timeout_s=0.2)
+            self.spec = handshake(self.spec, self.connections)
         kill_leftovers(self.spec, self.connections, self.log)
         take_turn(self.spec, self.connections)
         first = next(connection for connection in training if 0 in connection.hosts)
@@ -200,10 +214,12 @@ class RolloutPool:
                 self.log.warning(f"{connection.name}: does not watch its servers: {reply}")
         for connection in self.connections:
             self._start_servers(connection, self._servers_of(connection))
-        hosts = ", ".join(f"{host.name} ({host.slots})" for host in self.spec.plan.hosts)
+        hosts = ", ".join(f"{c.name} ({len(self._servers_of(c))})" for c in self.connections)
         self.log.info(f"{plural(len(self.places), 'rollout server')}: {hosts}")
-        self.thread = threading.Thread(target=self._watch, name="rollout-pool", daemon=True)
-        self.thread.start()
+        for inbox in self.inboxes:
+            thread = threading.Thread(target=self._watch, args=(inbox,), daemon=True)
+            thread.start()
+            self.threads.append(thread)
 
     def _servers_of(self, connection: Connection) -> list[int]:
         return [rank.rank for rank in self.spec.plan.ranks if rank.host in connection.hosts]
@@ -239,12 +255,12 @@ class RolloutPool:
         except AgentError as error:
             self.log.warning(f"{connection.name}: cannot start its rollout servers: {error}")
 
-    def _watch(self) -> None:
-        """Until the end: what servers write is kept, those that die are started again, hosts that
-        are lost connected anew."""
+    def _watch(self, inbox: Inbox) -> None:
+        """Of one host, until the end: what servers write is kept, those that die are started again,
+        and where the connection breaks there is a new one."""
         while not self.ending.is_set():
             try:
-                connection, message = self.inbox.get(timeout=0.5)
+                connection, message = inbox.get(timeout=0.5)
             except queue.Empty:
                 continue
             match message.get("event"):
@@ -254,7 +270,7 @@ class RolloutPool:
                         apply_update(self.spec.run_dir, message, data)
                 case "rank_exit":
                     self._restart(connection, message["rank"])
-                case "lost":
+                case "lost" if connection.lost_at is not None:  # else of a try before the last
                     self._connect_again(connection)
 
     def _restart(self, connection: Connection, server: int) -> None:
@@ -273,7 +289,7 @@ class RolloutPool:
 
     def _connect_again(self, connection: Connection) -> None:
         """A new agent on a host whose connection broke. It ends the one before it, and that one's
-        servers exit; new ones are started in their place."""
+        servers exit; new ones are started in their place. The host may have lost its disk."""
         self.log.warning(f"rollout host {connection.name}: the connection broke")
         while not self.ending.wait(RESTART_WAIT_S):
             try:
@@ -281,9 +297,10 @@ class RolloutPool:
                 hello = handshake_message(self.spec, connection, "")
                 connection.request("handshake", timeout_s=20, take_over=True, **hello)
                 connection.request("kill_leftovers", timeout_s=30, grace_s=0)
+                push(self.spec, [connection], self.log.debug)
                 stream = not connection.shared
                 connection.request("watch", timeout_s=20, stream=stream, port=0)
-            except AgentError as error:
+            except (AgentError, LaunchError) as error:
                 self.log.debug(f"{connection.name}: {error}")
                 continue
             self._start_servers(connection, self._servers_of(connection))
@@ -294,10 +311,10 @@ class RolloutPool:
         """End the servers on every host, and their agents."""
         self.ending.set()
         for connection in self.connections:
-            if self.thread is not None and self.thread.is_alive() and connection.lost_at:
+            if self.threads and connection.lost_at:
                 connection.abort()
-        if self.thread is not None:
-            self.thread.join(timeout=70)
+        for thread in self.threads:
+            thread.join(timeout=70)
         connected = [connection for connection in self.connections if connection.lost_at is None]
         for connection, reply in request_all(
             connected, "stop", timeout_s=STOP_S + 15, message=lambda _: {"grace_s": STOP_S}
