@@ -61,8 +61,9 @@ fuzz: venv ## random command lines, config files and hostfiles through the comma
 # Faults of `make chaos`, and the seed of what strikes when.
 N ?= 30
 SEED ?= 1
-chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7), record it in benchmarks/results
-	$(BIN)/python -m tests.chaos --faults $(N) --seed $(SEED) --docs
+SETUP ?= sft
+chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7 SETUP=rollouts), record it in benchmarks/results
+	$(BIN)/python -m tests.chaos --setup $(SETUP) --faults $(N) --seed $(SEED) --docs
 
 docs: venv ## write docs/config.md and docs/failures.md anew, and the table of sizes
 	$(BIN)/python -m llmx.cli.help > docs/config.md

@@ -9,12 +9,13 @@ import tempfile
 from pathlib import Path
 
 from llmx.run.rundir import write_json
-from tests.chaos.campaign import campaign
-from tests.chaos.kinds import KINDS
+from tests.chaos.campaign import SFT, campaign
 from tests.chaos.record import table, write_into_docs
+from tests.chaos.rollouts import AHEAD, SYNCHRONOUS
 from tests.cluster.requirements import missing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SETUPS = (SFT, SYNCHRONOUS, AHEAD)
 
 
 def main() -> int:
@@ -22,8 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    names = [kind.name for kind in KINDS]
-    parser.add_argument("--kind", action="append", choices=names, help="only these, in order")
+    parser.add_argument("--setup", choices=[setup.name for setup in SETUPS], default=SFT.name)
+    parser.add_argument("--kind", action="append", help="only these, in order")
     parser.add_argument("--json", type=Path, default=Path("chaos.json"))
     parser.add_argument("--docs", action="store_true", help="write it into benchmarks/results")
     parser.add_argument("--keep", action="store_true", help="keep the run directories' logs")
@@ -31,12 +32,16 @@ def main() -> int:
     if reason := missing("rsync"):
         print(f"chaos: no test cluster: {reason}", file=sys.stderr)
         return 2
-    by_name = {kind.name: kind for kind in KINDS}
+    (setup,) = (setup for setup in SETUPS if setup.name == options.setup)
+    by_name = {kind.name: kind for kind in setup.kinds}
+    if unknown := set(options.kind or ()) - set(by_name):
+        parser.error(f"--kind {min(unknown)}: {setup.name} has {', '.join(by_name)}")
     kinds = [by_name[name] for name in options.kind or ()] or None
     directory = Path(tempfile.mkdtemp(prefix="llmx-chaos-"))
     try:
         report = campaign(
             directory,
+            setup,
             faults=len(kinds) if kinds else options.faults,
             seed=options.seed,
             kinds=kinds,

@@ -13,6 +13,7 @@ import platform
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +32,6 @@ from tests.chaos.training import GaveUp, Trained, Undisturbed, trained
 
 EVERY = 10
 """Steps between two checkpoints."""
-STRIDE = 30
-"""Steps of the run for each volley: enough for a checkpoint or two between two of them."""
 SLOWEST_STEP_S = 0.3
 """On a machine that is busy with other things."""
 
@@ -43,6 +42,8 @@ class Strike:
 
     number: int
     kind: str
+    words: str = ""
+    """Of the kind, for the table."""
     what: str = ""
     step: int = 0
     """The newest logged step when it struck."""
@@ -66,6 +67,7 @@ class Report:
 
     seed: int
     faults: int
+    setup: str = "sft"
     every_steps: int = EVERY
     steps: int = 0
     started: float = field(default_factory=time.time)
@@ -94,52 +96,84 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         """For each kind: tried, survived, steps repeated at most, seconds to the next save."""
         rows = []
-        for kind in KINDS:
-            mine = [strike for strike in self.strikes if strike.kind == kind.name]
-            if mine:
-                times = sorted(strike.took_s for strike in mine)
-                rows.append(
-                    {
-                        "kind": kind.words,
-                        "tried": len(mine),
-                        "survived": sum(strike.survived for strike in mine),
-                        "repeated": max(strike.repeated for strike in mine),
-                        "median_s": times[len(times) // 2],
-                    }
-                )
+        for words in dict.fromkeys(strike.words for strike in self.strikes):
+            strikes = [strike for strike in self.strikes if strike.words == words]
+            times = sorted(strike.took_s for strike in strikes)
+            rows.append(
+                {
+                    "kind": words,
+                    "tried": len(strikes),
+                    "survived": sum(strike.survived for strike in strikes),
+                    "repeated": max(strike.repeated for strike in strikes),
+                    "median_s": times[len(times) // 2],
+                }
+            )
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "survived": self.survived, "passed": self.passed}
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and what is done to it."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    site: type[Site]
+    is_repeatable: bool = True
+    """Whether the bits must be those of an undisturbed run."""
+    stride: int = 30
+    """Steps of the run for each volley: enough for a checkpoint or two between two of them."""
+
+
+SFT = Setup("sft", KINDS, Site)
+
 Say = Callable[[str], None]
 
 
 def campaign(
-    directory: Path, *, faults: int, seed: int, kinds: list[Kind] | None = None, say: Say = print
+    directory: Path,
+    setup: Setup = SFT,
+    *,
+    faults: int,
+    seed: int,
+    kinds: list[Kind] | None = None,
+    say: Say = print,
 ) -> Report:
     """All of it. Never raises for what the run did wrong: the report says it."""
     chance = random.Random(seed)
-    volleys = [(kind,) for kind in kinds] if kinds else pair(draw(faults, chance), chance)
+    volleys = (
+        [(kind,) for kind in kinds] if kinds else pair(draw(faults, chance, setup.kinds), chance)
+    )
     slack = sum(kind.steps for volley in volleys for kind in volley)
-    report = Report(seed, faults, steps=(len(volleys) + 1) * STRIDE + slack)
+    report = Report(seed, faults, setup.name, steps=(len(volleys) + 1) * setup.stride + slack)
     report.versions = {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
     }
     begun = time.monotonic()
     try:
-        with (
-            Undisturbed(directory / "undisturbed", steps=report.steps) as undisturbed,
-            Site(directory / "disturbed", steps=report.steps, every=EVERY) as site,
-        ):
+        with ExitStack() as stack:
+            undisturbed = None
+            if setup.is_repeatable:
+                words = setup.site.undisturbed_words(report.steps)
+                undisturbed = stack.enter_context(
+                    Undisturbed(directory / "undisturbed", words, steps=report.steps)
+                )
+            site = stack.enter_context(
+                setup.site(directory / "disturbed", steps=report.steps, every=EVERY)
+            )
             site.start()
             for number, volley in enumerate(volleys, 1):
-                _fire(site, volley, number * STRIDE, chance, report, say)
+                # Each has a stretch of its own: the run is over only after the last of them.
+                at = number * setup.stride + chance.randrange(setup.stride // 3)
+                _fire(site, volley, at, chance, report, say)
             disturbed = _until_the_end(site)
             say(f"the end, after {time.monotonic() - begun:.0f} s")
-            _compare(undisturbed.until_over(patience_s=PATIENCE_S), disturbed, report)
+            report.weights_hash = disturbed.weights_hash
+            if undisturbed is not None:
+                _compare(undisturbed.until_over(patience_s=PATIENCE_S), disturbed, report)
     except GaveUp as error:
         report.problems.append(str(error))
     report.took_s = time.monotonic() - begun
@@ -149,9 +183,7 @@ def campaign(
 def _fire(
     site: Site, volley: Volley, at: int, chance: random.Random, report: Report, say: Say
 ) -> None:
-    """A volley at a random step of its stretch, and all that must be true after it."""
-    # The stretch begins behind the last volley's: the run is over only after the last of them.
-    at += chance.randrange(STRIDE // 3)
+    """A volley at a step, and all that must be true after it."""
     site.until(
         lambda: site.step >= at and len(site.held()) >= 2,
         what=f"step {at}, and two checkpoints",
@@ -162,7 +194,7 @@ def _fire(
     """When each struck, and how many resumes there were."""
     try:
         for kind in volley:
-            strike = Strike(len(report.strikes) + 1, kind.name, step=site.step)
+            strike = Strike(len(report.strikes) + 1, kind.name, kind.words, step=site.step)
             strike.follows = bool(strikes)
             strikes.append(strike)
             report.strikes.append(strike)
@@ -208,6 +240,7 @@ def _until_it_goes_on(
         resumes, attempts: how many there were before it.
     """
     site.look()
+    site.seen_step = site.step
     saves = len(site.saves())
 
     def goes_on() -> bool:
@@ -217,6 +250,8 @@ def _until_it_goes_on(
         if ended and site.resumed_at < ended[-1]:
             return False
         if site.supervisor().get("state") != "running" or site.step <= strike.step:
+            return False
+        if not site.goes_on():
             return False
         return len(site.saves()) > saves and 0 < site.saved_since_resume() <= site.newest()
 
@@ -228,6 +263,8 @@ def _check(site: Site, volley: Volley, repeated: int) -> None:
     damage_was_noticed(site)
     committed_checkpoints_are_good(site)
     no_orphan(site)
+    if site.changed:
+        raise GaveUp(f"trained again with other losses: steps {site.changed}\n{site.story()}")
     most = sum(kind.most_lost for kind in volley) * site.every + site.may_repeat
     if repeated > most:
         raise GaveUp(f"{repeated} steps were trained again, more than {most}\n{site.story()}")
@@ -242,11 +279,11 @@ def _until_the_end(site: Site) -> Trained:
     if site.process.returncode != 0 or result["outcome"] != "ok":
         raise GaveUp(f"ended with {site.process.returncode}: {result}\n{site.story()}")
     nothing_left(site)
+    site.check_samples()
     return trained(site.run_dir(site.near), site.steps)
 
 
 def _compare(undisturbed: Trained, disturbed: Trained, report: Report) -> None:
-    report.weights_hash = disturbed.weights_hash
     equal = [s for s, values in undisturbed.losses.items() if disturbed.losses[s] == values]
     report.equal_losses = len(equal)
     if len(equal) < len(undisturbed.losses):

@@ -53,7 +53,7 @@ def committed_checkpoints_are_good(site: Site) -> int:
 def damage_was_noticed(site: Site) -> None:
     """What we damaged was passed over and named by the ranks, or a good copy took its place."""
     named = {event["checkpoint"] for event in site.events if event["event"] == "damaged"}
-    for rank, host in enumerate(site.cluster.hosts):
+    for rank, host in enumerate(site.trainers):
         for name, step in sorted(site.damaged):
             if name != host.name:
                 continue
@@ -92,11 +92,11 @@ def _problems(path: Path) -> list[str]:
 
 
 def no_orphan(site: Site) -> None:
-    """While the run trains: one rank a host, none of an earlier attempt."""
+    """While the run trains: one rank a host that trains, none of an earlier attempt."""
     for host in site.cluster.hosts:
-        ranks = site.ranks(host)
-        if len(ranks) != 1:
-            raise GaveUp(f"{host.name} has {len(ranks)} ranks, not 1: {host.processes()}")
+        ranks, expected = site.ranks(host), int(host in site.trainers)
+        if len(ranks) != expected:
+            raise GaveUp(f"{host.name} has {len(ranks)} ranks, not {expected}: {host.processes()}")
 
 
 def nothing_left(site: Site) -> None:

@@ -23,8 +23,7 @@ COPY_LAGS_STEPS = 40
 
 def rank_killed(site: Site, chance: random.Random) -> str:
     """A rank is killed, as by the kernel's OOM killer."""
-    host = chance.choice(site.cluster.hosts)
-    return _kill_rank(site, host)
+    return _kill_rank(site, chance.choice(site.trainers))
 
 
 def _kill_rank(site: Site, host: Host) -> str:
@@ -209,7 +208,7 @@ def disk_full(site: Site, chance: random.Random) -> str:
 
 def checkpoint_damaged(site: Site, chance: random.Random) -> str:
     """A rank is killed, and before the restart a file of the newest checkpoint rots."""
-    killed = _kill_rank(site, chance.choice(site.cluster.hosts))
+    killed = _kill_rank(site, chance.choice(site.trainers))
     return f"{damage_newest(site, chance)}, after the rank on {killed} was killed"
 
 
@@ -217,17 +216,17 @@ def damage_newest(site: Site, chance: random.Random) -> str:
     """What a rank wrote into the newest checkpoint rots on its host, while no rank runs."""
 
     def no_rank() -> bool:
-        return not any(site.ranks(host) for host in site.cluster.hosts if host.is_up)
+        return not any(site.ranks(host) for host in site.trainers if host.is_up)
 
     site.until(
         lambda: no_rank() or site.supervisor().get("state") == "running",
         what="the end of the ranks",
     )
     if not no_rank():  # the run was quicker: they may have read it already
-        _kill_rank(site, chance.choice(site.cluster.hosts))
+        _kill_rank(site, chance.choice(site.trainers))
         site.until(no_rank, what="the end of the ranks")
-    host = chance.choice(site.cluster.hosts)
-    step, rank = site.newest(), site.cluster.hosts.index(host)
+    host = chance.choice(site.trainers)
+    step, rank = site.newest(), site.trainers.index(host)
     path = site.run_dir(host).checkpoint(step) / rank_file(rank)
     size = path.stat().st_size
     how = chance.choice(("one bit", "cut", "removed"))

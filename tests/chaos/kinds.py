@@ -69,16 +69,16 @@ KINDS = (
 Volley = tuple[Kind, ...]
 
 
-def draw(count: int, chance: random.Random) -> list[Kind]:
+def draw(count: int, chance: random.Random, kinds: tuple[Kind, ...] = KINDS) -> list[Kind]:
     """So many faults in random order, every kind about in proportion to its weight."""
     rounds: list[Kind] = []
     while len(rounds) < count:
-        rounds += [kind for kind in KINDS for _ in range(kind.weight)]
+        rounds += [kind for kind in kinds for _ in range(kind.weight)]
     # Each kind once at least, then by weight.
     rest = list(rounds)
-    for kind in KINDS:
+    for kind in kinds:
         rest.remove(kind)
-    chosen = [*KINDS, *chance.sample(rest, max(0, count - len(KINDS)))][:count]
+    chosen = [*kinds, *chance.sample(rest, max(0, count - len(kinds)))][:count]
     chance.shuffle(chosen)
     return chosen
 

@@ -23,11 +23,17 @@ class RunFiles:
         self.cluster, self.disks = cluster, disks
         self.near, self.far = cluster.hosts
         """The host where the supervisor is, and the other one."""
+        self.trainers = cluster.hosts
+        """The hosts with a rank and a part of the checkpoint each."""
         self.tail = MetricsTail(self.run_dir(self.near).metrics)
         self.step = 0
         """The newest step in ``metrics.jsonl``."""
         self.resumed: list[int] = []
         """The step of every resume that was seen."""
+        self.lines: dict[int, dict[str, Any]] = {}
+        """The newest ``train`` line of each step."""
+        self.changed: list[int] = []
+        """Steps that were trained again, with another loss than before."""
         self.resumed_at = 0.0
         """When the last of them was, seconds since the epoch."""
         self.repeated: list[int] = []
@@ -47,6 +53,10 @@ class RunFiles:
         for record in self.tail.read():
             if record["kind"] == "train":
                 self.step = int(record["step"])
+                earlier = self.lines.get(self.step, record)
+                if earlier["loss"] != record["loss"]:
+                    self.changed.append(self.step)
+                self.lines[self.step] = record
             elif record["kind"] == "event":
                 self.events.append(record)
                 if record["event"] == "resumed":
@@ -56,14 +66,14 @@ class RunFiles:
                     self.step = int(record["step"])
 
     def held(self) -> list[int]:
-        """Steps of the checkpoints that are committed on both hosts and not damaged, in order."""
+        """Steps of the checkpoints that every rank has committed and we not damaged, in order."""
         held = [
             {
                 step
                 for path in self.run_dir(host).checkpoints.glob("step-*")
                 if (host.name, step := int(path.name[5:])) not in self.damaged
             }
-            for host in self.cluster.hosts
+            for host in self.trainers
         ]
         return sorted(set.intersection(*held))
 

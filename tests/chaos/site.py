@@ -34,6 +34,9 @@ EMPTY_S = 60.0
 class Site(RunFiles):
     """A cluster and the run on it. A context manager."""
 
+    HANG_S = 20
+    """A step takes a tenth of a second, and a host is lost after 12 s of silence."""
+
     def __init__(self, directory: Path, *, steps: int, every: int) -> None:
         self.directory = directory
         self.steps, self.every = steps, every
@@ -45,7 +48,30 @@ class Site(RunFiles):
         for host in self.cluster.hosts:
             self.disks[host.name].attach(host)
         self.process: subprocess.Popen[Any] | None = None
+        self.seen_step = 0
+        """The newest logged step when the last fault had struck, and was undone."""
         self.out = directory / "console.out"
+
+    @classmethod
+    def words(cls, steps: int) -> list[str]:
+        """What is trained."""
+        return training_words(steps)
+
+    @classmethod
+    def undisturbed_words(cls, steps: int) -> list[str]:
+        """The same, as ranks of this machine."""
+        return [*cls.words(steps), "hardware=cpu2"]
+
+    def start_words(self) -> list[str]:
+        """What else is set where faults are to strike."""
+        return []
+
+    def goes_on(self) -> bool:
+        """Whether all that trained before the last fault does so again."""
+        return True
+
+    def check_samples(self) -> None:
+        """GaveUp unless the run, which is over, has trained what it should."""
 
     def __enter__(self) -> Site:
         return self
@@ -64,13 +90,13 @@ class Site(RunFiles):
         conf.mkdir(parents=True)
         (conf / "chaos.yaml").write_text(yaml.safe_dump(hardware_of(self.cluster, (1, 1))))
         words = [
-            *training_words(self.steps),
+            *self.words(self.steps),
+            *self.start_words(),
             *("hardware=chaos", "launch.sync=rsync"),
             *(f"checkpoint.every_steps={self.every}", "checkpoint.keep.last=3"),
             *("launch.max_restarts=8", "launch.restart_backoff_s=0.2"),
             *("launch.restart_backoff_max_s=1", "launch.heartbeat_timeout_s=6"),
-            # A step takes a tenth of a second, and a host is lost after 12 s of silence.
-            *("launch.orphan_timeout_s=15", "launch.hang_timeout_s=20"),
+            *("launch.orphan_timeout_s=15", f"launch.hang_timeout_s={self.HANG_S}"),
             *("launch.stop_grace_s=6", "launch.host_wait_s=300", "launch.start_timeout_s=100"),
             *(f"run_dir={self.work}/run", f"data.cache_dir={self.directory}/cache"),
             f"--config-dir={conf.parent}",

@@ -11,6 +11,8 @@ import pytest
 
 from tests.chaos.campaign import campaign
 from tests.chaos.kinds import KINDS
+from tests.chaos.rollouts import KINDS as ROLLOUT_KINDS
+from tests.chaos.rollouts import SYNCHRONOUS
 from tests.cluster.requirements import missing
 
 pytestmark = pytest.mark.chaos
@@ -27,3 +29,14 @@ def test_as_if_undisturbed(tmp_path: Path) -> None:
     assert {strike.kind for strike in report.strikes} == {kind.name for kind in KINDS}
     assert report.equal_losses == report.steps
     assert len(report.weights_hash) >= 16
+
+
+def test_as_if_drawn_by_the_ranks(tmp_path: Path) -> None:
+    """A rollout server dies, and what it is sent and sends is damaged."""
+    if reason := missing("rsync"):
+        pytest.skip(f"no test cluster: {reason}")
+    kinds = [kind for kind in ROLLOUT_KINDS if kind.name in ("server", "bits")]
+    report = campaign(tmp_path, SYNCHRONOUS, faults=len(kinds), seed=SEED, kinds=kinds)
+    assert not report.problems, report.problems[0]
+    assert report.survived == len(kinds)
+    assert report.equal_losses == report.steps

@@ -1,6 +1,6 @@
 """The training of a campaign, what of it must not depend on what happened, and its undisturbed run.
 
-with Undisturbed(directory, steps=700) as undisturbed:
+with Undisturbed(directory, words, steps=700) as undisturbed:
     undisturbed.until_over().weights_hash
 """
 
@@ -65,19 +65,20 @@ def trained(run_dir: RunDir, steps: int) -> Trained:
 
 
 class Undisturbed:
-    """The same training as two ranks of this machine, without checkpoints: no cluster, no fault.
+    """The same training as ranks of this machine, without checkpoints: no cluster, no fault.
 
     At the lowest priority: it uses the time in which the disturbed run waits. A context manager.
     """
 
-    def __init__(self, directory: Path, *, steps: int) -> None:
+    def __init__(self, directory: Path, words: list[str], *, steps: int) -> None:
+        """``words``: what is trained, and by how many ranks."""
         directory.mkdir(parents=True)
         self.steps = steps
         self.run_dir = RunDir(directory / "run")
         self.out = directory / "console.out"
         words = [
-            *training_words(steps),
-            *("hardware=cpu2", "launch.transport=local", "checkpoint=none"),
+            *words,
+            *("launch.transport=local", "checkpoint=none"),
             *(f"run_dir={self.run_dir.root}", f"data.cache_dir={directory}/cache"),
         ]
         with self.out.open("wb") as stream:

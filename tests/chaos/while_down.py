@@ -15,7 +15,7 @@ from tests.chaos.training import GaveUp
 
 def rank_killed(site: Site, chance: random.Random) -> str:
     """A rank is killed while it loads."""
-    _until_ranks_start(site)
+    until_ranks_start(site)
     return f"{faults.rank_killed(site, chance)}, as the ranks started"
 
 
@@ -57,15 +57,16 @@ def _until_phase(site: Site, chance: random.Random) -> str:
             what="the next attempt",
         )
         return "as the next attempt was prepared"
-    _until_ranks_start(site)
+    until_ranks_start(site)
     return "as the ranks started"
 
 
-def _until_ranks_start(site: Site) -> None:
+def until_ranks_start(site: Site) -> None:
+    """Until the ranks of the next attempt are there."""
     site.until(
         lambda: (
             site.supervisor().get("state") == "running"
-            and all(site.ranks(host) for host in site.cluster.hosts)
+            and all(site.ranks(host) for host in site.trainers)
         ),
         what="the ranks of the next attempt",
     )
