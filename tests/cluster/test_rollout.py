@@ -58,6 +58,10 @@ def test_drawing_ahead_without_a_shared_file_system(
         lambda: servers_on(node_c) not in ([], [before]), timeout_s=TIMEOUT_S, what="a new server"
     )
     assert "is started again (1 of 20)" in run.output()
+    ssh_log = run.path(run.dir.logs / "agent-node-b.log")
+    wait_until(
+        lambda: "ssh: connect to host" in ssh_log.read_text(), timeout_s=TIMEOUT_S, what="a try"
+    )
     node_b.boot()
     # Not only that it runs: it must be left alone until it answers.
     wait_until(
