@@ -98,7 +98,7 @@ def write_generation_config(directory: Path, model: Any, config: Any, *, tokeniz
 
 
 BATCH = 64
-"""Prompts completed together on one rank (as ``llmx.compose.task_rules`` and docs/tasks.md say)."""
+"""Prompts completed together on one rank (as ``llmx.plan.rollout_time`` and docs/tasks.md say)."""
 
 MASKED = ("sdpa", "eager")
 """Implementations that take the mask of left padding."""

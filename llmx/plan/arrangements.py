@@ -80,13 +80,17 @@ def with_chosen(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
     Raises:
         ConfigError: none can be predicted.
     """
-    possible = [arrangement for arrangement in arrangements if not arrangement.problem]
+    possible = [choice for choice in arrangements if not choice.problem]
+    if (
+        not possible
+    ):  # the model fits nowhere: the plan says so, with advice, where most hosts train
+        possible = [choice for choice in arrangements if choice.step_s][:1]
     if not possible:
-        problem = min((arrangement.problem for arrangement in arrangements), key=len)
+        problem = min((choice.problem for choice in arrangements), key=len)
         raise ConfigError(
             "rollout.hosts=auto predicts steps by data sheets alone, and here it cannot: "
             f"{problem}. Set what is missing, or name the hosts that draw: rollout.hosts=[node-b]."
         )
-    shortest = min(arrangement.step_s for arrangement in possible)
-    chosen = next(a for a in possible if a.step_s * CLEARLY_SHORTER <= shortest)
-    return [replace(a, chosen=a is chosen) for a in arrangements]
+    shortest = min(choice.step_s for choice in possible)
+    chosen = next(choice for choice in possible if choice.step_s * CLEARLY_SHORTER <= shortest)
+    return [replace(choice, chosen=choice is chosen) for choice in arrangements]

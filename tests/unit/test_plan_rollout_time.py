@@ -104,8 +104,10 @@ def test_a_clearly_shorter_step_is_chosen() -> None:
         False,
     ]
     assert [choice.chosen for choice in with_chosen([ranks, one, two])] == [False, False, True]
-    with pytest.raises(ConfigError, match=r"it cannot: does not fit\. .*name the hosts that draw"):
-        with_chosen([too_large])
+    assert [choice.chosen for choice in with_chosen([too_large])] == [True]
+    unknown = Arrangement(("a",), (), problem="peak_tflops is not set")
+    with pytest.raises(ConfigError, match=r"cannot: peak_tflops is not set\. .*name the hosts"):
+        with_chosen([unknown])
 
 
 def test_auto_takes_the_hosts_with_the_shortest_step() -> None:

@@ -300,3 +300,21 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     assert "predicted" not in dict(wording.summary_rows(load_run(run.root), is_brief=True))
     text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.3, "waiting for samples 40 % of a step, measured 30 %"),
+        (0.7, "measured 70 % (let more hosts draw: rollout.hosts)"),
+        (0.1, "measured 10 % (let fewer hosts draw: rollout.hosts)"),
+    ],
+)
+def test_hosts_that_draw_against_the_plan(tmp_path: Path, share: float, expected: str) -> None:
+    run = tracked_run.write_start(tmp_path / "run", kinds=[])
+    lines = [{**line, "rollout_wait_share": share} for line in tracked_run.lines()]
+    tracked_run.append(run, lines)
+    plan = read_json(run.plan)
+    rollout = {"training_idle": 0.4, "drawing_idle": [["node-b", 0.6]]}
+    write_json(run.plan, plan | {"time": {"step_s": 0.1, "rollout": rollout}})
+    assert wording.predicted(load_run(run.root)).endswith(expected)

@@ -174,7 +174,7 @@ def arrangements_table(arrangements: Sequence[Arrangement]) -> Table:
     """Which hosts train and which draw, the step, and how long each part waits; or why not."""
     table = columns_table()
     names = ["train on", "draw on", "step", "training idle", "drawing idle"]
-    for name in names + ["not chosen"] * any(choice.problem for choice in arrangements):
+    for name in names + ["problem"] * any(choice.problem for choice in arrangements):
         table.add_column(name, overflow="fold")
     for choice in arrangements:
         mark, step, idle = "* " if choice.chosen else "", "", ("", "")
