@@ -77,6 +77,18 @@ def test_every_task_stands_in_the_readme_with_its_command() -> None:
     assert named >= {path.stem for path in (CONF / "task").glob("*.yaml")}
 
 
+def test_every_experiment_has_a_card() -> None:
+    """With a command of it, its hardware, its plan and what was measured."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    cards = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.M | re.S))
+    assert set(cards) == {path.stem for path in (CONF / "experiment").glob("*.yaml")}
+    for name, card in cards.items():
+        assert re.search(rf"^python -m llmx .*experiment={name}\b", card, re.M), name
+        assert re.findall(r"^- \*\*(\w+)\*\*: ", card, re.M) == ["Hardware", "Plan", "Measured"], (
+            name
+        )
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the reader is said to have: data, a cluster, a run."""
@@ -116,6 +128,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "my_env.py").write_text("class Calculator: pass\n")
     (place / "my_rewards.py").write_text("def short(prompt, completion, reference): return 1.0\n")
     (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")
+    (place / "rows.jsonl").write_text('{"prompt": "a", "response": "b", "label": true}\n')
     return place
 
 
@@ -157,7 +170,11 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
     typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
-    pair = {"query": "a", "positive": "b"} if "task=embed" in typed else PREFERENCE
+    pair = (
+        {"query": "a", "positive": "b"}
+        if {"task=embed", "experiment=embed"} & {*typed}
+        else PREFERENCE
+    )
     (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     command = typed[0] if typed and typed[0] in COMMANDS else "train"
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed
