@@ -38,6 +38,7 @@ from llmx.data.similar import (
     words_of,
 )
 from llmx.data.source.files import sha256_of_file
+from llmx.data.source.hub import check_exists
 from llmx.data.source.records import (
     Document,
     Record,
@@ -48,7 +49,15 @@ from llmx.data.source.records import (
     excerpt,
     refuse,
 )
-from llmx.data.split import DatasetSplit, Source, held_out, no_rows, num_held_out, pass_over
+from llmx.data.split import (
+    DatasetSplit,
+    Source,
+    held_out,
+    no_rows,
+    num_held_out,
+    pass_over,
+    with_progress,
+)
 from llmx.data.store.spec import cache_directory
 from llmx.errors import ConfigError
 from llmx.run.rundir import replacing, write_json
@@ -150,8 +159,9 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     with PreparationProgress(
         title, total_bytes=split.source_bytes, read=lambda: meter.bytes
     ) as progress:
-        rows = _counted(split.numbered(Source.records, bad, weighted=False), split, progress)
+        rows = split.numbered(Source.records, bad, weighted=False)
         identical = exp.data.deduplicate or options.near is not None
+        rows = with_progress(rows, meter, progress)
         outcome = _decide(rows, options, eval_texts, identical=identical)
     if not outcome.num_rows:
         raise no_rows(split.path)
@@ -192,6 +202,7 @@ def _check_formats(split: DatasetSplit) -> None:
 
 
 def _eval_texts(data: DataConfig, options: Options, takes: tuple[type, ...]) -> EvalTexts:
+    check_exists("decontaminate=", options.decontaminate)
     config = dataclasses.replace(data, path=options.decontaminate, sources=[], max_rows=None)
     source = Source.of(config, SourceConfig(path=config.path), split="eval", takes=takes)
     rows = (texts_of(row, record) for record, row in source.records(refuse))
@@ -199,16 +210,6 @@ def _eval_texts(data: DataConfig, options: Options, takes: tuple[type, ...]) -> 
 
 
 Numbered = tuple[int, tuple[Record | Document, Row | None], int]
-
-
-def _counted(
-    rows: Iterator[Numbered], split: DatasetSplit, progress: PreparationProgress
-) -> Iterator[Numbered]:
-    """The same; updates the progress at every thousandth."""
-    for row in rows:
-        if row[0] % 1000 == 0:
-            progress.add(size=split.meter.bytes - progress.bytes)
-        yield row
 
 
 def _decide(

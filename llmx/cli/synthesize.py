@@ -39,6 +39,7 @@ from llmx.config.file_formats import PROVENANCE
 from llmx.data.format.rows import Conversation
 from llmx.data.similar import NearDuplicates, check_installed, words_of
 from llmx.data.source.files import sha256_of_file
+from llmx.data.source.hub import check_exists
 from llmx.data.source.records import counted, refuse
 from llmx.data.split import Source
 from llmx.errors import ConfigError, DataError, LaunchError
@@ -95,7 +96,10 @@ def run(options: argparse.Namespace) -> int:
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {shown(str(options.out))}: must end in .jsonl.")
     seeds = _read_seeds(options.seeds)
-    prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else PROMPT
+    try:
+        prompt = options.prompt.read_text(encoding="utf-8") if options.prompt else PROMPT
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompt {options.prompt}: cannot be read ({error}).") from error
     if "{examples}" not in prompt:
         raise ConfigError(f"--prompt {options.prompt}: must have {{examples}} where they go.")
     maker = Maker(out, seeds, prompt, how, options)
@@ -113,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _read_seeds(path: Path) -> list[dict[str, str]]:
     """The first question and answer of each row."""
+    check_exists("--seeds ", str(path))
     data = DataConfig(path=str(path))
     source = Source.of(data, SourceConfig(path=data.path), split="train", takes=(Conversation,))
     seeds = []

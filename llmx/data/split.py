@@ -576,7 +576,9 @@ class DatasetSplit:
         meter.bytes = 0
         title = f"Counting the rows of {self.path}"
         with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
-            return find_repeated(_shown(records, meter, progress), compare=self.data.deduplicate)
+            return find_repeated(
+                with_progress(records, meter, progress), compare=self.data.deduplicate
+            )
 
     def look_ahead(self) -> None:
         """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
@@ -592,9 +594,7 @@ class DatasetSplit:
         return held_out(repeated, rows, seed=self.seed)
 
 
-def _shown(
-    records: Iterator[Numbered], meter: Meter, progress: PreparationProgress
-) -> Iterator[Numbered]:
+def with_progress(records: Iterator[T], meter: Meter, progress: PreparationProgress) -> Iterator[T]:
     """The same records; updates the progress at every thousandth."""
     for number, record in enumerate(records):
         if number % 1000 == 0:

@@ -144,6 +144,8 @@ def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, cap
     assert "model=other, and now teacher; temperature=1.0, and now 0.5" in error
     assert run_here("synthesize", ["teacher", "--url", served.url]) == 2
     assert "--seeds FILE" in capsys.readouterr().err
+    assert run_here("synthesize", ["teacher", "--seeds", "none.jsonl", "--out", str(out)]) == 2
+    assert "--seeds none.jsonl: no such file" in capsys.readouterr().err
 
 
 def test_a_local_model_without_a_usable_row_ends(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from llmx.config.build import shown
 from llmx.data.source.records import Record, Where, first_line
-from llmx.errors import DataError
+from llmx.errors import ConfigError, DataError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 PREFIX = "hub:"
@@ -22,6 +24,12 @@ def hub_id(path: str) -> str | None:
     if _ID.fullmatch(path) and not Path(path).exists() and not Path(path).parent.is_dir():
         return path
     return None
+
+
+def check_exists(option: str, path: str) -> None:
+    """ConfigError where a source that ``option`` names is neither here nor may be on the Hub."""
+    if not (Path(path).expanduser().exists() or has_magic(path) or hub_id(path)):
+        raise ConfigError(f"{option}{shown(path)}: no such file or directory in {Path.cwd()}.")
 
 
 def revision_of(name: str) -> str:
