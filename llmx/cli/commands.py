@@ -699,7 +699,11 @@ model in that format, and compare it with transformers before the directory gets
                 "FILE",
                 takes="path",
             ),
-            Word("ngram=", "the number of these words (default 13, as for GPT-3)", "N"),
+            Word(
+                "ngram=",
+                "the number of these words (default 13, as for GPT-3; in Chinese try 25)",
+                "N",
+            ),
         ),
         overrides=True,
         section="data",
