@@ -145,6 +145,7 @@ ENVIRONMENT = {
         "so that leftovers can be found and ended.",
         "LLMX_ROLLOUT_SERVERS": "Where the servers of rollout.hosts listen; set by the launch.",
         "LLMX_ROLLOUT_LISTEN": "Where a rollout server listens; set by the launch.",
+        "LLMX_ROLLOUT_VLLM": "The Python with which it runs vLLM; set by the launch.",
         "LLMX_GPUS": "The GPUs of the ranks of each host, in order; set by the launch.",
         "LLMX_INTERFACES": "The network interface of each host in order, if they differ.",
         "LLMX_RANKS_PER_HOST": "Ranks that share the cores of a host with those of other trials.",

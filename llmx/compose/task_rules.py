@@ -59,6 +59,12 @@ def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
             f"rollout.hosts={shown(rollout.hosts)}: task={exp.task.kind} generates no samples, so "
             "these hosts would have nothing to do. Leave rollout.hosts out: then they train."
         )
+    elif rollout.vllm_python and not kind.corrects_staleness:
+        yield (
+            f"rollout.vllm_python={shown(rollout.vllm_python)}: the loss of task={exp.task.kind} "
+            "takes its samples for those of the trained weights, and vLLM's probabilities differ "
+            "in their last digits. Leave it out, or use task=grpo or rloo."
+        )
     elif rollout.max_staleness and not kind.corrects_staleness:
         yield (
             f"rollout.max_staleness={rollout.max_staleness}: the loss of task={exp.task.kind} "

@@ -99,6 +99,11 @@ def rollout_problems(exp: Experiment) -> Iterator[str]:
             f"{where}: adapter.quantize={exp.adapter.quantize}: rollout servers hold weights in "
             "the precision of the run. Use adapter=lora, or leave rollout.hosts out."
         )
+    if rollout.vllm_python and exp.adapter.kind != "none":
+        yield (
+            f"rollout.vllm_python={shown(rollout.vllm_python)}, adapter={exp.adapter.kind}: vLLM "
+            "gets whole models here. Leave one of them out."
+        )
     slots = max((host.slots for host in rollout.servers), default=0)
     if rollout.port and rollout.port + slots > 65536:
         yield (

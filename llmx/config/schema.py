@@ -882,19 +882,28 @@ class RolloutConfig:
     wait_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
     """How long the ranks wait when no server answers, before they draw the samples of a step
     themselves."""
+    vllm_python: str | None = text(None, Text(), example="/opt/vllm/bin/python")
+    """The Python of an environment on the rollout hosts that has vLLM 0.32 or newer, which draws
+    the samples then; llmx is not installed there. Null: llmx draws them."""
     max_staleness: int = number(0, minimum=0, maximum=100)
     """How many updates the weights that draw a sample may be behind the trained ones. 0: each step
     waits for samples of its own weights, and the run is repeatable. Over 0 the servers draw ahead
     while the ranks train."""
     importance: str = choice("token", "sequence")
-    """With ``max_staleness``: samples are weighted by the probability that the trained policy gives
-    them, over that of the weights that drew them, for each token or for whole completions."""
+    """With ``max_staleness`` or vLLM: samples are weighted by the probability that the trained
+    policy gives them, over that of what drew them, for each token or for whole completions."""
     importance_cap: float = number(2.0, minimum=1, maximum=1000)
     """The largest of these weights (truncated importance sampling)."""
     keep: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
     """Keep the samples of the newest N steps in the run directory (``rollouts/``, about 9 bytes a
     token). A resume trains the recorded steps after its checkpoint instead of generating them
     again. Null keeps all of them, as ``reproduce replay=true`` needs; 0 records none."""
+
+    @property
+    def weights_samples(self) -> bool:
+        """Whether the loss weights samples by importance: they are of older weights, or of vLLM,
+        whose probabilities are not those of the trained policy to the last digit."""
+        return self.max_staleness > 0 or self.vllm_python is not None
 
 
 @dataclass

@@ -163,6 +163,11 @@ class Connection:
 
     def problem(self) -> str:
         """Why it cannot be a server of these ranks; empty where it can."""
+        if self.info.get("problem"):
+            return (
+                f"{self.place.host}: rollout.vllm_python cannot draw: {self.info['problem']}. "
+                "Set it to the Python of an environment on that host which has vLLM."
+            )
         of_ranks: dict[str, Any] = {"protocol": PROTOCOL, **versions()}
         for name in ("protocol", "llmx", "transformers"):
             if self.info[name] != of_ranks[name]:
@@ -226,16 +231,14 @@ class RolloutServers:
                     f"WARNING: rollout server {server.place.name} does not answer at "
                     f"{server.place.address}:{server.place.port}; the others go on without it"
                 )
-            elif problem := server.problem():
+            elif problem := server.problem() or self._other_names(server):
                 problems.append(problem)
             else:
-                torch_version = server.info["torch"]
+                torch_version, vllm = server.info["torch"], server.info.get("vllm")
                 alike = torch_version == versions()["torch"]
                 note = "" if alike else ", another one than the ranks': samples may differ in bits"
-                self.log(
-                    f"rollout server {server.place.name}: {server.info['device']}, torch "
-                    f"{torch_version}{note}"
-                )
+                engine = f"vLLM {vllm}" if vllm else f"torch {torch_version}{note}"
+                self.log(f"rollout server {server.place.name}: {server.info['device']}, {engine}")
         problems = all_gather(problems)[0] if self.world > 1 else problems
         if problems:
             raise ConfigError("\n".join(problems))
@@ -243,6 +246,18 @@ class RolloutServers:
             thread = threading.Thread(target=self._serve, args=(server,), daemon=True)
             thread.start()
             self.threads.append(thread)
+
+    def _other_names(self, server: Connection) -> str:
+        """Why vLLM cannot take the weights under the names that they have here; empty if it can."""
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        model_type = self.model.config.model_type
+        if "vllm" not in server.info or not get_checkpoint_conversion_mapping(model_type):
+            return ""
+        return (
+            f"rollout.vllm_python: {model_type} has other weights in Transformers than in its "
+            "files, which vLLM reads. Leave rollout.vllm_python out."
+        )
 
     def _try_greet(self, server: Connection) -> bool:
         try:

@@ -32,9 +32,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """All that ``build`` needs, as JSON takes it."""
+    """All that ``build`` and vLLM need, as JSON takes it."""
+    names: dict[nn.Parameter, str] = {}
+    tied = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        if names.setdefault(parameter, name) != name:
+            tied[name] = names[parameter]
     return {
         "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "architecture": type(model.module).__name__,
+        "buffers": sorted(
+            {name for name, _ in model.module.named_buffers()} - model.module.state_dict().keys()
+        ),
+        "tied": tied,
         "vocab_size": model.vocab_size,
         "attention": dataclasses.asdict(model.attention),
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == model.dtype),

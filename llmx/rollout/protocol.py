@@ -14,6 +14,8 @@ SERVERS = "LLMX_ROLLOUT_SERVERS"
 """Variable of the ranks: where the servers listen (``render_servers``)."""
 LISTEN = "LLMX_ROLLOUT_LISTEN"
 """Variable of a server: the address and port where it listens."""
+VLLM_PYTHON = "LLMX_ROLLOUT_VLLM"
+"""Variable of a server: the Python of an environment with vLLM, which draws then."""
 DIGEST = "X-LLMX-Digest"
 """Header: ``digest`` of the body of a request."""
 HEARTBEAT_S = 3.0

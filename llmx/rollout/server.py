@@ -35,12 +35,14 @@ from llmx.rollout.protocol import (
     NO_MODEL,
     OTHER_WEIGHTS,
     PROTOCOL,
+    VLLM_PYTHON,
     Refused,
     digest,
     parse_servers,
     password_of,
     sealed,
 )
+from llmx.rollout.vllm_policy import VllmPolicy
 
 TOKEN = "LLMX_RUN_TOKEN"
 PARENT_S = 0.5
@@ -64,6 +66,10 @@ class Policy:
         self.decoder: Any = None
         self.missing: set[str] = set()
         """Parameters that no body has brought yet."""
+
+    def describe(self) -> dict[str, Any]:
+        """What ``GET /version`` says of it."""
+        return {"device": self.device.type}
 
     def take_model(self, body: bytes) -> dict[str, Any]:
         from llmx.rollout.network import build, fill, unpack
@@ -116,11 +122,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], password: str) -> None:
+    def __init__(
+        self, address: tuple[str, int], password: str, policy: Policy | VllmPolicy
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, Handler)
         self.password = password
-        self.policy = Policy()
+        self.policy = policy
         self.worker = ThreadPoolExecutor(max_workers=1)
 
 
@@ -140,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             {
                 "protocol": PROTOCOL,
                 **versions(),
-                "device": policy.device.type,
+                **policy.describe(),
                 "model": policy.model or None,
                 "weights": policy.weights,
             }
@@ -247,10 +255,12 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     (place,) = parse_servers(os.environ[LISTEN])
     password = password_of(os.environ[TOKEN])
+    vllm_python = os.environ.get(VLLM_PYTHON, "")
+    policy = VllmPolicy(vllm_python) if vllm_python else Policy()
     deadline = time.monotonic() + BIND_S
     while True:
         try:
-            server = Server((place.address, place.port), password)
+            server = Server((place.address, place.port), password, policy)
             break
         except OSError as error:
             if time.monotonic() > deadline:

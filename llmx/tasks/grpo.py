@@ -408,7 +408,7 @@ class Grpo(Task):
         }
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
-        if self.exp.rollout.max_staleness:
+        if self.exp.rollout.weights_samples:
             train |= {name: Metric(**values, kinds=("train",)) for name, values in _STALE.items()}
         return {
             "reward": Metric("reward", higher_is_better=True, kinds=both),
@@ -843,7 +843,7 @@ class Grpo(Task):
         sequences, old_logps = sequences.to(device, non_blocking=True), by_target("old_logp")
         num_targets = float(len(logps))
         importance, of_staleness = None, {}
-        if self.exp.rollout.max_staleness:
+        if self.exp.rollout.weights_samples:
             # There is one update a step: the trained policy of the ratio is that of now.
             sampler_logps, old_logps = old_logps, logps.detach()
             importance, was_truncated = importance_weights(
@@ -934,8 +934,8 @@ _STALE: dict[str, dict[str, Any]] = {
     "sampler_kl": {"title": "KL of the sampler"},
     "importance_truncated": {"title": "truncated weights", "format": "percent"},
 }
-"""With ``rollout.max_staleness``: how far the policy that drew is from the trained one; the share
-of importance weights over ``importance_cap``."""
+"""With ``rollout.max_staleness`` or vLLM: how far the policy that drew is from the trained one; the
+share of importance weights over ``importance_cap``."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
 SHOWN_SAMPLES = 16
@@ -945,15 +945,17 @@ SHOWN = 200
 
 
 def _staleness_problems(exp: Experiment) -> list[str]:
-    """What does not go together with ``rollout.max_staleness``."""
+    """What does not go together with samples that are weighted by importance."""
     rollout, options, problems = exp.rollout, exp.task.options, []
-    if not rollout.max_staleness:
+    if not rollout.weights_samples:
         return []
     if (updates := options.get("updates", 1)) != 1:
+        vllm = rollout.vllm_python is not None
+        why = "rollout.vllm_python" if vllm else f"rollout.max_staleness={rollout.max_staleness}"
         problems.append(
-            f"task.options.updates={updates}, rollout.max_staleness={rollout.max_staleness}: the "
-            "ratio of older samples is taken against the policy of their one update. Set "
-            "task.options.updates=1, or rollout.max_staleness=0."
+            f"task.options.updates={updates}, {why}: the ratio of these samples is taken against "
+            f"the policy of their one update. Set task.options.updates=1, or "
+            f"{'leave rollout.vllm_python out' if vllm else 'rollout.max_staleness=0'}."
         )
     if options.get("loss") in ("gspo", "rloo") and rollout.importance == "token":
         problems.append(

@@ -6,9 +6,12 @@ happens to the servers, is tried by ``pytest -m chaos``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from llmx.run.rundir import RunDir
 from tests.cluster.launching import nothing_left, start_llmx
@@ -72,3 +75,22 @@ def test_drawing_ahead_without_a_shared_file_system(
     run.kill()
     nothing_left(cluster, timeout_s=60)
     wait_until(lambda: not servers_on(node_c), timeout_s=5, what="no server")
+
+
+def test_vllm_draws(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """In an environment of its own (``LLMX_VLLM_PYTHON``), which the host that trains lacks."""
+    if not (python := os.environ.get("LLMX_VLLM_PYTHON")):
+        pytest.skip("LLMX_VLLM_PYTHON does not name the Python of an environment with vLLM")
+    cluster = make_cluster()
+    words = [*GRPO, "task.steps=8", "rollout.hosts=[node-b]", f"rollout.vllm_python={python}"]
+    words += ["model.config.hidden_size=64", "model.config.num_attention_heads=1"]
+    words += ["model.config.num_key_value_heads=1", "rollout.wait_s=600", "precision=fp32"]
+    run = start_llmx(cluster, tmp_path, overrides=words)
+    assert run.wait(timeout_s=1000) == 0, run.output()
+    assert ": cpu, vLLM " in run.output()
+    assert "the ranks draw" not in run.output()
+    lines = [record for record in run.records() if record["kind"] == "train"]
+    assert len({line["loss"] for line in lines}) > 1
+    assert all(abs(line["sampler_kl"]) < 1e-4 for line in lines)
+    assert all(line["importance_truncated"] == 0 for line in lines)
+    nothing_left(cluster)

@@ -50,6 +50,14 @@ def test_a_host_that_is_no_longer_named_trains_again() -> None:
             ["rollout.hosts=[node-b]", "launch.transport=pdsh"],
             r"another program starts the ranks\. Use launch\.transport=ssh",
         ),
+        (
+            ["rollout.hosts=[node-b]", "rollout.vllm_python=/opt/v", "adapter=lora"],
+            "vLLM gets whole models here",
+        ),
+        (
+            ["rollout.hosts=[node-b]", "rollout.vllm_python=/opt/v", "task.options.updates=2"],
+            r"task\.options\.updates=2, rollout\.vllm_python: .* leave rollout\.vllm_python out",
+        ),
         (["rollout.max_staleness=1"], "only rollout servers draw ahead"),
         (
             ["rollout.hosts=[node-b]", "rollout.max_staleness=1", "task.options.updates=2"],

@@ -39,7 +39,13 @@ from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.tail import apply_update
 from llmx.launch.sync import push
 from llmx.plan.types import RankPlan
-from llmx.rollout.protocol import LISTEN, SERVER_MODULE, ServerAddress, render_servers
+from llmx.rollout.protocol import (
+    LISTEN,
+    SERVER_MODULE,
+    VLLM_PYTHON,
+    ServerAddress,
+    render_servers,
+)
 from llmx.text import plural
 
 RESTARTS = 20
@@ -246,6 +252,7 @@ class RolloutPool:
                     "CROSS_RANK": str(at),
                     "CUDA_VISIBLE_DEVICES": gpus[of_host.index(server)] if gpus else "",
                     LISTEN: render_servers([self.places[server]]),
+                    VLLM_PYTHON: spec.exp.rollout.vllm_python or "",
                 }
                 for server in servers
             },

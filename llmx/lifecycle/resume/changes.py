@@ -111,9 +111,14 @@ RULES = (
         "who draws the samples",
     ),
     Rule(
-        ("rollout.max_staleness", "rollout.importance", "rollout.importance_cap"),
+        (
+            "rollout.vllm_python",
+            "rollout.max_staleness",
+            "rollout.importance",
+            "rollout.importance_cap",
+        ),
         OTHER,
-        "samples of older weights, and how they are weighted",
+        "what draws samples, and how they are weighted",
     ),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),

@@ -1,0 +1,153 @@
+"""Rollout servers that draw with vLLM: the real one where ``LLMX_VLLM_PYTHON`` names the Python of
+an environment that has it, and a module of its name everywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmx.errors import ConfigError
+from llmx.models.model import Model
+from tests.unit.test_rollout_server import (
+    PROMPTS,
+    ServerProcess,
+    by_ranks,
+    change,
+    drawn,
+    policy,
+    ranks,
+)
+
+STAND_IN = """
+__version__ = "0.33.0"
+
+class SamplingParams:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+class LLM:
+    def __init__(self, directory, **options):
+        import json
+        self.config = json.load(open(directory + "/config.json"))
+        assert self.config["architectures"] == ["LlamaForCausalLM"], self.config
+        assert options["dtype"] == "float32"
+        self.llm_engine = type("E", (), {"model_config": type("M", (), {"max_model_len": 64})})
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        self.weights = dict(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, params, use_tqdm):
+        print("vLLM prints what it does")
+        first = float(self.weights["model.norm.weight"][0])
+        for prompt, options in zip(prompts, params, strict=True):
+            tokens = [*prompt["prompt_token_ids"], 2][: options.max_tokens]
+            probabilities = [{token: type("L", (), {"logprob": -first})} for token in tokens]
+            reason = "stop" if tokens[-1] == 2 else "length"
+            values = {"token_ids": tokens, "logprobs": probabilities, "finish_reason": reason}
+            yield type("A", (), {"outputs": [type("O", (), values)]})
+"""
+
+
+def server(python: str, **env: str) -> Iterator[ServerProcess]:
+    os.environ.update(env, LLMX_ROLLOUT_VLLM=python)
+    process = ServerProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server whose environment has a module called vllm: this Python with one more directory."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "vllm" / "inputs.py").write_text("TokensPrompt = dict\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    yield from server(str(python))
+
+
+def test_weights_and_prompts_reach_the_child_and_samples_come_back(stand_in: ServerProcess) -> None:
+    model, lines = policy(), []
+    with ranks(model, [stand_in.place], lines, vllm_python="python") as servers:
+        for step in range(2):
+            servers.at_step(step)
+            first = model.module.model.norm.weight[0].item()
+            samples = drawn(model, step, n=2)
+            assert [[sample.tokens for sample in of_prompt] for of_prompt in samples] == [
+                [(*prompt, 2)[:6]] * 2 for prompt in PROMPTS
+            ]
+            assert samples[0][0].logps == pytest.approx([-first] * 4, abs=0)
+            assert samples[0][0].sampled_logps == samples[0][0].logps
+            change(model)
+    assert [line.endswith("vLLM 0.33.0") for line in lines] == [True]
+
+
+def test_a_child_that_dies_takes_its_server_along(stand_in: ServerProcess) -> None:
+    """And the agent starts both again."""
+    model = policy()
+    with ranks(model, [stand_in.place], wait_s=0.1) as servers:
+        servers.at_step(0)
+        before = drawn(model, 0)
+        (child,) = (
+            Path(f"/proc/{stand_in.process.pid}/task/{stand_in.process.pid}/children")
+            .read_text()
+            .split()
+        )
+        os.kill(int(child), 9)
+        assert drawn(model, 0) == by_ranks(model, 0) != before
+    assert stand_in.process.wait(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [("/nowhere/python", "No such file"), (sys.executable, "No module named 'vllm'")],
+)
+def test_an_environment_without_vllm_is_named(python: str, why: str) -> None:
+    expected = f"here: rollout.vllm_python cannot draw.*{why}"
+    for process in server(python):
+        with pytest.raises(ConfigError, match=expected), ranks(policy(), [process.place]):
+            pass
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_real_one(tied: bool) -> None:
+    """Its log-probabilities are those of the weights that were sent, of each version."""
+    if not (python := os.environ.get("LLMX_VLLM_PYTHON")):
+        pytest.skip("LLMX_VLLM_PYTHON does not name the Python of an environment with vLLM")
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = policy(network=LlamaForCausalLM(config).eval())
+    for process in server(python):
+        with ranks(model, [process.place], wait_s=600) as servers:
+            for step in range(3):
+                servers.at_step(step)
+                samples = drawn(model, step)
+                assert samples != by_ranks(model, step), "drawn by vLLM"
+                for prompt, of_prompt in zip(PROMPTS, samples, strict=True):
+                    for sample in of_prompt:
+                        logps = log_probabilities(model, prompt, sample.tokens)
+                        assert sample.logps == pytest.approx(logps, abs=1e-4)
+                change(model)
+
+
+def log_probabilities(
+    model: Model, prompt: tuple[int, ...], tokens: tuple[int, ...]
+) -> list[float]:
+    row = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logps = model.module(input_ids=row).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return [float(logps[at, token]) for at, token in enumerate(tokens)]
