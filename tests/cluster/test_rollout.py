@@ -84,7 +84,7 @@ def test_vllm_draws(make_cluster: Callable[..., Cluster], tmp_path: Path) -> Non
     cluster = make_cluster()
     words = [*GRPO, "task.steps=8", "rollout.hosts=[node-b]", f"rollout.vllm_python={python}"]
     words += ["model.config.hidden_size=64", "model.config.num_attention_heads=1"]
-    words += ["model.config.num_key_value_heads=1", "rollout.wait_s=600", "precision=fp32"]
+    words += ["model.config.num_key_value_heads=1", "rollout.wait_s=60", "precision=fp32"]
     run = start_llmx(cluster, tmp_path, overrides=words)
     assert run.wait(timeout_s=1000) == 0, run.output()
     assert ": cpu, vLLM " in run.output()
