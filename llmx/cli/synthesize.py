@@ -44,6 +44,7 @@ from llmx.data.source.records import counted, refuse
 from llmx.data.split import Source
 from llmx.errors import ConfigError, DataError, LaunchError
 from llmx.models.sampling import sample_seed
+from llmx.redact import redact
 from llmx.run.rundir import read_json, write_json
 from llmx.text import clock, one_line, percent, plural
 
@@ -91,6 +92,11 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.url and not re.match(r"https?://", options.url):
         raise ConfigError(f"--url {shown(options.url)}: must be like http://localhost:8000/v1.")
+    if options.url and "@" in options.url:
+        raise ConfigError(
+            f"--url {shown(redact(options.url))}: must be without a password, for it is kept "
+            "beside the rows. A key belongs into the environment variable of --key-env."
+        )
     how = wanted({"temperature": "1", "max_new_tokens": "2048", **options.keys})
     out = Path(os.path.abspath(options.out.expanduser()))
     if out.suffix != ".jsonl":

@@ -81,9 +81,8 @@ def with_chosen(arrangements: Sequence[Arrangement]) -> list[Arrangement]:
         ConfigError: none can be predicted.
     """
     possible = [choice for choice in arrangements if not choice.problem]
-    if (
-        not possible
-    ):  # the model fits nowhere: the plan says so, with advice, where most hosts train
+    if not possible:
+        # The model fits nowhere: the plan says so, with advice, where most hosts train.
         possible = [choice for choice in arrangements if choice.step_s][:1]
     if not possible:
         problem = min((choice.problem for choice in arrangements), key=len)

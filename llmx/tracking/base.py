@@ -203,7 +203,7 @@ def check_packages(tracking: TrackingConfig) -> None:
     tracker process runs."""
     problems = []
     for kind in dict.fromkeys(tracking.kinds):
-        missing = [name for name in TRACKERS.load(kind).needs if util.find_spec(name) is None]
+        missing = [name for name in TRACKERS.load(kind).needs if not _is_installed(name)]
         if missing:
             problems.append(
                 f"tracking.kinds has {kind}, which needs a package that is not installed on this "
@@ -212,6 +212,12 @@ def check_packages(tracking: TrackingConfig) -> None:
             )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _is_installed(package: str) -> bool:
+    """Not so where only a directory has its name, such as the ./wandb that W&B writes."""
+    spec = util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def replay_command(run_dir: Path) -> str:

@@ -146,6 +146,11 @@ def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, cap
     assert "--seeds FILE" in capsys.readouterr().err
     assert run_here("synthesize", ["teacher", "--seeds", "none.jsonl", "--out", str(out)]) == 2
     assert "--seeds none.jsonl: no such file" in capsys.readouterr().err
+    words[1] = "http://me:hunter2@gpu-1/v1"
+    assert run_here("synthesize", ["teacher", *words]) == 2
+    error = capsys.readouterr().err
+    assert "must be without a password" in error
+    assert "hunter2" not in error
 
 
 def test_a_local_model_without_a_usable_row_ends(

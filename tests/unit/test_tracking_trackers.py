@@ -297,15 +297,19 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tracker_without_its_package_is_named_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MlflowTracker, "needs", ("nowhere_to_be_found", "json"))
+    (tmp_path / "only_a_directory").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    needs = ("nowhere_to_be_found", "only_a_directory", "json")
+    monkeypatch.setattr(MlflowTracker, "needs", needs)
     check_packages(TrackingConfig(kinds=["wandb", "csv"]))
     with pytest.raises(ConfigError) as raised:
         check_packages(TrackingConfig(kinds=["csv", "mlflow"]))
     assert str(raised.value) == (
         "tracking.kinds has mlflow, which needs a package that is not installed on this machine "
-        "(nowhere_to_be_found). Run `pip install llmx[mlflow]`, or leave it out (tracking=csv)."
+        "(nowhere_to_be_found, only_a_directory). Run `pip install llmx[mlflow]`, or leave it out "
+        "(tracking=csv)."
     )
 
 
