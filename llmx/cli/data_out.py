@@ -61,6 +61,7 @@ from llmx.data.split import (
 from llmx.data.store.spec import cache_directory
 from llmx.errors import ConfigError
 from llmx.run.rundir import replacing, write_json
+from llmx.tasks import task_class
 from llmx.text import percent, plural, printable
 
 WORDS = ("out", "near", "decontaminate", "ngram")
@@ -145,7 +146,8 @@ class Outcome:
 def run(exp: Experiment, words: Mapping[str, str]) -> int:
     """Read, decide, write, report; the exit code."""
     options = Options.of(words)
-    kinds = (TextPair,) if exp.task.kind == "embed" else ROWS
+    takes = task_class(exp.task.kind).takes
+    kinds = takes if TextPair in takes else ROWS
     # What a split leaves out by itself is decided here: rows are held out of those that are left.
     data = dataclasses.replace(
         exp.data, eval_path=None, eval_samples=0, eval_fraction=0.0, deduplicate=False

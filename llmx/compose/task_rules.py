@@ -63,7 +63,7 @@ def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
         yield (
             f"rollout.vllm_python={shown(rollout.vllm_python)}: the loss of task={exp.task.kind} "
             "takes its samples for those of the trained weights, and vLLM's probabilities differ "
-            "in their last digits. Leave it out, or use task=grpo or rloo."
+            "in their last digits. Leave rollout.vllm_python out."
         )
     elif rollout.max_staleness and not kind.corrects_staleness:
         yield (

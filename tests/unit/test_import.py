@@ -271,7 +271,7 @@ def test_llama_factory_dpo(here: Path) -> None:
         ({"lr_scheduler_type": "inverse_sqrt"}, "optim.schedule=cosine"),
         ({"cutof_len": 3}, "cutoff_len"),
         ({"quantization_bit": 8}, "adapter.quantize=nf4"),
-        ({"report_to": "trackio"}, "tracking.kinds=[]"),
+        ({"report_to": "comet_ml"}, "tracking.kinds=[]"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(

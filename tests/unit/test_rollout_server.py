@@ -357,6 +357,7 @@ def damaging(to: ServerAddress, flipper: Flipper) -> Iterator[tuple[ServerAddres
                 server = socket.create_connection((to.address, to.port))
                 threading.Thread(target=relay, args=(flipper, peer, server), daemon=True).start()
 
+    wait_for(lambda: answers(to))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=accept, daemon=True).start()
         yield ServerAddress("here", "127.0.0.1", listener.getsockname()[1]), flipper
