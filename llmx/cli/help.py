@@ -131,6 +131,8 @@ ENVIRONMENT = {
         "COLUMNS": "The width of tables where there is no terminal to ask.",
     },
     "For development": {
+        "LLMX_VLLM_PYTHON": "The Python of an environment with vLLM. Without it, tests that need "
+        "it are skipped.",
         "LLMX_REAL_DATA": "The folder of real data sets. Without it, tests that need it are "
         "skipped and benchmarks refuse to start.",
         "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "

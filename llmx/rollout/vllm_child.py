@@ -3,7 +3,7 @@
 ``python vllm_child.py``, with the Python of ``rollout.vllm_python``. It imports nothing of llmx,
 which that environment lacks. A request is a line of JSON (``do``, ``size``, and what the method
 takes) and a body of ``size`` bytes on its standard input; the answer is a line on its output.
-Shown by ``python -m pytest tests/unit/test_rollout_vllm.py``.
+Shown by ``LLMX_VLLM_PYTHON=/opt/vllm/bin/python python -m pytest tests/unit/test_rollout_vllm.py``.
 """
 
 from __future__ import annotations

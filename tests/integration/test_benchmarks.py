@@ -29,7 +29,8 @@ COMMANDS = (
     "plan_published.py",
     "plan_time.py --limit 1 --rounds 1",
     """ram_validation.py --only "demo's model" """,
-    "grpo_throughput.py --pairs 1 --seeds 0 --steps 3 --skip 1 --prompts 4 --hidden 64 --layers 1",
+    "grpo_throughput.py --pairs 1 --seeds 0 --steps 2 --skip 1 --prompts 4 --hidden 64 --layers 1 "
+    "--max-new-tokens 16",
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
 )
 ON_REAL_DATA = (
