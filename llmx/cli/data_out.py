@@ -236,8 +236,8 @@ def _decide(
             outcome.remove(number, CONTAMINATED, f"{place}: {excerpt(match)}")
         elif near is not None:
             if similar := near.add(number, words):
-                other = places[similar[0]]
-                like = f"like {other.unit} {other.number}, {similar[1]:.2f}"
+                earlier = places[similar[0]]
+                like = f"like {earlier.unit} {earlier.number}, {similar[1]:.2f}"
                 text = f"{place} ({like}): {_start(row, record)}"
                 outcome.remove(number, SIMILAR, text)
             else:
@@ -317,7 +317,7 @@ def _report(
     table = Table(title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    left = outcome.num_rows - len(outcome.removed)
+    num_left = outcome.num_rows - len(outcome.removed)
     rows = [("rows read", f"{outcome.num_rows:,}")]
     for reason, count in outcome.counts.items():
         share = percent(count / outcome.num_rows)
@@ -329,7 +329,7 @@ def _report(
             "words left out as a template"
         )
         rows.append((f"compared with {options.decontaminate}", compared))
-    rows += [("rows left", f"{left:,}"), *lines.items()]
+    rows += [("rows left", f"{num_left:,}"), *lines.items()]
     for name, value in rows:
         table.add_row(printable(name), Text(printable(value)))
     console = Console(highlight=False)

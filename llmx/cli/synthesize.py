@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
             f"--url {shown(redact(options.url))}: must be without a password, for it is kept "
             "beside the rows. A key belongs into the environment variable of --key-env."
         )
-    how = wanted({"temperature": "1", "max_new_tokens": "2048", **options.keys})
+    generation = wanted({"temperature": "1", "max_new_tokens": "2048", **options.keys})
     out = Path(os.path.abspath(options.out.expanduser()))
     if out.suffix != ".jsonl":
         raise ConfigError(f"--out {shown(str(options.out))}: must end in .jsonl.")
@@ -108,10 +108,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--prompt {options.prompt}: cannot be read ({error}).") from error
     if "{examples}" not in prompt:
         raise ConfigError(f"--prompt {options.prompt}: must have {{examples}} where they go.")
-    maker = Maker(out, seeds, prompt, how, options)
+    maker = Maker(out, seeds, prompt, generation, options)
     # Only now: what is wrong with the files is said before a model is loaded.
     if maker.num_rows < options.rows:
-        complete = _server(options, how) if options.url else _local(options, how)
+        complete = _server(options, generation) if options.url else _local(options, generation)
         try:
             maker.make(complete)
         except KeyboardInterrupt:
@@ -149,12 +149,12 @@ class Maker:
         out: Path,
         seeds: list[dict[str, str]],
         prompt: str,
-        how: Wanted,
+        generation: Wanted,
         options: argparse.Namespace,
     ) -> None:
         """Continues ``out`` where it is there. Raises ConfigError where another command made it."""
         self._out, self._seeds, self._prompt = out, seeds, prompt
-        self._seed, self._options = int(how.seed or 0), options
+        self._seed, self._options = int(generation.seed or 0), options
         self._exclude = EXCLUDED if options.exclude is None else options.exclude
         self._excluded = [word.lower() for word in self._exclude.split()]
         self._similar = NearDuplicates(options.similarity, shingle=1)
@@ -167,10 +167,10 @@ class Maker:
             "url": options.url,
             "seeds": sha256_of_file(options.seeds),
             "prompt": hashlib.sha256(prompt.encode()).hexdigest(),
-            "temperature": how.sampling.temperature,
-            "top_p": how.sampling.top_p,
-            "top_k": how.sampling.top_k,
-            "max_new_tokens": how.sampling.max_new_tokens,
+            "temperature": generation.sampling.temperature,
+            "top_p": generation.sampling.top_p,
+            "top_k": generation.sampling.top_k,
+            "max_new_tokens": generation.sampling.max_new_tokens,
             "seed": self._seed,
             "per_request": options.per_request,
             "similarity": options.similarity,
@@ -211,17 +211,18 @@ class Maker:
                 ]
                 answers = complete(prompts, numbers)
                 for request, (_, examples), answer in zip(requests, draws, answers, strict=True):
-                    kept = [row for row in candidates(answer) if self._is_kept(row)]
-                    if not candidates(answer):
+                    answered = candidates(answer)
+                    new_rows = [row for row in answered if self._is_kept(row)]
+                    if not answered:
                         self._rejected["no row in the answer"] += 1
-                    in_vain = 0 if kept else in_vain + 1
+                    in_vain = 0 if new_rows else in_vain + 1
                     source = {
                         "model": self._settings["model"],
                         "request": request,
                         "examples": examples,
                         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                     }
-                    for row in kept:
+                    for row in new_rows:
                         line = json.dumps({**row, "source": source}, ensure_ascii=False)
                         stream.write(line.encode("utf-8", "replace") + b"\n")
                 stream.flush()
@@ -230,14 +231,14 @@ class Maker:
                 now, live = time.monotonic(), sys.stderr.isatty()
                 if live or now - shown_at >= LINE_EVERY_S:
                     shown_at = now
-                    made = len(self._rows) - first
-                    left = (now - began) / max(1, made) * (wanted_rows - len(self._rows))
+                    num_new = len(self._rows) - first
+                    left_s = (now - began) / max(1, num_new) * (wanted_rows - len(self._rows))
                     num_rejected = sum(self._rejected.values())
                     share = len(self._rows) / max(1, len(self._rows) + num_rejected)
                     line = (
                         f"{len(self._rows):,} of {wanted_rows:,} rows, {percent(share)} accepted, "
                         f"{plural(self._request, 'request')}"
-                    ) + f", {clock(left)} left" * (made > 0)
+                    ) + f", {clock(left_s)} left" * (num_new > 0)
                     end = "" if live else "\n"
                     print(f"\r{line}\033[K" * live or line, end=end, file=sys.stderr, flush=True)
         if sys.stderr.isatty():
@@ -315,7 +316,7 @@ class Maker:
 
     def _continue(self) -> None:
         """Read what was made before; a line that was not finished is cut off."""
-        other = f"{self._out} was not made by synthesize. Set --out to another name."
+        problem = f"{self._out} was not made by synthesize. Set --out to another name."
         lines = self._out.read_bytes().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
@@ -330,7 +331,7 @@ class Maker:
                 self._request = max(self._request, row["source"]["request"] + 1)
                 self._add(row["instruction"])
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(other) from None
+            raise ConfigError(problem) from None
         changes = [
             f"{name}={before.get(name)}, and now {value}"
             for name, value in self._settings.items()
@@ -369,10 +370,10 @@ def candidates(answer: str) -> list[dict[str, str]]:
 # --- Models ----------------------------------------------------------------------------------
 
 
-def _server(options: argparse.Namespace, how: Wanted) -> Complete:
+def _server(options: argparse.Namespace, generation: Wanted) -> Complete:
     """Answers of a server with OpenAI's interface."""
     url = f"{options.url.rstrip('/')}/chat/completions"
-    key_env, sampling = options.key_env or "OPENAI_API_KEY", how.sampling
+    key_env, sampling = options.key_env or "OPENAI_API_KEY", generation.sampling
     body = {
         "model": str(options.target),
         "temperature": sampling.temperature,
@@ -443,7 +444,7 @@ def _server(options: argparse.Namespace, how: Wanted) -> Complete:
     return complete
 
 
-def _local(options: argparse.Namespace, how: Wanted) -> Complete:
+def _local(options: argparse.Namespace, generation: Wanted) -> Complete:
     """Answers of a model on this machine."""
     from llmx.cli.generate import layout_of, load
     from llmx.cli.target import check_generates, find_target
@@ -455,7 +456,7 @@ def _local(options: argparse.Namespace, how: Wanted) -> Complete:
     check_generates(target)
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer)
-    sampling = dataclasses.replace(how.sampling, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(generation.sampling, stop_ids=stops | layout.stop_ids)
     decoder = decoder_of(model, try_padding=True)
     limit = getattr(decoder.config, "max_position_embeddings", None)
 

@@ -98,12 +98,12 @@ class NearDuplicates:
         signature = self._signature(PERMUTATIONS, 1)
         signature.update(list(set(runs(words, min(self._shingle, len(words))))))
         similar = [
-            (signature.jaccard(self._signatures[other]), other)
-            for other in self._index.query(signature)
+            (signature.jaccard(self._signatures[earlier]), earlier)
+            for earlier in self._index.query(signature)
         ]
-        similarity, other = max(similar, default=(0.0, 0))
+        similarity, earlier = max(similar, default=(0.0, 0))
         if similarity >= self._threshold:
-            return other, similarity
+            return earlier, similarity
         self._index.insert(key, signature)
         self._signatures[key] = signature
         return None

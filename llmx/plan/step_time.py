@@ -355,12 +355,12 @@ class _Prediction:
         if unknown := [n for n, speed in zip(devices, speeds, strict=True) if speed is None]:
             key = f"hardware.devices.{unknown[0]}.peak_tflops.{plan.precision}"
             return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
-        known = [speed for speed in speeds if speed is not None]
+        sampler_speeds = [speed for speed in speeds if speed is not None]
         trains_s = training.step_s * drawn.updates
         if servers:
-            by_device = samples.by_servers_s(known, world=plan.world_size)
+            by_device = samples.by_servers_s(sampler_speeds, world=plan.world_size)
         else:
-            by_device = samples.by_ranks_s(known)
+            by_device = samples.by_ranks_s(sampler_speeds)
         draws_s, weights_s = max(by_device), self._weights(len(servers))
         overlaps = bool(servers) and self.exp.rollout.max_staleness > 0
         whole_s = max(trains_s, weights_s + draws_s) if overlaps else trains_s + weights_s + draws_s

@@ -42,6 +42,8 @@ class LLM:
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights"
         self.weights = dict(kwargs["weights_iterator"])
+        assert {"model.embed_tokens.weight", "lm_head.weight"} <= self.weights.keys()
+        assert not any("inv_freq" in name for name in self.weights)
 
     def reset_prefix_cache(self):
         pass
@@ -78,7 +80,9 @@ def stand_in(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def test_weights_and_prompts_reach_the_child_and_samples_come_back(stand_in: ServerProcess) -> None:
+    """Frozen parameters too, at each reload; buffers that no file has never."""
     model, lines = policy(), []
+    model.module.model.embed_tokens.requires_grad_(False)
     with ranks(model, [stand_in.place], lines, vllm_python="python") as servers:
         for step in range(2):
             servers.at_step(step)

@@ -127,7 +127,8 @@ def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
                 (name,) = zip_members(file)
                 try:
                     member: Any = archive.open(name)
-                except (RuntimeError, NotImplementedError) as error:  # encrypted, or PPMd
+                # It has a password, or is packed in a way that Python does not know.
+                except (RuntimeError, NotImplementedError) as error:
                     raise DataError(f"{file}: cannot be unpacked ({error}). Unzip it.") from error
                 with io.BufferedReader(member) as stream:
                     yield stream

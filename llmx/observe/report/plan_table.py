@@ -574,13 +574,13 @@ def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str,
         return
     parts = ", ".join(_parts(time))
     if rollout := time.rollout:
-        how = "at the same time" if rollout.overlaps else "one after the other"
+        order = "at the same time" if rollout.overlaps else "one after the other"
         weights = f", weights {seconds(rollout.weights_s)}" if rollout.weights_s else ""
         yield (
             "time",
             (
                 f"{seconds(time.step_s)}: drawing {seconds(rollout.draws_s)}, training "
-                f"{seconds(rollout.trains_s)}{weights}; {how} (rollout.max_staleness)"
+                f"{seconds(rollout.trains_s)}{weights}; {order} (rollout.max_staleness)"
             ),
         )
         if rollout.drawing_idle:
