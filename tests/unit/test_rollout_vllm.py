@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmx.errors import ConfigError
 from llmx.models.model import Model
+from tests.small_models import small_model
 from tests.unit.test_rollout_server import (
     PROMPTS,
     ServerProcess,
@@ -80,8 +81,8 @@ def stand_in(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def test_weights_and_prompts_reach_the_child_and_samples_come_back(stand_in: ServerProcess) -> None:
-    """Frozen parameters too, at each reload; buffers that no file has never."""
-    model, lines = policy(), []
+    """Frozen and tied parameters too, at each reload; buffers that no file has never."""
+    model, lines = policy(network=small_model("llama", tie_word_embeddings=True)), []
     model.module.model.embed_tokens.requires_grad_(False)
     with ranks(model, [stand_in.place], lines, vllm_python="python") as servers:
         for step in range(2):
