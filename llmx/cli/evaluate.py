@@ -304,6 +304,7 @@ def _generates_alone(task: Any) -> bool:
 
 def _trained_network(target: Target, spec: Any) -> Any:
     import torch
+    from transformers import AutoConfig
 
     from llmx.models.model import CAUSAL_LM, CLASSIFICATION, auto_class
 
@@ -312,7 +313,10 @@ def _trained_network(target: Target, spec: Any) -> Any:
     directory = target.directory
     if target.base is None:
         try:
-            network = auto_class(spec.head).from_pretrained(
+            config = AutoConfig.from_pretrained(
+                directory, trust_remote_code=target.trusts_remote_code
+            )
+            network = auto_class(spec.head, config).from_pretrained(
                 directory,
                 dtype="auto" if cuda else "float32",
                 trust_remote_code=target.trusts_remote_code,
@@ -342,6 +346,7 @@ def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, token
     import torch
 
     from llmx.models.model import auto_class
+    from llmx.models.network_config import network_config
     from llmx.train.engine.build import check_source, check_tokenizer, with_source
 
     of_run = target.exp is not None and exp.model.init == "pretrained"
@@ -355,7 +360,7 @@ def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, token
     of_source = with_source(exp, spec)
     check_source(of_source.model)
     check_tokenizer(of_source.model, tokenizer)
-    return auto_class(spec.head).from_pretrained(
+    return auto_class(spec.head, network_config(of_source.model)).from_pretrained(
         of_source.model.path,
         revision=of_source.model.revision,
         dtype="auto" if torch.cuda.is_available() else "float32",

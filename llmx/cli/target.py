@@ -264,20 +264,22 @@ def load_causal(target: Target) -> Any:
     """
     check_generates(target)
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     from llmx.models.adapter import load_adapted
+    from llmx.models.model import CAUSAL_LM, auto_class
 
     logging.disable_progress_bar()  # its bar would stand between the completions
     try:
-        network: torch.nn.Module = (
-            AutoModelForCausalLM.from_pretrained(
-                target.directory, dtype="auto", trust_remote_code=target.trusts_remote_code
+        if target.base is None:
+            options = {"trust_remote_code": target.trusts_remote_code}
+            config = AutoConfig.from_pretrained(target.directory, **options)
+            network: torch.nn.Module = auto_class(CAUSAL_LM, config).from_pretrained(
+                target.directory, dtype="auto", **options
             )
-            if target.base is None
-            else load_adapted(target.directory, target.base)
-        )
+        else:
+            network = load_adapted(target.directory, target.base)
     except Exception as error:  # of a damaged file, libraries raise anything
         if isinstance(error, ConfigError):
             raise

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmx.compose.networks import network_of, with_network
 from llmx.compose.task_rules import (
     drawn_samples,
     loss_logits,
@@ -44,7 +45,7 @@ from llmx.config import (
 )
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
-from llmx.config.model_rules import as_typed, head_problem, model_config_problems
+from llmx.config.model_rules import LANGUAGE_SECTION, head_problem, model_config_problems
 from llmx.config.rollout_rules import has_open_hosts, with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -106,8 +107,20 @@ def plan_experiment(
         measured_speeds=speeds,
         drawn=drawn_samples(exp),
     )
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *task_warnings(exp)))
+    notes = (*plan.notes, *task_warnings(exp), *_parts_trained(exp.model))
+    plan = dataclasses.replace(plan, notes=notes)
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
+
+
+def _parts_trained(model: ModelConfig) -> list[str]:
+    """A note on what is trained of a multi-modal model."""
+    if LANGUAGE_SECTION not in model.network:
+        return []
+    name = next(iter(model.network.get("architectures") or ()), model.architecture)
+    return [
+        f"{name} is a multi-modal model: its language model is trained. Its other parts (for "
+        "images, audio) are frozen, and exported unchanged."
+    ]
 
 
 def chosen_experiment(
@@ -200,7 +213,7 @@ def check(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = Fal
     all_problems = [*problems, *of_task]
     if not of_task:  # else it does not say which networks it has
         all_problems += _network_problems(exp)
-    validate(exp, all_problems, position_limit=position_limit(exp.model.config), is_typed=is_typed)
+    validate(exp, all_problems, position_limit=position_limit(exp.model.network), is_typed=is_typed)
 
 
 def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
@@ -228,17 +241,16 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     task = with_code_path(exp.task)
     task, about = _with_model_sources(task, seq_len=data.seq_len, all_here=all_here)
     problems += about
-    # What a local model says of itself wins over nothing, and loses to what the user set.
-    of_files, about = _model_directory(
+    _, about = _model_directory(
         model.path,
         "model.path",
         weights=model.init == "pretrained" and all_here,
         config=model.kind == "hf",
     )
     problems += about
-    if model.kind == "hf" and of_files:
-        model = dataclasses.replace(model, config={**of_files, **model.config})
-    model = dataclasses.replace(model, config=as_typed(model.config))
+    if not about:
+        model, about = with_network(model)
+        problems += about
     run_dir = absolute(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     exp = dataclasses.replace(
@@ -324,9 +336,11 @@ def _beside(exp: Experiment) -> tuple[NetworkBeside, ...]:
     for name, spec in specs_beside(exp).items():
         model = exp.model
         if spec.source is not None:
-            config, _ = _model_directory(spec.source, name, weights=False, config=False)
             added: dict[str, Any] = {"add_tokens": [], "add_special_tokens": []}
-            model = dataclasses.replace(model, kind="hf", init="pretrained", config=config, **added)
+            config = network_of(spec.source, spec.revision)
+            model = dataclasses.replace(
+                model, kind="hf", init="pretrained", config={}, resolved=config, **added
+            )
         network = NetworkBeside(
             name,
             num_parameters=0,
@@ -352,8 +366,8 @@ def _with_model_sources(
         where = f"task.options.{name}"
         paths = _Paths(all_here)
         options[name] = paths.model(path, where)
-        config, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
-        limit = position_limit(config)
+        _, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
+        limit = None if of_directory else position_limit(network_of(options[name]))
         if limit is not None and seq_len > limit:
             of_directory.append(
                 f"data.seq_len={seq_len}, but {where}={path} takes at most {limit} positions. Set "

@@ -120,6 +120,16 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
+    rates = ", ".join(
+        f"{key}={shown(rate)}"
+        for key, rate in exp.model.network.items()
+        if "drop" in key and isinstance(rate, float) and rate > 0
+    )
+    if rates and any(spec.trained and not spec.dropout for spec in specs(exp).values()):
+        warnings.append(
+            f"task={exp.task.kind} trains without dropout: {rates} of the model's config is set "
+            "to 0."
+        )
     if kind.generates_with(exp):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan leaves out the memory of the "

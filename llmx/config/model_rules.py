@@ -7,7 +7,6 @@ import transformers, so the tables stand here; a test compares them with the lib
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +14,9 @@ from llmx.config.build import shown
 from llmx.config.fields import Range
 from llmx.config.schema import ALL_LINEAR, AdapterConfig, ModelConfig, ZeroConfig
 from llmx.errors import did_you_mean
+
+LANGUAGE_SECTION = "text_config"
+"""The part of a multi-modal model's config that describes its language model."""
 
 _SIZE = Range(1, 2**20)
 _COUNT = Range(1, 10_000)
@@ -216,13 +218,10 @@ def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: boo
         if key == "model_type" and value != model.kind:
             yield f"{where}: differs from model.kind={model.kind}. Leave it out, or set model.kind."
         elif key not in KEYS[model.kind]:
-            # A newer library may know more keys; what is nearly one of them is a typo.
-            near = difflib.get_close_matches(key, KEYS[model.kind], n=1, cutoff=0.8)
-            if near:
-                yield (
-                    f"model.config.{shown(key)}: {model.kind} has no such value. "
-                    f'Did you mean "{near[0]}"?'
-                )
+            yield (
+                f"{where}: {model.kind} has no such value."
+                f"{did_you_mean(key[:100], KEYS[model.kind])} Correct the name, or leave it out."
+            )
     if value is None and (not known_kind or key in _OPTIONAL):
         return
     if not known_kind and isinstance(value, list | dict):
@@ -372,8 +371,7 @@ def quantize_problems(
         )
     if model.compile:
         yield f"{key} with model.compile=true has not been tried. Set model.compile=false."
-    kind = model.config.get("model_type", model.kind) if model.kind == "hf" else model.kind
-    if kind == "gpt2":
+    if model.architecture == "gpt2":
         yield (
             f"{key}: the layers of a GPT-2 are stored transposed, and are not quantized. Use "
             "adapter=lora."

@@ -85,8 +85,12 @@ class ModelConfig:
     trust."""
     config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
     """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). They define
-    a network from scratch, and override the config of a pretrained one. The memory plan reads them,
-    too."""
+    a network from scratch, and override the config of ``path``."""
+    resolved: dict[str, Any] = mapping(example="{model_type: llama, hidden_size: 1024}")
+    """The whole config of the network: what transformers made of the file of ``path`` and of
+    ``config``. llmx fills it in."""
+    resolved_from: str | None = None
+    """The fingerprint of the config.json that ``resolved`` was read from. llmx fills it in."""
     license: str | None = None
     """The licence for the model card, an id of the Hub (``apache-2.0``). Null: the licence of the
     base model, if its card names one."""
@@ -140,6 +144,16 @@ class ModelConfig:
     freeze: list[str] = items(maximum=1000, example="['*.embed_tokens.*', '*.layers.[0-3].*']")
     """Parameters that are not trained, as patterns of their names (``*``, ``?``, ``[0-3]``). A
     pattern that matches nothing is an error. Frozen parameters are saved and exported unchanged."""
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Every known value of the network's config; ``config`` alone where there is no file."""
+        return self.resolved or self.config
+
+    @property
+    def architecture(self) -> str:
+        """The ``model_type`` of the network; empty where only its files would tell."""
+        return str(self.network.get("model_type") or ("" if self.kind == "hf" else self.kind))
 
 
 ALL_LINEAR = "all-linear"

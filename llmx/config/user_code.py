@@ -85,6 +85,12 @@ def user_code(task: TaskConfig) -> list[UserCode]:
     return list(packages.values())
 
 
+def code_roots(task: TaskConfig) -> list[str]:
+    """The directory of ``task.kind``'s code, for ``PYTHONPATH``; none for a task of llmx."""
+    code = user_task(task)
+    return [] if code is None else [str(code.root)]
+
+
 def _find(where: str, path: str, task: TaskConfig) -> UserCode | None:
     """``path``: ``package.module:name``; None of anything else. ``where``: for the message."""
     module, _, name = path.partition(":")

@@ -20,15 +20,17 @@ import llmx
 from llmx.compose.complete import Composed, chosen_experiment, refusal
 from llmx.config import Experiment
 from llmx.config.build import to_dict
+from llmx.config.user_code import code_roots
 from llmx.errors import ConfigError
 from llmx.hardware.survey import version
 from llmx.lifecycle.learned import known_contexts, known_runs
-from llmx.lifecycle.preflight import PACKAGES, ask, with_true_vocabulary
+from llmx.lifecycle.preflight import with_true_vocabulary
 from llmx.plan.choices import no_runs, traced_memory, with_traces
 from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import read_mapping, write_json
+from llmx.run.scratch import PACKAGES, ask
 
 PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
@@ -142,8 +144,10 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
             for key in keys
         ],
     }
+    if exp.model.trust_remote_code:  # code of the Hub, which only the ranks run
+        return None
     answers: list[dict[str, Any]] | None = ask(
-        exp, PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S
+        PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S, python_path=code_roots(exp.task)
     )
     return answers
 

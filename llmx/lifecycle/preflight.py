@@ -8,16 +8,12 @@ asked in a process of its own (``ask``).
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import llmx
 from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
@@ -27,7 +23,7 @@ from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.config.model_rules import added_tokens
 from llmx.config.tasks import shipped_tasks
-from llmx.config.user_code import user_task
+from llmx.config.user_code import code_roots
 from llmx.errors import ConfigError, DataError
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
 from llmx.plan.adapter import trained_parameters
@@ -36,7 +32,7 @@ from llmx.plan.storage import ModelSize, with_storage
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
-from llmx.run.scratch import scratch_directory
+from llmx.run.scratch import ask
 
 PROGRAM = "llmx.tasks.first_rows"
 TIME_LIMIT_S = 60.0
@@ -46,41 +42,6 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )  # fmt: skip
 """A directory without one of them has no tokenizer."""
-
-
-PACKAGES = ("torch", "transformers")
-
-
-def ask(exp: Experiment, program: str, request: str, *, timeout_s: float) -> Any:
-    """The JSON that ``python -m program FILE ANSWER`` writes to ANSWER, with ``request`` in
-    FILE; what it had written by then, if it failed or took longer. None where there is nothing: no
-    torch here, or code of the Hub, which only the ranks run."""
-    if exp.model.trust_remote_code or not all(map(importlib.util.find_spec, PACKAGES)):
-        return None
-    with scratch_directory() as directory:
-        file, answer = directory / "request", directory / "answer.json"
-        file.write_text(request, encoding="utf-8")
-        # No GPU is touched before the launch, and nothing is downloaded.
-        environment = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        if (task := user_task(exp.task)) is not None:
-            paths = [str(task.root), os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                [sys.executable, "-m", program, str(file), str(answer)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=timeout_s,
-                check=True,
-            )
-        try:
-            return json.loads(answer.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
 
 
 def with_checked_inputs(composed: Composed) -> Composed:
@@ -180,8 +141,11 @@ def _check_first_rows(exp: Experiment) -> None:
             return
         module.check_first_rows(exp)
         return
-    answer = ask(exp, PROGRAM, snapshot.dump_config(exp), timeout_s=TIME_LIMIT_S) or {}
-    if problem := answer.get("problem"):
+    if exp.model.trust_remote_code:  # code of the Hub, which only the ranks run
+        return
+    request, roots = snapshot.dump_config(exp), code_roots(exp.task)
+    answer = ask(PROGRAM, request, timeout_s=TIME_LIMIT_S, python_path=roots)
+    if answer and (problem := answer.get("problem")):
         raise (ConfigError if answer["is_config"] else DataError)(problem)
 
 
@@ -196,7 +160,7 @@ def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
     before = model_geometry(exp.model)
     if not rows or before is None:
         return plan
-    model = replace(exp.model, config={**exp.model.config, "vocab_size": rows})
+    model = replace(exp.model, resolved={**exp.model.network, "vocab_size": rows})
     shape = model_geometry(model)
     if shape is None:
         return plan

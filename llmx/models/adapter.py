@@ -32,9 +32,10 @@ from llmx.config.model_rules import (
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.initialise import module_seed
-from llmx.models.parameters import output_embedding, vocabulary_parameters
+from llmx.models.parameters import output_embedding, tower_parameters, vocabulary_parameters
 from llmx.models.pooling import head_names
 from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
+from llmx.models.spec import CAUSAL_LM
 
 CLASSIFICATION = "sequence_classification"
 TASK_TYPES = {
@@ -160,10 +161,14 @@ def is_linear(module: nn.Module) -> bool:
 def _linear_layers(network: Any, *, head: str) -> list[str]:
     """Names of what ``all-linear`` adapts."""
     output, head_modules = output_embedding(network), _own_head(network, head)
+    in_towers = {name.rpartition(".")[0] for name in tower_parameters(network)}
     return [
         name
         for name, module in network.named_modules()
-        if is_linear(module) and module is not output and name not in head_modules
+        if is_linear(module)
+        and module is not output
+        and name not in head_modules
+        and name not in in_towers
     ]
 
 
@@ -305,15 +310,16 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
     Args:
         source: the model that it was trained on.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
-    from llmx.models.factory import plain_config
+    from llmx.models.model import auto_class
+    from llmx.models.network_config import network_config
 
-    peft = _peft()
-    base = AutoModelForCausalLM.from_pretrained(
+    peft, config = _peft(), network_config(source)
+    base = auto_class(CAUSAL_LM, config).from_pretrained(
         str(Path(source.path or "").expanduser()),
         revision=source.revision or "main",
-        config=plain_config(source),
+        config=config,
         dtype=_dtype_of(directory),
         trust_remote_code=source.trust_remote_code,
     )
@@ -383,13 +389,16 @@ def base_alone(network: nn.Module) -> Iterator[None]:
 
 
 def freeze(network: nn.Module, patterns: list[str]) -> None:
-    """Parameters whose names match are not trained (``model.freeze``).
+    """Parameters whose names match are not trained (``model.freeze``), nor are the towers of a
+    multi-modal model.
 
     Raises:
         ConfigError: a pattern matches nothing, or all is frozen.
     """
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
     parameters = dict(network.named_parameters(remove_duplicate=False))
+    for name in tower_parameters(network):
+        parameters[name].requires_grad_(False)
     for pattern in patterns:
         matches = [name for name in names if fnmatchcase(name, pattern)]
         if not matches:

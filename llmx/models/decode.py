@@ -145,7 +145,7 @@ class Decoding:
         self.takes_positions = model.attention.isolation not in ("padding_mask", "none") and takes(
             type(model.module), "position_ids"
         )
-        last = getattr(model.config, "max_position_embeddings", None)
+        last = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.last_position = last or math.inf
         self.rows: list[Row] = []
         self.start = self.end = 0

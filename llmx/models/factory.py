@@ -25,6 +25,7 @@ from llmx.models.generate import keep_generation_config
 from llmx.models.initialise import initialise
 from llmx.models.load import OnArrival, load_weights
 from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, ModelSpec, auto_class
+from llmx.models.network_config import network_config
 from llmx.models.pooling import (
     give_pooled_forward,
     has_other_labels,
@@ -66,7 +67,7 @@ def num_embeddings(model: ModelConfig, tokenizer: Any) -> int | None:
     if model.init == "scratch" or added_tokens(model):
         return None
     try:
-        rows = getattr(plain_config(model).get_text_config(), "vocab_size", None)
+        rows = getattr(network_config(model).get_text_config(), "vocab_size", None)
     except (OSError, ValueError):  # not on this machine; no network is built without it
         return None
     return rows if isinstance(rows, int) and rows < true_vocab(tokenizer) else None
@@ -80,12 +81,13 @@ def model_config(
 
     ``spec``: what it ends in; None for a causal LM.
     """
-    config = plain_config(model)
-    rows = vocab_rows(model, config, tokenizer)
-    if model.init == "scratch" or rows > config.vocab_size:
-        config.vocab_size = padded_vocab(rows, multiple_of=model.pad_vocab_to_multiple_of)
+    config = network_config(model)
+    text = config.get_text_config()
+    rows = vocab_rows(model, text, tokenizer)
+    if model.init == "scratch" or rows > text.vocab_size:
+        text.vocab_size = padded_vocab(rows, multiple_of=model.pad_vocab_to_multiple_of)
     if model.init == "scratch":
-        _take_special_tokens(config, tokenizer)
+        _take_special_tokens(text, tokenizer)
     if spec is not None and spec.head == CLASSIFICATION:
         take_config(
             config,
@@ -94,20 +96,20 @@ def model_config(
             problem=spec.problem,
             tokenizer=tokenizer,
         )
-    config.use_cache = False
-    _check(config, tokenizer, seq_len=data.seq_len)
+    config.use_cache = text.use_cache = False
+    _check(text, tokenizer, seq_len=data.seq_len)
     return config
 
 
-def vocab_rows(model: ModelConfig, plain: Any, tokenizer: Any) -> int:
+def vocab_rows(model: ModelConfig, text: Any, tokenizer: Any) -> int:
     """Rows of the vocabulary that count: those that the tokenizer can give from scratch, those of
     the pretrained model, and those of added tokens that it has no row for.
 
-    ``plain``: ``plain_config(model)``.
+    ``text``: the config of the language model, as published (``network_config``).
     """
     if model.init == "scratch":
         return true_vocab(tokenizer)
-    rows: int = plain.vocab_size
+    rows: int = text.vocab_size
     return max(rows, true_vocab(tokenizer)) if added_tokens(model) else rows
 
 
@@ -116,21 +118,6 @@ def new_token_ids(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     if model.init == "scratch":
         return ()
     return tuple(tokenizer.convert_tokens_to_ids(added_tokens(model)))
-
-
-def plain_config(model: ModelConfig) -> Any:
-    """The Hugging Face config before anything is set from the tokenizer."""
-    from transformers import AutoConfig
-
-    overrides = dict(model.config)
-    if model.path is not None and (model.kind == "hf" or model.init == "pretrained"):
-        return AutoConfig.from_pretrained(
-            model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            **overrides,
-        )
-    return AutoConfig.for_model(model.kind, **overrides)
 
 
 def _take_special_tokens(config: Any, tokenizer: Any) -> None:
@@ -189,6 +176,7 @@ def build_model(
     dtype = DTYPES[precision]
     stage = ds_config["zero_optimization"]["stage"]
     quantization = Quantization.of(adapter) if adapter is not None else None
+    _import_network(head, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             _empty_model(stage=stage, device=device, ds_config=ds_config, dtype=dtype)
@@ -225,11 +213,21 @@ def build_model(
     return model
 
 
+def _import_network(head: str, config: Any) -> None:
+    """Import the module of a network of transformers.
+
+    On every rank before ``deepspeed.zero.Init``, which wraps the ``__init__`` of each class of
+    modules, and at its end takes from those that were defined meanwhile what they had around it
+    (0.19.8): experts lose the decorator that gives them their config.
+    """
+    auto_class(head, config)._model_mapping.get(type(config), None)
+
+
 def _construct(
     model: ModelConfig, config: Any, *, dtype: torch.dtype, implementation: str, head: str
 ) -> PreTrainedModel:
     try:
-        network: PreTrainedModel = auto_class(head).from_config(
+        network: PreTrainedModel = auto_class(head, config).from_config(
             config,
             dtype=dtype,
             attn_implementation=implementation,
@@ -269,7 +267,7 @@ def _load(
     if head != CLASSIFICATION:
         load()
         return
-    other_labels = has_other_labels(plain_config(source), config)
+    other_labels = has_other_labels(network_config(source), config)
     drawn = load(seed=seed, may_draw=head_names(model), replaced=other_labels, other_heads=True)
     if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
         print(

@@ -287,7 +287,7 @@ def generate(
 
     world, rank = _world()
     groups: dict[tuple[int, ...], list[Row]] = {}
-    last = getattr(model.config, "max_position_embeddings", None)
+    last = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for index in shares(rows, world=world)[rank]:
         too_long = bool(last and len(rows[index]) > last)
         row = Row(index, rows[index], keys[index], ended=POSITIONS if too_long else None)

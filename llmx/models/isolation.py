@@ -109,7 +109,7 @@ class _Trial:
             self.refusals[implementation] = None
             try:
                 with torch.device("meta"):
-                    auto_class(self.head).from_config(
+                    auto_class(self.head, self.model.config).from_config(
                         copy.deepcopy(self.model.config),
                         attn_implementation=implementation,
                         trust_remote_code=self.remote,
@@ -241,10 +241,11 @@ def _make_trial(
 
 def tiny_model(config: Any, *, remote: bool, head: str = CAUSAL_LM) -> Any:
     """A model in training mode, with weights so large that every input has an effect."""
-    network = auto_class(head)
-    config.use_cache = False
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False  # llmx.models.experts takes them itself
+    network = auto_class(head, config)
+    for part in (config, config.get_text_config()):
+        part.use_cache = False
+        if hasattr(part, "output_router_logits"):
+            part.output_router_logits = False  # llmx.models.experts takes them itself
     with torch.device("meta"):
         size = sum(
             p.numel() for p in network.from_config(config, trust_remote_code=remote).parameters()

@@ -42,6 +42,7 @@ from llmx.models.loss import (
     values_of_logits,
     without_cache,
 )
+from llmx.models.parameters import is_multimodal
 from llmx.models.pooling import has_score, pooled, pooled_tokens
 from llmx.models.sampling import Sampling
 from llmx.models.spec import BACKBONE as BACKBONE
@@ -471,15 +472,18 @@ def head_of(config: Any) -> str:
     )
 
 
-def auto_class(head: str) -> Any:
-    """The class of transformers that builds a network with this head."""
+def auto_class(head: str, config: Any) -> Any:
+    """The class of transformers that builds a network of ``config`` with this head. A multi-modal
+    model is built whole: its towers are exported with it."""
     import transformers
 
+    if head == CAUSAL_LM and is_multimodal(config):
+        return transformers.AutoModelForImageTextToText
     return getattr(transformers, AUTO_CLASSES[head])
 
 
 def empty_network(config: Any, *, trust_remote_code: bool) -> Any:
     """The network of an exported config, without memory for its weights."""
     with torch.device("meta"):
-        loader = auto_class(head_of(config))
+        loader = auto_class(head_of(config), config)
         return loader.from_config(config, trust_remote_code=trust_remote_code)

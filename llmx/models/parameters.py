@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+
+from llmx.config.model_rules import LANGUAGE_SECTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +29,22 @@ def vocabulary_parameters(model: nn.Module) -> set[int]:
         if module is not None
         for parameter in module.parameters(recurse=False)
     }
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a Hugging Face config has a language model beside others, which see or hear."""
+    return LANGUAGE_SECTION in getattr(config, "sub_configs", {})
+
+
+def tower_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters of a multi-modal model that are not of its language model. They are
+    frozen: no text reaches them."""
+    network = cast("PreTrainedModel", model)
+    if not is_multimodal(getattr(network, "config", None)):
+        return set()
+    parts = (network.get_decoder(), output_embedding(model))
+    language = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) not in language}
 
 
 @contextlib.contextmanager

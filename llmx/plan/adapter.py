@@ -60,9 +60,7 @@ class AdapterSize:
 
 def network_modules(model: ModelConfig) -> Modules | None:
     """The modules of the experiment's model; None where only building it would tell."""
-    kind, config = model.kind, model.config
-    if kind == "hf":
-        kind = str(config.get("model_type", ""))
+    kind, config = model.architecture, model.network
     shape = model_geometry(model)
     if shape is None:
         return None

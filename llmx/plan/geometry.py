@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config.model_rules import added_tokens
+from llmx.config.model_rules import LANGUAGE_SECTION, added_tokens
 from llmx.config.schema import ModelConfig
 
 
@@ -66,7 +66,9 @@ _COUNTED: dict[tuple[str, int, int], tuple[dict[str, Any], Geometry]] = {}
 
 
 def position_limit(config: dict[str, Any]) -> int | None:
-    """The longest sequence the network takes, under the names that HF configs use."""
+    """The longest sequence the network takes, under the names that HF configs use; of a multi-modal
+    model, its language model."""
+    config = config.get(LANGUAGE_SECTION) or config
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"):
         if isinstance(config.get(key), int):
             return int(config[key])
@@ -75,10 +77,7 @@ def position_limit(config: dict[str, Any]) -> int | None:
 
 def model_geometry(model: ModelConfig) -> Geometry | None:
     """Geometry of a model of the config; None when only loading would tell."""
-    kind = model.kind
-    if kind == "hf":
-        kind = str(model.config.get("model_type", ""))
-    config, added = model.config, len(added_tokens(model))
+    kind, config, added = model.architecture, model.network, len(added_tokens(model))
     if added and isinstance(config.get("vocab_size"), int):
         # As if the model had no spare rows: only its tokenizer knows.
         config = {**config, "vocab_size": config["vocab_size"] + added}
@@ -123,6 +122,8 @@ def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> G
     query = heads * head
     attention = hidden * query + 2 * hidden * kv + query * hidden
     layer = attention + 3 * hidden * ffn + 2 * hidden + (2 * head if qk_norm else 0)
+    layer += query + 2 * kv + hidden if config.get("attention_bias") else 0
+    layer += 2 * ffn + hidden if config.get("mlp_bias") else 0
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     return Geometry(
         embeddings + layers * layer + hidden,
@@ -157,8 +158,15 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     layers, positions = int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
     vocab = _padded(int(config["vocab_size"]), multiple)
     layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
-    # OPT's position table has two rows more than positions.
-    total = vocab * hidden + (positions + 2) * hidden + layers * layer + 2 * hidden
+    # OPT's position table has two rows more than positions; embeddings narrower than the layers
+    # are projected on both sides, and a network that normalises after its layers has no last norm.
+    width = int(config.get("word_embed_proj_dim") or hidden)
+    total = vocab * width + (positions + 2) * hidden + layers * layer
+    total += 2 * hidden * width if width != hidden else 0
+    last_norm = config.get("do_layer_norm_before", True) and not config.get(
+        "_remove_final_layer_norm", False
+    )
+    total += 2 * hidden if last_norm else 0
     heads = int(config.get("num_attention_heads") or 12)
     dropout = float(config.get("dropout", 0.1)) > 0
     return Geometry(

@@ -24,6 +24,7 @@ from llmx.models.experts import accept_masks
 from llmx.models.generate import BareDecoder
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.model import Model, auto_class, head_of
+from llmx.models.network_config import config_from, plain_values
 from llmx.models.parameters import whole
 
 GATHER_BYTES = 1 << 30
@@ -39,7 +40,7 @@ def describe(model: Model) -> dict[str, Any]:
         if names.setdefault(parameter, name) != name:
             tied[name] = names[parameter]
     return {
-        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "config": plain_values(model.config),
         "architecture": type(model.module).__name__,
         "buffers": sorted(
             {name for name, _ in model.module.named_buffers()} - model.module.state_dict().keys()
@@ -105,11 +106,9 @@ def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def build(description: dict[str, Any], device: torch.device) -> BareDecoder:
     """The network of a description, its weights undefined."""
-    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    values = dict(description["config"])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    config = config_from(description["config"])
     attention = AttentionMethod(
         **description["attention"]
         | {"windows": tuple(tuple(window) for window in description["attention"]["windows"])}
@@ -118,7 +117,7 @@ def build(description: dict[str, Any], device: torch.device) -> BareDecoder:
         attention = dataclasses.replace(attention, implementation="sdpa")
     dtype = DTYPES[description["dtype"]]
     with device, no_init_weights():
-        network = auto_class(head_of(config)).from_config(
+        network = auto_class(head_of(config), config).from_config(
             config, dtype=dtype, attn_implementation=attention.implementation
         )
     network.tie_weights()

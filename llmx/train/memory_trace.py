@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.config import Experiment, experiment_from_dict
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.format.rows import Preference
@@ -41,7 +41,7 @@ from llmx.models.adapter import add_adapter, freeze
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
-from llmx.models.factory import DTYPES, build_model, padded_vocab, plain_config, true_vocab
+from llmx.models.factory import DTYPES, build_model, padded_vocab, true_vocab
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.model import (
     CAUSAL_LM,
@@ -54,6 +54,7 @@ from llmx.models.model import (
     NetworksByName,
     base_of,
 )
+from llmx.models.network_config import network_config
 from llmx.models.quantized import BLOCK, Quantization, QuantizeOnArrival, quantized_layers
 from llmx.models.spec import are_bases
 from llmx.models.varlen import IMPLEMENTATIONS, register
@@ -429,7 +430,7 @@ def _trace(
                 module=network,
                 forward=combined if is_single else ForwardOf(combined, name, network),
                 config=config,
-                vocab_size=_true_rows(exp, config),
+                vocab_size=_true_rows(exp, config.get_text_config()),
                 attention=method,
                 dtype=DTYPES[spec.precision or precision],
                 device=torch.device("cpu"),
@@ -598,38 +599,25 @@ def _method(exp: Experiment, attention: str) -> AttentionMethod:
 
 
 def _config(exp: Experiment, spec: ModelSpec) -> Any:
-    config = _plain_config(exp.model)
+    config = network_config(exp.model)
+    text = config.get_text_config()
     if exp.model.init == "scratch":
-        rows = _true_rows(exp, config)
-        config.vocab_size = padded_vocab(rows, multiple_of=exp.model.pad_vocab_to_multiple_of)
+        rows = _true_rows(exp, text)
+        text.vocab_size = padded_vocab(rows, multiple_of=exp.model.pad_vocab_to_multiple_of)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        number = getattr(config, token, None)
-        if isinstance(number, int) and number >= config.vocab_size:
-            setattr(config, token, None)
+        number = getattr(text, token, None)
+        if isinstance(number, int) and number >= text.vocab_size:
+            setattr(text, token, None)
     if spec.head != CAUSAL_LM and spec.num_labels:
         config.num_labels = spec.num_labels
-    config.use_cache = False
+    config.use_cache = text.use_cache = False
     return config
 
 
-def _plain_config(model: ModelConfig) -> Any:
-    """The config of the weights where they are on this machine, else of ``model.config``."""
-    kind = str(model.config.get("model_type", "")) if model.kind == "hf" else model.kind
-    values = {key: value for key, value in model.config.items() if key != "model_type"}
-    try:
-        return plain_config(model)
-    except (OSError, ValueError):
-        if not (kind and values):
-            raise
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(kind, **values)
-
-
-def _true_rows(exp: Experiment, config: Any) -> int:
+def _true_rows(exp: Experiment, text: Any) -> int:
     """Rows of the vocabulary that count: of the tokenizer where it is on this machine."""
     tokenizer = _tokenizer(exp) if exp.model.init == "scratch" else None
-    rows: int = config.vocab_size if tokenizer is None else true_vocab(tokenizer)
+    rows: int = text.vocab_size if tokenizer is None else true_vocab(tokenizer)
     return rows
 
 

@@ -44,6 +44,7 @@ LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
         ("llama", {"hidden_act": "silo"}, 'Did you mean "silu"'),
         ("llama", {"rope_scaling": "linear"}, "must be a mapping, or null"),
         ("llama", {"hiden_size": 64}, 'Did you mean "hidden_size"'),
+        ("llama", {"something_new": 3}, "something_new=3: llama has no such value"),
         ("llama", {"model_type": "opt"}, "differs from model.kind=llama"),
         ("llama", {"hidden_size": 65}, "hidden_size=65 is not divisible by the 4 attention heads. "
          "Use hidden_size=64 or 68"),
@@ -68,7 +69,7 @@ def test_what_no_network_can_be_built_from(kind, config, message) -> None:
     ("kind", "config"),
     [
         ("qwen3", {"hidden_size": 65, "head_dim": 16}),
-        ("llama", {"head_dim": None, "num_key_value_heads": None, "something_new": 3}),
+        ("llama", {"head_dim": None, "num_key_value_heads": None}),
         ("gpt2", {"n_inner": None, "n_embd": 64, "n_head": 4}),
         ("hf", {"model_type": "openelm", "num_attention_heads": [4, 8], "ffn_dim": None}),
         ("hf", {"hidden_act": {"name": "silu"}, "attention_dropout": 0}),

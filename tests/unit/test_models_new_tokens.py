@@ -21,10 +21,10 @@ from llmx.models.factory import (
     build_model,
     model_config,
     new_token_ids,
-    plain_config,
     true_vocab,
     vocab_rows,
 )
+from llmx.models.network_config import network_config
 from llmx.plan.adapter import adapter_size
 from llmx.plan.geometry import model_geometry
 from tests.reference import VOCABULARY, word_tokenizer
@@ -121,7 +121,7 @@ def test_new_rows_are_the_mean_of_the_tokens_that_were_there(
     exp = experiment(tmp_path)
     network, config, tokenizer = built(exp)
     assert true_vocab(tokenizer) == VOCABULARY + 3
-    counted = vocab_rows(exp.model, plain_config(exp.model), tokenizer)
+    counted = vocab_rows(exp.model, network_config(exp.model), tokenizer)
     assert counted == max(rows, VOCABULARY + 3)
     grows = spare < 3
     assert config.vocab_size == (-(-counted // 64) * 64 if grows else rows)

@@ -23,7 +23,8 @@ from llmx.config import AdapterConfig, Experiment, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, load_adapted, without_adapter
 from llmx.models.adapter_names import QUANTIZATION_FILE
-from llmx.models.factory import build_model, num_parameters, plain_config
+from llmx.models.factory import build_model, num_parameters
+from llmx.models.network_config import network_config
 from llmx.models.quantized import Quantization, quantized_layers, rounded
 from llmx.plan.memory import packed_bytes
 from tests.reference import word_tokenizer
@@ -60,7 +61,7 @@ def built(exp: Experiment, *, precision: str = "fp32") -> tuple[Any, Adapter]:
     network: Any = build_model(
         exp.model,
         exp.seed,
-        plain_config(exp.model),
+        network_config(exp.model),
         precision=precision,
         device=torch.device("cpu"),
         implementation="sdpa",

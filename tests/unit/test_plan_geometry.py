@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import yaml
 
+from llmx.config import ModelConfig
 from llmx.config.groups import CONF
-from llmx.plan.geometry import geometry
+from llmx.models.network_config import network_config, plain_values
+from llmx.plan.geometry import geometry, model_geometry
+from tests.published_configs import FAMILIES
 
 KNOWN = ["tiny", "gpt2", "llama2_7b", "llama3_8b", "qwen3_8b", "opt_1_3b", "llama_1_7b"]
 MASKED = ["bert_tiny", "bert_base", "megatron_bert_3_9b"]
@@ -24,6 +31,22 @@ def test_parameter_count_is_that_of_transformers(name: str) -> None:
         built = (AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM).from_config(
             AutoConfig.for_model(model["kind"], **model["config"])
         )
+    assert shape.num_parameters == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "mistral", "qwen3", "gpt2", "opt-350m"])
+def test_the_parameters_of_a_published_directory(name: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name]))
+    biases = {"attention_bias": True} if name in ("llama3.2", "qwen3") else {}
+    model = ModelConfig(path=str(tmp_path), config=biases)
+    config = network_config(model)
+    shape = model_geometry(replace(model, resolved=plain_values(config)))
+    assert shape is not None
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
     assert shape.num_parameters == sum(p.numel() for p in built.parameters())
 
 

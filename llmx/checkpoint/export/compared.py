@@ -44,7 +44,7 @@ def load_model(directory: Path, *, trust_remote_code: bool = False, **options: A
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    loader = auto_class(head_of(config))
+    loader = auto_class(head_of(config), config)
     with quiet():
         model = loader.from_pretrained(
             directory, dtype=torch.float32, trust_remote_code=trust_remote_code, **options

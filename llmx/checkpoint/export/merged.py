@@ -32,9 +32,9 @@ from llmx.models.adapter_names import (
     read_quantization,
 )
 from llmx.models.conversion import Group, plan_load
-from llmx.models.factory import plain_config
 from llmx.models.load import Checkpoint, checkpoint_files
 from llmx.models.model import empty_network
+from llmx.models.network_config import network_config
 from llmx.models.parameters import persistent_buffers
 from llmx.models.quantized import Quantization, is_quantized, rounded, trained_dtype
 
@@ -116,7 +116,7 @@ def write_merged(
     config = (
         AutoConfig.from_pretrained(described, trust_remote_code=source.trust_remote_code)
         if described
-        else plain_config(source)
+        else network_config(source)
     )
     network = empty_network(config, trust_remote_code=source.trust_remote_code)
     shards = ShardWriter(directory, shard_bytes=shard_bytes)

@@ -83,7 +83,7 @@ def export_model(
         partial.mkdir(parents=True)
     shards = ShardWriter(partial, shard_bytes=shard_bytes)
     for name, tensor in _as_files_have_it(
-        model, vocab_size=vocab_size, padded=config.vocab_size, writes=writes
+        model, vocab_size=vocab_size, padded=config.get_text_config().vocab_size, writes=writes
     ):
         # Counters and the like among the buffers keep their dtype. A copy: the gathered value is
         # gone with the next one.
@@ -203,9 +203,11 @@ def write_config(directory: Path, model: nn.Module, config: Any) -> None:
 def exported_config(config: Any, *, vocab_size: int, dtype: torch.dtype) -> Any:
     """The config as others should see it: true vocabulary, cache on, the dtype on disk."""
     final = copy.deepcopy(config)
-    final.vocab_size = vocab_size
-    final.use_cache = True
-    final.dtype = dtype
+    text = final.get_text_config()
+    text.vocab_size = vocab_size
+    for part in (text, final):
+        part.use_cache = True
+        part.dtype = dtype
     return final
 
 

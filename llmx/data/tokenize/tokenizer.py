@@ -213,8 +213,8 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
     except Exception as error:  # the Hub client's errors have no common base
         if Path(source).is_dir():
             raise ConfigError(
-                f"{key}={shown_name} is a directory, but no tokenizer can be loaded from it: "
-                f"{what_is_there(Path(source))}. {HOW}."
+                f"{key}={shown_name} is a directory, but no tokenizer can be loaded from it "
+                f"({first_line(error)}): {what_is_there(Path(source))}. {HOW}."
             ) from error
         raise ConfigError(
             f"The tokenizer {shown_name!r} cannot be loaded: {first_line(error)} It is neither a "

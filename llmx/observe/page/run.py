@@ -32,7 +32,7 @@ LONGEST_COMPLETION = 1_500
 LONGEST_FILE = 60_000
 """Characters of a file that is shown (provenance.json may hold a diff of megabytes)."""
 NOT_SHOWN = ("schema_version", "name", "run_dir", "dry_run", "hardware.hosts", "hardware.devices",
-             "tokenizer.")  # fmt: skip
+             "model.resolved", "tokenizer.")  # fmt: skip
 """Beginnings of keys: those of the run alone, of other commands, and what the plan shows better."""
 CURVES = {"loss": "", "loss_mean": "", "lr": "Learning rate", "grad_norm": "Gradient norm",
           "tokens_per_s": "Tokens/s"}  # fmt: skip

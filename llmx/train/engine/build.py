@@ -44,7 +44,6 @@ from llmx.models.factory import (
     build_model,
     model_config,
     new_token_ids,
-    plain_config,
     vocab_rows,
 )
 from llmx.models.isolation import turn_dropout_off
@@ -59,6 +58,7 @@ from llmx.models.model import (
     NetworksByName,
     base_of,
 )
+from llmx.models.network_config import network_config
 from llmx.models.parameters import whole_shape
 from llmx.models.pooling import has_score
 from llmx.models.select_attention import select_attention
@@ -474,6 +474,8 @@ def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
         path=str(Path(spec.source).expanduser()) if spec.source.startswith("~") else spec.source,
         revision=spec.revision,
         config={},
+        resolved={},
+        resolved_from=None,
         add_tokens=[],
         add_special_tokens=[],
         trust_remote_code=exp.model.trust_remote_code and spec.source == exp.model.path,
@@ -484,7 +486,7 @@ def with_source(exp: Experiment, spec: ModelSpec) -> Experiment:
 def check_source(model: ModelConfig) -> None:
     """Raise ConfigError where a network's source has no config that can be read."""
     try:
-        plain_config(model)
+        network_config(model)
     except Exception as error:  # the Hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
@@ -610,7 +612,8 @@ def _build_network(
     attention = select_attention(exp.model, exp.data, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
     with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
-    rows = vocab_rows(exp.model, plain_config(exp.model), tokenizer)
+    text = network_config(exp.model).get_text_config()
+    rows = vocab_rows(exp.model, text, tokenizer)
     network = build_model(
         exp.model,
         exp.seed,

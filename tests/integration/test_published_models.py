@@ -1,0 +1,150 @@
+"""Model directories in the form in which they are published: planned, trained for a step at a
+vanishing learning rate, exported. The reference is transformers alone.
+
+``python -m pytest -m deepspeed tests/integration/test_published_models.py``
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmx.data.store.samples import SampleStore
+from llmx.models.network_config import plain_values
+from tests.command_runs import Finished, llmx, train
+from tests.published_configs import FAMILIES, TYPED, published_model, with_typed
+
+pytestmark = pytest.mark.deepspeed
+
+TEXTS = ("The quick brown fox.", "Two ranks, one loss.", "A config is read once.", "Seven words")
+OPTIONS = (
+    "model=hf", "data=text", "data.path=texts.jsonl", "data.seq_len=48", "task=pretrain",
+    "batch.global_batch=4", "optim.lr=1e-12", "optim.warmup_fraction=0", "optim.weight_decay=0",
+    "task.steps=1", "data.packing=none", "data.eval_path=texts.jsonl",
+)  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(rows)
+    return tmp_path
+
+
+def reference_loss(directory: Path, store: SampleStore) -> float:
+    """The mean loss over the targets of all rows, each alone through transformers in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for number in range(len(store)):
+        sample = store[number]
+        ids = torch.tensor(sample.tokens.astype("int64"))[None]
+        labels = ids.masked_fill(~torch.tensor(sample.targets)[None], -100)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+            )
+        )
+        count += int(sample.targets[1:].sum())
+    return total / count
+
+
+def store_of(run: Finished) -> SampleStore:
+    (path,) = [
+        p.parent for p in (run.dir.root.parent / "cache").rglob("meta.json") if "train" in str(p)
+    ]
+    return SampleStore.open(path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_directory_with_a_typed_key(name: str, here: Path) -> None:
+    """It is planned, trained and exported as a directory whose file was edited by hand."""
+    directory = published_model(here / "model", name)
+    words = [f"model.path={directory}", *(f"model.config.{k}={v}" for k, v in typed_words(name))]
+    planned = llmx(here, "plan", *OPTIONS, *words, "hardware=cpu2")
+    assert planned.returncode == 0, planned.stdout
+    run = train(here, "run", *OPTIONS, *words)
+    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    published = reference_loss(directory, store_of(run))
+    (directory / "config.json").write_text(json.dumps(with_typed(name)))
+    edited = reference_loss(directory, store_of(run))
+    assert abs(edited - published) > 2e-5, "the typed value is not felt: choose another"
+    assert eval_loss(run) == pytest.approx(edited, abs=1e-5)
+    check_export(run, directory)
+
+
+def eval_loss(run: Finished) -> float:
+    """Without dropout, which some of them are published with."""
+    return float(run.lines("eval")[-1]["loss"])
+
+
+def typed_words(name: str) -> list[tuple[str, str]]:
+    return [(key, json.dumps(value).replace('"', "")) for key, value in TYPED[name].items()]
+
+
+def test_a_published_directory_alone(here: Path) -> None:
+    """The snapshot has what transformers made of the file, and nothing of it as typed."""
+    directory = published_model(here / "model", "llama3.1")
+    run = train(here, "run", *OPTIONS, f"model.path={directory}")
+    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    assert eval_loss(run) == pytest.approx(reference_loss(directory, store_of(run)), abs=1e-5)
+    model = yaml.safe_load(run.dir.config.read_text())["model"]
+    assert model["config"] == {}
+    assert model["resolved"] == plain_values(AutoConfig.from_pretrained(directory))
+    check_export(run, directory)
+
+
+def check_export(run: Finished, directory: Path) -> None:
+    """Loaded by transformers alone, the export has the same loss and every weight of the
+    directory."""
+    from safetensors.torch import load_file
+
+    exported = run.dir.root / "model"
+    store = store_of(run)
+    before, after = reference_loss(directory, store), reference_loss(exported, store)
+    assert after == pytest.approx(before, abs=1e-5)
+    weights = [
+        {k: v for f in place.glob("*.safetensors") for k, v in load_file(f).items()}
+        for place in (directory, exported)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key].float(), value.float(), atol=1e-6, rtol=0)
+
+
+PAIRS = {"prompt": "2 + 3 = ", "chosen": "5", "rejected": "7"}
+QUESTIONS = {"prompt": "2 + 3 = ", "completion": "5"}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "words"),
+    [
+        ("dpo", PAIRS, ["task.options.reference=live"]),
+        (
+            "grpo",
+            QUESTIONS,
+            ["task.options.beta=0.04", "task.options.rewards=[exact_match]",
+             "task.options.group_size=2", "task.options.max_new_tokens=4"],
+        ),
+    ],
+)  # fmt: skip
+def test_experts_beside_a_second_network_at_zero_3(
+    task: str, row: dict[str, str], words: list[str], here: Path
+) -> None:
+    """The ranks are forked from a process that has not imported the network's module, and only one
+    rank of a host has imported it to try attention."""
+    directory = published_model(here / "model", "qwen3-moe")
+    (here / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    run = train(
+        here, "run", f"task={task}", *words, "zero=stage3", "model=hf", f"model.path={directory}",
+        "data=file", "data.path=rows.jsonl", "data.seq_len=128", "batch.global_batch=4",
+        "task.steps=1", "task.eval_generate=0",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    assert len(run.losses) == 1

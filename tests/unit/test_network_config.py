@@ -1,0 +1,161 @@
+"""A published ``config.json`` and typed values, read once: held against the config classes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from llmx.compose.networks import with_network
+from llmx.config import ModelConfig
+from llmx.models.network_config import network_config, plain_values, read_config
+from tests.published_configs import FAMILIES, TYPED, with_typed
+
+
+def written(directory: Path, values: dict[str, Any]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    return {k: v for k, v in plain_values(config).items() if k[0] != "_"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_published_config_is_what_its_class_reads(name: str, tmp_path: Path) -> None:
+    directory = written(tmp_path / "model", FAMILIES[name])
+    read = AutoConfig.from_pretrained(directory)
+    model = ModelConfig(path=str(directory))
+    assert values_of(network_config(model)) == values_of(read)
+    resolved = ModelConfig(path=str(directory), resolved=plain_values(read))
+    (directory / "config.json").unlink()
+    assert values_of(network_config(resolved)) == values_of(read)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_typed_key_is_as_if_written_into_the_file(name: str, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(written(tmp_path / "model", FAMILIES[name])), config=TYPED[name])
+    edited = AutoConfig.from_pretrained(written(tmp_path / "edited", with_typed(name)))
+    config, problems = read_config(model)
+    assert problems == []
+    ours, by_hand = values_of(config), values_of(edited)
+    for values in (ours.get("text_config", ours), by_hand.get("text_config", by_hand)):
+        values.pop("full_attention_interval", None)  # only read where the layers are made of it
+    assert ours == by_hand
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "changed"),
+    [
+        # Lists by layer, which the class makes of other values, follow from the typed ones.
+        ("qwen3", {"num_hidden_layers": 3}, {"layer_types": ["full_attention"] * 3}),
+        ("qwen3-next", {"num_hidden_layers": 1}, {"layer_types": ["linear_attention"]}),
+        ("gpt-oss", {"num_hidden_layers": 1}, {"layer_types": ["sliding_attention"]}),
+        ("llama4", {"num_hidden_layers": 1}, {"layer_types": ["chunked_attention"]}),
+        ("qwen2.5", {"use_sliding_window": True, "max_window_layers": 1},
+         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4096}),
+        # Another type of scaling replaces the file's; an entry of the same type joins it.
+        ("llama3.1", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}),
+        ("llama3.1", {"rope_scaling": None},
+         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+        ("gemma3-1b", {"rope_theta": 5.0}, {"rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+            "full_attention": {"rope_type": "default", "rope_theta": 5.0}}}),
+        # Another name of the same value.
+        ("gpt2", {"num_hidden_layers": 1}, {"n_layer": 1}),
+        ("mistral", {"num_experts": None, "sliding_window": None}, None),
+    ],
+)  # fmt: skip
+def test_values_that_follow_from_typed_ones(
+    name: str, typed: dict[str, Any], changed: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    directory = written(tmp_path / "model", FAMILIES[name])
+    config, problems = read_config(ModelConfig(path=str(directory), config=typed))
+    if changed is None:
+        assert problems
+        return
+    assert problems == []
+    text = config.get_text_config().to_dict()
+    assert {key: text[key] for key in changed} == changed
+
+
+def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
+    """As ``save_pretrained`` writes it: the values of rotary embeddings are in one mapping."""
+    CONFIG_MAPPING["qwen3"](
+        num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ).save_pretrained(tmp_path)
+    for typed, rope in (
+        ({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        ),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e6}),
+    ):
+        config, problems = read_config(ModelConfig(path=str(tmp_path), config=typed))
+        assert (problems, config.rope_parameters) == ([], rope)
+
+
+REFUSED = [
+    ("qwen2.5", {"use_sliding_window": True}, "no layer of this Qwen2Config has a sliding window"),
+    ("qwen2.5", {"sliding_window": 8}, "Qwen2Config makes null of it"),
+    ("qwen2.5", {"attention_bias": True}, "Qwen2Config has no such value"),
+    ("llama2", {"partial_rotary_factor": 0.5}, "no layer of Llama reads it"),
+    ("llama2", {"rms_norm_epsilon": 1e-5}, 'Did you mean "rms_norm_eps"?'),
+    ("llama2", {"torch_dtype": "float32"}, "follows from precision"),
+    ("gemma", {"hidden_act": "gelu"}, "makes gelu_pytorch_tanh of it"),
+    ("exaone4", {"num_hidden_layers": 1}, "Exaone4Config refuses the config with this"),
+    ("phi3-128k", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one of .'longrope'."),
+]
+
+
+@pytest.mark.parametrize(("name", "typed", "reason"), REFUSED)
+def test_a_typed_key_without_effect_is_refused(
+    name: str, typed: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    directory = written(tmp_path / "model", FAMILIES[name])
+    _, problems = read_config(ModelConfig(path=str(directory), config=typed))
+    assert len(problems) == 1
+    assert problems[0].startswith(f"model.config.{next(iter(typed))}=")
+    assert re.search(reason, problems[0]), problems[0]
+
+
+def test_the_control_process_reads_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    directory = written(tmp_path / "model", FAMILIES["llama3.1"])
+    model = ModelConfig(path=str(directory), config={"rope_theta": 7})
+    resolved, problems = with_network(model)
+    assert problems == []
+    assert resolved.config == {"rope_theta": 7.0}
+    assert resolved.resolved["rope_parameters"]["rope_theta"] == 7.0
+    assert resolved.architecture == "llama"
+    (answer,) = (tmp_path / "cache" / "networks").iterdir()
+    answer.write_text(json.dumps({"problems": ["from the cache"]}))
+    from llmx.compose.networks import _asked
+
+    _asked.cache_clear()
+    assert with_network(model)[1] == ["from the cache"]
+    file = directory / "config.json"
+    file.write_text(file.read_text().replace("131072", "1024"))
+    assert with_network(model)[1] == []
+
+
+def test_a_file_that_its_class_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+    values = json.loads(json.dumps(FAMILIES["llama4"]))
+    values["text_config"]["attn_temperature_tuning"] = 4  # as it was first published
+    directory = written(tmp_path / "model", values)
+    (problem,) = with_network(ModelConfig(path=str(directory)))[1]
+    assert problem.startswith(f"{directory}/config.json: transformers ")
+    assert "attn_temperature_tuning" in problem
+    typed = ModelConfig(path=str(directory), config={"attn_temperature_tuning": True})
+    assert with_network(typed)[1] == []
+    unknown = written(tmp_path / "unknown", {"model_type": "next_year"})
+    (problem,) = with_network(ModelConfig(path=str(unknown)))[1]
+    assert "its model_type next_year is none that the installed transformers knows" in problem
