@@ -34,7 +34,7 @@ IN_ROPE = ("rope_theta", "partial_rotary_factor")
 """Values that stand in that mapping, or beside it."""
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")
 READ_BY_ALL = (
-    "attention_chunk_size", "id2label", "initializer_range", "is_decoder", "label2id",
+    "attention_chunk_size", "id2label", "init_std", "initializer_range", "is_decoder", "label2id",
     "layer_types", "max_position_embeddings", "num_labels", "output_router_logits",
     "problem_type", "sliding_window", "tie_word_embeddings", "bos_token_id", "eos_token_id",
     "pad_token_id",
@@ -138,9 +138,20 @@ class _Network:
 
     def __init__(self, kind: Any, file: dict[str, Any]) -> None:
         self.kind, self.file = kind, file
-        sections = getattr(kind, "sub_configs", {})
-        self.text_kind = sections.get(LANGUAGE_SECTION, kind)
-        self.is_wrapper = LANGUAGE_SECTION in sections
+        self.is_wrapper = LANGUAGE_SECTION in getattr(kind, "sub_configs", {})
+        self.text_kind = self._text_kind() if self.is_wrapper else kind
+
+    def _text_kind(self) -> Any:
+        """The class of the language model's config: a wrapper takes one of several, by the
+        ``model_type`` in the file."""
+        from transformers import CONFIG_MAPPING
+
+        section = self.file.get(LANGUAGE_SECTION)
+        name = str(section.get("model_type")) if isinstance(section, dict) else ""
+        kind: Any = self.kind.sub_configs[LANGUAGE_SECTION]
+        if dataclasses.is_dataclass(kind):
+            return kind
+        return CONFIG_MAPPING[name] if name in CONFIG_MAPPING else type(self.kind().text_config)
 
     def read(self, values: dict[str, Any]) -> Any:
         return self.kind.from_dict(copy.deepcopy(values))
@@ -354,10 +365,9 @@ def _is_read(kind: Any, key: str) -> bool:
     if key in (*ROPE, "rope_theta") or names & set(READ_BY_ALL):
         return True
     pattern = re.compile(rf"[.\"']({'|'.join(map(re.escape, names))})\b")
-    folder = Path(inspect.getfile(kind)).parent
-    return any(
-        pattern.search(file.read_text(encoding="utf-8")) for file in folder.glob("modeling_*.py")
-    )
+    files = list(Path(inspect.getfile(kind)).parent.glob("modeling_*.py"))
+    # Some architectures have no module of their own, but parts of others'.
+    return not files or any(pattern.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def main(request: Path, answer: Path) -> None:
