@@ -432,6 +432,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_end_token_id": 261, "tie_word_embeddings": True,
         "text_config": {
             **_SIZES, "model_type": "qwen3_5_text", "attention_bias": False,
+            "tie_word_embeddings": True,
             "attention_dropout": 0.0, "dtype": "bfloat16", "full_attention_interval": 2,
             "head_dim": 16, "hidden_act": "silu", "initializer_range": 0.02,
             "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4,

@@ -41,11 +41,15 @@ READ_BY_ALL = (
 )  # fmt: skip
 """Values that transformers or llmx reads of every architecture, outside its own module."""
 SET_ELSEWHERE = {
-    "dtype": "precision=bf16", "torch_dtype": "precision=bf16", "model_type": "model.path",
-    "architectures": "task", "use_cache": "nothing", "transformers_version": "nothing",
-    "vocab_size": "model.add_tokens, which adds rows",
-}  # fmt: skip
-"""Values that llmx sets itself, and the key that they follow from."""
+    "dtype": "precision decides it",
+    "torch_dtype": "precision decides it",
+    "model_type": "the file of model.path decides it",
+    "architectures": "the task decides it",
+    "use_cache": "training keeps no cache",
+    "transformers_version": "the installed version is written",
+    "vocab_size": "the tokenizer decides it, and model.add_tokens adds rows",
+}
+"""Values that llmx sets itself, and what decides them."""
 
 
 def network_config(model: ModelConfig) -> Any:
@@ -83,20 +87,20 @@ def read_config(model: ModelConfig) -> tuple[Any, list[str]]:
     if not model.config:
         options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         return AutoConfig.from_pretrained(path, **options), []
-    problems = list(network.unknown(model.config))
-    if problems:
-        return None, problems
-    merged = network.merged(model.config)
+    unknown = network.unknown(model.config)
+    typed = {key: value for key, value in model.config.items() if key not in unknown}
+    merged = network.merged(typed)
     try:
         config = network.read(merged)
     except Exception as error:  # a config class raises anything
-        words = " ".join(f"model.config.{key}={shown(v)}" for key, v in model.config.items())
+        words = " ".join(f"model.config.{key}={shown(value)}" for key, value in typed.items())
         reason = str(error).rpartition("Error: ")[2]
-        return None, [
+        refused = (
             f"{words}: {network.kind.__name__} refuses the config with this: {reason}. Type what "
             "goes with it, or leave it out."
-        ]
-    problems = list(network.without_effect(model.config, merged, config))
+        )
+        return None, [*unknown.values(), refused]
+    problems = [*unknown.values(), *network.without_effect(typed, merged, config)]
     config._name_or_path = model.path
     return config, problems
 
@@ -156,22 +160,22 @@ class _Network:
     def read(self, values: dict[str, Any]) -> Any:
         return self.kind.from_dict(copy.deepcopy(values))
 
-    def unknown(self, typed: dict[str, Any]) -> Iterator[str]:
-        """Yield a message for each typed key that is no value of this network's to choose."""
+    def unknown(self, typed: dict[str, Any]) -> dict[str, str]:
+        """Typed keys that are no values of this network's to choose, each with its message."""
         names = _names(self.text_kind) | _names(self.kind) | set(self.file)
         if self.is_wrapper:
             names |= set(self.file.get(LANGUAGE_SECTION) or ())
+        problems = {}
         for key, value in typed.items():
             where = f"model.config.{shown(key)}={shown(value)}"
             if key in SET_ELSEWHERE:
-                yield (
-                    f"{where}: llmx sets it; it follows from {SET_ELSEWHERE[key]}. Leave it out."
-                )
+                problems[key] = f"{where}: has no effect: {SET_ELSEWHERE[key]}. Leave it out."
             elif key not in names and _is_fixed(self.text_kind):
-                yield (
+                problems[key] = (
                     f"{where}: {self.text_kind.__name__} has no such value."
                     f"{did_you_mean(key[:100], sorted(names))} Correct the name, or leave it out."
                 )
+        return problems
 
     def merged(self, typed: dict[str, Any]) -> dict[str, Any]:
         """The file with the typed values, in the file's spelling."""

@@ -108,7 +108,7 @@ REFUSED = [
     ("qwen2.5", {"attention_bias": True}, "Qwen2Config has no such value"),
     ("llama2", {"partial_rotary_factor": 0.5}, "no layer of Llama reads it"),
     ("llama2", {"rms_norm_epsilon": 1e-5}, 'Did you mean "rms_norm_eps"?'),
-    ("llama2", {"torch_dtype": "float32"}, "follows from precision"),
+    ("llama2", {"torch_dtype": "float32"}, "has no effect: precision decides it"),
     ("gemma", {"hidden_act": "gelu"}, "makes gelu_pytorch_tanh of it"),
     ("exaone4", {"num_hidden_layers": 1}, "Exaone4Config refuses the config with this"),
     ("phi3-128k", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one of .'longrope'."),
@@ -124,6 +124,15 @@ def test_a_typed_key_without_effect_is_refused(
     assert len(problems) == 1
     assert problems[0].startswith(f"model.config.{next(iter(typed))}=")
     assert re.search(reason, problems[0]), problems[0]
+
+
+def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
+    directory = written(tmp_path / "model", FAMILIES["qwen2.5"])
+    typed = {"hiden_size": 3, "use_sliding_window": True, "rope_theta": 7.0}
+    _, problems = read_config(ModelConfig(path=str(directory), config=typed))
+    assert [problem.partition("=")[0] for problem in problems] == [
+        "model.config.hiden_size", "model.config.use_sliding_window",
+    ]  # fmt: skip
 
 
 def test_the_control_process_reads_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
