@@ -5,6 +5,7 @@ No torch: the control process asks the driver. ``hardware=local`` uses it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -135,7 +136,7 @@ def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, Devic
 def detect_hardware(
     hardware: HardwareConfig, *, environ: Mapping[str, str] = os.environ
 ) -> HardwareConfig:
-    """``kind: local`` made explicit: the GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` shows,
+    """``kind: local`` with its host: the GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` shows,
     else two CPU ranks."""
     devices = dict(hardware.devices)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -164,14 +165,8 @@ def detect_hardware(
             "cpu", DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
         )
         host = HostConfig(name="localhost", slots=2, device="cpu")
-    return HardwareConfig(
-        name=hardware.name or "local",
-        kind="static",
-        hosts=[host],
-        devices=devices,
-        env=dict(hardware.env),
-        slots=hardware.slots,
-    )
+    name = hardware.name or "local"
+    return dataclasses.replace(hardware, name=name, hosts=[host], devices=devices)
 
 
 def local_names(hosts: Iterable[HostConfig | HostPlan]) -> frozenset[str]:

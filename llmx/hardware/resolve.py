@@ -24,9 +24,10 @@ MAX_HOSTFILE_BYTES = 1 << 20
 
 
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
-    """``local``, ``hostfile``, ... become a static list of hosts; ``slots`` is applied;
-    names, addresses and precisions that follow from others are written out."""
-    if hardware.kind == "local":
+    """``hostfile``, ``slurm``, ... become a static list of hosts, and ``local`` without hosts gets
+    those of this machine; ``slots`` is applied; names, addresses and precisions that follow from
+    others are written out."""
+    if hardware.kind == "local" and not hardware.hosts:
         hardware = detect_hardware(hardware)
     elif hardware.kind == "hostfile":
         hardware = _from_hostfile(hardware)

@@ -156,6 +156,7 @@ def placed_on(exp: Experiment, placed: Placed) -> Experiment:
         launch=launch,
         hardware=dataclasses.replace(
             hardware,
+            kind="static",
             hosts=hosts,
             slots=None,
             master_addr=hardware.master_addr if keeps_first else None,

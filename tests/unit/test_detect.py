@@ -128,7 +128,7 @@ def test_the_catalogue_says_what_computes_bf16(catalogue) -> None:
 def test_without_gpus_two_cpu_ranks(monkeypatch, catalogue) -> None:
     monkeypatch.setattr(detect, "detect_gpus", list)
     found = detect.detect_hardware(HardwareConfig(kind="local", devices=catalogue))
-    assert (found.kind, found.hosts[0].slots, found.hosts[0].device) == ("static", 2, "cpu")
+    assert (found.kind, found.hosts[0].slots, found.hosts[0].device) == ("local", 2, "cpu")
 
 
 def test_a_torch_for_rocm_does_not_train_on_the_cpu_unasked(monkeypatch, catalogue) -> None:
