@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 _READERS = ("hydra", "omegaconf", "antlr4")
 
 
-def run_hydra(
-    words: list[str], *, command: str | None = None, own_keys: Sequence[str] = (), keep: bool = True
-) -> int:
+def run_hydra(words: list[str], *, command: str | None = None, own_keys: Sequence[str] = ()) -> int:
     """Compose the config and start what it describes; a sweep goes through the launcher plugin.
 
     ``command``: hand the composed config to this command, with its ``own_keys``, instead of
-    starting a run. ``keep``: the run directory of a plan, where the user has not named one.
+    starting a run.
     """
     from llmx.cli.arguments import read_line
 
@@ -62,7 +60,6 @@ def run_hydra(
         checked.words,
         command=command,
         own_keys=own_keys,
-        keep=keep,
         config_dir=directory,
     )
 
@@ -102,7 +99,6 @@ def _compose(
     *,
     command: str | None,
     own_keys: Sequence[str],
-    keep: bool,
     config_dir: str | None,
 ) -> int:
     import hydra
@@ -138,8 +134,7 @@ def _compose(
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
                 check_effects(exp, words, command=command)
-            has_own_dir = exp.run_dir != str(directory)
-            if command or has_own_dir:
+            if command or exp.run_dir != str(directory):
                 _remove_if_empty(directory)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
@@ -149,9 +144,7 @@ def _compose(
                 code = _run_command(command, exp, own_keys=own_keys)
             else:
                 composed = plan_experiment(*complete(exp))
-                code = run_composed(
-                    composed, overrides=words, config_dir=config_dir, keep=keep or has_own_dir
-                )
+                code = run_composed(composed, overrides=words, config_dir=config_dir)
             if hydra_config.mode == RunMode.MULTIRUN:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
@@ -197,7 +190,7 @@ def _compose(
         if inside or not error.filename or disk_is_full(error):
             raise
         parent = Path(str(error.filename)).absolute().parent
-        if _outputs() in (parent, *parent.parents):  # Hydra made it on the way
+        if outputs_dir() in (parent, *parent.parents):  # Hydra made it on the way
             _remove_if_empty(parent)
         where = one_line(str(error.filename), limit=200)
         raise ConfigError(
@@ -285,7 +278,7 @@ def _of_hydra(error: BaseException) -> bool:
     return last in _READERS
 
 
-def _outputs() -> Path:
+def outputs_dir() -> Path:
     """The directory of runs, unless ``run_dir`` names another."""
     return Path.cwd() / (os.environ.get("LLMX_OUTPUTS") or "outputs")
 
@@ -296,7 +289,7 @@ def _remove_if_empty(directory: Path) -> None:
     from llmx.run.rundir import RunDir
 
     here = Path.cwd()
-    outputs = _outputs()
+    outputs = outputs_dir()
     # A name with a slash in it has made more than one directory below outputs.
     above = [path for path in directory.parents if path == outputs or outputs in path.parents]
     with contextlib.suppress(OSError):

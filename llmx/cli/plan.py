@@ -6,10 +6,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from llmx.cli.hydra_app import run_hydra
+from llmx.cli.hydra_app import outputs_dir, run_hydra
 from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
@@ -17,15 +16,26 @@ if TYPE_CHECKING:
     from llmx.compose.complete import Composed
 
 HARDWARE = "hardware"
+_WRITES = {"run_dir", "dry_run", "hydra.run.dir", "hydra.mode"}
+"""Keys that ask for the run directory of a plan."""
 
 
 def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     """Print one plan, or compare clusters; returns the exit code."""
-    names = compared(words)
-    if len(names) < 2:
-        keep = any(word.startswith(("dry_run=", "hydra.run.dir=")) for word in words)
-        return run_hydra([*words, "dry_run=true"], keep=keep)
-    return compare(words, names, stream=stream or sys.stdout)
+    from llmx.cli.arguments import read_line
+
+    out, names = stream or sys.stdout, compared(words)
+    if len(names) > 1:
+        return compare(words, names, stream=out)
+    line = read_line([*words, "dry_run=true"])
+    typed = line.checked().words[:-1]
+    keys = {word.lstrip("+").partition("=")[0] for word in typed}
+    if line.multirun or line.show or keys & _WRITES or "dry_run=true" in words:
+        return run_hydra([*words, "dry_run=true"])
+    from llmx.lifecycle.start import show_plan
+
+    show_plan(composed_line(line), overrides=typed, stream=out)
+    return 0
 
 
 def compared(words: Sequence[str]) -> list[str]:
@@ -74,16 +84,19 @@ def composed_line(line: Line) -> Composed:
     from llmx.compose.complete import complete, plan_experiment
     from llmx.compose.effects import check_effects
     from llmx.compose.hydra_config import composed_values, register_defaults
+    from llmx.compose.overrides import quoted
     from llmx.config import experiment_from_dict
 
     typed = line.checked().words
     words = list(typed)
-    if not any(word.lstrip("+").startswith("run_dir=") for word in words):
-        # Hydra's own is of a run that has begun.
-        words.append(f"run_dir='{Path.cwd() / 'outputs' / 'plan'}'")
+    has_place = any(word.lstrip("+").startswith("run_dir=") for word in words)
+    if not has_place:  # Hydra's own is of a run that has begun
+        words.append(f"run_dir={quoted(str(outputs_dir() / 'plan'))}")
     register_defaults()
     directories = [line.config_dir] if line.config_dir else []
     values = composed_values("config", words, typed=typed, config_dirs=directories)
     exp = experiment_from_dict(values)
     check_effects(exp, typed)
+    if not has_place:
+        exp = dataclasses.replace(exp, name=exp.name or exp.model.name)
     return plan_experiment(*complete(exp))

@@ -227,7 +227,7 @@ def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
     if spec.exp.launch.sync != "rsync" or all(host.is_local for host in spec.plan.hosts):
         return []
     pool, rows = RsyncPool(spec), []
-    for item in paths_to_push(spec, run_dir=True):
+    for item in paths_to_push(spec, run_dir=spec.run_dir.root.is_dir()):
         if not shutil.which("rsync"):
             rows.append((item.what, item.path, "size unknown: rsync is not installed here"))
             continue

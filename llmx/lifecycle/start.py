@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
@@ -18,6 +18,7 @@ from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.plan.choices import compared
 from llmx.run import snapshot
+from llmx.run.rundir import RunDir
 from llmx.tracking.base import check_packages
 
 if TYPE_CHECKING:
@@ -30,14 +31,12 @@ def run_composed(
     overrides: list[str],
     stream: TextIO | None = None,
     config_dir: str | None = None,
-    keep: bool = True,
     is_trial: bool = False,
 ) -> int:
     """Write the run directory, then plan only (``dry_run``), or launch and supervise, or submit a
     job that does.
 
-    ``config_dir``: of the user's own groups. ``keep``: the run directory of a plan. ``is_trial``:
-    it is one of a sweep.
+    ``config_dir``: of the user's own groups. ``is_trial``: it is one of a sweep.
     """
     out = stream or sys.stdout
     exp = composed.experiment
@@ -57,7 +56,7 @@ def run_composed(
         exp = replace(composed.experiment, launch=settings)
         composed = replace(composed, experiment=exp)
     launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
-    exp, plan, run = launch.exp, launch.plan, launch.run_dir
+    exp, plan = launch.exp, launch.plan
     if not exp.dry_run:
         for line in plan.memory_warnings:
             print(f"! {line}", file=out, flush=True)
@@ -66,31 +65,53 @@ def run_composed(
 
             return start_on(supervisor, launch)
         return launched(launch)
+    _print_plan(launch, traces, overrides=overrides, stream=out, is_written=True)
+    return 0
+
+
+def show_plan(composed: Composed, *, overrides: list[str], stream: TextIO) -> None:
+    """Print the plan of an experiment, checked as its run would be; nothing is written."""
+    from llmx.launch import check_launch, rank_environment
+    from llmx.launch.files import make_spec
+
+    composed, traces = _checked(composed, is_trial=False, stream=stream)
+    exp, plan = composed.experiment, composed.plan
+    check_launch(exp, plan)
+    rank_environment(exp, plan)
+    launch = make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0)
+    _print_plan(launch, traces, overrides=overrides, stream=stream, is_written=False)
+
+
+def _print_plan(
+    launch: LaunchSpec,
+    traces: Any,
+    *,
+    overrides: list[str],
+    stream: TextIO,
+    is_written: bool,
+) -> None:
     from llmx.hardware.compare import problems_here
     from llmx.hardware.survey import space_facts
     from llmx.launch.files import path_problems, render_command
     from llmx.launch.sync import sync_sizes
     from llmx.observe.report.plan_table import print_plan
 
-    command = render_command(launch)
+    exp, plan, run = launch.exp, launch.plan, launch.run_dir
     here = space_facts(str(run.root))
     lacking = problems_here(plan, str(run.root), here)
     plan = replace(plan, notes=(*plan.notes, *path_problems(exp, plan), *lacking))
     print_plan(
         plan,
         exp,
-        command=command if keep else None,
-        run_dir=run.root if keep else None,
-        stream=out,
+        command=render_command(launch) if is_written else None,
+        run_dir=run.root if is_written else None,
+        stream=stream,
         traces=traces,
         options=compared(exp, plan, traces, allows=refusal) if traces else (),
         here=here,
         copied=sync_sizes(launch),
         overrides=overrides,
     )
-    if not keep:
-        shutil.rmtree(run.root)
-    return 0
 
 
 def prepare(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
@@ -102,7 +123,21 @@ def _prepared(
     composed: Composed, *, overrides: list[str], stream: TextIO, is_trial: bool
 ) -> tuple[LaunchSpec, Any]:
     """The checked and written launch of a run, and the traces of its plan."""
-    from llmx.launch import check_launch, rank_environment, write_launch_files
+    from llmx.launch import rank_environment, write_launch_files
+
+    composed, traces = _checked(composed, is_trial=is_trial, stream=stream)
+    exp, plan = composed.experiment, composed.plan
+    environment = rank_environment(exp, plan)
+    run = snapshot.write(
+        exp, plan, composed.ds_config, overrides=overrides, environment=environment
+    )
+    return write_launch_files(exp, plan, run), traces
+
+
+def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> tuple[Composed, Any]:
+    """A run that can be launched, with what its plan has chosen and measured, and the traces of its
+    plan."""
+    from llmx.launch import check_launch
 
     if is_trial and composed.experiment.launch.slurm.submit:
         raise ConfigError(
@@ -121,13 +156,7 @@ def _prepared(
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and not is_trial
     composed, traces = with_traced_memory(with_known_speeds(composed), make=make)
-    composed = with_learned_time(composed)
-    exp, plan = composed.experiment, composed.plan
-    environment = rank_environment(exp, plan)
-    run = snapshot.write(
-        exp, plan, composed.ds_config, overrides=overrides, environment=environment
-    )
-    return write_launch_files(exp, plan, run), traces
+    return with_learned_time(composed), traces
 
 
 def _say_from_scratch(composed: Composed, stream: TextIO) -> None:

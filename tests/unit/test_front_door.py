@@ -311,7 +311,10 @@ def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_pa
             "hydra/job_logging=nope: no such option. Leave it out.",
         ),
         (["plan", "task.kind=${oc.env:NOT_SET_ANYWHERE}", "seed=3"], "or set task.kind=..."),
-        (["plan", "model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"], "a value: asks for"),
+        (
+            ["plan", "model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"],
+            "seed: asks for",
+        ),
     ],
 )
 def test_what_fuzzing_found(llmx, words: list[str], said: str) -> None:
