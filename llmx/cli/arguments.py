@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 
 from llmx.cli.commands import COMMANDS, HYDRA_WORDS
-from llmx.compose.overrides import Checked, check_overrides
+from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
+from llmx.config import Experiment
 from llmx.config.build import shown
-from llmx.config.groups import GROUPS, elsewhere
+from llmx.config.groups import ALIASES, GROUPS, elsewhere
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
@@ -170,13 +171,26 @@ def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], lis
 def as_meant(overrides: Sequence[str]) -> list[str]:
     """The words with what they imply.
 
-    A YAML file stands for the words in it. ``model.path=X`` alone is ``model=hf model.path=X``,
-    unless an experiment has chosen the groups. Without experiment, model and data the demo is run.
+    A YAML file stands for the words in it, a saved config for those that compose it again; all
+    other words win over it, wherever they stand. ``model.path=X`` alone is ``model=hf
+    model.path=X``, unless an experiment has chosen the groups. Without experiment, model and data
+    the demo is run.
     """
-    words: list[str] = []
+    from llmx.compose.apply_overrides import as_overrides
+
+    words, saved = list[str](), dict[str, Experiment]()
     for word in overrides:
-        is_file = "=" not in word and word.endswith(_YAML)
-        words += experiment_words(Path(word).expanduser()) if is_file else [word]
+        content: list[str] | Experiment = [word]
+        if "=" not in word and word.endswith(_YAML):
+            content = read_words(Path(word).expanduser())
+        if isinstance(content, list):
+            words += content
+        else:
+            saved[word] = content
+    if len(saved) > 1:
+        raise ConfigError(f"{' and '.join(saved)}: each is the whole config of a run. Give one.")
+    for exp in saved.values():
+        words = [*as_overrides(exp, [resolve_alias(word) for word in words]), *words]
     typed = dict(word.lstrip("+~").partition("=")[::2] for word in words)
     implied = [
         option
@@ -192,34 +206,52 @@ def as_meant(overrides: Sequence[str]) -> list[str]:
     return with_searched(words) if is_searched else words
 
 
-def experiment_words(path: Path) -> list[str]:
-    """The overrides that an experiment file stands for: ``python -m llmx my.yaml``.
+def read_words(path: Path) -> list[str] | Experiment:
+    """The overrides that a file stands for, ``python -m llmx my.yaml``; of the ``config.yaml`` of a
+    run its experiment.
 
-    Its keys are those of ``--cfg job``; ``model: llama3_8b`` chooses an option, and so does an
-    entry of ``defaults``. Words typed behind the file win over it.
+    An experiment file has the keys of ``--cfg job``; ``model: llama3_8b`` chooses an option, and so
+    does an entry of ``defaults``. A list, the ``overrides.yaml`` of a run, has the words that were
+    typed then; relative paths start where they are read. ConfigError for a wrong key, with its
+    line.
     """
-    from llmx.compose.hydra_config import free_mappings
-    from llmx.config import Experiment
-    from llmx.config.yaml_files import read_yaml
+    from llmx.compose.hydra_config import leaves
+    from llmx.compose.user_files import check_keys
+    from llmx.config import experiment_of_snapshot
+    from llmx.config.yaml_files import read_values, read_yaml
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
-    node = read_yaml(path)  # for its messages, with file and line
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if not isinstance(values, dict):
+    node, values = read_yaml(path), read_values(path) or {}
+    if isinstance(values, list):
+        return _typed_then(path, values)
+    if not isinstance(node or yaml.MappingNode("", []), yaml.MappingNode):
         raise ConfigError(f"{path}, line 1: must be lines of key: value.")
+    for key, value in node.value if node else ():
+        name = str(key.value)
+        is_option = name in (*GROUPS, *ALIASES) and isinstance(value, yaml.ScalarNode)
+        if not (is_option or "/" in name or name.split(".")[0] in ("defaults", "hydra", "<<")):
+            check_keys(path, name, key, value)
+    if "schema_version" in values:
+        return experiment_of_snapshot(values, source=str(path))
     words = list(_chosen(path, node, values.pop("defaults"))) if "defaults" in values else []
-    free = free_mappings(Experiment)
+    return words + [
+        f"{key}={value if key in GROUPS else quoted(value)}" for key, value in leaves(values)
+    ]
 
-    def flatten(value: object, key: str) -> None:
-        if isinstance(value, dict) and key not in free:
-            for name, inner in value.items():
-                flatten(inner, f"{key}.{name}" if key else str(name))
-        else:
-            words.append(f"{key}={value if key in GROUPS else quoted(value)}")
 
-    flatten(values, "")
-    return words
+def _typed_then(path: Path, words: list[Any]) -> list[str]:
+    """The words of an ``overrides.yaml``, without those that place that one run."""
+    if not all(isinstance(word, str) for word in words):
+        raise ConfigError(
+            f"{path}: a list has words, as the overrides.yaml of a run: - zero=stage3"
+        )
+    if words[:1] and words[0].startswith("reproduce="):
+        raise ConfigError(
+            f"{path}: has the words of a reproduction, which change another run. Give "
+            f"{path.with_name('config.yaml')}."
+        )
+    return [word for word in words if word.partition("=")[0] not in ("run_dir", "dry_run")]
 
 
 def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
@@ -237,20 +269,6 @@ def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
             )
         group, option = pairs[0]
         yield f"{str(group).split()[-1].lstrip('/')}={option}"
-
-
-def quoted(value: object) -> str:
-    """A value of YAML as Hydra's grammar has it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {quoted(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(quoted, value)) + "]"
-    if value is None:
-        return "null"
-    if isinstance(value, bool | int | float):
-        return str(value).lower()
-    text = re.sub(r"(\\*)'", lambda quote: quote[1] * 2 + "\\'", str(value))
-    return f"'{text}'"
 
 
 def with_searched(overrides: Sequence[str]) -> list[str]:

@@ -42,8 +42,9 @@ more with the libraries of CUDA, which shrink less."""
 
 def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
     """Collect a bundle, or verify one; returns the exit code."""
-    from llmx.cli.arguments import as_meant, quoted, read_line
+    from llmx.cli.arguments import as_meant, read_line
     from llmx.cli.plan import composed_line
+    from llmx.compose.overrides import quoted
     from llmx.launch.files import make_spec
     from llmx.launch.sync import RsyncPool, source_of
     from llmx.lifecycle.preflight import with_checked_inputs

@@ -571,7 +571,8 @@ def _missing(where: str, path: str) -> str:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             near = did_you_mean(name, [entry.name for entry in itertools.islice(entries, 10_000)])
     at = _seen_from(path)
-    return f"{where}={shown(path)}: no such file or directory{at}.{near} Give an existing path."
+    word = re.sub(r"\[(\d+)\]", r".\1", where)
+    return f"{where}={shown(path)}: no such file or directory{at}.{near} Set {word}=PATH."
 
 
 def _seen_from(path: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from llmx.compose.overrides import SET
 from llmx.compose.task_rules import specs, task_class
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
@@ -249,7 +250,7 @@ def without_effect(
     rules = RULES if command else (*RULES, *_BY_COMMAND)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
-        if value in _RESET:
+        if word.startswith(SET) or value in _RESET:
             continue
         for rule in rules:
             if not any(key == name or key.startswith(f"{name}.") for name in rule.keys.split()):

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict, to_dict
@@ -146,6 +146,7 @@ def _node() -> typing.Any:
     return node
 
 
+@functools.cache
 def free_mappings(cls: type, prefix: str = "") -> list[str]:
     """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
     keys: list[str] = []
@@ -157,6 +158,17 @@ def free_mappings(cls: type, prefix: str = "") -> list[str]:
         elif typing.get_origin(hint) is dict:
             keys.append(prefix + field.name)
     return keys
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that a config sets; a mapping with keys of the user's
+    choice is one value."""
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, dict) and key not in free_mappings(Experiment):
+            yield from leaves(value, key)
+        else:
+            yield key, value
 
 
 def composed_values(

@@ -8,7 +8,6 @@ a sweep, ``resume`` and ``reproduce``.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -36,6 +35,9 @@ STAGES = ("0", "1", "2", "3")
 
 _ALIAS = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<name>[A-Za-z_]+)(?P<value>[=.@].*)?$")
 
+SET = "++"
+"""Before a key: it is set, whether anything reads it or not. The words of a saved config begin so,
+since nobody has typed them."""
 MAX_WORD = 65536
 """Characters of one override: reading takes some 20 microseconds for each."""
 MAX_JOBS = 10_000
@@ -105,7 +107,7 @@ def check_overrides(
     choices: list[tuple[str, Any]] = []
     for word, override in parsed:
         key = override.key_or_group
-        if not key.startswith("hydra"):
+        if not key.startswith("hydra") and not word.startswith(SET):
             word = word.lstrip("+")  # nothing can be added that is not there
         options = _check(word, override, multirun=multirun, directories=directories)
         if options == [None]:
@@ -368,8 +370,7 @@ def mixture_of(entries: Sequence[Any], typed: set[str], directories: Sequence[Pa
             sources.append({**_source(path, typed), "weight": weight})
     if not sources:
         raise ConfigError("data=[]: names no data set. Write data=[NAME,{NAME: WEIGHT}].")
-    listed = ",".join(_written(source) for source in sources)
-    return ["data=mixture", f"data.sources=[{listed}]"]
+    return ["data=mixture", f"data.sources={quoted(sources)}"]
 
 
 def _source(path: Path, typed: set[str]) -> dict[str, Any]:
@@ -390,8 +391,18 @@ def _source(path: Path, typed: set[str]) -> dict[str, Any]:
     return {**{k: v for k, v in values.items() if k in _OF_A_SOURCE}, "columns": columns}
 
 
-def _written(value: Any) -> str:
-    """A value in Hydra's grammar."""
+def quoted(value: object) -> str:
+    """A value of YAML as Hydra's grammar has it, which takes no quotes around the names of a
+    mapping."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+        names = [re.sub(r"[\\()\[\]{}:=, \t]", r"\\\g<0>", str(name)) for name in value]
+        items = zip(names, map(quoted, value.values()), strict=True)
+        return "{" + ", ".join(f"{name}: {item}" for name, item in items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(quoted, value)) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    text = re.sub(r"(\\*)('|\Z)", lambda mark: mark[1] * 2 + ("\\'" if mark[2] else ""), str(value))
+    return f"'{text}'"

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from llmx.compose.overrides import SET
 from llmx.config.build import shown
 from llmx.config.fields import AUTO, MODEL_SOURCE
 from llmx.config.optimizers import optimizer_of
@@ -296,7 +297,8 @@ def _typed(keys: Sequence[str], overrides: Sequence[str]) -> str:
     for key in keys:
         words = [word for word in overrides if word.lstrip("+").startswith(f"{key}=")]
         if words:
-            return f"typed: {words[-1]}"
+            origin = "saved" if words[-1].startswith(SET) else "typed"
+            return f"{origin}: {words[-1].removeprefix(SET)}"
     return ""
 
 

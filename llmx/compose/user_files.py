@@ -59,7 +59,7 @@ def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[
             choices += _defaults(path, group, value, directories)
         elif package is not None and not (package == "" and key.value == "hydra"):
             where = f"{package}.{key.value}" if package else key.value
-            _check_keys(path, where, key, value)
+            check_keys(path, where, key, value)
     return choices
 
 
@@ -72,7 +72,9 @@ def _package(path: Path, group: str) -> str | None:
     return "" if header[1] == "_global_" else None
 
 
-def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
+def check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
+    """ConfigError with file and line where the dotted key ``where``, or one below it, is none of
+    the schema's. ``key``, ``value``: its nodes in the file."""
     hint, problem = lookup(where)
     kind = typing.get_origin(hint)
     if not _is_open(value):
@@ -84,10 +86,16 @@ def _check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> Non
             problem = f"{where} must be a list: lines that begin with - below it."
     if problem:
         raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
-    if isinstance(value, yaml.MappingNode):
-        for inner, item in value.value:
-            if inner.value != "<<":
-                _check_keys(path, f"{where}.{inner.value}", inner, item)
+    # The names in a mapping of values are the user's, dots and all.
+    has_keys = dataclasses.is_dataclass(typing.get_args(hint)[-1] if kind else hint)
+    entries = {where: value}
+    if kind is list and isinstance(value, yaml.SequenceNode):
+        entries = {f"{where}.{index}": entry for index, entry in enumerate(value.value)}
+    for place, entry in entries.items():
+        if isinstance(entry, yaml.MappingNode) and has_keys:
+            for inner, item in entry.value:
+                if inner.value != "<<":
+                    check_keys(path, f"{place}.{inner.value}", inner, item)
 
 
 def _is_open(node: yaml.Node) -> bool:

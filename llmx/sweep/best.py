@@ -44,13 +44,15 @@ def experiment(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
-        if key.split(".")[0].split("/")[0] in _NOT_OF_THE_RUN or override.is_delete():
+        is_option = key in (*GROUPS, _NESTED)
+        no_value = override.is_delete() and not is_option
+        if key.split(".")[0].split("/")[0] in _NOT_OF_THE_RUN or no_value:
             continue
-        value = override.value()
+        value = None if override.is_delete() else override.value()
         if key == "experiment":
             if value is not None:
                 defaults.insert(0, str(value))  # an option of the same group
-        elif key in (*GROUPS, _NESTED):
+        elif is_option:
             defaults.append({f"override /{key}": value})
         else:
             *sections, name = key.split(".")

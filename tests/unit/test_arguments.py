@@ -9,8 +9,8 @@ import pytest
 from llmx.cli.arguments import (
     Line,
     as_meant,
-    experiment_words,
     read_line,
+    read_words,
     split_command,
     sweep_overrides,
 )
@@ -134,7 +134,7 @@ def test_an_experiment_file(tmp_path) -> None:
         'data:\n  columns: {instruction: question}\n  system: It\'s "so", {really}\n'
         "model.config: {hidden_size: 64}\ntask.evaluate: false\n"
     )
-    assert experiment_words(file) == [
+    assert read_words(file) == [
         "model=tiny",
         "task=sft",
         "optim.lr='1e-4'",
@@ -154,7 +154,7 @@ def test_the_experiment_file_of_the_readme(tmp_path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     file = tmp_path / "my.yaml"
     file.write_text(readme.split("```yaml\n# my.yaml")[1].split("```")[0].partition("\n")[2])
-    assert experiment_words(file) == [
+    assert read_words(file) == [
         "adapter=lora",
         "model.path='Qwen/Qwen3-8B'",
         "data.path='chats.jsonl'",
@@ -180,9 +180,9 @@ def test_an_experiment_file_with_an_entry_of_defaults_that_is_not_read(
     file = tmp_path / "my.yaml"
     file.write_text(f"defaults:{defaults}\n")
     with pytest.raises(ConfigError, match=rf"my\.yaml, line {line}: write - GROUP: OPTION"):
-        experiment_words(file)
+        read_words(file)
 
 
 def test_an_experiment_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml: no such file"):
-        experiment_words(Path("nowhere.yaml"))
+        read_words(Path("nowhere.yaml"))

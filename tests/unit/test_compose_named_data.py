@@ -33,8 +33,9 @@ def checked(directory: Path, *words: str) -> list[str]:
 def test_named_data_sets_become_sources(directory: Path) -> None:
     assert checked(directory, "data=[mine,{reviews: 0.5}]") == [
         "data=mixture",
-        'data.sources=[{path:"a.jsonl",form:"alpaca",columns:{instruction:"die Frage, groß"},'
-        'weight:1},{path:"b.tsv",form:"labelled",max_rows:5,columns:{prompt:"text_a"},weight:0.5}]',
+        "data.sources=[{path: 'a.jsonl', form: 'alpaca', columns: {instruction: "
+        "'die Frage, groß'}, weight: 1}, {path: 'b.tsv', form: 'labelled', max_rows: 5, "
+        "columns: {prompt: 'text_a'}, weight: 0.5}]",
     ]
     assert checked(directory, "data=[long]", "data.seq_len=512")[0] == "data=mixture"
 

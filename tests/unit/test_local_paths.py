@@ -74,7 +74,7 @@ def test_ids_of_the_hub_stay(here) -> None:
 
 def test_a_directory_here_wins_over_an_owner_on_the_hub(here) -> None:
     (line,) = refused("model=hf", "model.path=models/large", "data=demo")
-    assert line.endswith("Give an existing path. A model of the Hub is hub:models/large.")
+    assert line.endswith("Set model.path=PATH. A model of the Hub is hub:models/large.")
     exp = composed(["model=hf", "model.path=hub:models/large", "data=demo"]).experiment
     assert exp.model.path == "models/large"
 
