@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,35 @@ def test_one_table_and_no_run_directory(here: Path) -> None:
     assert len(rows["cost"].split()) == 2
     assert "cpu2: the time is not known: hardware.devices.cpu.peak_tflops.fp32" in text
     assert "cpu2: no price for cpu (hardware.price_per_hour)." in text
+
+
+class Watched(io.StringIO):
+    """Notes the files that are there while something is printed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory, self.files = directory, list[Path]()
+
+    def write(self, text: str) -> int:
+        self.files += self.directory.rglob("*")
+        return super().write(text)
+
+
+def test_a_plan_that_is_ended_on_the_way_leaves_nothing(here: Path) -> None:
+    """Nothing is there that would have to be removed."""
+    stream = Watched(here)
+    assert main(["hardware=cpu2"], stream=stream) == 0
+    assert "Nothing was started or written." in stream.getvalue()
+    assert stream.files == []
+    argv = [sys.executable, "-m", "llmx", "plan", "hardware=cpu2"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as head:
+        assert head.stdout is not None
+        assert head.stdout.readline() == b"Plan of demo\n"
+        head.stdout.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as ended:
+            ended.send_signal(number)
+    assert list(here.iterdir()) == []
 
 
 def test_one_plan_leaves_a_run_directory_only_where_it_is_asked_for(
