@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,8 +61,8 @@ def write(
         raise _unwritable(run, error) from error
     if is_taken:
         raise ConfigError(
-            f"run_dir={run.root} already contains a run; a run is never overwritten. Choose "
-            "another directory, or move that one away."
+            f"run_dir={run.root} already contains a run; a run is never overwritten. Continue it "
+            f"with python -m llmx resume {shlex.quote(str(run.root))}, or choose another directory."
         )
     try:
         write_config(run, exp, plan, ds_config)

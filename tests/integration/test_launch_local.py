@@ -93,6 +93,33 @@ def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
     wait_until(lambda: not second.left(), timeout_s=30, what="nothing of the second run is left")
 
 
+def test_a_run_that_was_interrupted_says_how_it_goes_on(tmp_path: Path) -> None:
+    """Its newest checkpoint, also where a resume was interrupted before it trained; and the same
+    command is not only refused."""
+    words = ("task.steps=100000", "checkpoint.every_steps=2")
+    run = LocalRun(tmp_path, *words)
+    run.until(run.dir.newest_step)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    newest = f"newest checkpoint: step {run.dir.newest_step()}"
+    resume = f"python -m llmx resume {run.dir.root}"
+    argv = [sys.executable, "-m", "llmx", "resume", str(run.dir.root)]
+    for line in ("run directory", "launching"):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as again:
+            assert again.stdout is not None
+            next(said for said in again.stdout if said.startswith(line))
+            again.send_signal(signal.SIGINT)
+            rest = again.stdout.read()
+        assert again.returncode == 130
+        assert newest in rest
+        assert f"to resume: {resume}\n" in rest
+    run = LocalRun(tmp_path, *words)
+    assert run.wait() == 2
+    assert f"already contains a run; a run is never overwritten. Continue it with {resume}," in (
+        run.out.read_text()
+    )
+
+
 def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     """The message, no traceback, its own exit code; and nobody waits for a time-out."""
     data = tmp_path / "rows.jsonl"

@@ -210,8 +210,9 @@ class Supervisor:
 
     def _final_outcome(self, outcome: Outcome, decision: Decision) -> Outcome:
         """The outcome of the run: that of the last attempt, and what the attempts add to it."""
-        if outcome.kind == "interrupted" and self.result.launched:
-            saved = "no checkpoint was saved"
+        if outcome.kind == "interrupted":
+            newest = self.run_dir.newest_step()
+            saved = f"newest checkpoint: step {newest}" if newest else "no checkpoint was saved"
             if self.saved_step is not None:
                 saved = f"checkpoint of step {self.saved_step} saved"
                 last = self.history[-1].last_step
