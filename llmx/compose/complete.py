@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from llmx.config import (
     DataConfig,
     EarlyStoppingConfig,
     Experiment,
+    HardwareConfig,
     KeepConfig,
+    LaunchConfig,
     ModelConfig,
     SweepConfig,
     TaskConfig,
@@ -233,10 +235,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
             )
         hardware = dataclasses.replace(hardware, kind="external", name="external")
     hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), exp.rollout)
-    names = local_names(hardware.hosts)
-    all_here = exp.launch.sync == "rsync" or all(
-        {host.name, host.address} & names for host in hardware.hosts
-    )
+    all_here = _all_here(exp.launch, hardware)
     data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
     task = with_code_path(exp.task)
     task, about = _with_model_sources(task, seq_len=data.seq_len, all_here=all_here)
@@ -267,6 +266,36 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     return shortened(with_task_defaults(with_implied_values(exp))), problems
 
 
+def _all_here(launch: LaunchConfig, hardware: HardwareConfig) -> bool:
+    """Whether every path must exist on this machine: all ranks run here, or its files are brought
+    from here."""
+    names = local_names(hardware.hosts)
+    return launch.sync == "rsync" or all(
+        {host.name, host.address} & names for host in hardware.hosts
+    )
+
+
+def with_moved_paths(exp: Experiment, former: Experiment) -> Experiment:
+    """The experiment of a run that goes on or is repeated with absolute paths: relative ones start
+    in the directory of this command. ``former``: its snapshot, whose paths stay as they are.
+
+    ConfigError for a new path that cannot be used.
+    """
+    data, model, problems = local_paths(
+        exp.data, exp.model, all_here=_all_here(exp.launch, exp.hardware), former=former
+    )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    code_path = exp.task.code_path and absolute(exp.task.code_path)
+    return replace(
+        exp,
+        data=data,
+        model=model,
+        task=replace(exp.task, code_path=code_path),
+        tracking=replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
+    )
+
+
 def with_implied_values(exp: Experiment) -> Experiment:
     """Set values that follow from others. Groups bring epochs and warmup_fraction; a user who types
     steps means steps."""
@@ -285,8 +314,19 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
 
     A path of other hosts may be missing on this machine; their agents see to it.
     """
+    missing = [
+        _missing(where, path)
+        for where, path in _input_paths(exp).items()
+        if path and os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path)
+    ]
+    if missing and all(host.is_local for host in plan.hosts):
+        raise ConfigError("\n".join(missing))
+
+
+def _input_paths(exp: Experiment) -> dict[str, str | None]:
+    """Key -> the path or the name of each input."""
     data, model = exp.data, exp.model
-    places = {
+    return {
         "model.path": model.path,
         "model.tokenizer": model.tokenizer,
         "data.path": None if data.sources else data.path,
@@ -294,13 +334,6 @@ def check_paths(exp: Experiment, plan: Plan) -> None:
         **{f"data.sources[{i}].path": source.path for i, source in enumerate(data.sources)},
         **{f"task.options.{name}": path for name, path in model_sources(exp.task).items()},
     }
-    missing = [
-        _missing(where, path)
-        for where, path in places.items()
-        if path and os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path)
-    ]
-    if missing and all(host.is_local for host in plan.hosts):
-        raise ConfigError("\n".join(missing))
 
 
 def _network_problems(exp: Experiment) -> Iterator[str]:
@@ -431,14 +464,15 @@ _MOST_FILES = 1000
 
 
 def local_paths(
-    data: DataConfig, model: ModelConfig, *, all_here: bool
+    data: DataConfig, model: ModelConfig, *, all_here: bool, former: Experiment | None = None
 ) -> tuple[DataConfig, ModelConfig, list[str]]:
     """Data and model with absolute paths, and one message for each path that cannot be used.
 
-    ``all_here``: every path must exist on this machine, since all ranks run here or the files
-    are brought from here. Otherwise an absolute path may exist on the other hosts only.
+    ``all_here``: every path must exist on this machine. Otherwise an absolute path may exist on the
+    other hosts only. ``former``: a snapshot, whose paths are left as they are: a name of the Hub
+    may be that of a directory here.
     """
-    paths = _Paths(all_here)
+    paths = _Paths(all_here, _input_paths(former).values() if former else ())
     data = dataclasses.replace(
         data,
         path=data.path if data.sources else paths.source(data.path, "data.path"),
@@ -474,14 +508,15 @@ def absolute_store(uri: str | None) -> str | None:
 class _Paths:
     """Collects what is wrong while it makes paths absolute."""
 
-    def __init__(self, all_here: bool) -> None:
+    def __init__(self, all_here: bool, former: Collection[str | None] = ()) -> None:
         self.problems: list[str] = []
         self._all_here = all_here
+        self._former = former
 
     def source(self, path: str, where: str) -> str:
         """Resolve a source of data: a file, a directory, a glob, ``demo``, or a data set of the
         Hub."""
-        if path == "demo":
+        if path == "demo" or path in self._former:
             return path
         if not path:
             self.problems.append(f"{where} is empty. Name a file, a directory or a Hub id.")
@@ -521,7 +556,7 @@ class _Paths:
 
     def model(self, path: str, where: str) -> str:
         """Resolve a model or a tokenizer: a directory, ``demo``, or an id of the Hub."""
-        if path == "demo" and where == "model.tokenizer":
+        if path in self._former or (path == "demo" and where == "model.tokenizer"):
             return path
         if path.startswith(HUB):
             # For a name whose first part is a directory here, too.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import filecmp
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx.compose.apply_overrides import RunCommand, apply, parse_run_command
-from llmx.compose.complete import Composed, check_paths, plan_experiment
+from llmx.compose.complete import Composed, check_paths, plan_experiment, with_moved_paths
 from llmx.compose.effects import check_effects
 from llmx.config import Experiment, to_dict
 from llmx.config.rollout_rules import with_rollout_hosts
@@ -28,6 +29,7 @@ from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.memory import with_traced_memory
 from llmx.lifecycle.resume.changes import (
+    PLACES,
     Change,
     changes,
     edited_config,
@@ -89,7 +91,8 @@ def reproduce(words: RunCommand) -> int:
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
     if target.config.exists():
         raise ConfigError(
-            f"run_dir={target.root} already contains a run. Choose another directory."
+            f"run_dir={target.root} already contains a run. Continue it with python -m llmx resume "
+            f"{shlex.quote(str(target.root))}, or choose another directory."
         )
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
@@ -207,9 +210,9 @@ def _start(
 
 
 def _record_of(run: RunDir) -> dict[str, Any]:
+    """The content of ``provenance.json``; empty where a ``config.yaml`` came alone."""
     content, damage = read_checked(run.provenance)
-    if not content:
-        damage = damage or "provenance.json is missing."
+    if damage:
         raise ConfigError(f"{run.root}: nothing can be compared with this run: {damage}")
     return dict(content)
 
@@ -217,8 +220,7 @@ def _record_of(run: RunDir) -> dict[str, Any]:
 ALLOWED = (
     "hardware.*", "launch.*", "tracking.*", "checkpoint.*", "rollout.keep", "name",
     "batch.micro_batch", "batch.accumulation",
-    "data.path", "data.eval_path", "data.cache_dir", "data.num_workers",
-    "model.path", "model.tokenizer", "task.save_model", "task.code_path",
+    *PLACES, "data.cache_dir", "data.num_workers", "task.save_model", "task.code_path",
     "dry_run",
 )  # fmt: skip
 """Where and how it runs, and where its inputs lie; their content is compared."""
@@ -242,12 +244,15 @@ def next_experiment(
             "reproduce repeats a run, so these cannot change:\n  " + "\n  ".join(refused) + "\nMay "
             f"change: {', '.join(ALLOWED)}. For another run, start a new one."
         )
-    keys = {change.key for change in edits}
-    new = dataclasses.replace(edited, run_dir=str(target), dry_run=False, name=edited.name)
-    if any(key.startswith(("hardware.", "rollout.hosts")) for key in keys):
-        hardware, rollout = with_rollout_hosts(resolve_hardware(new.hardware), new.rollout)
-        new = dataclasses.replace(new, hardware=hardware, rollout=rollout)
-    new = with_same_batch(new, keys, plan)
+    hardware = edited.hardware
+    if hardware.kind == "local":  # this machine, as at a start
+        hardware = dataclasses.replace(hardware, hosts=[])
+    hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), edited.rollout)
+    new = dataclasses.replace(
+        edited, run_dir=str(target), dry_run=False, hardware=hardware, rollout=rollout
+    )
+    keys = {change.key for change in changes(to_dict(exp), to_dict(new))}
+    new = with_same_batch(with_moved_paths(new, exp), keys, plan)
     if to_step is not None:
         task = dataclasses.replace(new.task, stop_at_step=to_step)
         new = dataclasses.replace(new, task=task)
@@ -276,7 +281,7 @@ def all_differences(
     gravest first."""
     rows = [
         *edited_config(run, then),
-        *of_this_machine(differences(then, now), composed.plan),
+        *of_this_machine(differences(then, now) if then else [], composed.plan),
         *hosts_then_and_now(run, new, composed.plan),
         *plan_differences(
             read_mapping(run.plan),
@@ -340,7 +345,7 @@ def print_differences(
     from rich.text import Text
 
     console = open_console(stream)
-    if not all_rows:
+    if not all_rows and not missing:
         console.print(
             "  nothing differs from the recorded code, packages, devices, inputs and config"
         )

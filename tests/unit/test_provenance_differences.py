@@ -81,7 +81,8 @@ def test_nothing_differs_from_itself() -> None:
         (("environment", "NCCL_ALGO"), "Tree", MAY, "NCCL_ALGO", "unset NCCL_ALGO"),
         (("environment", "NCCL_DEBUG"), "INFO", HARMLESS, "NCCL_DEBUG", ""),
         (("fingerprints", "data", "digest"), "2", BREAKS, "data", "restore /d"),
-        (("fingerprints", "tokenizer"), None, BREAKS, "tokenizer", "bring /t back"),
+        (("fingerprints", "tokenizer"), None, BREAKS, "tokenizer",
+         "its new place: model.tokenizer=PATH"),
     ],
 )  # fmt: skip
 def test_each_difference_has_its_severity_and_its_remedy(path, to, severity, what, advice) -> None:
@@ -158,5 +159,5 @@ def test_another_teacher_breaks_the_numbers() -> None:
     (found,) = differences(then, now)
     assert (found.severity, found.what) == (BREAKS, "model 'teacher' of the task")
     (gone,) = differences(then, THEN)
-    assert gone.advice == "bring /teacher back to where it was"
+    assert gone.advice == "restore /teacher"
     assert differences(THEN, now) == []

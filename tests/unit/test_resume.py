@@ -22,7 +22,7 @@ from llmx.compose.apply_overrides import apply, parse_run_command
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
-from llmx.lifecycle.reproduce import all_differences
+from llmx.lifecycle.reproduce import all_differences, next_experiment
 from llmx.lifecycle.resume.changes import (
     RULES,
     next_run,
@@ -42,7 +42,7 @@ from llmx.lifecycle.resume.run_state import (
     set_aside,
 )
 from llmx.run import snapshot
-from llmx.run.provenance.differences import BREAKS, MAY, Difference
+from llmx.run.provenance.differences import BREAKS, MAY, Difference, differences
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.composing import composed
 
@@ -344,6 +344,43 @@ def test_inputs_may_lie_elsewhere_with_the_same_content(tmp_path) -> None:
         main([*words, f"data.path={tmp_path}/other/t.jsonl"])
     with pytest.raises(ConfigError, match="not on this machine|no such file"):
         main([*words, f"data.path={tmp_path}/none/t.jsonl"])
+
+
+def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys) -> None:
+    """Not in the run directory; and the advice is the word."""
+    (tmp_path / "new" / "gpt2").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["hardware=cpu2", "task=pretrain", "model=tiny", "model.tokenizer=gpt2", "task.steps=9"]
+    sources = "data.sources=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]"
+    done = composed([*words, sources], run_dir=tmp_path / "run")
+    run = snapshot.write(done.experiment, done.plan, done.ds_config, overrides=[], environment={})
+    (tmp_path / "b.jsonl").rename(tmp_path / "new" / "b.jsonl")
+    with pytest.raises(ConfigError, match=r"no such file.* Set data\.sources\.1\.path=PATH\."):
+        main([str(run.root), "dry_run=true"])
+    then, now = read_json(run.provenance), {"fingerprints": {}}
+    (row,) = (row for row in differences(then, now) if row.what == "data")
+    assert row.advice == "its new place: data.sources.N.path=PATH"
+
+    monkeypatch.chdir(tmp_path / "new")
+    moved = ["data.sources.1.path=b.jsonl", "tracking=mlflow", "tracking.uri=runs.db"]
+    assert main([str(run.root), "dry_run=true", moved[0]]) == 0
+    assert "changed   data.sources.1.path" in capsys.readouterr().out
+    exp = snapshot.load(run)
+    new = next_run(run, exp, parse_run_command("resume", [str(run.root), *moved], own_keys=OWN),
+                   read_state(run)).composed.experiment  # fmt: skip
+    assert [source.path for source in new.data.sources] == [
+        f"{tmp_path}/a.jsonl", f"{tmp_path}/new/b.jsonl",
+    ]  # fmt: skip
+    assert new.tracking.uri == f"{tmp_path}/new/runs.db"
+    assert new.model.tokenizer == "gpt2", "of the Hub, though a directory here has that name"
+    target = tmp_path / "repeated"
+    words = parse_run_command("reproduce", [str(run.root), moved[0]], own_keys=())
+    repeated, _ = next_experiment(exp, done.plan, words, target=target, to_step=None)
+    assert repeated.data == new.data
+    with pytest.raises(ConfigError, match="data.sources.1.weight: cannot change"):
+        main([str(run.root), "data.sources.1.weight=3"])
 
 
 def test_a_moved_run_upcoming_where_it_is(run, tmp_path, capsys) -> None:

@@ -12,7 +12,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmx.compose.apply_overrides import RunCommand, apply, group_of
-from llmx.compose.complete import Composed, plan_experiment, with_implied_values
+from llmx.compose.complete import (
+    Composed,
+    plan_experiment,
+    with_implied_values,
+    with_moved_paths,
+)
 from llmx.compose.effects import check_effects
 from llmx.compose.task_rules import with_default_lr
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
@@ -70,7 +75,9 @@ class Change:
 _OTHER_SAMPLES = "they determine the samples of a step"
 _OTHER_MODEL = "the checkpoint contains the weights of that network"
 
-PLACES = ("data.path", "data.eval_path", "model.path", "model.tokenizer")
+PLACES = (
+    "data.path", "data.sources.*.path", "data.eval_path", "model.path", "model.tokenizer",
+)  # fmt: skip
 """May change where the content is the same, e.g. on another machine."""
 
 RULES = (
@@ -166,6 +173,15 @@ def rule_of(key: str) -> Rule:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys whose values differ, in the order of the schema."""
     values = changed_values(old, new)
+    before, after = values.get("data.sources", ((), ()))
+    if before and len(before) == len(after or ()):  # by source: its path may change
+        del values["data.sources"]
+        for index, (source, other) in enumerate(zip(before, after, strict=True)):
+            values |= {
+                f"data.sources.{index}.{key}": (source.get(key), other.get(key))
+                for key in {**source, **other}
+                if source.get(key) != other.get(key)
+            }
     return [Change(key, before, after, rule_of(key)) for key, (before, after) in values.items()]
 
 
@@ -196,7 +212,8 @@ def refuse_other_content(
         "model.tokenizer": ("tokenizer",),
     }
     for change in edits:
-        for name in prints.get(change.key, ()):
+        is_source = change.key.startswith("data.sources.")
+        for name in prints["data.path"] if is_source else prints.get(change.key, ()):
             old = (then.get("fingerprints") or {}).get(name)
             new = (now.get("fingerprints") or {}).get(name)
             if old is None and new is None and change.key == "model.path":
@@ -319,7 +336,7 @@ def _completed(
     if "hardware" in groups or "rollout.hosts" in keys:
         hardware, rollout = with_rollout_hosts(resolve_hardware(new.hardware), new.rollout)
         new = dataclasses.replace(new, hardware=hardware, rollout=rollout)
-    new = with_same_batch(new, keys, plan)
+    new = with_same_batch(with_moved_paths(new, exp), keys, plan)
     task, optim = new.task, new.optim
     if "task.epochs" in keys and "task.steps" not in keys:
         task = dataclasses.replace(task, steps=None)

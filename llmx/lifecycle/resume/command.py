@@ -93,7 +93,8 @@ def prepare_resume(
     environment = rank_environment(new.experiment, new.plan)
     now = record(new.experiment, new.plan, list(typed), environment=environment)
     then = read_mapping(run.provenance)
-    refuse_other_content(upcoming.changes, then, now)
+    if then or state.was_launched:  # else a config came alone, and nothing is continued
+        refuse_other_content(upcoming.changes, then, now)
     rows = of_this_machine(differences(then, now), new.plan) if then else []
     rows += hosts_then_and_now(run, new.experiment, new.plan)
     rows += edited_config(run, then)

@@ -61,6 +61,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differe
 
 def not_recorded(then: Mapping[str, Any]) -> list[str]:
     """Name the parts that are missing in a record and cannot be compared."""
+    if not then:
+        return ["code, packages, devices and inputs (there is no provenance.json)"]
     names = {
         "code": "the code by file",
         "fingerprints": "the content of data, tokenizer and model",
@@ -77,28 +79,29 @@ def not_recorded(then: Mapping[str, Any]) -> list[str]:
 
 def _content(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
     old, new = then.get("fingerprints") or {}, now.get("fingerprints") or {}
-    pairs = [
-        (name, old.get(key), new.get(key))
-        for key, name in (
-            ("data", "data"), ("eval_data", "evaluation data"),
-            ("tokenizer", "tokenizer"), ("model", "model"),
+    parts = [
+        (name, old.get(key), new.get(key), f"its new place: {word}=PATH")
+        for key, name, word in (
+            ("data", "data", "data.path"),
+            ("eval_data", "evaluation data", "data.eval_path"),
+            ("tokenizer", "tokenizer", "model.tokenizer"),
+            ("model", "model", "model.path"),
         )
-    ]  # fmt: skip
-    networks_then, networks_now = old.get("frozen") or {}, new.get("frozen") or {}
-    pairs += [
-        (f"model {name!r} of the task", networks_then[name], networks_now.get(name))
-        for name in networks_then
     ]
-    for name, before, after in pairs:
+    networks_then, networks_now = old.get("frozen") or {}, new.get("frozen") or {}
+    parts += [
+        (f"model {name!r} of the task", before, networks_now.get(name), f"restore {before['path']}")
+        for name, before in networks_then.items()
+    ]
+    for name, before, after, advice in parts:
         if before is None:
             continue
         # Evaluation only measures; all else is trained on.
         severity = MAY if name == "evaluation data" else BREAKS
         if after is None:
-            yield Difference(
-                severity, name, _print(before), "not on this machine",
-                f"bring {before['path']} back to where it was",
-            )  # fmt: skip
+            if name == "data" and ", " in before["path"]:
+                advice = advice.replace("data.path", "data.sources.N.path")
+            yield Difference(severity, name, _print(before), "not on this machine", advice)
         elif before["digest"] != after["digest"]:
             yield Difference(
                 severity, name, _print(before), _print(after), f"restore {before['path']}"
