@@ -219,15 +219,16 @@ def _without(item: SyncPath, left_out: Iterable[Path]) -> SyncPath:
     return replace(item, excludes=(*item.excludes, *sorted(below))) if below else item
 
 
-def sync_sizes(spec: LaunchSpec) -> list[tuple[str, str, str]]:
+def sync_sizes(spec: LaunchSpec, *, run_dir: bool = True) -> list[tuple[str, str, str]]:
     """The paths that a launch copies to each other host: kind, path, files and bytes as text.
 
-    rsync itself counts, by the patterns of the copy. Empty where nothing is copied.
+    rsync itself counts, by the patterns of the copy. Empty where nothing is copied. ``run_dir``: it
+    is written.
     """
     if spec.exp.launch.sync != "rsync" or all(host.is_local for host in spec.plan.hosts):
         return []
     pool, rows = RsyncPool(spec), []
-    for item in paths_to_push(spec, run_dir=spec.run_dir.root.is_dir()):
+    for item in paths_to_push(spec, run_dir=run_dir):
         if not shutil.which("rsync"):
             rows.append((item.what, item.path, "size unknown: rsync is not installed here"))
             continue

@@ -109,7 +109,7 @@ def _print_plan(
         traces=traces,
         options=compared(exp, plan, traces, allows=refusal) if traces else (),
         here=here,
-        copied=sync_sizes(launch),
+        copied=sync_sizes(launch, run_dir=is_written),
         overrides=overrides,
     )
 
