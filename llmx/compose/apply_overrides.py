@@ -153,12 +153,11 @@ def as_overrides(exp: Experiment, typed: Sequence[str]) -> list[str]:
     hardware = replace(hardware, devices=other)
     exp = replace(exp, hardware=hardware, name="" if name == Path(exp.run_dir).name else name)
     words = [f"~{group}" for group in GROUPS if group not in {*chosen, *OPTIONAL_GROUPS, "zero"}]
-    if "zero" not in chosen:  # run directories are named after this choice
-        stage = to_dict(exp)["zero"]["stage"]
-        words.append(f"zero={stage if stage == 'auto' else f'stage{stage}'}")
     defaults = dict(leaves(to_dict(Experiment())))
-    # Nothing composes without a data.path: see hydra_config.
-    del defaults["data.path"]
+    del defaults["data.path"]  # nothing composes without one: see hydra_config
+    if "zero" not in chosen:  # run directories are named after this choice
+        stage = defaults["zero.stage"] = to_dict(exp)["zero"]["stage"]
+        words.append(f"zero={stage if stage == 'auto' else f'stage{stage}'}")
     for key, value in leaves(to_dict(exp)):
         is_default = key in defaults and value == defaults[key]
         if key in NOT_COPIED or key.partition(".")[0] in chosen or is_default:
