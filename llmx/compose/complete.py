@@ -30,6 +30,7 @@ from llmx.compose.task_rules import (
     specs_beside,
     task_problems,
     task_warnings,
+    training_notes,
     with_task_defaults,
 )
 from llmx.config import (
@@ -47,7 +48,7 @@ from llmx.config import (
 )
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
-from llmx.config.model_rules import LANGUAGE_SECTION, head_problem, model_config_problems
+from llmx.config.model_rules import head_problem, model_config_problems
 from llmx.config.rollout_rules import has_open_hosts, with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -109,20 +110,9 @@ def plan_experiment(
         measured_speeds=speeds,
         drawn=drawn_samples(exp),
     )
-    notes = (*plan.notes, *task_warnings(exp), *_parts_trained(exp.model))
+    notes = (*plan.notes, *task_warnings(exp), *training_notes(exp))
     plan = dataclasses.replace(plan, notes=notes)
     return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
-
-
-def _parts_trained(model: ModelConfig) -> list[str]:
-    """A note on what is trained of a multi-modal model."""
-    if LANGUAGE_SECTION not in model.network:
-        return []
-    name = next(iter(model.network.get("architectures") or ()), model.architecture)
-    return [
-        f"{name} is a multi-modal model: its language model is trained. Its other parts (for "
-        "images, audio) are frozen, and exported unchanged."
-    ]
 
 
 def chosen_experiment(

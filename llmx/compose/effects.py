@@ -97,6 +97,12 @@ RULES = (
         "model=hf",
     ),
     Rule(
+        "model.resolved model.resolved_from",
+        lambda exp: False,
+        "as a word: llmx fills it in from the file of model.path and model.config",
+        "model.config.KEY=VALUE",
+    ),
+    Rule(
         "model.revision", lambda exp: bool(exp.model.path), "without model.path", "model.path=..."
     ),
     Rule(

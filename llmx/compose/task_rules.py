@@ -16,6 +16,7 @@ from typing import Any
 from llmx.compose.overrides import SET
 from llmx.config.build import shown
 from llmx.config.fields import AUTO, MODEL_SOURCE
+from llmx.config.model_rules import LANGUAGE_SECTION
 from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import BatchConfig, Experiment, TaskConfig
 from llmx.config.tasks import TaskDefaults, shipped_tasks
@@ -121,16 +122,6 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
-    rates = ", ".join(
-        f"{key}={shown(rate)}"
-        for key, rate in exp.model.network.items()
-        if "drop" in key and isinstance(rate, float) and rate > 0
-    )
-    if rates and any(spec.trained and not spec.dropout for spec in specs(exp).values()):
-        warnings.append(
-            f"task={exp.task.kind} trains without dropout: {rates} of the model's config is set "
-            "to 0."
-        )
     if kind.generates_with(exp):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan leaves out the memory of the "
@@ -143,6 +134,29 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
             "prompts. Set task.eval_generate=0."
         )
     return tuple(warnings)
+
+
+def training_notes(exp: Experiment) -> list[str]:
+    """What is trained otherwise than the model's config says, or in part: shown by a plan and at
+    the start."""
+    notes, network = [], exp.model.network
+    if LANGUAGE_SECTION in network:
+        name = next(iter(network.get("architectures") or ()), exp.model.architecture)
+        notes.append(
+            f"{name} is a multi-modal model: its language model is trained. Its other parts (for "
+            "images, audio) are frozen, and exported unchanged."
+        )
+    rates = ", ".join(
+        f"{key}={shown(rate)}"
+        for key, rate in network.items()
+        if "drop" in key and isinstance(rate, float) and rate > 0 and "summary" not in key
+    )
+    if rates and any(spec.trained and not spec.dropout for spec in specs(exp).values()):
+        notes.append(
+            f"task={exp.task.kind} trains without dropout: {rates} of the model's config is set "
+            "to 0."
+        )
+    return notes
 
 
 def specs(exp: Experiment) -> dict[str, Any]:

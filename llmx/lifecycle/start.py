@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, refusal
+from llmx.compose.task_rules import training_notes
 from llmx.errors import ConfigError, RunFailed
 from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
@@ -150,6 +151,8 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> tuple[Com
     if not composed.experiment.dry_run:
         if not is_trial:
             _say_from_scratch(composed, stream)
+            for note in training_notes(composed.experiment):
+                print(note, file=stream, flush=True)
         check_packages(composed.experiment.tracking)
     composed = with_checked_inputs(composed)
     composed = _chosen(composed, is_trial=is_trial, stream=stream)
