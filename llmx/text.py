@@ -138,10 +138,13 @@ def for_terminal(text: str, stream: TextIO) -> str:
 
 
 def file_name(text: str, *, limit_bytes: int = 200) -> str:
-    """``text``, or where it is longer its beginning and a hash of all of it: a file name has at
-    most 255 bytes, and others put something before or behind it."""
-    raw = text.encode("utf-8", "surrogateescape")
-    if len(raw) <= limit_bytes:
+    """``text`` as a part of a file's name: without slashes, ``..`` and control characters, and of
+    at most ``limit_bytes``, since a name has at most 255 and others put something before or behind
+    it. Where that changes it, a hash of ``text`` at its end tells it from others."""
+    safe = _UNSAFE.sub("-", re.sub(r"\.*/[./]*|\.{2,}", "-", text))
+    raw = safe.encode("utf-8")
+    if safe == text and len(raw) <= limit_bytes:
         return text
     beginning = raw[: limit_bytes - 9].decode("utf-8", "ignore")
-    return f"{beginning}-{blake2b(raw, digest_size=4).hexdigest()}"
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{beginning}-{digest}"

@@ -114,6 +114,8 @@ def _compose(
     from llmx.config.groups import CONF
 
     register_defaults()
+    outputs = outputs_dir()
+    made = [path for path in (outputs, *outputs.parents) if not path.exists()]  # by Hydra
     ended: list[int | LlmxError] = []
     inside = False
 
@@ -122,23 +124,26 @@ def _compose(
         from llmx.compose.effects import check_effects
         from llmx.config import experiment_from_dict
         from llmx.lifecycle.start import require_success, run_composed
-        from llmx.run.rundir import claim
+        from llmx.run.rundir import RunDir, claim
 
         nonlocal inside
         inside = True
         hydra_config = HydraConfig.get()
         directory = Path(hydra_config.runtime.output_dir)
+        is_ours = directory.parent == outputs  # else hydra.run.dir is set in a file of the user's
+        unused = [directory, *made] if is_ours else []
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             exp = experiment_from_dict(values)
             words = list(hydra_config.overrides.task)
             if hydra_config.mode == RunMode.RUN:
                 check_effects(exp, words, command=command)
-            if command or exp.run_dir != str(directory):
-                _remove_if_empty(directory)
+            if command or exp.run_dir != str(directory) or not is_ours:
+                _remove_empty(unused)
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
                 directory = claim(directory)
+                unused = [RunDir(directory).logs, directory, *made]
                 exp = dataclasses.replace(exp, run_dir=str(directory))
             if command:
                 code = _run_command(command, exp, own_keys=own_keys)
@@ -149,7 +154,7 @@ def _compose(
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
             # Hydra made the directory; one that nothing was written to is not a run.
-            _remove_if_empty(directory)
+            _remove_empty(unused)
             if isinstance(error, LlmxError):
                 problem = error
             else:
@@ -189,9 +194,7 @@ def _compose(
     except OSError as error:
         if inside or not error.filename or disk_is_full(error):
             raise
-        parent = Path(str(error.filename)).absolute().parent
-        if outputs_dir() in (parent, *parent.parents):  # Hydra made it on the way
-            _remove_if_empty(parent)
+        _remove_empty(made)
         where = one_line(str(error.filename), limit=200)
         raise ConfigError(
             f"{where}: cannot create the run directory ({error.strerror}). Set run_dir=DIR, or "
@@ -280,22 +283,11 @@ def _of_hydra(error: BaseException) -> bool:
 
 def outputs_dir() -> Path:
     """The directory of runs, unless ``run_dir`` names another."""
-    return Path.cwd() / (os.environ.get("LLMX_OUTPUTS") or "outputs")
+    return Path(os.path.abspath(os.environ.get("LLMX_OUTPUTS") or "outputs"))
 
 
-def _remove_if_empty(directory: Path) -> None:
-    """Remove a directory that was made for nothing, and ``outputs`` if it held only that; never
-    the directory where the command was typed, or one that holds it."""
-    from llmx.run.rundir import RunDir
-
-    here = Path.cwd()
-    outputs = outputs_dir()
-    # A name with a slash in it has made more than one directory below outputs.
-    above = [path for path in directory.parents if path == outputs or outputs in path.parents]
-    with contextlib.suppress(OSError):
-        RunDir(directory).logs.rmdir()
-    with contextlib.suppress(OSError):
-        for path in dict.fromkeys([directory, directory.parent, *above]):
-            if path == here or path in here.parents:
-                return
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove, one after the other, those of the directories with nothing in them."""
+    for path in directories:
+        with contextlib.suppress(OSError):
             path.rmdir()

@@ -123,6 +123,12 @@ def read_recipe(word: str, names: Sequence[str]) -> Recipe:
             "`sft: task=sft data.path=answers.jsonl`; `values:` are names and their defaults."
         )
     words = {str(name): shlex.split(str(line)) for name, line in stages.items()}
+    for name in words:
+        if not re.fullmatch(r"\w+", name):
+            raise ConfigError(
+                f"{path}: the stage {shown(name)} must have a name of letters, digits and _ (its "
+                "directory has it)."
+            )
     earlier: list[str] = []
     for name, of_stage in words.items():
         for is_stage, stage in _REFERENCE.findall(" ".join(of_stage)):

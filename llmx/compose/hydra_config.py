@@ -19,6 +19,7 @@ from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import hints_of
 from llmx.config.groups import CONF, GROUPS, key_problem, no_such_option, shown
 from llmx.errors import ConfigError, did_you_mean
+from llmx.text import file_name
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -124,9 +125,12 @@ def _typed(key: str, overrides: Sequence[str]) -> str:
 
 
 def register_defaults() -> None:
-    """Give Hydra every key of the schema with its default, before it composes. Idempotent."""
+    """Give Hydra every key of the schema with its default, and ``${file_name:TEXT}``, before it
+    composes. Idempotent."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver("file_name", file_name, replace=True)
     ConfigStore.instance().store(name="llmx_defaults", node=_node())
 
 

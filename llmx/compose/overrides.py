@@ -275,6 +275,7 @@ _REFUSED = {
     "hydra.job.chdir": "relative paths start where you are; the run's files are in run_dir",
     "hydra.job.config.override_dirname.exclude_keys": "llmx sets it for a sweep",
     "hydra.output_subdir": "the run directory holds the config already",
+    "hydra.run.dir": "the directory of a run is set by run_dir=DIR",
 }
 _MODES = ("RUN", "MULTIRUN")
 

@@ -65,11 +65,11 @@ def write(
             f"with python -m llmx resume {shlex.quote(str(run.root))}, or choose another directory."
         )
     try:
+        write_identity(run, parent=parent)  # first: a directory with it is of llmx
         write_config(run, exp, plan, ds_config)
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))
         values = record(exp, plan, overrides, environment=environment, parent=parent)
         write_provenance(run, values)
-        write_identity(run, parent=parent)
     except OSError as error:
         raise _unwritable(run, error) from error
     return run

@@ -199,9 +199,7 @@ class Sweep:
         """Replace ``sweep.json`` by the sweep as it is now."""
         trials = []
         for trial in self.trials:
-            run_dir = trial.run_dir
-            inside = run_dir.is_relative_to(self.directory)
-            place = str(run_dir.relative_to(self.directory) if inside else run_dir)
+            place = str(trial.run_dir.relative_to(self.directory))
             values = {name: getattr(trial, name) for name in RECORDED}
             trials.append({**values, "overrides": [*trial.overrides], "run_dir": place})
         names = ("words", "cwd", "config_dir", "objective", "complete", "started", "pid", "host")

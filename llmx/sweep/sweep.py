@@ -43,6 +43,7 @@ from llmx.observe.report.sweep_table import (
 )
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
+from llmx.run.snapshot import run_id
 from llmx.run.sweepdir import RUNNING, Sweep, Trial, identity, is_sweep, load, lock
 from llmx.sweep.best import write_best
 from llmx.sweep.halving import Halving, prepare_rung
@@ -229,6 +230,24 @@ class Runner:
     def _no_run_dir(self, index: int) -> Path:
         return self.sweep.directory / f"{index}_not_run"
 
+    def _place_of(self, index: int, exp: Experiment) -> Path:
+        """The run directory of a trial; ConfigError for one that is not its alone."""
+        place, sweep = Path(exp.run_dir), self.sweep.directory
+        if sweep not in place.parents:
+            raise ConfigError(
+                f"run_dir={place}: the run directory of a trial must be below that of its sweep, "
+                f"{sweep}. Leave out run_dir and hydra.sweep.subdir."
+            )
+        for other in self.sweep.trials:
+            near_it = {other.run_dir, *other.run_dir.parents}
+            if other.index != index and (place in near_it or other.run_dir in place.parents):
+                raise ConfigError(
+                    f"run_dir={place}: trial {other.index} has {other.run_dir}, and each trial "
+                    "must have a directory of its own. Leave out hydra.sweep.subdir, or put "
+                    "${hydra.job.num} into it."
+                )
+        return place
+
     def _put(self, trial: Trial) -> Trial:
         other_trials = [other for other in self.sweep.trials if other.index != trial.index]
         self.sweep.trials = sorted([*other_trials, trial], key=lambda other: other.index)
@@ -267,7 +286,7 @@ class Runner:
         exp = composed.experiment
         settings = self._agreed(exp)
         key = _key(exp, on_cluster)
-        fresh = Trial(index, trial.overrides, Path(exp.run_dir), key=key)
+        fresh = Trial(index, trial.overrides, self._place_of(index, exp), key=key)
         first = self._first_with.setdefault(key, index)
         if settings.prune and first != index:
             self._leave_out(fresh, "same", f"the same config as trial {first}", same_as=first)
@@ -589,9 +608,18 @@ class NotRunAgain(RunFailed):
 
 def put_aside(run_dir: Path) -> Path | None:
     """Rename the directory of an attempt that did not end well: ``NAME.attempt-1``, ``-2``, ...
-    Where it is now; None where nothing is in it."""
+    Where it is now; None where nothing is in it.
+
+    Raises:
+        ConfigError: it is not of a run of llmx, or cannot be renamed.
+    """
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return None
+    if run_id(RunDir(run_dir)) is None:
+        raise ConfigError(
+            f"{run_dir}: has files, and is no run of llmx (it has no run.json). This trial is "
+            "written there. Move it away."
+        )
     number = 1
     while (target := run_dir.with_name(f"{run_dir.name}.attempt-{number}")).exists():
         number += 1

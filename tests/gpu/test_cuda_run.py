@@ -24,7 +24,7 @@ pytestmark = [
 def run(tmp_path: Path, *words: str) -> tuple[Path, list[dict[str, Any]]]:
     """Run ``python -m llmx`` on this machine's GPUs; its directory and its train records."""
     target = tmp_path / "run"
-    command = [sys.executable, "-m", "llmx", f"run_dir={target}", f"hydra.run.dir={target}", *words]
+    command = [sys.executable, "-m", "llmx", f"run_dir={target}", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]

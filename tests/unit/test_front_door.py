@@ -116,7 +116,7 @@ def test_a_mistake_is_one_line(llmx, words, message) -> None:
     "words",
     [["zero=3"], ["zero_stage=3"], ["experiment=null"], ["~experiment"], ["+optim.lr=1e-3"],
      ["~optim.lr"], ["zero=1", "zero=2"], ["optim.betas.0=0.5"], ["++launch.env.NCCL_DEBUG=INFO"],
-     ["hydra.verbose=false"], ["hydra.run.dir=elsewhere"]],
+     ["hydra.verbose=false"]],
 )  # fmt: skip
 def test_what_is_meant_is_done(llmx, words) -> None:
     code, out, err = llmx("plan", "hardware=cpu2", *words)
@@ -289,11 +289,32 @@ def errors(cls: type[LlmxError]) -> set[type[LlmxError]]:
     return {cls}.union(*(errors(each) for each in cls.__subclasses__()))
 
 
-def test_a_mistake_does_not_remove_the_directory_where_it_was_typed(llmx, tmp_path) -> None:
-    """Hydra's directory for the run may be made in it, and is removed again."""
-    assert "zero.stage" in refused(llmx, "plan", "hydra.run.dir=mine", "zero.stage=9")
-    assert tmp_path.is_dir()
-    assert not list(tmp_path.iterdir())
+def test_a_mistake_removes_the_directories_that_it_made_and_no_other(
+    llmx, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for outputs in ("..", ".", "../new/outputs", "outputs"):
+        monkeypatch.setenv("LLMX_OUTPUTS", outputs)
+        assert "zero.stage" in refused(llmx, "plan", "zero.stage=9")
+        assert "slash" in refused(llmx, "plan", "model.name=../../../a")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("LLMX_OUTPUTS", str(tmp_path / "empty"))
+    assert "zero.stage" in refused(llmx, "plan", "zero.stage=9")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here"]
+
+
+def test_a_plan_in_a_directory_of_the_users_removes_nothing(llmx, tmp_path) -> None:
+    (tmp_path / "cfg" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (tmp_path / "cfg" / "experiment" / "e.yaml").write_text(
+        f"# @package _global_\nhydra: {{run: {{dir: {tmp_path}/mine}}}}\n"
+    )
+    assert llmx("plan", "hardware=cpu2", "--config-dir", "cfg", "experiment=e")[0] == 0
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    said = refused(llmx, "plan", "hydra.run.dir=mine")
+    assert said.endswith("the directory of a run is set by run_dir=DIR. Leave it out.")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
             "the stage a names .*stage.b.*Stages before it: none",
         ),
         ("stages: {a: x, b: 'x=${stage.c}'}", "Stages before it: a"),
+        ("stages: {../a: x}", r"the stage \.\./a must have a name of letters"),
     ],
 )
 def test_a_file_that_is_no_recipe(text: str, message: str, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from llmx.__main__ import main
 from llmx.errors import ConfigError
 from llmx.run import sweepdir
+from llmx.run.rundir import RunDir
+from llmx.run.snapshot import write_identity
 from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.best import experiment, write_best
 from llmx.sweep.sweep import put_aside
@@ -309,8 +311,55 @@ def test_directories_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
     for number in (1, 2):
         run.mkdir()
         (run / "config.yaml").write_text(str(number))
+        write_identity(RunDir(run))
         aside = put_aside(run)
         assert aside is not None
         assert aside.name == f"0_zero-1.attempt-{number}"
     assert put_aside(run) is None
     assert (tmp_path / "0_zero-1.attempt-1" / "config.yaml").read_text() == "1"
+    run.mkdir()
+    (run / "config.yaml").write_text("of another tool")
+    with pytest.raises(ConfigError, match=r"is no run of llmx \(it has no run.json\)"):
+        put_aside(run)
+    assert (run / "config.yaml").is_file()
+
+
+def test_trials_over_relative_paths_stay_in_the_sweep(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = here / "a" / "b" / "c" / "d"
+    foreign = work / "outputs" / "one.jsonl"
+    foreign.mkdir(parents=True)
+    (foreign / "notes.txt").write_text("mine")
+    rows = "".join(f'{{"prompt": "say {n}", "response": "it is {n}"}}\n' for n in range(40))
+    (here / "one.jsonl").write_text(rows)
+    (here / "two.jsonl").write_text(rows.replace("it is", "no"))
+    monkeypatch.chdir(work)
+    paths = "data.path=../../../../one.jsonl,../../../../two.jsonl"
+    for _ in range(2):
+        assert main(["plan", "-m", "data=file", paths, "hardware=cpu2", "sweep.resume=false"]) == 0
+    assert sorted(path.name for path in (work / "outputs").iterdir()) == ["one.jsonl", "sweeps"]
+    assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
+    for journal in (work / "outputs" / "sweeps").iterdir():
+        trials = sweepdir.load(journal).trials
+        assert [trial.run_dir.parent for trial in trials] == [journal] * 2
+        data = [yaml.safe_load((t.run_dir / "config.yaml").read_text())["data"] for t in trials]
+        assert [Path(values["path"]).name for values in data] == ["one.jsonl", "two.jsonl"]
+
+
+def test_a_trial_has_a_directory_of_its_own_below_the_sweep(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["-m", "seed=1,2", *PLAN_ONLY]
+    assert main([*two, "hydra.sweep.subdir=../mine"]) == 2
+    assert "must be below that of its sweep" in capsys.readouterr().err
+    assert main([*two, "hydra.sweep.subdir=one", "hydra.sweep.dir=../s"]) == 2
+    assert "trial 0 has" in capsys.readouterr().err
+    assert [t.outcome for t in sweepdir.load(here.parent / "s").trials] == ["planned", "refused"]
+    assert main([*two, "hydra.sweep.subdir=a/${hydra.job.num}", "hydra.sweep.dir=t"]) == 0
+    assert sorted(path.name for path in (here / "t" / "a").iterdir()) == ["0", "1"]
+    (here / "u" / "0_seed-1").mkdir(parents=True)
+    (here / "u" / "0_seed-1" / "config.yaml").write_text("of another tool")
+    assert main([*two, "hydra.sweep.dir=u"]) == 2
+    assert "is no run of llmx" in capsys.readouterr().err
+    assert [path.name for path in (here / "u" / "0_seed-1").iterdir()] == ["config.yaml"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from llmx.text import plural, printable
@@ -42,6 +44,23 @@ def test_a_long_name_is_that_of_a_file_and_still_tells_two_apart() -> None:
     assert one != two
     assert one.startswith("中" * 63)
     assert len(one.encode()) <= 200
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("data.path-../../a.jsonl", "data.path--a.jsonl"),
+        ("data.path-/x/a.jsonl", "data.path--x-a.jsonl"),
+        ("..", "-"),
+        ("a/..", "a-"),
+        ("a\x1b[2J\nb", "a-[2J-b"),
+    ],
+)
+def test_a_name_made_from_a_value_stays_in_its_directory(text: str, name: str) -> None:
+    from llmx.text import file_name
+
+    assert re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", file_name(text))
+    assert file_name(name) == name, "and is not that of another value"
 
 
 def test_no_line_breaks_inside_a_word_or_a_number() -> None:

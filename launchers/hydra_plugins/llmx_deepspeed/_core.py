@@ -24,7 +24,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from llmx import text as human
 from llmx.compose.effects import without_effect
 from llmx.compose.hydra_config import explain_hydra
 from llmx.compose.overrides import resolve_alias
@@ -92,7 +91,7 @@ def launch(
 
 def make_runner(context: HydraContext, config: DictConfig) -> Runner:
     """The runner of the sweep in ``hydra.sweep.dir``."""
-    directory = Path(str(config.hydra.sweep.dir)).absolute()
+    directory = Path(os.path.abspath(str(config.hydra.sweep.dir)))
     directory.mkdir(parents=True, exist_ok=True)
     os.environ.update(config.hydra.job.env_set)
     # As they were typed: ${...} in a word is the trial's to resolve.
@@ -169,7 +168,7 @@ def trial_values(
         raise ConfigError(explain_hydra(error, filter_overrides(overrides))) from error
     finally:
         HydraConfig.instance().cfg = outer
-    return {**values, "run_dir": str(Path(values["run_dir"]).absolute())}
+    return {**values, "run_dir": os.path.abspath(values["run_dir"])}
 
 
 def _trial_config(
@@ -179,8 +178,6 @@ def _trial_config(
     with open_dict(composed):
         composed.hydra.job.id = f"job_id_for_{index}"
         composed.hydra.job.num = index
-        name = human.file_name(str(composed.hydra.job.override_dirname))
-        composed.hydra.job.override_dirname = name
     return composed
 
 
