@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llmx.cli.commands import COMMANDS, HYDRA_WORDS
 from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
 from llmx.config import Experiment
 from llmx.config.build import shown
-from llmx.config.groups import ALIASES, GROUPS, elsewhere
+from llmx.config.groups import ALIASES, GROUPS, elsewhere, lookup
 from llmx.errors import ConfigError, did_you_mean
 
 _WHOLE_RUN = ("experiment", "model", "data")
@@ -215,21 +213,24 @@ def read_words(path: Path) -> list[str] | Experiment:
     typed then; relative paths start where they are read. ConfigError for a wrong key, with its
     line.
     """
+    from yaml import MappingNode, ScalarNode
+
     from llmx.compose.hydra_config import leaves
     from llmx.compose.user_files import check_keys
     from llmx.config import experiment_of_snapshot
-    from llmx.config.yaml_files import read_values, read_yaml
+    from llmx.config.yaml_files import read_yaml, values_of
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
-    node, values = read_yaml(path), read_values(path) or {}
+    node = read_yaml(path, Experiment)
+    values = values_of(node) or {}
     if isinstance(values, list):
         return _typed_then(path, values)
-    if not isinstance(node or yaml.MappingNode("", []), yaml.MappingNode):
+    if not isinstance(node or MappingNode("", []), MappingNode):
         raise ConfigError(f"{path}, line 1: must be lines of key: value.")
     for key, value in node.value if node else ():
         name = str(key.value)
-        is_option = name in (*GROUPS, *ALIASES) and isinstance(value, yaml.ScalarNode)
+        is_option = name in (*GROUPS, *ALIASES) and isinstance(value, ScalarNode)
         if not (is_option or "/" in name or name.split(".")[0] in ("defaults", "hydra", "<<")):
             check_keys(path, name, key, value)
     if "schema_version" in values:
@@ -297,10 +298,13 @@ def with_searched(overrides: Sequence[str]) -> list[str]:
 
 def sweep_overrides(path: Path) -> list[str]:
     """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
-    from llmx.config.yaml_files import read_values
+    from yaml import MappingNode, SequenceNode
 
-    values = read_values(path)
-    if not isinstance(values, dict) or not isinstance(values.get("grid"), dict):
+    from llmx.config.yaml_files import check_texts, read_yaml, values_of
+
+    node = read_yaml(path)
+    values = values_of(node)
+    if not isinstance(node, MappingNode) or not isinstance(values.get("grid"), dict):
         raise ConfigError(f"{path}: a sweep has a grid, e.g. grid: {{zero: [stage1, stage2]}}.")
     unknown = set(values) - {"grid", "overrides"}
     if unknown:
@@ -314,6 +318,10 @@ def sweep_overrides(path: Path) -> list[str]:
             f"{path}: overrides={shown(fixed)}: must be a list of words, e.g. "
             "[experiment=demo, task.steps=20]."
         )
+    (grid,) = (value for key, value in node.value if key.value == "grid")
+    for key, choices in grid.value:
+        for choice in choices.value if isinstance(choices, SequenceNode) else ():
+            check_texts(path, choice, lookup(key.value)[0])
     axes = []
     for key, choices in values["grid"].items():
         if not isinstance(choices, list) or not choices:

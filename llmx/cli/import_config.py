@@ -42,7 +42,7 @@ from llmx.cli.foreign.deepspeed import convert_json, read_json
 from llmx.cli.foreign.llama_factory import LLAMA_FACTORY
 from llmx.config.build import shown
 from llmx.config.foreign import LAUNCHERS, TOOLS
-from llmx.config.yaml_files import read_values
+from llmx.config.yaml_files import dump_yaml, read_values
 from llmx.errors import ConfigError
 from llmx.text import plural, printable
 
@@ -339,7 +339,7 @@ def _left(row: Row, reasons: Mapping[str, str], final: Settings) -> list[Row]:
 
 def _yaml(choices: Mapping[str, str], settings: Settings) -> str:
     body = {"defaults": [{group: option} for group, option in choices.items()], **nested(settings)}
-    return str(yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
+    return dump_yaml(body)
 
 
 def _has_gpus() -> bool:
@@ -362,6 +362,7 @@ def _put(folder: Path, texts: Mapping[str, str]) -> None:
 def _chosen(imported: Imported, overrides: Sequence[str]) -> tuple[dict[str, str], Settings]:
     """The options of the groups, and the other settings, with what the user sets."""
     from llmx.config.groups import GROUPS as ALL_GROUPS
+    from llmx.config.groups import lookup
 
     settings = dict(imported.settings)
     choices = {"model": "hf", "data": "mixture" if "data.sources" in settings else "file"}
@@ -370,7 +371,9 @@ def _chosen(imported: Imported, overrides: Sequence[str]) -> tuple[dict[str, str
         if key in ALL_GROUPS:
             choices[key] = value
         else:
-            settings[key] = yaml.safe_load(value)
+            read = yaml.safe_load(value)
+            is_number = isinstance(read, int | float) and not isinstance(read, bool)
+            settings[key] = value if is_number and lookup(key)[0] is str else read
     if "batch.global_batch" in settings:
         settings.pop("batch.accumulation", None)
     for key, group in GROUPS.items():
@@ -412,4 +415,4 @@ def _hardware(name: str, hostfile: Path, settings: Settings) -> str:
     values = {"name": name, "hosts": [
         {"name": host.name, **({"address": host.address} if host.address else {}),
          "slots": host.slots, "device": device} for host in hosts]}  # fmt: skip
-    return f"# The hosts of {hostfile.name}.\n{yaml.safe_dump(values, sort_keys=False)}"
+    return f"# The hosts of {hostfile.name}.\n{dump_yaml(values)}"

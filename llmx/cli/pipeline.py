@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,11 +25,12 @@ from llmx.cli.plan import composed_line
 from llmx.cli.queue import Entry, run_all
 from llmx.config.build import shown
 from llmx.config.groups import PIPELINES, split_config_dirs
+from llmx.config.yaml_files import read_yaml
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, did_you_mean
 from llmx.observe.status.observer import Observer
 from llmx.observe.status.view import View, interpret
-from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.text import duration, number
 
 RECORD = "pipeline.json"
@@ -112,17 +114,16 @@ def read_recipe(word: str, names: Sequence[str]) -> Recipe:
     if not path.is_file():
         hint = did_you_mean(word, names)
         raise ConfigError(f"no pipeline {shown(word)}.{hint} There are: {', '.join(names)}.")
-    try:
-        content = load_yaml(path)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: is not YAML ({error}).") from None
-    values, stages = (content or {}).get("values") or {}, (content or {}).get("stages")
-    if not isinstance(stages, dict) or not isinstance(values, dict) or not stages:
+    node = read_yaml(path)
+    sections = dict(_sections(node)) if isinstance(node, yaml.MappingNode) else {}
+    values, stages = sections.get("values", {}), sections.get("stages", {})
+    lines = {name: line for name, line in stages.items() if isinstance(line, str)}
+    if not lines or lines != stages:
         raise ConfigError(
             f"{path}: has no stages. Write `stages:` and below it a line for each, e.g. "
             "`sft: task=sft data.path=answers.jsonl`; `values:` are names and their defaults."
         )
-    words = {str(name): shlex.split(str(line)) for name, line in stages.items()}
+    words = {name: shlex.split(line) for name, line in lines.items()}
     for name in words:
         if not re.fullmatch(r"\w+", name):
             raise ConfigError(
@@ -138,8 +139,20 @@ def read_recipe(word: str, names: Sequence[str]) -> Recipe:
                     f"it. Stages before it: {', '.join(earlier) or 'none'}."
                 )
         earlier.append(name)
-    defaults = {str(key): None if value is None else str(value) for key, value in values.items()}
-    return Recipe(path.stem, defaults, words)
+    return Recipe(path.stem, values, words)
+
+
+def _sections(node: yaml.MappingNode) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The mappings of a file with their values as they are written (``1.10``); None for null."""
+    for section, pairs in node.value:
+        if isinstance(pairs, yaml.MappingNode):
+            yield (
+                section.value,
+                {
+                    key.value: None if item.tag.endswith(":null") else item.value
+                    for key, item in pairs.value
+                },
+            )
 
 
 def stages_of(

@@ -10,24 +10,27 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from llmx.compose.user_files import check_user_files
+from llmx.config.build import hints_of, without_none
 from llmx.config.groups import (
     ALIASES,
     GROUPS,
     OPTIONAL_GROUPS,
     find_option,
     key_problem,
+    lookup,
     no_such_option,
     option_names,
     shown,
 )
-from llmx.config.schema import SourceConfig
-from llmx.config.yaml_files import read_values
+from llmx.config.schema import DataConfig, SourceConfig
+from llmx.config.yaml_files import WHOLE, read_values
 from llmx.errors import ConfigError, did_you_mean
 
 STAGES = ("0", "1", "2", "3")
@@ -49,10 +52,12 @@ _NESTED = ("hardware/devices",)
 
 def resolve_alias(override: str) -> str:
     """Rewrite a word as Hydra reads it: ``zero_stage=stage3`` or ``zero=3`` -> ``zero=stage3``,
-    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``; anything else is unchanged.
+    ``data.path=数据.jsonl`` -> ``data.path='数据.jsonl'``, ``model.revision=1.10`` ->
+    ``model.revision='1.10'``; anything else is unchanged.
 
-    Hydra's grammar takes letters beyond ASCII, and ``~`` at the beginning, only in quotes. Where
-    there are quotes or brackets, the user has said what belongs together.
+    Hydra's grammar takes letters beyond ASCII, and ``~`` at the beginning, only in quotes, and what
+    looks like a number it takes for one. Where there are quotes or brackets, the user has said what
+    belongs together.
     """
     key, equal, value = override.partition("=")
     if equal and not any(mark in value for mark in "'\"[]{}()\\"):
@@ -60,6 +65,8 @@ def resolve_alias(override: str) -> str:
             f"'{part}'" if part.startswith("~") or not part.isascii() else part
             for part in value.split(",")
         ]
+        if any(map(_is_rewritten, parts)) and lookup(key.lstrip("+"))[0] is str:
+            parts = [f"'{part.strip()}'" if _is_rewritten(part) else part for part in parts]
         override = f"{key}={','.join(parts)}"
     match = _ALIAS.match(override)
     if match is None:
@@ -69,6 +76,15 @@ def resolve_alias(override: str) -> str:
         stages = [f"stage{word}" if word in STAGES else word for word in value[1:].split(",")]
         value = f"={','.join(stages)}"
     return f"{match['sign'] or ''}{name}{value}"
+
+
+def _is_rewritten(word: str) -> bool:
+    """Whether a word is a number that Hydra hands over in another form: ``1.10``, ``1_000``."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return not WHOLE.fullmatch(word.strip())
 
 
 @dataclass(frozen=True)
@@ -235,9 +251,45 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
                 f"{', '.join(groups)}; your own: --config-dir DIR."
             )
         return _check_group(word, override, directories)
-    if problem := key_problem(key):
+    hint, problem = lookup(key)
+    if problem:
         raise ConfigError(problem)
+    _check_numbers(word, override, hint)
     return []
+
+
+def _check_numbers(word: str, override: Any, hint: Any) -> None:
+    """ConfigError for a number inside brackets, in the place of a text, that would not be the text
+    that was typed. Of those outside ``resolve_alias`` makes text."""
+    if override.is_sweep_override() or override.is_delete():
+        values = _sweep_values(override) if override.is_choice_sweep() else []
+        hint = list[hint]
+    else:
+        values = override.value()
+    numbers = list(_numbers(values, hint))
+    typed = re.findall(r"[^\s,:\[\]{}()]+", word.partition("=")[2])
+    for number, is_text in numbers:
+        if is_text and typed.count(number) < sum(other == number for other, _ in numbers):
+            raise ConfigError(
+                f"{shown(word)}: takes text, and a number in it would become {number}. Quote "
+                "the number as it is to be."
+            )
+
+
+def _numbers(value: Any, hint: Any) -> Iterator[tuple[str, bool]]:
+    """Every number of a value, as Python writes it, and whether its place is that of a text."""
+    hint, _ = without_none(hint)
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, dict):
+        types = hints_of(typing.cast(type, hint)) if is_dataclass(hint) else {}
+        for key, item in value.items():
+            yield from _numbers(key, str if kind is dict else Any)
+            yield from _numbers(item, args[1] if kind is dict else types.get(key, Any))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, args[0] if kind is list else Any)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value), hint is str
 
 
 def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[Any]:
@@ -376,7 +428,7 @@ def mixture_of(entries: Sequence[Any], typed: set[str], directories: Sequence[Pa
 
 def _source(path: Path, typed: set[str]) -> dict[str, Any]:
     """The values of one data set as an entry of ``data.sources``."""
-    values = read_values(path) or {}
+    values = read_values(path, DataConfig) or {}
     if values.get("path") in (None, "", "???"):
         raise ConfigError(
             f"{path}: has no path, so data=[{path.stem}] names no data. Write data/NAME.yaml with "

@@ -22,7 +22,7 @@ from llmx.config.groups import (
     option_names,
     shown,
 )
-from llmx.config.yaml_files import read_text, read_yaml
+from llmx.config.yaml_files import check_texts, read_text, read_yaml
 from llmx.errors import ConfigError
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
@@ -60,16 +60,19 @@ def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[
         elif package is not None and not (package == "" and key.value == "hydra"):
             where = f"{package}.{key.value}" if package else key.value
             check_keys(path, where, key, value)
+            check_texts(path, value, lookup(where)[0])
     return choices
 
 
 def _package(path: Path, group: str) -> str | None:
-    """The config node that the keys of a file set: the group, or everything; None where a header
-    names another."""
+    """The config node that the keys of a file set: the group, what a header names, or everything;
+    None where that is Hydra's."""
     header = re.search(r"^#\s*@package\s+(\S+)", read_text(path), re.MULTILINE)
     if header is None or header[1] in ("_group_", group):
         return group.replace("/", ".")
-    return "" if header[1] == "_global_" else None
+    if header[1] == "_global_":
+        return ""
+    return None if header[1].startswith(("_", "hydra")) else header[1]
 
 
 def check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:

@@ -43,6 +43,10 @@ def dataclass_from(cls: type[T], values: dict[str, Any], *, path: str) -> T:
     before the key. Raises ConfigError that lists every problem found."""
     problems: list[str] = []
     instance = _dataclass(cls, values, path, problems)
+    for key, hint in hints_of(typing.cast(type, cls)).items() if not problems else ():
+        # Those who read the words and the files do not know these types: 007 is 7 here.
+        if without_none(hint)[0] is str and type(values.get(key)) is int:
+            problems.append(_wrong(f"{path}.{key}", values[key], _TEXT, {}))
     if problems:
         raise ConfigError("\n".join(problems))
     return instance
@@ -87,6 +91,14 @@ def _auto_fields(cls: type) -> tuple[tuple[str, str], ...]:
         for field in dataclasses.fields(part)
         if "auto" in field.metadata
     )
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """A type without ``| None``, and whether None was in it."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return inner, True
+    return hint, False
 
 
 @cache
@@ -255,12 +267,12 @@ def _repr(value: Any) -> str:
 
 
 def _value(hint: Any, value: Any, where: str, rules: Mapping[str, Any], problems: list[str]) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
+    hint, takes_none = without_none(hint)
+    if takes_none:
+        if value is None:
             return None
-        (inner,) = [arg for arg in args if arg is not type(None)]
-        return _value(inner, value, where, {**rules, "null": True}, problems)
+        rules = {**rules, "null": True}
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         problems += _plain_problems(value, where)
         return value
@@ -283,6 +295,7 @@ def _value(hint: Any, value: Any, where: str, rules: Mapping[str, Any], problems
         if not isinstance(value, dict):
             problems.append(_wrong(where, value, "a mapping", rules))
             return {}
+        problems += [problem for key in value if (problem := _key_problem(key, where))]
         return {
             str(key): _value(args[1], item, f"{where}.{shown(key)}", {}, problems)
             for key, item in value.items()
@@ -319,15 +332,19 @@ def _scalar(
         return 0.0
     if isinstance(value, bool) and "flags" in rules:
         return rules["flags"][value]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        problems.append(
-            _wrong(where, value, "text (in quotes where YAML reads it as another type)", rules)
-        )
+    # Of a float the written text is lost: 1.10, 1e5. Of whole numbers, and of nan (an outcome), it
+    # has been compared by those who read it: compose.overrides, config.yaml_files.
+    is_finite = isinstance(value, float) and math.isfinite(value)
+    if isinstance(value, bool) or is_finite or not isinstance(value, str | int | float):
+        problems.append(_wrong(where, value, _TEXT, rules))
         return ""
     if isinstance(value, int) and value.bit_length() > 10_000:
         problems.append(_wrong(where, value, "text, or a shorter number", rules))
         return ""
     return str(value)
+
+
+_TEXT = "text (in quotes where it is read as another type)"
 
 
 def _limits(rules: Mapping[str, Any]) -> str:
@@ -343,14 +360,20 @@ def _wrong(where: str, value: Any, rule: str, rules: Mapping[str, Any]) -> str:
     return f"{_said(where, value)}: must be {rule}{null}.{_example(where, rules)}"
 
 
+def _key_problem(key: Any, where: str) -> str:
+    """The problem with a name in a mapping that YAML reads as no text; else empty."""
+    is_text = isinstance(key, str | int) and not isinstance(key, bool)
+    return "" if is_text else f"{where}: the name {shown(key)} must be text. Quote it."
+
+
 def _plain_problems(value: Any, where: str, depth: int = 0) -> Iterator[str]:
     """Problems of values of the user's own keys that YAML or JSON cannot store."""
     if depth > MAX_DEPTH:
         yield f"{where}: is nested more than {MAX_DEPTH} levels deep. Nothing reads that."
     elif isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str | int) or isinstance(key, bool):
-                yield f"{where}: the name {shown(key)} must be text. Quote it."
+            if wrong_key := _key_problem(key, where):
+                yield wrong_key
             elif problem := Text(multiline=True).problem(str(key)):
                 yield f"{where}: the name {shown(key)} must {problem}."
             else:

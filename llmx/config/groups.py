@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.config.build import hints_of, known_keys, shown
+from llmx.config.build import hints_of, known_keys, shown, without_none
 from llmx.config.foreign import names_by_key
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, closest, did_you_mean
@@ -122,14 +121,6 @@ def elsewhere(name: str) -> str:
         homes = [dotted for dotted in known_keys() if dotted.rpartition(".")[2] == last]
         key = ", ".join(homes)
     return f" Here it is {key}." if key else ""
-
-
-def without_none(hint: Any) -> tuple[Any, bool]:
-    """A type without ``| None``, and whether None was in it."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return inner, True
-    return hint, False
 
 
 def lookup(key: str) -> tuple[Any, str]:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmx.config import schema
-from llmx.config.build import hints_of
+from llmx.config.build import hints_of, without_none
 from llmx.config.fields import AUTO, plain
-from llmx.config.groups import without_none
 
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""

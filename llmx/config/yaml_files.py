@@ -1,25 +1,69 @@
-"""Reads YAML that a person wrote, and reports errors with file and line."""
+"""Reads YAML that a person wrote, and reports errors with file and line; writes what Hydra reads.
+
+A text that YAML reads as a number (``007``, ``1.10``, ``1:30:00``) is refused where it would become
+another text."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmx.config.build import shown
+from llmx.config.build import hints_of, shown, without_none
 from llmx.errors import ConfigError
 
 _MAX_VALUES = 100_000
 
+WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+"""A whole number as Python writes it: as text it is the same."""
 
-def read_yaml(path: Path) -> yaml.Node | None:
-    """The nodes of a YAML file; ConfigError with file and line for one that cannot be read."""
+
+class _Loader(yaml.SafeLoader):
+    """Reads scalars as OmegaConf does, with which Hydra reads files: ``1e5`` is a number, a date is
+    text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [entry for entry in entries if not entry[0].endswith(":timestamp")]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what PyYAML or OmegaConf would read as no text, and Unicode's own line breaks, which
+    PyYAML writes bare and reads back as spaces."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+for _reads_or_writes in (_Loader, _Dumper):
+    _reads_or_writes.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9]+(_[0-9]+)*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
+def dump_yaml(values: Any, *, width: int = 100) -> str:
+    """The text of a YAML file, its keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+
+
+def read_yaml(path: Path, hint: Any = Any) -> yaml.Node | None:
+    """The nodes of a YAML file; ConfigError with file and line for one that cannot be read, or has
+    numbers where ``hint``, the type of its values, has text."""
     text = read_text(path)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_yaml_problem(path, error, text)) from error
     except yaml.reader.ReaderError as error:
@@ -32,13 +76,53 @@ def read_yaml(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
     if node is not None:
         _check_nodes(path, node, itertools.count())
+        check_texts(path, node, hint)
     return node
 
 
-def read_values(path: Path) -> Any:
+def read_values(path: Path, hint: Any = Any) -> Any:
     """The values of a YAML file; ConfigError as ``read_yaml``."""
-    read_yaml(path)
-    return yaml.safe_load(read_text(path))
+    return values_of(read_yaml(path, hint))
+
+
+def values_of(node: yaml.Node | None) -> Any:
+    """The values of nodes; None where a file has none."""
+    return None if node is None else _Loader("").construct_document(node)
+
+
+def check_texts(path: Path, node: yaml.Node, hint: Any) -> None:
+    """Raise ConfigError for a number in the place of a text, by the type of the values, that would
+    become another text; the name of an option is one, too."""
+    hint, _ = without_none(hint)
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if kind is dict:
+                check_texts(path, key, str)
+            check_texts(path, value, _type_of(key.value, hint))
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            check_texts(path, item, args[0] if kind is list else Any)
+    elif (
+        (hint is str or dataclasses.is_dataclass(hint))
+        and node.tag.endswith((":int", ":float"))
+        and not WHOLE.fullmatch(node.value)
+    ):
+        raise ConfigError(
+            f"{path}, line {node.start_mark.line + 1}: this takes text, and YAML reads "
+            f"{shown(node.value)} as a number. Quote it: '{node.value}'."
+        )
+
+
+def _type_of(key: str, hint: Any) -> Any:
+    """The type of the values of a key, with dots or without, in a mapping of a type."""
+    for part in key.split("."):
+        hint, _ = without_none(hint)
+        if typing.get_origin(hint) is dict:
+            return typing.get_args(hint)[1]
+        is_section = dataclasses.is_dataclass(hint)
+        hint = hints_of(typing.cast(type, hint)).get(part, Any) if is_section else Any
+    return hint
 
 
 def read_text(path: Path) -> str:
@@ -109,9 +193,9 @@ def _check_nodes(path: Path, node: yaml.Node, counter: Iterator[int], depth: int
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_nodes(path, item, counter, depth + 1)
-    elif not node.tag.endswith(":timestamp"):  # which a config reads as text
+    else:
         try:
-            yaml.SafeLoader("").construct_object(node)
+            _Loader("").construct_object(node)
         except (yaml.MarkedYAMLError, ValueError):
             raise ConfigError(
                 f"{path}, line {node.start_mark.line + 1}: {shown(node.value)} cannot be read as "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import os
@@ -289,10 +290,28 @@ def load_yaml(path: Path) -> Any:
     import yaml
 
     text = path.read_text(encoding="utf-8")
+    loader, in_python = _loaders()
     try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.load(text, Loader=loader)
     except (ValueError, yaml.YAMLError):
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=in_python)
+
+
+@functools.cache
+def _loaders() -> list[Any]:
+    """By libyaml and in Python. A whole number that llmx would write otherwise is the text that
+    someone has typed into the file: ``007``, ``1:30:00``."""
+    import yaml
+
+    def whole(loader: Any, node: Any) -> Any:
+        value = loader.construct_yaml_int(node)
+        return value if str(value) == node.value else node.value
+
+    loaders: list[Any] = []
+    for base in (getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader):
+        loaders.append(type("_Loader", (base,), {}))
+        loaders[-1].add_constructor("tag:yaml.org,2002:int", whole)
+    return loaders
 
 
 def read_mapping(path: Path, damage: list[str] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from llmx.config import Experiment, experiment_of_snapshot, to_dict
-from llmx.config.yaml_files import read_yaml
+from llmx.config.yaml_files import dump_yaml, read_yaml
 from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
 from llmx.run import trust
@@ -147,21 +147,9 @@ def run_token(run: RunDir) -> str:
     return token
 
 
-class _Dumper(yaml.SafeDumper):
-    """PyYAML writes Unicode's own line breaks bare, and reads them back as spaces."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = '"' if any(mark in text for mark in "\x85\u2028\u2029\ufeff") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
-
-
 def dump_config(exp: Experiment) -> str:
     """The text of ``config.yaml``: groups in the order of the schema."""
-    return yaml.dump(to_dict(exp), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return dump_yaml(to_dict(exp))
 
 
 def load(run: RunDir) -> Experiment:
@@ -171,6 +159,6 @@ def load(run: RunDir) -> Experiment:
     try:
         values = load_yaml(run.config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        read_yaml(run.config)  # says what is wrong, and in which line
+        read_yaml(run.config, Experiment)  # says what is wrong, and in which line
         raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error
     return experiment_of_snapshot(values, source=str(run.config))

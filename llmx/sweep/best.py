@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from llmx.config.groups import GROUPS
+from llmx.config.yaml_files import dump_yaml
 from llmx.observe.report.sweep_table import BEST_CONFIG, experiment_command
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import Sweep
@@ -32,7 +31,7 @@ def write_best(sweep: Sweep) -> None:
         f"{' '.join(best.overrides)}",
         f"# Train with it: {experiment_command(sweep)}",
     ]
-    text = yaml.safe_dump(experiment(best.overrides), allow_unicode=True, sort_keys=False)
+    text = dump_yaml(experiment(best.overrides))
     write_text(sweep.directory / BEST_CONFIG, "\n".join([*head, text]))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmx.cli.arguments import (
     Line,
@@ -35,6 +37,10 @@ from tests.composing import composed
         ("data.path=/数据/a b.jsonl", "data.path='/数据/a b.jsonl'"),
         ("zero_stage=großer,b", "zero='großer',b"),
         ("data.path='数据.jsonl'", "data.path='数据.jsonl'"),
+        ("model.revision=1.10", "model.revision='1.10'"),
+        ("++launch.env.A=1_000,7,1e5", "++launch.env.A='1_000',7,'1e5'"),
+        ("name=nan", "name='nan'"),
+        ("task.steps=1_000", "task.steps=1_000"),
     ],
 )
 def test_alias(typed: str, meant: str) -> None:
@@ -50,6 +56,28 @@ def test_hydra_reads_letters_beyond_ascii() -> None:
     assert parsed[1].value() == "内容"
     first, second = parsed[2].sweep_iterator()
     assert (first.text, second) == ("数据1", "d2")
+
+
+def test_a_text_is_what_was_typed() -> None:
+    words = ["1_000", "1e5", "1.50", "7", "007", "012", "1:30:00", "0x10", "-3", "+5", "2024-01-01"]
+    typed = [f"launch.env.X{index}={word}" for index, word in enumerate(words)]
+    exp = composed(
+        [*typed, "name=7e10", "tracking.tags=['1.10',7]", "sweep.retry=[oom,nan]"]
+    ).experiment
+    assert exp.sweep.retry == ["oom", "nan"]
+    assert list(exp.launch.env.values()) == words
+    assert (exp.name, exp.tracking.tags) == ("7e10", ["1.10", "7"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["launch.env={A: 1_000}", "tracking.tags=[1.10]", "tracking.tags=[1.1,1.10]",
+     "data.label_names={1_0: a}", "hardware.hosts=[{name: 1_00, slots: 100}]",
+     "name=choice(1.10,2)", "sweep.retry=[NaN]"],
+)  # fmt: skip
+def test_a_number_in_brackets_that_would_be_another_text_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"takes text, and a number in it would become "):
+        Line((word,), multirun=True).checked()
 
 
 def test_commands() -> None:
@@ -73,13 +101,25 @@ def test_sweep_file(tmp_path) -> None:
     path.write_text(
         "grid: {zero: [stage1, stage2], a.b: [1e-3, null, true]}\noverrides: [seed=1]\n"
     )
-    assert sweep_overrides(path) == ["seed=1", "zero=stage1,stage2", "a.b=1e-3,null,true"]
+    assert sweep_overrides(path) == ["seed=1", "zero=stage1,stage2", "a.b=0.001,null,true"]
     path.write_text("grid: {zero: stage1}\n")
     with pytest.raises(ConfigError, match="an axis is a list"):
         sweep_overrides(path)
     path.write_text("gird: {}\n")
     with pytest.raises(ConfigError, match="a sweep has a grid"):
         sweep_overrides(path)
+
+
+def test_a_text_in_a_sweep_file_is_quoted_where_yaml_reads_a_number(tmp_path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("grid:\n  optim.lr: [1e-4, 1.0]\n  model.revision: [7, 1.10]\n")
+    with pytest.raises(
+        ConfigError, match=r"s\.yaml, line 3: this takes text, and YAML reads 1\.10"
+    ):
+        sweep_overrides(path)
+    path.write_text("grid:\n  optim.lr: [1e-4, 1.0]\n  model.revision: [7, '1.10']\n")
+    words = Line(tuple(sweep_overrides(path)), multirun=True).checked().words
+    assert words[-1] == "model.revision=7,'1.10'"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +177,7 @@ def test_an_experiment_file(tmp_path) -> None:
     assert read_words(file) == [
         "model=tiny",
         "task=sft",
-        "optim.lr='1e-4'",
+        "optim.lr=0.0001",
         "data.columns={instruction: 'question'}",
         "data.system='It\\'s \"so\", {really}'",
         "model.config={hidden_size: 64}",
@@ -148,6 +188,75 @@ def test_an_experiment_file(tmp_path) -> None:
     assert exp.model.config["hidden_size"] == 64
     assert exp.optim.lr == 1e-3
     assert split_command([str(file)], ("plan",)) == ("train", [str(file)])
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ("launch: {slurm: {time_limit: 1:30:00}}", "1:30:00"),
+        ("name: a\nlaunch.slurm.partition: 007", "007"),
+        ("launch: {env: {A: 012}}", "012"),
+        ("model: {revision: 1.10}", "1.10"),
+        ("model: {revision: 7e10}", "7e10"),
+        ("tracking: {tags: [a, 1_000]}", "1_000"),
+        ("data: {label_names: {0x10: a}}", "0x10"),
+    ],
+)
+def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path) -> None:
+    file, own = tmp_path / "my.yaml", tmp_path / "own" / "experiment" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    file.write_text(content)
+    own.write_text(
+        "# @package _global_\n" + re.sub(r"launch\.slurm\.(.*)", r"launch: {slurm: {\1}}", content)
+    )
+    line = content.count("\n") + 1
+    rule = f"this takes text, and YAML reads {written} as a number. Quote it: '{written}'."
+    for words, place in (
+        ((str(file),), f"{file}, line {line}"),
+        (
+            (f"hydra.searchpath=[file://{tmp_path}/own]", "experiment=mine"),
+            f"{own}, line {line + 1}",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"{place}: {rule}")):
+            Line(words).checked()
+    file.write_text(content.replace(written, f"'{written}'"))
+    assert any(written in word for word in Line((str(file),)).checked().words)
+
+
+def test_whole_numbers_and_dates_may_be_text(tmp_path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "launch: {env: {A: 7, B: -3, C: 2024-1-1}}\ndata: {label_names: {0: negative}}\n"
+        "model: {config: {rms_norm_eps: 1e-5}}\n"
+    )
+    exp = composed([str(file)]).experiment
+    assert exp.launch.env == {"A": "7", "B": "-3", "C": "2024-1-1"}
+    assert exp.model.config["rms_norm_eps"] == 1e-5
+    assert exp.data.label_names == {"0": "negative"}
+
+
+def test_a_package_of_ones_own_is_checked(tmp_path) -> None:
+    own = tmp_path / "hardware" / "mine.yaml"
+    own.parent.mkdir()
+    own.write_text("# @package launch.slurm\npartition: 007\n")
+    with pytest.raises(ConfigError, match=r"line 2: this takes text, and YAML reads 007"):
+        Line(("hardware=mine",), config_dir=str(tmp_path)).checked()
+
+
+def test_yaml_is_read_as_omegaconf_reads_it(tmp_path) -> None:
+    from omegaconf import OmegaConf
+
+    from llmx.config.yaml_files import dump_yaml, read_values
+
+    texts = ["1e5", "1.5e5", "1e-4", ".5e5", "1_0e5", "2024-01-01", "1_000", "012", "1:30", "0x1f",
+             "yes", "08", "1.", ".5", "~", "1e", "e5", "1.2.3", ".inf", "nan"]  # fmt: skip
+    file = tmp_path / "a.yaml"
+    file.write_text("".join(f"k{index}: {text}\n" for index, text in enumerate(texts)))
+    assert read_values(file) == OmegaConf.to_container(OmegaConf.load(file))
+    file.write_text(dump_yaml(texts))
+    assert read_values(file) == yaml.safe_load(file.read_text()) == texts
+    assert OmegaConf.to_container(OmegaConf.load(file)) == texts
 
 
 def test_the_experiment_file_of_the_readme(tmp_path) -> None:

@@ -314,6 +314,9 @@ def test_axolotl(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_trl(here: Path) -> None:
+    text = TRL.replace(" --packing", " --packing --model_revision 007")
+    assert imported(text, "text.sh").model.revision == "007"
+    assert imported(text, "word.sh", "model.revision=1.10").model.revision == "1.10"
     exp = imported(TRL, "sft.sh")
     assert (exp.data.form, exp.data.template, exp.data.loss_on) == (
         "prompt_response",

@@ -46,6 +46,13 @@ def test_values_words_for_all_and_words_for_one_stage(tmp_path: Path) -> None:
     }
 
 
+def test_a_value_is_the_text_of_the_file(tmp_path: Path) -> None:
+    text = (
+        "values: {revision: 1.10, part: 007}\nstages: {a: 'model.revision=${revision} x=${part}'}"
+    )
+    assert words_of(tmp_path, text=text) == {"a": "model.revision=1.10 x=007"}
+
+
 def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pipeline two needs file=\.\.\."):
         words_of(tmp_path)
@@ -55,7 +62,8 @@ def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("stages: []", "has no stages"),
-        ("[1", "is not YAML"),
+        ("[1", r"two\.yaml, line 1: the \[ is not closed"),
+        ("stages: {a: [x]}", "has no stages"),
         (
             "stages: {a: 'x=${stage.b}', b: y}",
             "the stage a names .*stage.b.*Stages before it: none",

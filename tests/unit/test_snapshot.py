@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -41,6 +42,17 @@ def test_everything_reads_back(written) -> None:
     assert read_json(run.identity) == identity
 
 
+def test_a_number_that_someone_types_into_a_snapshot_is_the_text(written) -> None:
+    _, run = written
+    text = run.config.read_text()
+    for typed in ("1:30:00", "007", "1_000"):
+        run.config.write_text(re.sub("partition: null", f"partition: {typed}", text))
+        assert snapshot.load(run).launch.slurm.partition == typed
+    run.config.write_text(re.sub("revision: null", "revision: 1.10", text, count=1))
+    with pytest.raises(ConfigError, match=r"model\.revision=1\.1: must be text"):
+        snapshot.load(run)
+
+
 def test_a_run_is_never_overwritten(written) -> None:
     done, run = written
     before = run.config.read_bytes()
@@ -68,6 +80,7 @@ def test_no_run_directory(tmp_path) -> None:
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
+@example(system="1e5", names={"1e5": "1_0"}, config={"a": "1e5"})
 @example(system="\x85", names={"a": "a\u2028b"}, config={"\u2029": "\ufeff"})
 @settings(max_examples=40, deadline=None)
 @given(

@@ -312,6 +312,7 @@ def test_models_and_columns_that_the_options_need() -> None:
         ({"top_k": 0}, r"task\.options\.top_k=0: must be"),
         ({"teacher_logits": "cached"}, r"must be one of stored, live"),
         ({"teacher_revision": "v1", "teacher": "/models/x"}, r"a local directory has no revisions"),
+        ({"teacher_revision": 7}, r"task\.options\.teacher_revision=7: must be text \(in quotes"),
         ({"tempreature": 2}, r'unknown key.*"temperature"'),
     ],
 )

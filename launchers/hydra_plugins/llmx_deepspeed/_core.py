@@ -26,7 +26,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmx.compose.effects import without_effect
 from llmx.compose.hydra_config import explain_hydra
-from llmx.compose.overrides import resolve_alias
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.sweepdir import OWN_WORDS, WELL
@@ -62,10 +61,7 @@ def launch(
     assert config is not None
     assert context is not None
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    jobs = {
-        initial_job_idx + offset: [resolve_alias(override) for override in overrides]
-        for offset, overrides in enumerate(job_overrides)
-    }
+    jobs = dict(enumerate(map(list, job_overrides), initial_job_idx))
     if "schema_version" not in config:  # Hydra runs any function with its launchers
         Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         return [_plain(launcher, index, overrides) for index, overrides in jobs.items()]

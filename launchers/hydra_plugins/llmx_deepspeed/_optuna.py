@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra_plugins.llmx_deepspeed._core import check_any_ended_well, fixed_and_swept, searching
 
+from llmx.compose.overrides import resolve_alias
 from llmx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _space(
     sweeper: OptunaSweeper, arguments: Sequence[str], optuna: Any
 ) -> tuple[list[str], dict[str, Any]]:
     """The words that all trials have, and the distribution of each key that is searched."""
-    params = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
+    params = [resolve_alias(f"{key}={value}") for key, value in (sweeper.params or {}).items()]
     fixed, swept = fixed_and_swept(sweeper, [*params, *arguments])
     space = {key: _distribution(word, optuna.distributions) for key, word in swept.items()}
     if not space:

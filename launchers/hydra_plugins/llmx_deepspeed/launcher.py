@@ -52,6 +52,11 @@ class GridSweeper(basic_sweeper.BasicSweeper):
     look ahead for each choice of files. Hydra composes all trials before the first one starts, and
     each of them again then: half of what a sweep of refused trials takes."""
 
+    def _parse_config(self) -> list[str]:
+        from llmx.compose.overrides import resolve_alias
+
+        return [resolve_alias(word) for word in super()._parse_config()]
+
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Compose before anything runs what may not compose: the files that the trials choose.
 

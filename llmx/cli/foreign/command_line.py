@@ -140,7 +140,7 @@ def _script_values(words: list[str], path: Path) -> dict[str, Any]:
         if name == "config" and len(items) == 1:
             values |= _file(items[0], path)
             continue
-        read = [as_number(yaml.safe_load(item) if item else "") for item in items]
+        read = [as_number(_value(item)) for item in items]
         typed[name] = read[0] if len(read) == 1 else read or True
     for name, value in {**values, **typed}.items():
         if isinstance(value, str) and re.search(r"\$[\w{]", value):
@@ -149,6 +149,13 @@ def _script_values(words: list[str], path: Path) -> dict[str, Any]:
                 "value."
             )
     return {**values, **typed}
+
+
+def _value(word: str) -> Any:
+    """A word of a command line as YAML reads it; as it is where that is another number: 007."""
+    value = yaml.safe_load(word) if word else ""
+    is_other = type(value) is int and str(value) != word
+    return word if is_other else value
 
 
 def _file(name: str, path: Path) -> dict[str, Any]:

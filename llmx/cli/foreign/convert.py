@@ -159,10 +159,12 @@ def shown_value(value: Any) -> str:
 
 
 def as_number(value: Any) -> Any:
-    """``1e-4`` is text for YAML, and a number for those who write it."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
-        number = float(value)
-        return int(value) if re.fullmatch(r"[+-]?\d+", value) else number
+    """``1e-4`` is text for YAML, and a number for those who write it; ``007`` is none."""
+    digits = r"(0|[1-9]\d*)"
+    if isinstance(value, str) and re.fullmatch(
+        rf"[+-]?({digits}(\.\d*)?|\.\d+)([eE][+-]?\d+)?", value
+    ):
+        return int(value) if re.fullmatch(rf"[+-]?{digits}", value) else float(value)
     if isinstance(value, list):
         return [as_number(item) for item in value]
     if isinstance(value, dict):
