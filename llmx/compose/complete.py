@@ -389,8 +389,8 @@ def _with_model_sources(
         where = f"task.options.{name}"
         paths = _Paths(all_here)
         options[name] = paths.model(path, where)
-        _, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
-        limit = None if of_directory else position_limit(network_of(options[name]))
+        config, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
+        limit = position_limit((not of_directory and network_of(options[name])) or config)
         if limit is not None and seq_len > limit:
             of_directory.append(
                 f"data.seq_len={seq_len}, but {where}={path} takes at most {limit} positions. Set "

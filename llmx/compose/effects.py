@@ -97,12 +97,6 @@ RULES = (
         "model=hf",
     ),
     Rule(
-        "model.resolved model.resolved_from",
-        lambda exp: False,
-        "as a word: llmx fills it in from the file of model.path and model.config",
-        "model.config.KEY=VALUE",
-    ),
-    Rule(
         "model.revision", lambda exp: bool(exp.model.path), "without model.path", "model.path=..."
     ),
     Rule(
@@ -236,7 +230,13 @@ RULES = (
     Rule("tracking.project tracking.group tracking.mode tracking.finish_timeout_s",
          lambda exp: bool(exp.tracking.kinds), "without a tracker", "tracking=wandb"),
 )  # fmt: skip
-_BY_COMMAND = (
+_NEVER_READ = (
+    Rule(
+        "model.resolved model.resolved_from",
+        lambda exp: False,
+        "as a word: llmx fills it in from the file of model.path and model.config",
+        "model.config.KEY=VALUE",
+    ),
     Rule("tokenizer", lambda exp: False, "on a training", "the command: python -m llmx tokenizer"),
     Rule(
         "sweep.halving sweep.halving_factor sweep.prune sweep.fail_fast sweep.slots_per_trial "
@@ -253,7 +253,7 @@ def without_effect(
 ) -> dict[str, str]:
     """Key -> the message, of each override that nothing of this experiment reads."""
     problems = {}
-    rules = RULES if command else (*RULES, *_BY_COMMAND)
+    rules = RULES if command else (*RULES, *_NEVER_READ)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if word.startswith(SET) or value in _RESET:

@@ -168,7 +168,7 @@ class _Network:
         problems = {}
         for key, value in typed.items():
             where = f"model.config.{shown(key)}={shown(value)}"
-            if key in SET_ELSEWHERE:
+            if key in SET_ELSEWHERE and value != self.file.get(key):
                 problems[key] = f"{where}: has no effect: {SET_ELSEWHERE[key]}. Leave it out."
             elif key not in names and _is_fixed(self.text_kind):
                 problems[key] = (

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.format.rows import Preference
@@ -599,7 +599,7 @@ def _method(exp: Experiment, attention: str) -> AttentionMethod:
 
 
 def _config(exp: Experiment, spec: ModelSpec) -> Any:
-    config = network_config(exp.model)
+    config = _known_config(exp.model)
     text = config.get_text_config()
     if exp.model.init == "scratch":
         rows = _true_rows(exp, text)
@@ -612,6 +612,19 @@ def _config(exp: Experiment, spec: ModelSpec) -> Any:
         config.num_labels = spec.num_labels
     config.use_cache = text.use_cache = False
     return config
+
+
+def _known_config(model: ModelConfig) -> Any:
+    """The config of the weights where they are on this machine, else of the known values."""
+    try:
+        return network_config(model)
+    except (OSError, ValueError):
+        values = {key: value for key, value in model.network.items() if key != "model_type"}
+        if not (model.architecture and values):
+            raise
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model.architecture, **values)
 
 
 def _true_rows(exp: Experiment, text: Any) -> int:

@@ -126,6 +126,16 @@ def test_a_typed_key_without_effect_is_refused(
     assert re.search(reason, problems[0]), problems[0]
 
 
+def test_values_of_a_group_that_the_file_has_too(tmp_path: Path) -> None:
+    """``model=llama3_8b model.path=DIR``: the option has sizes, to plan without the directory."""
+    directory = written(tmp_path / "model", FAMILIES["llama3.1"])
+    sizes = {"vocab_size": 264, "hidden_size": 32, "num_key_value_heads": 2}
+    model = ModelConfig(kind="llama", init="pretrained", path=str(directory), config=sizes)
+    config, problems = read_config(model)
+    assert problems == []
+    assert values_of(config) == values_of(AutoConfig.from_pretrained(directory))
+
+
 def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
     directory = written(tmp_path / "model", FAMILIES["qwen2.5"])
     typed = {"hiden_size": 3, "use_sliding_window": True, "rope_theta": 7.0}
