@@ -84,10 +84,13 @@ FLAGS = (
 MAPPINGS = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "hardswish",
-    "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu",
-    "swish", "tanh",
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python",
+    "gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear",
+    "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus",
+    "swish", "tanh", "xielu",
 )  # fmt: skip
+
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 _ANY = (
     "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
@@ -235,9 +238,9 @@ def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: boo
             yield f"{where}: must be {'a whole number' if integral else 'a number'} {limits}."
     elif key in FLAGS and not isinstance(value, bool):
         yield f"{where}: must be true or false."
-    elif known_kind and key in MAPPINGS and value is not None and not isinstance(value, dict):
+    elif key in MAPPINGS and value is not None and not isinstance(value, dict):
         yield f"{where}: must be a mapping, or null."
-    elif known_kind and key in ("hidden_act", "activation_function") and value not in ACTIVATIONS:
+    elif key in ACTIVATION_KEYS and value not in ACTIVATIONS:
         yield (
             f"{where}: must be one of {', '.join(ACTIVATIONS)}."
             f"{did_you_mean(str(value)[:100], ACTIVATIONS)}"

@@ -123,12 +123,13 @@ def _class_of(model: ModelConfig, file: dict[str, Any]) -> Any:
     """The config class of a ``config.json``."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if "AutoConfig" in file.get("auto_map", {}) and model.trust_remote_code:
+    brings_code = "AutoConfig" in file.get("auto_map", {}) and model.trust_remote_code
+    if brings_code or "model_type" not in file:  # an old file, known by the directory's name
         config = AutoConfig.from_pretrained(
-            str(model.path), revision=model.revision, trust_remote_code=True
+            str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         return type(config)
-    kind = str(file.get("model_type"))
+    kind = str(file["model_type"])
     if kind not in CONFIG_MAPPING:
         raise ValueError(
             f"its model_type {shown(kind)} is none that the installed transformers knows. Update "
@@ -288,13 +289,15 @@ def _put(part: dict[str, Any], key: str, value: Any, kind: Any) -> None:
         spelling = next((name for name in ROPE if name in part), key)
         part[spelling] = _rope(rope or {}, value)
         return
-    names = _spellings(kind, key)
-    old = next((part.pop(name) for name in names if name in part), None)
-    for name in names:
-        part.pop(name, None)
+    field = kind.attribute_map.get(key, key)
+    published = [part.pop(name) for name in _spellings(kind, key) if name in part]
+    defaults = [f.default for f in dataclasses.fields(kind) if f.name == field]
+    old = next(iter([*published, *defaults]), None)
     if isinstance(old, dict) and isinstance(value, dict):
         value = {**old, **value}
-    part[kind.attribute_map.get(key, key)] = value
+    elif isinstance(old, float) and type(value) is int:  # config classes insist on the type
+        value = float(value)
+    part[field] = value
 
 
 def _rope(file: dict[str, Any], typed: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -336,7 +339,8 @@ def _value_in(config: Any, key: str) -> Any:
     """A value of a config as a typed one is compared with it: of rotary embeddings that differ by
     kind of layer, a list."""
     if key not in (*ROPE, *IN_ROPE):
-        return getattr(config, key, None)
+        value: Any = getattr(config, key, None)
+        return value.to_dict() if hasattr(value, "to_dict") else value
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
     if key in ROPE:
