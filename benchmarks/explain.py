@@ -6,7 +6,7 @@ from, and of others.
 ``DIR/failures`` holds texts ``NNN-slug.txt``: a header (``# cause: ...``), an empty line, the log.
 Of the files sorted by name, those whose position modulo 14 is in ``HELD_OUT`` were not opened
 before the rows were written. ``RIGHT`` says which row agrees with the cause in the header, by
-reading. Each text is also explained behind five of ``HARMLESS``, in ten draws.
+reading; a text that stands in no table is not judged. Each text is also explained behind five of ``HARMLESS``, in ten draws.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def measure(folder: Path) -> dict[bool, list[tuple[str, str, list[str]]]]:
     """Whether it was held out -> name, row, and the rows behind harmless lines of each text."""
     results: dict[bool, list[tuple[str, str, list[str]]]] = {False: [], True: []}
     for position, path in enumerate(sorted(folder.glob("*.txt"))):
+        if path.name[:3] not in {**RIGHT, **PARTLY, **FIRST}:
+            continue  # nobody has said yet which row would be right
         text = path.read_text(encoding="utf-8").partition("\n\n")[2]
         draws = random.Random(path.name)
         behind = [_row("\n".join([*draws.sample(HARMLESS, 5), text])) for _ in range(DRAWS)]
