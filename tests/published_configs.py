@@ -426,6 +426,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
         },
     },
+    "qwen2.5-vl": {
+        **_QWEN, "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl", "vision_start_token_id": 258, "vision_end_token_id": 259,
+        "vision_token_id": 260, "image_token_id": 261, "video_token_id": 262,
+        "sliding_window": 32768, "tie_word_embeddings": True,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "vision_config": {
+            "depth": 1, "hidden_act": "silu", "hidden_size": 16, "intermediate_size": 16,
+            "num_heads": 2, "in_chans": 3, "out_hidden_size": 32, "patch_size": 4,
+            "spatial_merge_size": 2, "spatial_patch_size": 4, "window_size": 16,
+            "fullatt_block_indexes": [0], "tokens_per_second": 2, "temporal_patch_size": 2,
+        },
+    },
     "qwen3.5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
         "image_token_id": 258, "video_token_id": 259, "vision_start_token_id": 260,
@@ -499,6 +512,7 @@ TYPED: dict[str, dict[str, Any]] = {
     "stablelm2": {"partial_rotary_factor": 0.5},
     "starcoder2": {"norm_epsilon": 0.01},
     "llama4": {"use_qk_norm": False},
+    "qwen2.5-vl": {"rope_theta": 100.0},
     "qwen3.5": {"rms_norm_eps": 0.01},
 }
 """Name -> a key that a user types beside it, with a value that changes the loss."""

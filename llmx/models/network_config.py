@@ -190,13 +190,12 @@ class _Network:
         return values
 
     def _parts(self, values: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-        """The class and the values of each config in the file: the language model's first."""
+        """The class and the values of each config in the file: the language model's first, which
+        some wrappers have among their own (Qwen2.5-VL)."""
         if not self.is_wrapper:
             return [(self.kind, values)]
         text = values.get(LANGUAGE_SECTION)
-        if not isinstance(text, dict):
-            values[LANGUAGE_SECTION] = text = {}
-        return [(self.text_kind, text), (self.kind, values)]
+        return [(self.text_kind, text if isinstance(text, dict) else values), (self.kind, values)]
 
     def _places(self, key: str, values: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
         """The parts that a key is put into: the first that knows it; tied embeddings are a value
@@ -368,14 +367,19 @@ def _holds(result: Any, typed: Any) -> bool:
 
 
 def _is_read(kind: Any, key: str) -> bool:
-    """Whether the module of the network reads a value of its config."""
+    """Whether the module of the network reads a value of its config, or a property of the config
+    does. What is only read as the config is made shows in other values."""
     names = _spellings(kind, key)
     if key in (*ROPE, "rope_theta") or names & set(READ_BY_ALL):
         return True
     pattern = re.compile(rf"[.\"']({'|'.join(map(re.escape, names))})\b")
     files = list(Path(inspect.getfile(kind)).parent.glob("modeling_*.py"))
+    made = inspect.getsource(kind.__post_init__)
+    own_classes = [base for base in kind.__mro__ if base.__name__.endswith("Config")]
+    properties = [inspect.getsource(base).replace(made, "") for base in own_classes[:-1]]
+    texts = [*properties, *(file.read_text(encoding="utf-8") for file in files)]
     # Some architectures have no module of their own, but parts of others'.
-    return not files or any(pattern.search(file.read_text(encoding="utf-8")) for file in files)
+    return not files or any(pattern.search(text) for text in texts)
 
 
 def main(request: Path, answer: Path) -> None:

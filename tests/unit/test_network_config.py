@@ -101,6 +101,12 @@ def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
         assert (problems, config.rope_parameters) == ([], rope)
 
 
+def test_a_value_that_only_a_property_of_the_config_reads(tmp_path: Path) -> None:
+    CONFIG_MAPPING["modernbert"](num_hidden_layers=3).save_pretrained(tmp_path)
+    config, problems = read_config(ModelConfig(path=str(tmp_path), config={"local_attention": 8}))
+    assert (problems, config.sliding_window) == ([], 4)
+
+
 REFUSED = [
     ("qwen2.5", {"use_sliding_window": True}, "no layer of this Qwen2Config has a sliding window"),
     ("qwen2.5", {"sliding_window": 8}, "Qwen2Config makes null of it"),
@@ -109,6 +115,7 @@ REFUSED = [
     ("llama2", {"rms_norm_epsilon": 1e-5}, 'Did you mean "rms_norm_eps"?'),
     ("llama2", {"torch_dtype": "float32"}, "has no effect: precision decides it"),
     ("gemma", {"hidden_act": "gelu"}, "makes gelu_pytorch_tanh of it"),
+    ("qwen3-moe", {"use_sliding_window": True}, "no layer of Qwen3Moe reads it"),
     ("exaone4", {"num_hidden_layers": 1}, "Exaone4Config refuses the config with this"),
     ("phi3-128k", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one of .'longrope'."),
 ]
