@@ -208,6 +208,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": {
         **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
         "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "topk_method": "noaux_tc",
         "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "num_nextn_predict_layers": 1,
     },

@@ -18,7 +18,7 @@ from typing import Any
 
 import llmx
 from llmx.config import ModelConfig
-from llmx.config.model_rules import as_typed, model_config_problems
+from llmx.config.model_rules import as_typed, model_config_problems, quantized_problem
 from llmx.hardware.survey import version
 from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import read_mapping, write_json
@@ -45,6 +45,9 @@ def with_network(model: ModelConfig) -> tuple[ModelConfig, list[str]]:
     if problems := answer.get("problems"):
         return model, problems
     if config := answer.get("config"):
+        quantization = config.get("quantization_config") if model.init == "pretrained" else None
+        if problem := quantized_problem(quantization, f"model.path={model.path}"):
+            return model, [problem]
         return replace(model, resolved=config, resolved_from=fingerprint), []
     return model, []
 

@@ -202,6 +202,18 @@ def head_problem(config: dict[str, Any], head: str, where: str, *, trained: bool
     return ""
 
 
+def quantized_problem(quantization: Any, where: str) -> str:
+    """Why published weights cannot be trained as they are stored; empty where they can.
+    ``quantization``: the ``quantization_config`` of their config."""
+    if not quantization:
+        return ""
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    return (
+        f"{where} holds quantized weights ({method}), which cannot be trained. Set model.path to "
+        "the same model in bf16, or write it dequantized."
+    )
+
+
 def as_typed(config: dict[str, Any]) -> dict[str, Any]:
     """Numbers in the type that the library insists on: ``initializer_range=0`` as a float,
     ``vocab_size=1e5`` as a whole number."""

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from llmx.config import ModelConfig
+from llmx.config.model_rules import quantized_problem
 from llmx.errors import ConfigError
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
 from llmx.models.initialise import initialise
@@ -173,7 +174,9 @@ def load_weights(
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
     (but for tied weights, and what the architecture says may be ignored).
     """
-    _refuse_quantized(model, source)
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if problem := quantized_problem(quantization, f"model.path={source.path}"):
+        raise ConfigError(problem)
     checkpoint = Checkpoint(checkpoint_files(source))
     # Tied parameters under each name.
     targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -224,16 +227,6 @@ def load_weights(
         filled.update(id(target) for target in group_targets.values())
     cast(Any, model)._weight_conversions = plan.conversions
     return drawn
-
-
-def _refuse_quantized(model: nn.Module, source: ModelConfig) -> None:
-    quantized = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ConfigError(
-            f"model.path={source.path} holds quantized weights ({method}), which cannot be "
-            "trained. Set model.path to the same model in bf16, or write it dequantized."
-        )
 
 
 def _check_names(

@@ -181,6 +181,11 @@ def test_a_file_that_its_class_refuses(tmp_path: Path, monkeypatch: pytest.Monke
     assert "attn_temperature_tuning" in problem
     typed = ModelConfig(path=str(directory), config={"attn_temperature_tuning": True})
     assert with_network(typed)[1] == []
+    stored = {**FAMILIES["gpt-oss"], "quantization_config": {"quant_method": "mxfp4"}}
+    stored_directory = str(written(tmp_path / "stored", stored))
+    (problem,) = with_network(ModelConfig(path=stored_directory))[1]
+    assert problem.startswith(f"model.path={stored_directory} holds quantized weights (mxfp4)")
+    assert with_network(ModelConfig(path=stored_directory, init="scratch"))[1] == []
     unknown = written(tmp_path / "unknown", {"model_type": "next_year"})
     (problem,) = with_network(ModelConfig(path=str(unknown)))[1]
     assert "its model_type next_year is none that the installed transformers knows" in problem
