@@ -163,7 +163,7 @@ def model_config_problems(model: ModelConfig) -> Iterator[str]:
         for problem in _value_problems(key, value, model, known_kind=known_kind):
             problems += 1
             yield problem
-    if not problems:
+    if model.config and not problems:
         yield from _heads(model)
 
 
@@ -261,8 +261,9 @@ def _value_problems(key: str, value: Any, model: ModelConfig, *, known_kind: boo
 
 def _heads(model: ModelConfig) -> Iterator[str]:
     """Heads share out the width of the network; key-value heads share out the heads."""
-    config = {_SAME_AS.get(key, key): value for key, value in model.config.items()}
-    kind = model.kind if model.kind != "hf" else config.get("model_type")
+    network = model.network.get(LANGUAGE_SECTION) or model.network
+    config = {_SAME_AS.get(key, key): value for key, value in network.items()}
+    kind = config.get("model_type") or model.architecture
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     width, shared = config.get("head_dim"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:

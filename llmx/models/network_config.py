@@ -94,7 +94,7 @@ def read_config(model: ModelConfig) -> tuple[Any, list[str]]:
         config = network.read(merged)
     except Exception as error:  # a config class raises anything
         words = " ".join(f"model.config.{key}={shown(value)}" for key, value in typed.items())
-        reason = str(error).rpartition("Error: ")[2]
+        reason = str(error).rpartition("Error: ")[2].rstrip(".")
         refused = (
             f"{words}: {network.kind.__name__} refuses the config with this: {reason}. Type what "
             "goes with it, or leave it out."
@@ -292,11 +292,15 @@ def _put(part: dict[str, Any], key: str, value: Any, kind: Any) -> None:
     published = [part.pop(name) for name in _spellings(kind, key) if name in part]
     defaults = [f.default for f in dataclasses.fields(kind) if f.name == field]
     old = next(iter([*published, *defaults]), None)
-    if isinstance(old, dict) and isinstance(value, dict):
-        value = {**old, **value}
-    elif isinstance(old, float) and type(value) is int:  # config classes insist on the type
-        value = float(value)
-    part[field] = value
+    part[field] = _joined(old, value)
+
+
+def _joined(old: Any, typed: Any) -> Any:
+    """A typed value in the place of an old one: numbers in its type, on which config classes
+    insist, and mappings entry by entry."""
+    if isinstance(old, dict) and isinstance(typed, dict):
+        return {**old, **{key: _joined(old.get(key), value) for key, value in typed.items()}}
+    return float(typed) if isinstance(old, float) and type(typed) is int else typed
 
 
 def _rope(file: dict[str, Any], typed: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -312,7 +316,8 @@ def _rope(file: dict[str, Any], typed: dict[str, Any] | None) -> dict[str, Any] 
         }
     kind = typed.get("rope_type", typed.get("type"))
     same = kind is None or kind == file.get("rope_type", file.get("type"))
-    return {**(file if same else base), **typed}
+    joined: dict[str, Any] = _joined(file if same else base, typed)
+    return joined
 
 
 def _leave_out_derived(

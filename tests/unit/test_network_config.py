@@ -62,6 +62,9 @@ def test_a_typed_key_is_as_if_written_into_the_file(name: str, tmp_path: Path) -
         # Another type of scaling replaces the file's; an entry of the same type joins it.
         ("llama3.1", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
          {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}),
+        ("llama3.1", {"rope_scaling": {"factor": 4}}, {"rope_parameters": {
+            "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3"}}),
         ("llama3.1", {"rope_scaling": None},
          {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
         ("gemma3-1b", {"rope_theta": 5.0}, {"rope_parameters": {
