@@ -477,8 +477,9 @@ def auto_class(head: str, config: Any) -> Any:
     model is built whole: its towers are exported with it."""
     import transformers
 
-    if head == CAUSAL_LM and is_multimodal(config):
-        return transformers.AutoModelForImageTextToText
+    whole = transformers.AutoModelForImageTextToText
+    if head == CAUSAL_LM and is_multimodal(config) and type(config) in whole._model_mapping:
+        return whole
     return getattr(transformers, AUTO_CLASSES[head])
 
 

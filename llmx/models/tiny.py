@@ -23,7 +23,7 @@ WIDTHS = {
     "shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
     "shared_experts_intermediate_size": 32, "expert_ffn_hidden_size": 32,
     "hidden_size_per_layer_input": 16, "laurel_rank": 8, "indexer_head_dim": 16,
-    "block_multiple_of": 16,
+    "block_multiple_of": 16, "base_channels": 32,
     # Heads.
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4,

@@ -127,6 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "my_tasks.py").write_text(code)
     (place / "my_env.py").write_text("class Calculator: pass\n")
     (place / "my_rewards.py").write_text("def short(prompt, completion, reference): return 1.0\n")
+    (place / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")
     (place / "rows.jsonl").write_text('{"prompt": "a", "response": "b", "label": true}\n')
     return place
@@ -141,6 +142,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not (place / "run" / "config.yaml").exists():
         small = ["hardware=cpu2", f"run_dir={place / 'run'}"]
         assert main(["plan", *small]) == 0
+        shutil.copyfile(place / "run" / "config.yaml", place / "config.yaml")
         assert main([*small[:1], "dry_run=true"]) == 0  # one under outputs/, which `status` lists
         grid = ["zero=stage1,stage2", "hydra.sweep.dir=outputs/sweeps/x", "dry_run=true"]
         assert main(["-m", *grid, *small[:1]]) == 0
