@@ -6,7 +6,8 @@ from, and of others.
 ``DIR/failures`` holds texts ``NNN-slug.txt``: a header (``# cause: ...``), an empty line, the log.
 Of the files sorted by name, those whose position modulo 14 is in ``HELD_OUT`` were not opened
 before the rows were written. ``RIGHT`` says which row agrees with the cause in the header, by
-reading; a text that stands in no table is not judged. Each text is also explained behind five of ``HARMLESS``, in ten draws.
+reading; a text that stands in no table is not judged. Each text is also explained behind five of
+``HARMLESS``, in ten draws.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _compose(
 
     register_defaults()
     outputs = outputs_dir()
-    made = [path for path in (outputs, *outputs.parents) if not path.exists()]  # by Hydra
+    new_parents = [path for path in (outputs, *outputs.parents) if not path.exists()]
     ended: list[int | LlmxError] = []
     inside = False
 
@@ -131,7 +131,7 @@ def _compose(
         hydra_config = HydraConfig.get()
         directory = Path(hydra_config.runtime.output_dir)
         is_ours = directory.parent == outputs  # else hydra.run.dir is set in a file of the user's
-        unused = [directory, *made] if is_ours else []
+        unused = [directory, *new_parents] if is_ours else []
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             exp = experiment_from_dict(values)
@@ -143,7 +143,7 @@ def _compose(
             elif hydra_config.mode == RunMode.RUN:
                 # Named after the second, which another command may share.
                 directory = claim(directory)
-                unused = [RunDir(directory).logs, directory, *made]
+                unused = [RunDir(directory).logs, directory, *new_parents]
                 exp = dataclasses.replace(exp, run_dir=str(directory))
             if command:
                 code = _run_command(command, exp, own_keys=own_keys)
@@ -194,7 +194,7 @@ def _compose(
     except OSError as error:
         if inside or not error.filename or disk_is_full(error):
             raise
-        _remove_empty(made)
+        _remove_empty(new_parents)
         where = one_line(str(error.filename), limit=200)
         raise ConfigError(
             f"{where}: cannot create the run directory ({error.strerror}). Set run_dir=DIR, or "

@@ -149,9 +149,9 @@ def as_overrides(exp: Experiment, typed: Sequence[str]) -> list[str]:
     hardware, name = exp.hardware, exp.name
     if hardware.kind == "local" or exp.launch.transport == "external":
         hardware = replace(hardware, kind="local", hosts=[])  # those of this machine
-    known = _device_types()
-    other = {name: kind for name, kind in hardware.devices.items() if kind != known.get(name)}
-    hardware = replace(hardware, devices=other)
+    catalogue = _device_types()
+    devices = {key: kind for key, kind in hardware.devices.items() if kind != catalogue.get(key)}
+    hardware = replace(hardware, devices=devices)
     exp = replace(exp, hardware=hardware, name="" if name == Path(exp.run_dir).name else name)
     words = [f"~{group}" for group in GROUPS if group not in {*chosen, *OPTIONAL_GROUPS, "zero"}]
     defaults = dict(leaves(to_dict(Experiment())))

@@ -269,7 +269,7 @@ def _check_numbers(word: str, override: Any, hint: Any) -> None:
     numbers = list(_numbers(values, hint))
     typed = re.findall(r"[^\s,:\[\]{}()]+", word.partition("=")[2])
     for number, is_text in numbers:
-        if is_text and typed.count(number) < sum(other == number for other, _ in numbers):
+        if is_text and typed.count(number) < [text for text, _ in numbers].count(number):
             raise ConfigError(
                 f"{shown(word)}: takes text, and a number in it would become {number}. Quote "
                 "the number as it is to be."

@@ -477,9 +477,9 @@ def auto_class(head: str, config: Any) -> Any:
     model is built whole: its towers are exported with it."""
     import transformers
 
-    whole = transformers.AutoModelForImageTextToText
-    if head == CAUSAL_LM and is_multimodal(config) and type(config) in whole._model_mapping:
-        return whole
+    with_towers = transformers.AutoModelForImageTextToText
+    if head == CAUSAL_LM and is_multimodal(config) and type(config) in with_towers._model_mapping:
+        return with_towers
     return getattr(transformers, AUTO_CLASSES[head])
 
 

@@ -329,7 +329,7 @@ def _leave_out_derived(
     for key, value in file_part.items():
         if not isinstance(value, list) or key in typed or key not in names:
             continue
-        rest = {name: other for name, other in file_part.items() if name != key}
+        rest = {name: file_part[name] for name in file_part if name != key}
         try:
             derived = _value_in(kind.from_dict(copy.deepcopy(rest)), key)
             published = _value_in(kind.from_dict(copy.deepcopy(file_part)), key)
@@ -379,9 +379,9 @@ def _is_read(kind: Any, key: str) -> bool:
         return True
     pattern = re.compile(rf"[.\"']({'|'.join(map(re.escape, names))})\b")
     files = list(Path(inspect.getfile(kind)).parent.glob("modeling_*.py"))
-    made = inspect.getsource(kind.__post_init__)
-    own_classes = [base for base in kind.__mro__ if base.__name__.endswith("Config")]
-    properties = [inspect.getsource(base).replace(made, "") for base in own_classes[:-1]]
+    reader = inspect.getsource(kind.__post_init__)
+    config_classes = [base for base in kind.__mro__ if base.__name__.endswith("Config")]
+    properties = [inspect.getsource(base).replace(reader, "") for base in config_classes[:-1]]
     texts = [*properties, *(file.read_text(encoding="utf-8") for file in files)]
     # Some architectures have no module of their own, but parts of others'.
     return not files or any(pattern.search(text) for text in texts)

@@ -176,11 +176,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     before, after = values.get("data.sources", ((), ()))
     if before and len(before) == len(after or ()):  # by source: its path may change
         del values["data.sources"]
-        for index, (source, other) in enumerate(zip(before, after, strict=True)):
+        for index, (source, new_source) in enumerate(zip(before, after, strict=True)):
             values |= {
-                f"data.sources.{index}.{key}": (source.get(key), other.get(key))
-                for key in {**source, **other}
-                if source.get(key) != other.get(key)
+                f"data.sources.{index}.{key}": (source.get(key), new_source.get(key))
+                for key in {**source, **new_source}
+                if source.get(key) != new_source.get(key)
             }
     return [Change(key, before, after, rule_of(key)) for key, (before, after) in values.items()]
 
