@@ -238,11 +238,11 @@ class Runner:
                 f"run_dir={place}: the run directory of a trial must be below that of its sweep, "
                 f"{sweep}. Leave out run_dir and hydra.sweep.subdir."
             )
-        for other in self.sweep.trials:
-            near_it = {other.run_dir, *other.run_dir.parents}
-            if other.index != index and (place in near_it or other.run_dir in place.parents):
+        for trial in self.sweep.trials:
+            its_paths = {trial.run_dir, *trial.run_dir.parents}
+            if trial.index != index and (place in its_paths or trial.run_dir in place.parents):
                 raise ConfigError(
-                    f"run_dir={place}: trial {other.index} has {other.run_dir}, and each trial "
+                    f"run_dir={place}: trial {trial.index} has {trial.run_dir}, and each trial "
                     "must have a directory of its own. Leave out hydra.sweep.subdir, or put "
                     "${hydra.job.num} into it."
                 )

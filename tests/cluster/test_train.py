@@ -22,6 +22,7 @@ from llmx.run.rundir import read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import start_slurm
+from tests.published_configs import published_model
 from tests.wandb_file import WandbFile
 
 Make = Callable[..., Cluster]
@@ -220,6 +221,35 @@ def test_sft_on_real_instructions_without_a_shared_disk(
     (evaluation,) = [r for r in run.records() if r["kind"] == "eval" and r["step"] == 20]
     assert evaluation["loss"] < trained.losses[0] - 1.5
     _assert_generates(trained.model, "请介绍一下北京。")
+    nothing_left(cluster)
+
+
+def test_a_published_model_without_a_shared_disk(
+    make_cluster: Make, need: Need, tmp_path: Path
+) -> None:
+    """Its directory is on the first host alone; both build it from the snapshot."""
+    need("rsync")
+    work, directory = tmp_path / "work", published_model(tmp_path / "published", "llama3.1")
+    work.mkdir()
+    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY, directory]})
+    overrides = [
+        *("model=hf", f"model.path={directory}", "model.config.rope_theta=1e4", "zero=stage3"),
+        *("model.config.num_hidden_layers=2", "model.config.hidden_size=32"),
+        *("model.config.intermediate_size=48", "model.config.num_attention_heads=4"),
+        *("launch.transport=ssh", "launch.sync=rsync", "data.seq_len=256", "data.max_rows=20"),
+        *(
+            "model.config.num_key_value_heads=2",
+            "task.steps=2",
+            "task.eval_generate=0",
+            f"data.cache_dir={work / 'cache'}",
+        ),
+        f"run_dir={work / 'run'}",
+    ]
+    run = start_llmx(cluster, tmp_path, overrides=overrides)
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
+    exported = read_json(run.path(work / "run" / "model" / "config.json"))
+    assert exported["rope_parameters"]["rope_theta"] == 1e4
+    assert exported["rope_parameters"]["rope_type"] == "llama3"
     nothing_left(cluster)
 
 
