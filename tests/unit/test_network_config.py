@@ -104,6 +104,14 @@ def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
         assert (problems, config.rope_parameters) == ([], rope)
 
 
+def test_tied_embeddings_are_a_value_of_all_parts(tmp_path: Path) -> None:
+    directory = written(tmp_path / "model", FAMILIES["qwen3.5"])
+    typed = {"tie_word_embeddings": False}
+    config, problems = read_config(ModelConfig(path=str(directory), config=typed))
+    assert problems == []
+    assert config.tie_word_embeddings is config.text_config.tie_word_embeddings is False
+
+
 def test_a_value_that_only_a_property_of_the_config_reads(tmp_path: Path) -> None:
     CONFIG_MAPPING["modernbert"](num_hidden_layers=3).save_pretrained(tmp_path)
     config, problems = read_config(ModelConfig(path=str(tmp_path), config={"local_attention": 8}))
