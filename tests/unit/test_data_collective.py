@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 from llmx.config import Experiment
 from llmx.data.distributed import Host, prepare_together
 from llmx.tasks import prepare, task_of
+from tests import forks
 from tests.bound_device import as_under_nccl
 from tests.small_tokenizers import byte_tokenizer
 
@@ -43,13 +43,12 @@ class Ranks:
     """Four ranks on three hosts, which do what they are told together."""
 
     def __init__(self) -> None:
-        fork = multiprocessing.get_context("fork")
-        # It listens before the ranks are forked: nobody else can take its port.
+        # It listens before the ranks start: nobody else can take its port.
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-        self.tasks = [fork.Queue() for _ in PLACES]
-        self.results = [fork.Queue() for _ in PLACES]
+        self.tasks = [forks.context.Queue() for _ in PLACES]
+        self.results = [forks.context.Queue() for _ in PLACES]
         self._processes = [
-            fork.Process(target=_rank, args=(rank, self._store.port, *queues), daemon=True)
+            forks.process(_rank, rank, self._store.port, *queues)
             for rank, queues in enumerate(zip(self.tasks, self.results, strict=True))
         ]
         for process in self._processes:
@@ -78,7 +77,7 @@ class Ranks:
 
 def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     dist = torch.distributed
-    torch.set_num_threads(1)  # those of the process that forked are not here
+    torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(PLACES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -27,6 +26,7 @@ from llmx.data.store.summary import lost_rows, report, summary
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of
+from tests import forks
 from tests.small_tokenizers import byte_tokenizer
 
 TEMPLATE = (
@@ -236,9 +236,7 @@ def test_a_killed_preparation_goes_on(tmp_path: Path, packing: str):
     whole = prepare(exp, tokenizer)
     exp.data.cache_dir = str(tmp_path / "killed")
     for rows in (20, 60):
-        process = multiprocessing.get_context("fork").Process(
-            target=_prepare_until_killed, args=(exp, rows)
-        )
+        process = forks.process(_prepare_until_killed, exp, rows)
         process.start()
         process.join(120)
         assert process.exitcode == -signal.SIGKILL
@@ -449,11 +447,8 @@ def _prepare_in_child(exp: Experiment, start, results) -> None:
 
 def test_processes_that_prepare_at_once_share_one_store(tmp_path: Path):
     exp = experiment(tmp_path, numbered(300))
-    context = multiprocessing.get_context("fork")
-    start, results = context.Event(), context.Queue()
-    children = [
-        context.Process(target=_prepare_in_child, args=(exp, start, results)) for _ in range(3)
-    ]
+    start, results = forks.context.Event(), forks.context.Queue()
+    children = [forks.process(_prepare_in_child, exp, start, results) for _ in range(3)]
     for child in children:
         child.start()
     start.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from llmx.data import Sample, SampleStore
 from llmx.data.store.samples import locked
 from llmx.errors import DataError
+from tests import forks
 from tests.small_stores import write_store
 
 
@@ -111,9 +111,8 @@ def _enter(path: Path, entered) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_free_and_its_parts_are_removed(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    started = context.Event()
-    process = context.Process(target=_hold_and_die, args=(tmp_path / "s", started))
+    started = forks.context.Event()
+    process = forks.process(_hold_and_die, tmp_path / "s", started)
     process.start()
     assert started.wait(30)
     process.join(30)
@@ -123,10 +122,9 @@ def test_the_lock_of_a_killed_process_is_free_and_its_parts_are_removed(tmp_path
 
 
 def test_a_second_process_waits(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    entered = context.Event()
+    entered = forks.context.Event()
     with locked(tmp_path / "s"):
-        process = context.Process(target=_enter, args=(tmp_path / "s", entered))
+        process = forks.process(_enter, tmp_path / "s", entered)
         process.start()
         assert not entered.wait(0.3)
     assert entered.wait(30)

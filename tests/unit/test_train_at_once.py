@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from llmx.train.balance import AtOnce, mean_time
+from tests import forks
 
 SLOW_S = 1.0
 """Far above what a busy machine adds to a fast micro batch."""
@@ -62,9 +62,8 @@ def on_rank(rank: int, place: Path, goes_on: Event) -> None:
 
 
 def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    goes_on = context.Event()
-    ranks = [context.Process(target=on_rank, args=(rank, tmp_path, goes_on)) for rank in range(2)]
+    goes_on = forks.context.Event()
+    ranks = [forks.process(on_rank, rank, tmp_path, goes_on) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:

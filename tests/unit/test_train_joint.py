@@ -3,7 +3,6 @@ with dropout drawn alike in both passes."""
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from llmx.plan.types import BatchPlan
 from llmx.tasks.embed import Embed, Options, Pairs, contrast
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.step import JointStep, loss_of_step, seed_step
+from tests import forks
 from tests.reference import text_pairs_store
 from tests.unit.test_models_pooling import backbone, model_of
 
@@ -120,9 +120,8 @@ def test_the_gradient_is_that_of_the_whole_step(
     whole = step_of(store_of(tmp_path / "store"), kind, (EXAMPLES,), 1, 0)
     loss, wanted = wanted_gradient(kind, whole)
     world = len(micro)
-    context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=on_rank, args=(rank, world, tmp_path, kind, micro, accumulation))
+        forks.process(on_rank, rank, world, tmp_path, kind, micro, accumulation)
         for rank in range(world)
     ]
     for each in ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import traceback
@@ -29,6 +28,7 @@ from llmx.tasks import Task
 from llmx.train import precompute
 from llmx.train.batches import Layout
 from llmx.train.precompute import FrozenModels, Rounds, group_size, model_identity, with_precomputed
+from tests import forks
 from tests.rundirs import experiment as small_experiment
 from tests.unit.test_data_precomputed import pairs
 
@@ -109,7 +109,7 @@ PLACES = [0, 0, 1]
 
 
 def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
-    torch.set_num_threads(1)  # those of the process that forked are not here
+    torch.set_num_threads(1)
     dist = torch.distributed
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -157,13 +157,12 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
 
 class Ranks:
     def __init__(self, root: Path) -> None:
-        fork = multiprocessing.get_context("fork")
-        # It listens before the ranks are forked: nobody else can take its port.
+        # It listens before the ranks start: nobody else can take its port.
         self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-        self.jobs = [fork.Queue() for _ in PLACES]
-        self.results = [fork.Queue() for _ in PLACES]
+        self.jobs = [forks.context.Queue() for _ in PLACES]
+        self.results = [forks.context.Queue() for _ in PLACES]
         self.processes = [
-            fork.Process(target=_rank, args=(rank, self._store.port, root, *queues), daemon=True)
+            forks.process(_rank, rank, self._store.port, root, *queues)
             for rank, queues in enumerate(zip(self.jobs, self.results, strict=True))
         ]
         for process in self.processes:
