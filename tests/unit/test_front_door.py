@@ -102,6 +102,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["optim.lr", "=", "1e-4"], "optim.lr: is not key=value. Write optim.lr=VALUE, without spaces."),
         (["optim.cycles=3"], "has no effect with this optim.schedule. Set optim.schedule=cosine_restarts;"),
         (["tokenizer.vocab_size=900"], "has no effect on a training."),
+        (["model.resolved.vocab_size=900"], "has no effect as a word: llmx fills it in"),
         (["launch.slurm.partition=a"], "Set launch=slurm;"),
         (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
     ],

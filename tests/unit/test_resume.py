@@ -19,6 +19,7 @@ from llmx.checkpoint.manifest import (
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.cli.help import command_help
 from llmx.compose.apply_overrides import apply, parse_run_command
+from llmx.compose.complete import with_moved_paths
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
 from llmx.launch.supervision.journal import read_rollbacks, supervisor_lock, write_resume
@@ -344,6 +345,22 @@ def test_inputs_may_lie_elsewhere_with_the_same_content(tmp_path) -> None:
         main([*words, f"data.path={tmp_path}/other/t.jsonl"])
     with pytest.raises(ConfigError, match="not on this machine|no such file"):
         main([*words, f"data.path={tmp_path}/none/t.jsonl"])
+
+    # Of a config that came alone, nothing is continued and nothing was recorded.
+    alone = RunDir(tmp_path / "alone")
+    alone.root.mkdir()
+    alone.config.write_text(run.config.read_text())
+    assert main([str(alone.root), "dry_run=true", f"data.path={tmp_path}/other/t.jsonl"]) == 0
+
+
+def test_a_data_set_of_the_hub_is_not_the_directory_of_its_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "squad" / "t.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    exp = Experiment()
+    exp.data.path = "squad"
+    assert with_moved_paths(exp, Experiment()).data.path == f"{tmp_path}/squad", "typed here"
+    assert with_moved_paths(exp, exp).data.path == "squad"
 
 
 def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys) -> None:
