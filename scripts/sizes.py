@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Counts lines, files and functions of each package, so that growth is seen in review.
 
-    python scripts/sizes.py            # print the table
-    python scripts/sizes.py --write    # write it into docs/development/contracts.md
-
-Standard library only.
+python scripts/sizes.py            # print the table
+python scripts/sizes.py --write    # write it into docs/development/contracts.md
+python scripts/sizes.py --check    # fail if something is larger than [tool.llmx.lines] allows
 """
 
 from __future__ import annotations
@@ -12,10 +11,17 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import sys
 from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "development" / "contracts.md"
+GENERATED = ("config.md", "failures.md")
 BEGIN, END = "<!-- sizes: begin -->", "<!-- sizes: end -->"
 
 
@@ -31,29 +37,69 @@ def size(files: list[Path]) -> tuple[int, int, int]:
     return sum(text.count("\n") for text in texts), len(files), len(functions)
 
 
-def table() -> str:
-    """Markdown: a row for each package, the sum that counts, and what stands beside it."""
-    packages = sorted(path.parent for path in (ROOT / "llmx").glob("*/__init__.py"))
-    rows = {path.name: sorted(path.rglob("*.py")) for path in packages}
-    rows["modules of `llmx/`"] = sorted((ROOT / "llmx").glob("*.py"))
-    rows["launchers"] = sorted((ROOT / "launchers").rglob("*.py"))
-    rows["**all**"] = [path for files in rows.values() for path in files]
-    for name in ("tests", "benchmarks"):
+def packages() -> dict[str, list[Path]]:
+    """Python files by row of the table: packages of llmx, and what stands beside them."""
+    names = sorted(path.parent.name for path in (ROOT / "llmx").glob("*/__init__.py"))
+    rows = {name: sorted((ROOT / "llmx" / name).rglob("*.py")) for name in names}
+    rows["modules"] = sorted((ROOT / "llmx").glob("*.py"))
+    for name in ("launchers", "tests", "benchmarks"):
         rows[name] = sorted((ROOT / name).rglob("*.py"))
+    return rows
+
+
+def table() -> str:
+    """Markdown: a row for each package, the sum of what is installed, and what stands beside it."""
+    rows = packages()
+    beside = {name: rows.pop(name) for name in ("tests", "benchmarks")}
+    rows["**all**"] = [path for files in rows.values() for path in files]
     lines = ["| package | lines | files | functions |", "|---|---:|---:|---:|"]
-    for name, files in rows.items():
+    for name, files in {**rows, **beside}.items():
         lines.append("| " + " | ".join([name, *(f"{count:,}" for count in size(files))]) + " |")
     return "\n".join(lines)
 
 
+def lines_by_name() -> dict[str, int]:
+    """Lines of each package, and of the pages that people write (two in docs/ are generated)."""
+    pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / name for name in GENERATED}
+    rows = {**packages(), "docs": sorted(pages)}
+    return {
+        name: sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+        for name, files in rows.items()
+    }
+
+
+def check() -> list[str]:
+    """What breaks a budget of ``[tool.llmx.lines]``; empty where nothing does."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    budgets: dict[str, int] = settings["tool"]["llmx"]["lines"]
+    counts = lines_by_name()
+    wrong = [f"{name}: no such package; remove its budget" for name in budgets.keys() - counts]
+    for name, lines in counts.items():
+        if name not in budgets:
+            wrong.append(f"{name}: has {lines:,} lines and no budget; add one")
+        elif lines > budgets[name]:
+            wrong.append(
+                f"{name}: {lines:,} lines, the budget is {budgets[name]:,}. Remove "
+                f"{lines - budgets[name]:,}, or raise the budget and say why in the commit's body"
+            )
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    if parser.parse_args().write:
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
+    action.add_argument("--check", action="store_true", help="against [tool.llmx.lines]")
+    options = parser.parse_args()
+    if options.write:
         page = PAGE.read_text(encoding="utf-8")
         section = f"{BEGIN}\n{table()}\n{END}"
         pattern = f"{re.escape(BEGIN)}.*{re.escape(END)}"
         PAGE.write_text(re.sub(pattern, lambda _: section, page, flags=re.S), encoding="utf-8")
+    elif options.check:
+        wrong = check()
+        print("\n".join(["[tool.llmx.lines] in pyproject.toml:", *wrong]) if wrong else "sizes: ok")
+        sys.exit(bool(wrong))
     else:
         print(table())
 
