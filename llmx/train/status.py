@@ -107,7 +107,7 @@ class RankStatus:
 
     def _write(self) -> None:
         self._values["time"] = time.time()
-        # Not write_json, which would make a run directory again that was moved away.
+        # Not write_json, which would make a run directory again that was removed.
         with replacing(self._path) as stream:
             stream.write(json.dumps(self._values, indent=2).encode())
 

@@ -400,7 +400,7 @@ def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys)
         main([str(run.root), "data.sources.1.weight=3"])
 
 
-def test_a_moved_run_upcoming_where_it_is(run, tmp_path, capsys) -> None:
+def test_a_moved_run_is_resumed_where_it_is(run, tmp_path, capsys) -> None:
     run.root.rename(tmp_path / "elsewhere")
     assert main([str(tmp_path / "elsewhere"), "dry_run=true"]) == 0
     assert "run_dir" in capsys.readouterr().out

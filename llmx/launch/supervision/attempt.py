@@ -238,15 +238,15 @@ class Attempt:
         """Poll until the attempt is over, or its end is requested."""
         assert self.monitor is not None
         monitor = self.monitor
-        with contextlib.closing(RunPlace(self.spec.run_dir, self.log, self.shutdown)) as place:
-            while True:
-                place.check()
-                monitor.poll()
-                self.journal.heartbeat()
-                if self.shutdown.count:
-                    break
-                if monitor.is_over(self.runner.poll() if self.runner else None):
-                    return
+        place = RunPlace(self.spec.run_dir, self.log, self.shutdown)
+        while True:
+            place.check()
+            monitor.poll()
+            self.journal.heartbeat()
+            if self.shutdown.count:
+                break
+            if monitor.is_over(self.runner.poll() if self.runner else None):
+                return
         monitor.evidence.interrupted_at = self.shutdown.time
         monitor.evidence.interrupted_by = self.shutdown.source
         monitor.evidence.sender = self.shutdown.kind
