@@ -52,7 +52,6 @@ from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.screen import Screen
 from llmx.sweep.slots import Placed, Slots, first_of, placed_at, placed_on
 from llmx.sweep.slurm import SlurmJob, applies
-from llmx.sweep.tracked import Replays
 from llmx.text import plural
 
 FAILED = (*FAILURES, "refused", "failed")
@@ -107,7 +106,6 @@ class Runner:
         self._values: dict[int, Mapping[str, Any]] = {}
         """Of the configs of trials, which are the same at each rung."""
         self._slots = Slots()
-        self._replays = Replays()
         self._first_with: dict[str, int] = {}
         """Key -> the first trial that has it."""
         self._out_of_memory: list[tuple[OutOfMemory, tuple[str, float | None] | None]] = []
@@ -188,7 +186,6 @@ class Runner:
 
     def finish(self) -> None:
         """Every trial was reached: write and print the table, the files and the page of all."""
-        self._replays.finish()
         self.sweep.complete = all(trial.outcome for trial in self.sweep.trials)
         self.sweep.write()
         directory = self.sweep.directory
@@ -340,7 +337,6 @@ class Runner:
         if exp.sweep.prune and too_much:
             fresh.fix = "sweep.prune=false runs it all the same"
             self._leave_out(fresh, "pruned", too_much)
-            self._replays.left_out(on_slots, fresh, self.sweep.directory)
             return
         run = RunDir(fresh.run_dir)
         end_earlier(run, grace_s=exp.launch.stop_grace_s + 30, notify=self._screen.line)
@@ -562,11 +558,8 @@ class Runner:
                 trial.cause = f"{error}" if isinstance(error, LlmxError) else repr(error)
         trial.ended = trial.ended or time.time()
         stopped: list[Trial] = []
-        if composed is not None:
-            if trial.failed:
-                self._replays.failed(composed, RunDir(trial.run_dir))
-            if trial.outcome == "ok" and self._halving is not None:
-                stopped = self._halving.record(trial)
+        if composed is not None and trial.outcome == "ok" and self._halving is not None:
+            stopped = self._halving.record(trial)
         self.ends[trial.index] = error
         self.sweep.write()
         self._show_stopped([other for other in stopped if other is not trial])

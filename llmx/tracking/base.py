@@ -84,8 +84,6 @@ class Tracker(abc.ABC):
     """Modules of packages that llmx does not bring along."""
     reads: tuple[str, ...] = ()
     """Settings of ``tracking`` that not every tracker has a use for: ``entity``, ``uri``."""
-    compares_runs = False
-    """Whether it shows runs beside each other; the others write files of one run."""
 
     def __init__(self, notify: Notify) -> None:
         self._notify = notify

@@ -21,7 +21,6 @@ class MlflowTracker(Tracker):
     name = "mlflow"
     needs = ("mlflow", "sqlalchemy", "alembic")
     reads = ("uri",)
-    compares_runs = True
 
     def start(self, meta: RunMeta) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # no chatter to a third party

@@ -21,7 +21,6 @@ class SwanlabTracker(Tracker):
     name = "swanlab"
     needs = ("swanlab",)
     reads = ("entity",)
-    compares_runs = True
 
     def start(self, meta: RunMeta) -> None:
         import swanlab

@@ -29,7 +29,6 @@ class WandbTracker(Tracker):
 
     name = "wandb"
     reads = ("entity",)
-    compares_runs = True
 
     def __init__(self, notify: Notify) -> None:
         super().__init__(notify)

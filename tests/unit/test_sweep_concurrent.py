@@ -24,12 +24,9 @@ from llmx.launch.supervision.journal import supervisor_lock
 from llmx.lifecycle.learned import learned_file, read_observations
 from llmx.run import snapshot, sweepdir
 from llmx.run.rundir import RunDir, write_json
-from llmx.run.sweepdir import Sweep, Trial
+from llmx.run.sweepdir import Sweep
 from llmx.sweep.process import TrialProcess, end_earlier
-from llmx.sweep.tracked import Replays
 from tests.cluster.netns import wait_until
-from tests.composing import composed
-from tests.wandb_file import WandbFile
 
 pytestmark = pytest.mark.long
 
@@ -314,32 +311,3 @@ def test_an_earlier_attempt_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert "ended by SIGKILL" in str(end.error)
     end_earlier(run, grace_s=0.0, notify=said.append)
     assert len(said) == 1
-
-
-def test_what_no_rank_ran_is_in_the_trackers_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In W&B, offline: its group, its own words as tags, the outcome and why."""
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    words = ["tracking=wandb", "tracking.mode=offline", "tracking.group=mine", *SMALL]
-    made = composed([*words, 'tracking.tags=["zero=stage0"]'], run_dir=str(tmp_path / "0_zero"))
-    replays = Replays()
-    trial = Trial(0, words, tmp_path / "0_zero", "pruned", "cannot fit", "buy more")
-    replays.left_out(made, trial, tmp_path)
-    failed = composed([*words, 'tracking.tags=["zero=stage1"]'], run_dir=str(tmp_path / "1_zero"))
-    run = snapshot.write(
-        failed.experiment, failed.plan, failed.ds_config, overrides=words, environment={}
-    )
-    write_json(run.result, {"outcome": "comm", "cause": "no route", "launched": False})
-    replays.failed(failed, run)
-    replays.finish()
-    (path,) = (tmp_path / "left_out" / "0_zero").rglob("run-*.wandb")
-    kept = WandbFile(path)
-    assert (kept.run.run_group, list(kept.run.tags)) == ("mine", ["zero=stage0"])
-    assert (kept.summary["outcome"], kept.summary["cause"]) == ("pruned", "cannot fit")
-    assert kept.exit_code == 0
-    (path,) = run.root.rglob("run-*.wandb")
-    kept = WandbFile(path)
-    assert (kept.summary["outcome"], kept.exit_code) == ("comm", 1)
-    assert not (tmp_path / "0_zero").exists(), "a directory of a run is of one that was started"
