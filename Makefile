@@ -120,9 +120,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(if $(filter undefined file,
 	@# Aside: DeepSpeed imports mlflow where it is installed, which doubles the time of its import.
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/trackers $(CONSTRAIN) \
 		alembic mlflow-skinny sqlalchemy
-	@# Aside, without its packages that are here anyway: it would hold pillow below 13.
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/trackers $(CONSTRAIN) \
-		gradio-client orjson trackio
 	@# Aside as well: peft imports bitsandbytes where it is installed, at twice the time.
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/quantized \
 		$(CONSTRAIN) bitsandbytes || echo "no bitsandbytes for this machine: its tests are skipped"

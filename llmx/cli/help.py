@@ -121,10 +121,6 @@ ENVIRONMENT = {
         "MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN: as for MLflow; ranks never see them.",
         "SWANLAB_API_KEY": "For tracking=swanlab. It stays in the control process. "
         "SWANLAB_API_HOST: a server of your own.",
-        "TRACKIO_SPACE_ID": "For tracking=trackio: the Space that gets the metrics; HF_TOKEN is "
-        "read, too. TRACKIO_SERVER_URL: a server of your own.",
-        "TRACKIO_DIR": "For tracking=trackio: the directory of its database, which several runs "
-        "can share; default: trackio/ in the run directory.",
         "HF_HOME": "Where models and data sets of the Hub are kept. HF_HUB_CACHE overrides it.",
         "CUDA_VISIBLE_DEVICES": "The GPUs of this machine that its ranks may use.",
         "TORCH_EXTENSIONS_DIR": "Where DeepSpeed builds its extensions.",

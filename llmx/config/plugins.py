@@ -70,7 +70,6 @@ TRACKERS = Plugins(
         "csv": "llmx.tracking.csv_file:CsvTracker",
         "mlflow": "llmx.tracking.mlflow_run:MlflowTracker",
         "swanlab": "llmx.tracking.swanlab_run:SwanlabTracker",
-        "trackio": "llmx.tracking.trackio_run:TrackioTracker",
     },
 )
 """Classes: ``llmx.tracking.base.Tracker``."""

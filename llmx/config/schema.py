@@ -927,12 +927,12 @@ class TrackingConfig:
     kinds: list[str] = choices(*TRACKERS.shipped, rule=TRACKERS)
     """Trackers that receive the metrics; empty: none."""
     project: str = "llmx"
-    """The project of Weights & Biases, SwanLab and Trackio, the experiment of MLflow."""
+    """The project of Weights & Biases and SwanLab, the experiment of MLflow."""
     entity: str | None = None
     """The user or team of Weights & Biases, the workspace of SwanLab; null: the default of the API
     key."""
     group: str | None = None
-    """Groups runs in Weights & Biases, SwanLab and Trackio; a tag in MLflow."""
+    """Groups runs in Weights & Biases and SwanLab; a tag in MLflow."""
     tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
     """Tags of the run in ``ui``, Weights & Biases, MLflow and SwanLab."""
     mode: str = choice("auto", "online", "offline")

@@ -1,4 +1,4 @@
-"""Trackers (W&B, MLflow, SwanLab, Trackio, TensorBoard, CSV), fed from ``metrics.jsonl``.
+"""Trackers (W&B, MLflow, SwanLab, TensorBoard, CSV), fed from ``metrics.jsonl``.
 
 ``python -m llmx.tracking.process RUN_DIR`` sends a run to them while it trains;
 ``python -m llmx.tracking.process RUN_DIR --replay`` builds the same again later. ``tracking.json``

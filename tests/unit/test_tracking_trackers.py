@@ -249,53 +249,6 @@ def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert value == pytest.approx(expected[key, step])
 
 
-def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own database has the config and each step of a metric once, after a restart and another
-    tracker process; a Space that cannot be reached is named with the command for later."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "trackers")])
-    pytest.importorskip("gradio_client", reason="trackio is not here; make venv puts it aside")
-    for name in ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it reads this once, on import
-    pytest.importorskip("trackio", reason="trackio is not here; make venv puts it aside")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    from llmx.tracking.trackio_run import TrackioTracker
-
-    said: list[Status] = []
-    records = tracked_run.lines()
-    meta = RunMeta("run-1", "name", tmp_path, project="tests", config={"model": {"name": "tiny"}})
-    result = tracked_run.result("crash", cause="SIGKILL")
-    for part, address in ((records[:12], "http://127.0.0.1:9?write_token=secret"), (records, "")):
-        monkeypatch.setenv("TRACKIO_SERVER_URL", address)
-        tracker = TrackioTracker(said.append)
-        tracker.start(meta)
-        for record in [*part, *part[8:12]]:
-            tracker.log(record)
-        tracker.finish(result)
-    assert SQLiteStorage.get_runs("tests") == ["name run-1"]
-    assert SQLiteStorage.get_run_config("tests", "name run-1")["model"] == {"name": "tiny"}
-    points = [
-        (name, line["step"], value)
-        for line in SQLiteStorage.get_logs("tests", "name run-1")
-        for name, value in line.items()
-        if name not in ("step", "timestamp")
-    ]
-    expected = [
-        (name, record["step"], value)
-        for record in records
-        for name, value in scalars(record).items()
-    ]
-    assert sorted(points) == sorted(expected)
-    assert {alert["title"] for alert in SQLiteStorage.get_alerts("tests")} == {"crash"}
-    away, _, here, over = said
-    assert "http://127.0.0.1:9 cannot be reached" in away.message
-    assert "secret" not in json.dumps([away.to_dict()])
-    assert away.sync == f"python -m llmx.tracking.process {tmp_path} --replay"
-    assert here.message == f"TRACKIO_DIR={tmp_path / 'trackio'} trackio show --project tests"
-    assert over.state == "finished"
-
-
 def test_a_tracker_without_its_package_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
