@@ -39,9 +39,6 @@ class Options:
     whole_words: bool = False
     """Words are chosen instead of tokens: all tokens of one, or none. Where a tokenizer makes a
     token of each Chinese character, each character is a word."""
-    max_ngram: int = number(1, minimum=1, maximum=100, example=3)
-    """Runs of up to so many tokens (or words) are hidden together: 1, 2, ... in the ratio of
-    1 to 1/2 to ..."""
 
     def check(self) -> None:
         """Raise ConfigError for parts whose sum is over 1."""
@@ -143,10 +140,10 @@ def _continuing(tokenizer: Any, ids: dict[str, int]) -> list[int]:
 def masked(sample: Sample, key: SampleKey, options: Options, vocabulary: Vocabulary) -> Sample:
     """``sample`` with hidden tokens, and labels at their places alone."""
     tokens = sample.tokens.astype(np.int64)
-    starts = sample.sequence_starts
-    units = _units(tokens, starts, vocabulary)
-    chosen = _chosen(units, starts, key, options)
-    hidden = chosen[units] & (units >= 0)
+    units = _units(tokens, sample.sequence_starts, vocabulary)
+    draws = key.uniform(int(units.max(initial=-1)) + 1, "choice")
+    # The last entry stands for special tokens, whose unit is -1: they are never hidden.
+    hidden = np.append(draws < options.mask_probability, False)[units]
     labels = np.where(hidden, tokens, IGNORE)
     fate, other = key.uniform(len(tokens), "fate"), key.uniform(len(tokens), "token")
     ordinary = vocabulary.ordinary
@@ -167,43 +164,3 @@ def _units(tokens: np.ndarray, starts: np.ndarray, vocabulary: Vocabulary) -> np
     after[1:] = special[:-1]
     begins = (begins | after) & ~special
     return np.where(special, -1, np.cumsum(begins) - 1)
-
-
-def _chosen(units: np.ndarray, starts: np.ndarray, key: SampleKey, options: Options) -> np.ndarray:
-    """bool [units + 1]: which are hidden; the last, which stands for special tokens, never is."""
-    count = int(units.max(initial=-1)) + 1
-    chosen = np.zeros(count + 1, np.bool_)
-    if options.max_ngram == 1:
-        chosen[:count] = key.uniform(count, "choice") < options.mask_probability
-        return chosen
-    # Runs that begin anywhere, in a random order, until so many tokens are hidden.
-    sizes = np.bincount(units[units >= 0], minlength=count)
-    num_to_hide = int(sizes.sum() * options.mask_probability + key.uniform(1, "rounding")[0])
-    order = np.argsort(key.uniform(count, "choice"), kind="stable")
-    lengths = _ngrams(key.uniform(count, "ngram"), options.max_ngram)
-    # A run ends where its line of neighbours does: at a special token, or with its sequence.
-    breaks = _breaks(units, starts, count)
-    hidden = 0
-    for unit, length in zip(order.tolist(), lengths.tolist(), strict=True):
-        if hidden >= num_to_hide:
-            break
-        stop = min(unit + length, int(breaks[unit]))
-        run = slice(unit, stop)
-        if not chosen[run].any() and hidden + int(sizes[run].sum()) <= num_to_hide:
-            chosen[run] = True
-            hidden += int(sizes[run].sum())
-    return chosen
-
-
-def _ngrams(draws: np.ndarray, longest: int) -> np.ndarray:
-    """Lengths of runs: n with a probability in proportion to 1/n."""
-    parts = 1.0 / np.arange(1, longest + 1)
-    return np.searchsorted(np.cumsum(parts / parts.sum()), draws, side="right") + 1
-
-
-def _breaks(units: np.ndarray, starts: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count]: behind each unit, the first that is no neighbour of those before it."""
-    so_far = np.maximum.accumulate(units) + 1
-    ends = np.concatenate([so_far[units < 0], so_far[starts[1:] - 1], [count]])
-    ends = np.unique(ends[ends > 0])
-    return ends[np.searchsorted(ends, np.arange(count), side="right")]

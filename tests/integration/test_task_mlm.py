@@ -24,7 +24,7 @@ def test_bert_from_scratch_learns(real_data: Path, tmp_path: Path) -> None:
     data = ("data=text", "data.path=corpus.txt", "data.text_unit=line")
     succeeds(tmp_path, "tokenizer", *data, "kind=wordpiece", "vocab_size=3000", "output=tokenizer")
     words = (
-        "task=mlm", "task.options.whole_words=true", "task.options.max_ngram=2",
+        "task=mlm", "task.options.whole_words=true",
         "model=bert_tiny", "model.tokenizer=tokenizer", "model.config.num_hidden_layers=2",
         "model.config.hidden_size=64", "model.config.intermediate_size=128", *data,
         "data.packing=best_fit", "data.seq_len=64", "data.eval_samples=32", "hardware=cpu2",

@@ -27,7 +27,7 @@ from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import BatchPlan
 from llmx.tasks import SampleKey, prepare, task_of
-from llmx.tasks.mlm import Options, Vocabulary, _breaks, masked
+from llmx.tasks.mlm import Options, Vocabulary, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
 from tests.rundirs import parity_experiment
@@ -43,10 +43,10 @@ def bert_tokenizer() -> BertTokenizerFast:
     return BertTokenizerFast(vocab=vocab, do_lower_case=False)
 
 
-def sample(*lengths: int, seed: int = 0, low: int = 5, high: int = 125) -> Sample:
+def sample(*lengths: int, seed: int = 0) -> Sample:
     """Sequences [CLS] ... [SEP]."""
     draw = np.random.Generator(np.random.Philox(key=seed))
-    rows = [[2, *draw.integers(low, high, size=size - 2).tolist(), 3] for size in lengths]
+    rows = [[2, *draw.integers(5, 125, size=size - 2).tolist(), 3] for size in lengths]
     tokens = np.array([token for row in rows for token in row], np.uint32)
     return Sample(
         tokens=tokens,
@@ -126,28 +126,6 @@ def test_words_are_hidden_whole() -> None:
         Vocabulary(unmarked, whole_words=True)
 
 
-def test_runs_are_as_long_as_they_may_be_and_stay_in_their_sequence() -> None:
-    one = sample(*[60] * 300, high=95)
-    options = Options(max_ngram=3)
-    hidden = masked(one, SampleKey(0, 0, 0), options, VOCABULARY).labels != IGNORE
-    assert hidden.mean() == pytest.approx(0.15 * 58 / 60, abs=0.005)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], hidden, [False]]).astype(int)))
-    lengths = edges[1::2] - edges[::2]
-    alone = masked(one, SampleKey(0, 0, 0), Options(), VOCABULARY).labels != IGNORE
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], alone, [False]]).astype(int)))
-    assert lengths.mean() > 1.3 * (edges[1::2] - edges[::2]).mean()
-    # Sequences without special tokens between them, as concat makes them.
-    bare = Sample(
-        tokens=np.arange(5, 65, dtype=np.uint32),
-        targets=np.ones(60, np.bool_),
-        sequence_starts=np.arange(0, 60, 2, dtype=np.int64),
-    )
-    breaks = _breaks(np.arange(60), bare.sequence_starts, 60)
-    assert breaks.tolist() == [2 * (unit // 2) + 2 for unit in range(60)]
-    special = _breaks(np.array([-1, 0, 1, -1, -1, 2, -1]), np.array([0, 4]), 3)
-    assert special.tolist() == [2, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -157,7 +135,6 @@ def test_runs_are_as_long_as_they_may_be_and_stay_in_their_sequence() -> None:
             {"random_token_part": 0.3},
             "random_token_part=0.3: the sum with mask_token_part=0.8 is over",
         ),
-        ({"max_ngram": 0}, "max_ngram=0: must be a whole number from 1"),
         ({"mask": 0.1}, "mask"),
     ],
 )
