@@ -641,10 +641,10 @@ model in that format, and compare it with transformers before the directory gets
     ),
     "report": Command(
         "write tables, curves and an HTML page: report RUN_DIR|SWEEP_DIR",
-        "RUN_DIR | SWEEP_DIR ... [--out DIR] [--objective NAME] [--width N]",
+        "RUN_DIR | SWEEP_DIR [--out DIR] [--objective NAME] [--width N]",
         "Reports on a run: prints tables, and writes loss.png and report.html in its directory.\n"
-        "Of a sweep, or several together, prints the table and writes sweep.csv, sweep.md and\n"
-        "sweep.html. Also takes runs that are still training or have failed.",
+        "Of a sweep, prints the table and writes sweep.csv, sweep.md and sweep.html there.\n"
+        "Also takes runs that are still training or have failed.",
         Runs.PROCESS,
         "llmx.observe.report.command",
         words=(
@@ -661,7 +661,7 @@ model in that format, and compare it with transformers before the directory gets
             ),
             _WIDTH,
         ),
-        arguments=(Argument("shown", "run_dir", "RUN_DIR|SWEEP_DIR", "+"),),
+        arguments=(Argument("shown", "run_dir", "RUN_DIR|SWEEP_DIR"),),
         reads_only=True,
     ),
     "data": Command(

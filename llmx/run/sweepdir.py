@@ -20,7 +20,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
@@ -87,9 +86,6 @@ class Trial:
     memory_gib: float | None = None
     """Of the fullest rank; of a trial that was only planned, as predicted."""
     seconds: float | None = None
-    sweep: str = ""
-    """The name of its sweep, where several are shown together."""
-    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     curve: Sequence[tuple[int, float]] = field(default=(), repr=False)
     """Step and training loss, as logged."""
 
@@ -117,8 +113,8 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """``[3]``, or ``[NAME 3]`` where several sweeps are shown together."""
-        return f"[{self.sweep} {self.index}]" if self.sweep else f"[{self.index}]"
+        """``[3]``."""
+        return f"[{self.index}]"
 
     def value(self, objective: str) -> float | None:
         """The trial's value of an objective; None where it has none."""
@@ -133,7 +129,7 @@ class Trial:
 
 @dataclass
 class Sweep:
-    """One sweep, or several together."""
+    """One sweep."""
 
     directory: Path
     trials: list[Trial] = field(default_factory=list)
@@ -149,9 +145,8 @@ class Sweep:
     pid: int = 0
     """Of the process that runs the sweep, or did, on ``host``."""
     host: str = ""
-    of_one: bool = True
-    """Whether ``directory`` is the one sweep's, and the objective the one it was run for."""
-    warnings: tuple[str, ...] = ()
+    has_own_objective: bool = True
+    """Whether the objective is the one that the sweep was run for."""
 
     @property
     def mode(self) -> str:

@@ -116,7 +116,7 @@ def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sweep = tmp_path / "outputs" / "sweeps" / "one"
     sweep.mkdir(parents=True)
     (sweep / "multirun.yaml").touch()
-    for command in ("report", "report outputs/first", "status", "watch"):
+    for command in ("report", "status", "watch"):
         assert "outputs/sweeps/one" in offered(f"llmx {command} out"), command
     assert "outputs/sweeps/one" not in offered("llmx export out")
     assert offered("llmx resume outputs/first step=") == ["step=80", "step=40"]

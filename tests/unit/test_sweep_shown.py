@@ -21,7 +21,7 @@ from llmx.__main__ import main
 from llmx.cli.main import run_here
 from llmx.observe.page import document
 from llmx.observe.page.sweep import sweep_page
-from llmx.observe.report.sweep_data import axes, load_sweep, union, value_of
+from llmx.observe.report.sweep_data import axes, load_sweep
 from llmx.observe.report.sweep_table import to_csv, to_markdown
 from llmx.observe.status.sweep import progress_line, progress_of, sweep_progress
 from llmx.run.rundir import write_text
@@ -175,7 +175,7 @@ def test_mistakes_of_the_command_line(tmp_path: Path, capsys: Any) -> None:
     assert main_report(str(directory), "--objective", "eval/exact") != 0
     assert 'Did you mean "eval/exact_match"?' in capsys.readouterr().err
     assert main_report(str(directory), str(run)) != 0
-    assert "is a run: several directories must all be sweeps" in capsys.readouterr().err
+    assert f"report: too many words: {run}" in capsys.readouterr().err
     assert main_report(str(run), "--out", str(tmp_path)) != 0
     assert "--out is for sweeps" in capsys.readouterr().err
     assert main_report(str(tmp_path / "nothing")) != 0
@@ -189,40 +189,6 @@ def test_a_disk_that_cannot_be_written_still_prints(tmp_path: Path, capsys: Any)
     said = capsys.readouterr().out
     assert "not written" in said
     assert "best by eval loss: [3]" in said
-
-
-# --- Several sweeps --------------------------------------------------------------------------
-
-
-def test_several_sweeps_are_one_with_their_names(tmp_path: Path, capsys: Any) -> None:
-    a, b = sweepdirs.grid(tmp_path / "a"), sweepdirs.grid(tmp_path / "b", batches=(2, 16))
-    both = union([load_sweep(a), load_sweep(b)])
-    assert axes(both.trials) == ["zero", "batch.micro_batch", "sweep"]
-    places = [(value_of(t, "zero"), value_of(t, "batch.micro_batch")) for t in both.trials]
-    assert len(places) == len(set(places)) == 15, "what both sweeps ran is shown once"
-    crashed = next(t for t in both.trials if t.sweep == "b" and t.index == 4)
-    assert crashed.outcome == "ok", "of two trials of one config, that which ended well"
-    assert main_report(str(a), str(b), "--out", str(tmp_path / "both")) == 0
-    assert {path.name for path in (tmp_path / "both").iterdir()} == {
-        "sweep.csv", "sweep.md", "sweep.html",
-    }  # fmt: skip
-    page = (tmp_path / "both" / "sweep.html").read_text()
-    assert '"href":"../a/0_zero-stage1_batch.micro_batch-1/report.html"' in page
-    capsys.readouterr()
-    before = (a / "sweep.json").stat().st_mtime_ns, (a / "sweep.csv").exists()
-    assert main_report(str(a), str(b)) == 0
-    assert "--out DIR also writes" in capsys.readouterr().out
-    assert ((a / "sweep.json").stat().st_mtime_ns, (a / "sweep.csv").exists()) == before
-
-
-def test_the_same_name_in_two_places(tmp_path: Path) -> None:
-    for place in ("x", "y"):
-        sweepdirs.rates(
-            tmp_path / place / "lr", lrs=("1e-3", "3e-3") if place == "x" else ("1e-2",)
-        )
-    both = union([load_sweep(tmp_path / place / "lr") for place in ("x", "y")])
-    assert {each.sweep for each in both.trials} == {"x/lr", "y/lr"}
-    assert len(both.trials) == 3
 
 
 # --- The page --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from llmx import text as human
 from llmx.observe.page import Block, Json, block, document, page, table, thinned
-from llmx.observe.report.sweep_data import SWEEP, axes, value_of
+from llmx.observe.report.sweep_data import axes, value_of
 from llmx.observe.report.sweep_table import (
     best_command,
     best_lines,
@@ -70,10 +70,7 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
     trials = sweep.trials
     ended_well = any(trial.outcome in WELL for trial in trials)
     state = "open" if not sweep.complete else "ok" if ended_well else "failed"
-    title = (
-        " + ".join(dict.fromkeys(trial.sweep for trial in trials if trial.sweep))
-        or sweep.directory.name
-    )
+    title = sweep.directory.name
     if not re.search("[A-Za-z]", title) and axes(trials):  # Hydra's directory, a date and a time
         title = f"Sweep over {', '.join(axes(trials))}"
     curves, undrawn = loss_curves(sweep)
@@ -92,7 +89,6 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
             "Not drawn": [block("text", plural(undrawn, "trial") if undrawn else "")],
             "Trials": [_table(sweep, link)],
             "Failed and left out": [block("list", failures(trials))],
-            "Warnings": [block("list", [*sweep.warnings])],
         },
         curves=curves,
     )
@@ -130,7 +126,7 @@ def objective_charts(sweep: Sweep) -> list[Json]:
     ]
     charts = []
     for name in names if len(ended) > 1 else ():
-        other_names = [column for column in names if column not in (name, SWEEP)]
+        other_names = [column for column in names if column != name]
         typed = {trial.label: value_of(trial, name) for trial, _ in ended}
         values = in_order([value for value in typed.values() if value is not None])
         if len(values) < 2:

@@ -1,7 +1,7 @@
-"""Report on a run or on sweeps: tables here, pictures and an HTML page beside.
+"""Report on a run or on a sweep: tables here, pictures and an HTML page beside.
 
     python -m llmx report RUN_DIR [--width N]
-    python -m llmx report SWEEP_DIR [SWEEP_DIR ...] [--out DIR] [--objective NAME]
+    python -m llmx report SWEEP_DIR [--out DIR] [--objective NAME] [--width N]
 
 Reads directories only; works for what still trains, and for what failed. Of a run it writes
 ``loss.png`` and ``report.html``, of a sweep ``sweep.csv``, ``sweep.md`` and ``sweep.html``.
@@ -20,7 +20,7 @@ from llmx.observe.page.run import run_page
 from llmx.observe.page.sweep import PAGE, write_report
 from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.run_data import RunData, load_run
-from llmx.observe.report.sweep_data import CSV, load_sweep, union
+from llmx.observe.report.sweep_data import CSV, load_sweep
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,
@@ -28,57 +28,40 @@ from llmx.observe.report.sweep_table import (
     print_sweep,
 )
 from llmx.observe.report.terminal import print_report
-from llmx.run.rundir import RunDir, no_run, write_text
-from llmx.run.sweepdir import Sweep, is_sweep
+from llmx.run.rundir import RunDir, write_text
+from llmx.run.sweepdir import Sweep
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns the exit code (0 also for a run that failed: it is reported)."""
-    paths = list(dict.fromkeys(Path(word) for word in options.run_dir))
-    for path in paths:
-        if not RunDir(path).config.is_file():
-            if not is_sweep(path):
-                raise ConfigError(no_run(path))
-        elif len(paths) > 1:
-            raise ConfigError(
-                f"{path} is a run: several directories must all be sweeps. For the run: "
-                f"python -m llmx report {path}; two runs side by side: python -m llmx compare A B"
-            )
-        elif options.out or options.objective:
+    path = Path(options.run_dir)
+    if RunDir(path).config.is_file():
+        if options.out or options.objective:
             flag = "--out" if options.out else "--objective"
             raise ConfigError(f"{flag} is for sweeps, and {path} is a run. Leave {flag} out.")
-        else:
-            return _report(path, width=options.width)
+        return _report(path, width=options.width)
     return _report_sweep(
-        union([load_sweep(path) for path in paths]),
-        out=options.out or (paths[0] if len(paths) == 1 else None),
-        objective=options.objective, width=options.width,
-    )  # fmt: skip
+        load_sweep(path), out=options.out or path, objective=options.objective, width=options.width
+    )
 
 
-def _report_sweep(
-    sweep: Sweep, *, out: Path | None, objective: str | None, width: int | None
-) -> int:
-    """Write the files of a sweep, where there is a place for them, and print its table."""
+def _report_sweep(sweep: Sweep, *, out: Path, objective: str | None, width: int | None) -> int:
+    """Write the files of a sweep, and print its table."""
     if objective:
         sweep = with_objective(sweep, objective)
-    warnings, files = list(sweep.warnings), [CSV, MARKDOWN, PAGE]
-    if out is None:
+    files, warning = [CSV, MARKDOWN, PAGE], ""
+    try:
+        write_report(sweep, out)
+    except OSError as error:
+        # A full or read-only disk: what can be printed is printed all the same.
         files = []
-        warnings.append("Several sweeps: --out DIR also writes sweep.csv, sweep.md and sweep.html.")
-    else:
-        try:
-            write_report(sweep, out)
-        except OSError as error:
-            # A full or read-only disk: what can be printed is printed all the same.
-            files = []
-            warnings.append(f"{error.filename or out}: not written ({error.strerror}).")
+        warning = f" {error.filename or out}: not written ({error.strerror})."
     print_sweep(
-        sweep.trials, directory=out or sweep.directory, stream=sys.stdout, files=files,
+        sweep.trials, directory=out, stream=sys.stdout, files=files,
         best=best_lines(sweep), width=width,
     )  # fmt: skip
-    for text in warnings:
-        print(f" {text}")
+    if warning:
+        print(warning)
     return 0
 
 
@@ -93,7 +76,7 @@ def with_objective(sweep: Sweep, objective: str) -> Sweep:
         )
     if objective == sweep.objective:
         return sweep
-    return replace(sweep, objective=objective, of_one=False)
+    return replace(sweep, objective=objective, has_own_objective=False)
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:

@@ -15,17 +15,9 @@ from llmx.errors import LlmxError
 from llmx.observe.report.run_data import load_run
 from llmx.run.metrics.lines import step_of
 from llmx.run.rundir import RunDir
-from llmx.run.sweepdir import NOT_RUN, RUNNING, WAITING, Sweep, Trial, load
+from llmx.run.sweepdir import NOT_RUN, WAITING, Sweep, Trial, load
 
 CSV = "sweep.csv"
-SWEEP = "sweep"
-"""The axis of several sweeps: the name of a trial's sweep."""
-
-_OF_A_RUN = ("name", "run_dir", "dry_run")
-_OF_NO_NUMBER = ("tracking.", "sweep.")
-"""Keys in which two trials may differ and are the same training."""
-_OF_NUMBERS = ("sweep.trial_steps",)
-"""Among those, keys that change the numbers."""
 
 
 def measure(trial: Trial, *, has_ended: bool = False) -> None:
@@ -60,7 +52,6 @@ def measure(trial: Trial, *, has_ended: bool = False) -> None:
         took = ended - (result.get("started") or 0.0)
         took = took if took > 0 else (trial.ended or 0.0) - (trial.started or 0.0)
         trial.seconds = took if took > 0 else None
-    trial.config = data.config
     trial.curve = [(step_of(record), _loss(record)) for record in data.train]
 
 
@@ -82,7 +73,7 @@ class SweepReader:
         sweep = load(self.directory)
         trials = {trial.index: self._with_numbers(trial) for trial in sweep.trials}
         numbers = ("steps", "loss", "eval_loss", "metrics", "declared", "tokens_per_s",
-                   "memory_gib", "run_dir", "total_steps", "config")  # fmt: skip
+                   "memory_gib", "run_dir", "total_steps")  # fmt: skip
         for trial in trials.values():
             if trial.outcome == "same" and trial.same_as in trials:
                 for name in numbers:
@@ -114,120 +105,20 @@ def _mtime(path: Path) -> int:
         return 0
 
 
-# --- Axes ------------------------------------------------------------------------------------
-
-
 def axes(trials: Sequence[Trial]) -> list[str]:
     """The keys that differ between trials, in the order of the command line."""
     values: dict[str, set[str]] = {}
-    counts: dict[str, int] = {}
     for trial in trials:
         for word in trial.overrides:
             key, _, value = word.partition("=")
             values.setdefault(key.lstrip("+"), set()).add(value)
-        for key in {word.partition("=")[0].lstrip("+") for word in trial.overrides}:
-            counts[key] = counts.get(key, 0) + 1
-    names = [
-        key
-        for key, distinct in values.items()
-        # Typed in one sweep and not in another: the other has the default, or its own option.
-        if len(distinct) > 1 or (counts[key] < len(trials) and key not in _OF_A_RUN)
-    ]
-    names = names or list(values)
-    return [*names, SWEEP] if len({trial.sweep for trial in trials}) > 1 else names
+    return [key for key, distinct in values.items() if len(distinct) > 1] or list(values)
 
 
 def value_of(trial: Trial, axis: str) -> str | None:
-    """The value of a trial on an axis: as typed, else as in its config; None without either."""
-    if axis == SWEEP and trial.sweep:
-        return trial.sweep
+    """The value of a trial on an axis as typed; None where it is not typed."""
     for word in reversed(trial.overrides):
         key, equal, typed = word.partition("=")
         if equal and key.lstrip("+") == axis:
             return typed
-    value: Any = trial.config
-    for name in axis.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return None if value is None or isinstance(value, (Mapping, list)) else str(value)
-
-
-# --- Several sweeps --------------------------------------------------------------------------
-
-
-def union(sweeps: Sequence[Sweep]) -> Sweep:
-    """Several sweeps as one: the name of the sweep is a further axis, and trials of the same config
-    are one trial, that which ended well, else the newest."""
-    if len(sweeps) == 1:
-        return sweeps[0]
-    names = _names([sweep.directory for sweep in sweeps])
-    rows: list[tuple[Any, frozenset[str], Trial]] = []
-    left_out = 0
-    for sweep, name in zip(sweeps, names, strict=True):
-        for trial in sweep.trials:
-            if trial.outcome == "same":
-                left_out += 1
-                continue
-            config, words = _numbers(trial), frozenset(trial.overrides)
-            # What was typed tells only where one of the two has no config to compare.
-            is_same = (
-                config == other if config and other else words == typed for other, typed, _ in rows
-            )
-            at = next((at for at, is_match in enumerate(is_same) if is_match), None)
-            row = (config, words, replace(trial, sweep=name))
-            if at is None:
-                rows.append(row)
-            else:
-                left_out += 1
-                rows[at] = max(rows[at], row, key=lambda row: _worth(row[-1]))
-    trials = [trial for *_, trial in rows]
-    trials.sort(key=lambda trial: (names.index(trial.sweep), trial.index))
-    first = sweeps[0]
-    warnings = []
-    if any(sweep.objective != first.objective for sweep in sweeps):
-        other_objectives = sorted({sweep.objective for sweep in sweeps} - {first.objective})
-        warnings.append(
-            f"The sweeps have other objectives ({', '.join(other_objectives)}); the best is that "
-            f"by {first.objective}. --objective {other_objectives[0]} takes another."
-        )
-    if left_out:
-        warnings.append(
-            f"{left_out} of the trials have the same config as another one and are shown once."
-        )
-    return Sweep(
-        first.directory,
-        trials,
-        first.objective,
-        complete=all(sweep.complete for sweep in sweeps),
-        of_one=False,
-        warnings=tuple(warnings),
-    )
-
-
-def _names(directories: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
-    for count in range(1, max(len(path.parts) for path in directories) + 1):
-        names = ["/".join(path.parts[-count:]) for path in directories]
-        if len(set(names)) == len(names):
-            return names
-    return names
-
-
-def _numbers(trial: Trial) -> tuple[tuple[str, str], ...]:
-    """The config, but for what changes no number; empty where it is not known."""
-    from llmx.run.provenance.differences import flattened
-
-    return tuple(
-        (key, repr(value))
-        for key, value in sorted(flattened(trial.config).items())
-        if key not in _OF_A_RUN and (key in _OF_NUMBERS or not key.startswith(_OF_NO_NUMBER))
-    )
-
-
-def _worth(trial: Trial) -> tuple[int, float]:
-    if trial.outcome == "ok":
-        rank = 3
-    elif trial.failed or trial.state == RUNNING or trial.outcome == "planned":
-        rank = 2
-    else:
-        rank = 1 if trial.outcome else 0
-    return rank, trial.ended or trial.started or 0.0
+    return None

@@ -128,7 +128,7 @@ def known_of(trial: Trial, objective: str) -> str:
 
 def best_command(sweep: Sweep, best: Trial) -> str:
     """The command that trains with the best trial's config."""
-    if sweep.of_one and (sweep.directory / BEST_CONFIG).is_file():
+    if sweep.has_own_objective and (sweep.directory / BEST_CONFIG).is_file():
         return experiment_command(sweep)
     return shlex.join(["python", "-m", "llmx", "reproduce", near(best.run_dir)])
 
@@ -228,8 +228,6 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 
 def _labels(trials: Sequence[Trial]) -> str:
     """The numbers of trials in brackets: ``[3]``, ``[3, 5, 6]``."""
-    if any(trial.sweep for trial in trials):
-        return " ".join(trial.label for trial in trials)
     return f"[{', '.join(str(trial.index) for trial in trials)}]"
 
 

@@ -324,7 +324,7 @@ def _facts(snapshot: Seen) -> dict[str, Any]:
     """Facts of a sweep for scripts; numbers that are not finite are null."""
     sweep = snapshot.sweep
     progress = progress_of(sweep, now=snapshot.now)
-    apart = ("config", "curve", "declared", "key", "rungs", "slots", "job")
+    apart = ("curve", "declared", "key", "rungs", "slots", "job")
     names = ["state", *(f.name for f in dataclasses.fields(Trial) if f.name not in apart)]
     trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in sweep.trials]
     return {
