@@ -227,7 +227,7 @@ COMMANDS = {
         Runs.WORDS,
         "llmx.cli.doctor",
         words=(
-            Word("--bandwidth", "also measure every pair of hosts, and an all-reduce of all ranks"),
+            Word("--bandwidth", "also time an all-reduce of all ranks"),
             Word("--fix", "remove stale locks and processes of dead runs, after a question"),
             Word("--json", "print JSON, for scripts"),
         ),

@@ -39,8 +39,6 @@ class Report:
     clock_offsets_s: dict[str, float] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     mesh: Mesh | None = None
-    gbit_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(source, target) -> bandwidth of one connection."""
     all_reduce: AllReduce | None = None
     meaning: str = ""
     """What the network means for a step of this config."""
@@ -86,10 +84,8 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
         leftovers: dict[str, dict[str, list[Any]]] = {}
         for removes in (True, False):
             report = examine(spec, bandwidth="--bandwidth" in words, remove=leftovers)
-            if report.gbit_per_s:
-                slowest = min(report.gbit_per_s.values())
-                reduced = report.all_reduce.gbit_per_s if report.all_reduce else slowest
-                report.meaning = network_time(composed, reduced)
+            if report.all_reduce and len(report.hosts) > 1:
+                report.meaning = network_time(composed, report.all_reduce.gbit_per_s)
             for texts in (report.errors, report.warnings):
                 texts[:] = [pasteable(text, spec).replace(directory, exp.run_dir) for text in texts]
             report.seconds = time.monotonic() - began
@@ -217,7 +213,6 @@ def _examine_network(
     from llmx.launch.agents.mesh import (
         find_nodes,
         measure_all_reduce,
-        measure_bandwidth,
         mesh_problems,
         nat_hints,
         probe_mesh,
@@ -235,8 +230,6 @@ def _examine_network(
         report.errors += problems
         if problems:
             report.warnings += nat_hints(hosts, report.facts, report.nodes)
-        if bandwidth and not problems:
-            report.gbit_per_s = measure_bandwidth(report.nodes, connections)
     answer = {index for agent in connections for index in agent.hosts}
     is_whole = len(answer) == len(hosts) and spec.plan.world_size > 1
     if bandwidth and port and is_whole and not report.errors:
@@ -290,13 +283,9 @@ def to_json(report: Report) -> dict[str, Any]:
             for name in report.hosts
         },
         "answers_ms": [
-            {"from": source, "to": target, "ms": round(1e3 * seconds["byte"], 3)}
+            {"from": source, "to": target, "ms": round(1e3 * seconds, 3)}
             for (source, target), seconds in pairs.items()
             if target in report.nodes
-        ],
-        "gbit_per_s": [
-            {"from": source, "to": target, "gbit_per_s": round(value, 3)}
-            for (source, target), value in report.gbit_per_s.items()
         ],
         "all_reduce": None if report.all_reduce is None else dataclasses.asdict(report.all_reduce),
         "meaning": report.meaning,
@@ -311,7 +300,6 @@ def lines_of(report: Report) -> Iterator[str]:
     width = max((len(label) for label, _ in rows), default=0)
     for label, text in rows:
         yield f"  {label:<{width}}  {text}"
-    yield from _matrix(report)
     if report.meaning:
         yield f"  {report.meaning}"
     for sign, texts in (("✗", report.errors), ("!", report.warnings)):
@@ -341,7 +329,6 @@ def _names(hosts: Mapping[str, Any]) -> str:
 def _facts(report: Report) -> dict[str, dict[str, str]]:
     """Label -> host -> value."""
     from llmx import text as human
-    from llmx.text import plural
 
     def rows(show: Any) -> dict[str, str]:
         return {name: str(show(facts)) for name, facts in report.facts.items()}
@@ -357,21 +344,19 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
 
     def lanes(facts: Mapping[str, Any]) -> str:
         slots = [(s["pcie_gen"], s["lanes"]) for s in facts["gpu_states"] if s["lanes"]]
-        pcie = [f"PCIe {gen or 0:.0f}.0 x{count:.0f}" for gen, count in dict.fromkeys(slots)]
-        links = [f"{kind} ({plural(pairs, 'pair')})" for kind, pairs in facts["gpu_links"].items()]
-        return ", ".join([*pcie, *links]) or "unknown"
+        pcie = [f"{gen or 0:.0f}.0 x{count:.0f}" for gen, count in dict.fromkeys(slots)]
+        return ", ".join(pcie) or "unknown"
 
     def port(port: Mapping[str, Any]) -> str:
-        gids = f", GID {port['gids'][0]}" if port["gids"] else ""
-        return f"{port['port']} {port['state']} ({port['rate']}{gids})"
+        return f"{port['port']} {port['state']} ({port['rate']})"
 
-    def least(label: str, unit: str = "") -> str:
+    def least(label: str) -> str:
         """A size that differs from host to host by nature: the smallest."""
         sizes = {n: facts[label] for n, facts in report.facts.items() if facts[label] is not None}
         if not sizes:
             return "unknown"
         name = min(sizes, key=lambda n: sizes[n])
-        return f"at least {human.size(sizes[name])}{unit} ({name})"
+        return f"at least {human.size(sizes[name])} ({name})"
 
     verb = "answers" if len(report.facts) == 1 else "answer"
     facts = {
@@ -382,7 +367,7 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         "llmx": rows(lambda f: f["code"] or "installed"),
         "GPUs": rows(gpus),
         **(
-            {"GPU memory in use": rows(memory), "GPU links": rows(lanes)}
+            {"GPU memory in use": rows(memory), "PCIe": rows(lanes)}
             if any(facts["gpu_states"] for facts in report.facts.values())
             else {}
         ),
@@ -401,7 +386,6 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
             ("/dev/shm", "shm_bytes"),
         ):
             facts[label] = dict.fromkeys(report.facts, least(key))
-        facts["disk writes"] = dict.fromkeys(report.facts, least("disk_bytes_per_s", "/s"))
         if any(host["container"] for host in report.facts.values()):
             facts["container"] = rows(lambda f: f["container"] or "none")
         offsets = report.clock_offsets_s.values()
@@ -411,7 +395,7 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
     }
     if report.mesh is not None:
         trips = [
-            1e3 * seconds["byte"]
+            1e3 * seconds
             for (_, target), seconds in report.mesh.seconds.items()
             if target in report.nodes
         ]
@@ -427,19 +411,3 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
             f"{1e3 * reduced.latency_s:.2g} ms"
         }
     return facts
-
-
-def _matrix(report: Report) -> Iterator[str]:
-    """The bandwidth of every pair, and what to do with it."""
-    if not report.gbit_per_s:
-        return
-    names = list(report.nodes)
-    width = max(7, *(len(name) for name in names))
-    yield "  Gbit/s of one connection, from (row) to (column)"
-    yield "  " + " ".join(f"{name:>{width}}" for name in ["", *names])
-    for source in names:
-        cells = [report.gbit_per_s.get((source, target)) for target in names]
-        texts = ["-" if cell is None else f"{cell:.2f}" for cell in cells]
-        yield "  " + " ".join(f"{cell:>{width}}" for cell in [source, *texts])
-    (source, target), least = min(report.gbit_per_s.items(), key=lambda pair: pair[1])
-    yield f"  Slowest: {source} -> {target}, {least:.3g} Gbit/s."

@@ -133,14 +133,6 @@ def compare_hosts(
                 "is not installed. Install it on every host (apt install bubblewrap), or remove "
                 "code from task.options.rewards."
             )
-        if plan.on_gpus and (bridges := facts.get("acs_bridges")):
-            warnings.append(
-                f"{name}: ACS is on at {plural(len(bridges), 'PCIe bridge')} "
-                f"({', '.join(bridges[:4])}): traffic between devices goes through the processor. "
-                "NCCL is slower between GPUs without NVLink and from InfiniBand to GPUs, or hangs. "
-                "Disable ACS in the BIOS, or until the next boot, for each bridge: setpci -s "
-                f"{bridges[0]} ECAP_ACS+0x6.w=0000."
-            )
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():
@@ -387,14 +379,6 @@ def _infiniband(exp: Experiment, name: str, facts: Mapping[str, Any]) -> Iterato
             "Set memlock to unlimited (/etc/security/limits.conf, in Slurm also "
             "PropagateResourceLimitsExcept=MEMLOCK)."
         )
-    index = environment.get("NCCL_IB_GID_INDEX", "")
-    for port in active:
-        if port["link"] == "Ethernet" and index.isdecimal() and int(index) not in port["gids"]:
-            usable = ", ".join(map(str, port["gids"])) or "none"
-            yield (
-                f"{name}: NCCL_IB_GID_INDEX={index} is no RoCE v2 address of {port['port']}. Set "
-                f"it to one that is, on every host: {usable} (show_gids)."
-            )
 
 
 def runs_on(name: str, facts: Mapping[str, Any]) -> Iterator[str]:

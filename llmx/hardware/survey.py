@@ -35,7 +35,6 @@ COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safete
 MODULES = ("flash_attn", "flash_attn_interface")
 """Modules of attention kernels; looked for without importing them."""
 STALE_LOCK_S = 600
-DISK_MIB = 16
 """Written to measure a disk, which all hosts may share."""
 GPU_STATE = {
     "gpu": "index",
@@ -100,7 +99,6 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "driver": nvidia_driver(),
         "cpu": cpu_model(),
         **space_facts(run_dir),
-        "disk_bytes_per_s": disk_speed(run_dir) if needs.get("runs") else None,
         "container": container(),
         "shm_bytes": size_bytes("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -108,10 +106,6 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "infiniband": infiniband_ports(),
         "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
         "gpu_states": gpu_states() if needs.get("gpu_processes") else [],
-        "gpu_links": gpu_links() if needs.get("gpu_processes") and needs.get("runs") else {},
-        "acs_bridges": acs_bridges(output_of(["lspci", "-vvv"], timeout_s=30))
-        if needs.get("gpu_processes") and needs.get("runs")
-        else [],
         "ssh_address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),
         "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
@@ -281,21 +275,6 @@ def space_facts(run_dir: str) -> dict[str, Any]:
     }
 
 
-def disk_speed(run_dir: str) -> float | None:
-    """Bytes that are written and synced where checkpoints are, per second; None where it fails."""
-    block = os.urandom(1 << 20)
-    try:
-        with tempfile.TemporaryFile(dir=nearest_directory(run_dir)) as file:
-            began = time.monotonic()
-            for _ in range(DISK_MIB):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            return DISK_MIB * len(block) / (time.monotonic() - began)
-    except OSError:
-        return None
-
-
 def container() -> str:
     """The kind of container that this host is, by its marks; empty where there are none."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -340,14 +319,6 @@ def count_gpus(root: str = "/") -> int | None:
     except OSError:  # nodes of AMD's driver are also CPUs, whose id is 0
         nodes = glob.glob(f"{root}sys/class/kfd/kfd/topology/nodes/*/gpu_id")  # noqa: PTH207
         return sum(_text(node).strip() not in ("", "0") for node in nodes) or None
-
-
-def directory_names(path: str) -> list[str]:
-    """The names in a directory; empty where there is none."""
-    try:
-        return sorted(os.listdir(path))  # noqa: PTH208
-    except OSError:
-        return []
 
 
 def gpu_processes() -> list[dict[str, Any]]:
@@ -402,53 +373,16 @@ def _value(word: str) -> float | None:
         return None
 
 
-def gpu_links() -> dict[str, int]:
-    """How the GPUs are connected with each other (``parse_gpu_links``)."""
-    if (count_gpus() or 0) < 2:
-        return {}
-    return parse_gpu_links(output_of(["nvidia-smi", "topo", "-m"], timeout_s=30))
-
-
-def parse_gpu_links(text: str) -> dict[str, int]:
-    """Kind of link -> pairs of GPUs, from the matrix of ``nvidia-smi topo -m``: ``NV12`` (NVLinks),
-    ``PIX``, ``PXB``, ``PHB``, ``NODE``, ``SYS`` (PCIe, over ever longer ways)."""
-    rows = [line.split() for line in re.sub("\x1b\\[[0-9;]*m", "", text).splitlines()]
-    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0])]
-    header = next((row for row in rows if row[1:2] and row[1].startswith("GPU")), [])
-    count = sum(word.startswith("GPU") for word in header)
-    links: dict[str, int] = {}
-    for at, row in enumerate(row for row in rows if row is not header):
-        for kind in row[at + 2 : count + 1]:
-            links[kind] = links.get(kind, 0) + 1
-    return links
-
-
-def acs_bridges(text: str) -> list[str]:
-    """PCIe bridges that redirect traffic between devices (Access Control Services), by ``lspci
-    -vvv``; it shows this to root alone."""
-    blocks = re.split(r"\n(?=\S)", text)
-    return [block.split()[0] for block in blocks if re.search(r"ACSCtl:.*SrcValid\+", block)]
-
-
 def infiniband_ports(root: str = "/sys/class/infiniband") -> list[dict[str, Any]]:
-    """The ports of InfiniBand and RoCE adapters. ``gids``: indices of RoCE v2 with an IPv4 address,
-    as NCCL takes them (``NCCL_IB_GID_INDEX``)."""
+    """The ports of InfiniBand and RoCE adapters."""
     ports = []
     for path in sorted(glob.glob(f"{root}/*/ports/*")):  # noqa: PTH207
         adapter, _, port = path[len(root) + 1 :].split("/")
-        indices = [int(name) for name in directory_names(f"{path}/gids") if name.isdigit()]
         ports.append(
             {
                 "port": f"{adapter}:{port}",
                 "state": _text(f"{path}/state").strip().partition(": ")[2],
                 "rate": _text(f"{path}/rate").strip(),
-                "link": _text(f"{path}/link_layer").strip(),
-                "gids": [
-                    index
-                    for index in sorted(indices)
-                    if _text(f"{path}/gid_attrs/types/{index}").strip() == "RoCE v2"
-                    and ":ffff:" in _text(f"{path}/gids/{index}")
-                ],
             }
         )
     return ports

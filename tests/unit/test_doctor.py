@@ -59,13 +59,11 @@ def test_a_value_that_differs_names_its_hosts() -> None:
 def test_errors_come_after_the_table_and_are_counted() -> None:
     nodes = {name: Node(name, "eth0", "10.0.0.1", 1500) for name in "ab"}
     fault = Fault("a", "b", "10.0.0.1", 7, "connect", "ETIMEDOUT")
-    mesh = Mesh(nodes, [fault], [], {("b", "a"): {"byte": 0.001}})
+    mesh = Mesh(nodes, [fault], [], {("b", "a"): 0.001})
     report = Report(["a", "b"], nodes=nodes, mesh=mesh, errors=["no way"], warnings=["a clock"])
-    report.gbit_per_s = {("b", "a"): 9.41}
     lines = list(lines_of(report))
     assert lines[0] == "  network      eth0 (MTU 1500)"
     assert lines[1].startswith("  connections  1 of 2 work")
-    assert "  Slowest: b -> a, 9.41 Gbit/s." in lines
     assert lines[-3:] == ["✗ no way", "! a clock", "✗ 2 hosts in 0.0 s: 1 error, 1 warning"]
 
 

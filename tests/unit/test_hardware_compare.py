@@ -42,10 +42,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "infiniband": [],
         "gpu_processes": [],
         "gpu_states": [],
-        "disk_bytes_per_s": None,
         "container": "",
-        "gpu_links": {},
-        "acs_bridges": [],
         "ssh_address": "",
         "runs": [],
         "removed": [],
@@ -427,33 +424,22 @@ def test_infiniband_locks_memory() -> None:
 
 def ib_port(**changes: Any) -> dict[str, Any]:
     port = {"port": "mlx5_0:1", "state": "ACTIVE", "rate": "200 Gb/sec (4X HDR)"}
-    return {**port, "link": "InfiniBand", "gids": [], **changes}
+    return {**port, **changes}
 
 
 def test_infiniband_that_nccl_cannot_use() -> None:
     (warning,) = judge(facts(infiniband=[ib_port(state="DOWN")]), facts()).warnings
     assert "no port of its InfiniBand adapters is active (mlx5_0:1 DOWN)" in warning
-    roce = facts(infiniband=[ib_port(link="Ethernet", gids=[3, 5])])
-    assert judge(roce, roce, "hardware.env={NCCL_IB_GID_INDEX: 3}").warnings == ()
-    (warning, _) = judge(roce, roce, "hardware.env={NCCL_IB_GID_INDEX: 0}").warnings
-    assert "NCCL_IB_GID_INDEX=0 is no RoCE v2 address of mlx5_0:1. Set it to one" in warning
-    assert "on every host: 3, 5 (show_gids)" in warning
 
 
 def test_the_ports_of_an_adapter(tmp_path: Path) -> None:
-    files = {
-        "state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)", "link_layer": "Ethernet",
-        "gids/0": "fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "gid_attrs/types/0": "IB/RoCE v1",
-        "gids/1": "fe80:0000:0000:0000:0e42:a1ff:fe00:0001", "gid_attrs/types/1": "RoCE v2",
-        "gids/3": "0000:0000:0000:0000:0000:ffff:0a4d:0001", "gid_attrs/types/3": "RoCE v2",
-    }  # fmt: skip
+    files = {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)"}
     for name, text in files.items():
         path = tmp_path / "mlx5_0" / "ports" / "1" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     (port,) = program.infiniband_ports(str(tmp_path))
-    expected = ib_port(rate="100 Gb/sec (4X EDR)", link="Ethernet", gids=[3])
-    assert port == expected
+    assert port == ib_port(rate="100 Gb/sec (4X EDR)")
 
 
 # As nvidia-smi prints it with --format=csv,noheader,nounits.
@@ -480,18 +466,6 @@ def test_the_state_of_the_gpus() -> None:
         "node-a: GPU 1 has 16,131 MiB in use by a process that cannot be seen from here (a "
         "container, another user)",
     ]
-
-
-def test_how_gpus_are_connected() -> None:
-    text = (
-        "\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-        "GPU0\t X \tNV12\tSYS\tPXB\t0-31\t0\n"
-        "GPU1\tNV12\t X \tSYS\tSYS\t0-31\t0\n"
-        "GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\n"
-        "NIC0\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n  X    = Self\n"
-    )
-    assert program.parse_gpu_links(text) == {"NV12": 1, "SYS": 2}
-    assert program.parse_gpu_links("") == {}
 
 
 def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:
@@ -554,30 +528,6 @@ def test_the_program_runs_by_itself(tmp_path) -> None:
     assert found["packages"]["torch"]
     assert found["free_bytes"] > 0
     assert found["stale_locks"] == [str(old)]
-
-
-LSPCI = """\
-00:01.0 PCI bridge: Intel Corporation Sky Lake-E PCI Express Root Port A
-\tCapabilities: [110 v1] Access Control Services
-\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
-\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
-
-0000:3a:00.0 PCI bridge: PLX Technology, Inc. PEX 8747 (rev ca)
-\tCapabilities: [f24 v1] Access Control Services
-\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl+ DirectTrans+
-\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir- UpstreamFwd- EgressCtrl- DirectTrans-
-
-65:00.0 3D controller: NVIDIA Corporation GA100 [A100 SXM4 40GB]
-\tCapabilities: <access denied>
-"""
-
-
-def test_bridges_that_keep_gpus_from_each_other() -> None:
-    assert program.acs_bridges(LSPCI) == ["00:01.0"]
-    assert program.acs_bridges("") == []
-    (warning,) = judge(facts(acs_bridges=["00:01.0"]), facts(acs_bridges=[])).warnings
-    assert warning.startswith("node-a: ACS is on at 1 PCIe bridge (00:01.0): ")
-    assert "setpci -s 00:01.0 ECAP_ACS+0x6.w=0000" in warning
 
 
 def test_gpus_of_amd_are_counted(tmp_path) -> None:

@@ -17,10 +17,8 @@ from llmx.launch.agents.mesh import (
     Mesh,
     Node,
     find_nodes,
-    measure_bandwidth,
     mesh_problems,
     nat_hints,
-    rounds,
 )
 from llmx.plan.types import HostPlan
 from tests.unit.test_launch_agent import Rig
@@ -42,7 +40,7 @@ def mesh(*faults: tuple[str, str, str, str], hosts: str = "abc", mtu: int = MTU)
     pairs = {(s, t) for s in hosts for t in hosts if s != t} - {
         (f.source, f.target) for f in failed
     }
-    works = {key: {"connect": 0.001} for key in pairs | {(host, RENDEZVOUS) for host in hosts}}
+    works = dict.fromkeys(pairs | {(host, RENDEZVOUS) for host in hosts}, 0.001)
     return Mesh(nodes, failed, [], works)
 
 
@@ -105,29 +103,6 @@ def test_an_interface_that_is_not_there(rig: Rig) -> None:
     rig.connection.hosts = (1,)
     node = find_nodes(hosts, [rig.connection])["b"]
     assert (node.interface, node.address, node.ports[0] > 1023) == ("lo", "127.0.0.1", True)
-
-
-@pytest.mark.parametrize("count", [2, 3, 5, 16])
-def test_rounds_have_each_pair_once_and_no_host_twice(count: int) -> None:
-    schedule = rounds([f"h{number}" for number in range(count)])
-    pairs = [frozenset(pair) for listed in schedule for pair in listed]
-    assert len(set(pairs)) == len(pairs) == count * (count - 1) // 2
-    assert all(len({*sum(listed, ())}) == 2 * len(listed) for listed in schedule)
-    assert len(schedule) <= count
-
-
-def test_the_bandwidth_of_a_pair_is_measured_both_ways(rig: Rig, tmp_path: Path) -> None:
-    far = Rig(tmp_path / "far")
-    try:
-        nodes = {name: Node(name, "lo", "127.0.0.1") for name in "ab"}
-        for name, index, other in (("a", 0, rig), ("b", 1, far)):
-            other.connection.name, other.connection.hosts = name, (index,)
-            other.handshake()
-        speeds = measure_bandwidth(nodes, [rig.connection, far.connection])
-        assert set(speeds) == {("a", "b"), ("b", "a")}
-        assert min(speeds.values()) > 0
-    finally:
-        far.connection.close(timeout_s=20)
 
 
 def test_a_host_behind_nat_by_the_address_of_its_ssh() -> None:

@@ -973,9 +973,8 @@ def _answer_probe(peer: socket.socket, token: bytes) -> None:
 def _probe(address: str, port: int, token: bytes, size: int, timeout_s: float) -> Message:
     """Connect to another host, exchange a byte, send ``size`` bytes and receive as many. Where it
     fails: ``stage`` has the step (``connect``, ``byte``, ``send``, ``receive``), ``error`` the name
-    of the error; else the seconds of each step."""
-    seconds: dict[str, float] = {}
-    stage, began = "connect", time.monotonic()
+    of the error; else ``seconds`` has what the answer of a byte takes."""
+    stage, seconds = "connect", 0.0
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as peer:
             for stage, data, expected in (
@@ -983,12 +982,12 @@ def _probe(address: str, port: int, token: bytes, size: int, timeout_s: float) -
                 ("send", size.to_bytes(8, "big") + bytes(size), 1),
                 ("receive", b"3", size),
             ):
-                seconds["connect"] = seconds.get("connect", time.monotonic() - began)
                 sent_at = time.monotonic()
                 peer.sendall(data)
                 if _receive(peer, expected) != b"1" and stage == "byte":
                     raise OSError(errno.EPROTO, "another program answers")
-                seconds[stage] = time.monotonic() - sent_at
+                if stage == "byte":
+                    seconds = time.monotonic() - sent_at
     except OSError as error:
         # A time-out of Python has no number.
         name = errno.errorcode.get(error.errno or errno.ETIMEDOUT, type(error).__name__)

@@ -33,8 +33,6 @@ answer."""
 ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
 MEGABYTES = 64
 """Of an all-reduce that is timed."""
-BULK = 64 << 20
-"""Bytes in each direction, of which the bandwidth is measured."""
 TIMEOUT_S = 4.0
 """Of each step. The kernel repeats a lost SYN after 1 s and after 3 s."""
 NAMES = 3
@@ -77,8 +75,8 @@ class Mesh:
     faults: list[Fault] = field(default_factory=list)
     unmet: list[Fault] = field(default_factory=list)
     """Hosts that do not reach the rendezvous."""
-    seconds: dict[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
-    """(source, target) -> seconds of each step."""
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(source, target) -> what an answer takes, where all steps pass."""
 
 
 def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> dict[str, Node]:
@@ -209,7 +207,7 @@ def probe_mesh(
 def _listening(
     nodes: Mapping[str, Node],
     connections: Sequence[Connection],
-    rendezvous_port: int = 0,
+    rendezvous_port: int,
 ) -> Iterator[tuple[dict[str, int], str]]:
     """Every host answers probes in the block; host -> its fresh port, and the token of probes."""
     token = secrets.token_hex(8)
@@ -231,45 +229,6 @@ def _listening(
         # Waited for: ranks listen on the same port.
         alive = [connection for connection in connections if connection.lost_at is None]
         list(request_all(alive, "listen", timeout_s=10, message=lambda _: {"address": ""}))
-
-
-def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair once, in rounds in which no host takes part twice."""
-    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
-    half, schedule = len(ring) // 2, []
-    for _ in range(len(ring) - 1):
-        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-    return schedule
-
-
-def measure_bandwidth(
-    nodes: Mapping[str, Node], connections: Sequence[Connection]
-) -> dict[tuple[str, str], float]:
-    """(source, target) -> Gbit/s of one TCP connection, pair by pair, 64 MiB in each direction."""
-    by_name = {agent.name: agent for agent in connections if agent.name in nodes}
-    speeds: dict[tuple[str, str], float] = {}
-    with _listening(nodes, list(by_name.values())) as (ports, token):
-        for pairs in rounds(list(nodes)):
-            targets = dict(pairs)
-
-            def message(connection: Connection, targets: dict[str, str] = targets) -> Any:
-                target = targets[connection.name]
-                peer = (target, nodes[target].address, ports[target])
-                return {"peers": [peer], "token": token, "size": BULK, "timeout_s": 60.0}
-
-            sources = [by_name[source] for source, _ in pairs]
-            for agent, reply in request_all(sources, "probe", timeout_s=200, message=message):
-                target = targets[agent.name]
-                result = {} if isinstance(reply, AgentError) else reply["results"][target]
-                for step, pair in (
-                    ("send", (agent.name, target)),
-                    ("receive", (target, agent.name)),
-                ):
-                    if seconds := result.get("seconds", {}).get(step):
-                        speeds[pair] = 8 * BULK / seconds / 1e9
-    return speeds
 
 
 @dataclass(frozen=True)
