@@ -28,7 +28,6 @@ slurmctld        Slurm on the test cluster
 slurmd           Slurm on the test cluster
 munge            Slurm's authentication
 libpmix-dev      Slurm loads libpmix.so for --mpi=pmix
-bubblewrap       the sandbox of task.options.rewards=[code]
 zsh              tab completion
 fish             tab completion
 "
@@ -58,12 +57,11 @@ if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
 This system has no apt-get; install what corresponds to these Debian packages, then go on:
 $list
 Fedora, RHEL, Rocky: python3-devel gcc-c++ git openssh-clients openssh-server pdsh rsync iproute
-  iproute-tc util-linux procps-ng openmpi slurm slurm-slurmctld slurm-slurmd munge bubblewrap zsh
+  iproute-tc util-linux procps-ng openmpi slurm slurm-slurmctld slurm-slurmd munge zsh fish
+Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng openmpi slurm-llnl munge zsh
   fish
-Arch: python gcc git openssh pdsh rsync iproute2 util-linux procps-ng openmpi slurm-llnl munge
-  bubblewrap zsh fish
 openSUSE: python3-devel gcc-c++ git openssh pdsh rsync iproute2 util-linux procps openmpi4
-  slurm slurm-node munge bubblewrap zsh fish
+  slurm slurm-node munge zsh fish
 EOF
   exit 1
 fi

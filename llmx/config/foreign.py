@@ -648,6 +648,7 @@ _OTHERS = {
     "task.kind": "finetuning_task",
     "task.options.beta": "dpo_beta",
     "task.options.loss": "loss_type rl",
+    "task.options.rewards": "reward reward_funcs",
     "task.epochs": "n_epochs max_epochs epoch",
     "task.steps": "num_steps train_steps num_train_steps max_train_steps iterations",
     "task.log_every_steps": "log_interval",

@@ -17,7 +17,6 @@ from llmx.config.schema import (
     HardwareConfig,
     ModelConfig,
     OptimConfig,
-    TaskConfig,
     ZeroConfig,
 )
 from llmx.plan import cuda_builds
@@ -52,11 +51,6 @@ def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
         key = "offload_optimizer" if zero.offload_optimizer == "nvme" else "offload_param"
         compiled.append(Extension(f"zero.{key}=nvme", f"zero.{key}=cpu", libaio=True))
     return tuple(compiled)
-
-
-def runs_code(task: TaskConfig) -> bool:
-    """Whether a reward runs code that the model has written."""
-    return "code" in (task.options.get("rewards") or [])
 
 
 def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str, Any]:
@@ -127,12 +121,6 @@ def compare_hosts(
         busy += _gpus_in_use(name, gpus_of_host, facts)
         warnings += _gpu_health(name, gpus_of_host, facts)
         warnings += _infiniband(exp, name, facts)
-        if runs_code(exp.task) and not facts["bubblewrap"]:
-            errors.append(
-                f"{name}: task.options.rewards has code, which runs in a sandbox, and bubblewrap "
-                "is not installed. Install it on every host (apt install bubblewrap), or remove "
-                "code from task.options.rewards."
-            )
         errors += more_errors
         warnings += more_warnings
     for name, offset_s in (offsets_s or {}).items():

@@ -109,7 +109,6 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "ssh_address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),
         "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
-        "bubblewrap": which("bwrap"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "nvcc": once("nvcc", nvcc),
         "skips_cuda_check": os.environ.get("DS_SKIP_CUDA_CHECK") == "1",

@@ -38,7 +38,6 @@ from llmx.data.format.rows import Conversation
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks import sandbox
 from llmx.tasks.base import (
     GeneratedSample,
     Loss,
@@ -62,7 +61,6 @@ from llmx.tasks.policy_loss import (
 )
 from llmx.tasks.rewards import (
     BUILT_IN,
-    CODE,
     ENVIRONMENT,
     REWARD_MODEL,
     Outcome,
@@ -107,7 +105,8 @@ class RolloutOptions:
         rule=Text(
             200,
             pattern=r"(" + "|".join(BUILT_IN) + r")|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*",
-            rule=f"be {', '.join(BUILT_IN)}, or a function of your own, package.module:function",
+            rule=f"be {', '.join(BUILT_IN)}, or a function of your own, package.module:function "
+            "(which may run code in a sandbox)",
         ),
     )
     """What a completion is rewarded for (with an ``environment``: the last one). A function of your
@@ -345,9 +344,7 @@ class Grpo(Task):
         return Example.of(row, cut="none")
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
-        """Import the rewards, and start a sandbox if one is needed, before models are built."""
-        if CODE in self.options.rewards:
-            sandbox.check()
+        """Import the rewards before models are built."""
         if self.options.environment:
             self._observations.check()
             _ = self._environment
@@ -361,7 +358,6 @@ class Grpo(Task):
             max_new_tokens=options.max_new_tokens,
             overlong_buffer=options.overlong_buffer,
             pattern=options.format,
-            timeout_s=options.reward_timeout_s,
         )
 
     @cached_property

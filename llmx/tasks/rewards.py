@@ -12,7 +12,6 @@ Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import logging
 import math
@@ -27,15 +26,13 @@ from typing import Any, TypeVar
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.run.metrics.completions import exact_match, failure, load_function
-from llmx.tasks import sandbox
 
-CODE = "code"
 MATH = "math_verify"
 REWARD_MODEL = "reward_model"
 """The name of the score of a trained reward model."""
 ENVIRONMENT = "environment"
 """The name of the sum of the rewards that an environment gives."""
-BUILT_IN = ("exact_match", "format", "length", "overlong", MATH, CODE)
+BUILT_IN = ("exact_match", "format", "length", "overlong", MATH)
 
 T = TypeVar("T")
 
@@ -91,7 +88,6 @@ def reward_functions(
     max_new_tokens: int,
     overlong_buffer: int,
     pattern: str | None,
-    timeout_s: float,
 ) -> dict[str, Reward]:
     """The functions by the name of their metric.
 
@@ -111,7 +107,6 @@ def reward_functions(
         "length": lambda scored: scored.num_tokens / max_new_tokens,
         "overlong": overlong,
         MATH: _math_verify,
-        CODE: lambda scored: _passes_tests(scored, limit_s=PROGRAM_SHARE * timeout_s),
     }
     functions = [built_in[name] if name in built_in else _of_user(name) for name in names]
     return dict(zip(short_names(names), functions, strict=True))
@@ -133,27 +128,6 @@ def _math_verify(scored: Scored) -> float:
         raise ValueError(f"math-verify finds no answer in the reference {scored.reference!r}")
     answer = package.parse(scored.completion, parsing_timeout=None)
     return float(package.verify(reference, answer, timeout_seconds=None))
-
-
-PROGRAM_SHARE = 0.9
-"""Of ``reward_timeout_s``, for a program and the start of its sandbox: one that takes longer gets
-0, before the reward as a whole would be given up."""
-_BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
-
-
-def code_of(text: str) -> str:
-    """The last fenced block of a text; the text, if it has none."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
-
-
-def _passes_tests(scored: Scored, *, limit_s: float) -> float:
-    """1 where the completion's code gets to the end of the tests in the reference."""
-    tests = code_of(scored.reference)
-    if not tests.strip():
-        raise ValueError("the reference has no tests")
-    ast.parse(tests)  # a row whose tests are no Python says nothing
-    return float(sandbox.passes(code_of(scored.completion), tests, limit_s=limit_s))
 
 
 class RewardTimeout(BaseException):

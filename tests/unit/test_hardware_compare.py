@@ -47,7 +47,6 @@ def facts(**changes: Any) -> dict[str, Any]:
         "runs": [],
         "removed": [],
         "ninja": True,
-        "bubblewrap": False,
         "compiler": True,
         "nvcc": "12.6",
         "skips_cuda_check": False,
@@ -368,19 +367,6 @@ def test_flash_attention_needs_its_package() -> None:
     here = facts(gpus=8, modules=[])
     (error,) = compare_hosts(done.experiment, done.plan, {"localhost": here}).errors
     assert "needs the package flash-attn" in error
-
-
-def test_code_needs_a_sandbox() -> None:
-    done = composed(
-        ["experiment=demo", "task=grpo", "hardware=cpu2", "task.options.rewards=[code]"]
-    )
-    without, with_it = (
-        compare_hosts(done.experiment, done.plan, {"localhost": facts(bubblewrap=here)}).errors
-        for here in (False, True)
-    )
-    assert len(without) == 1
-    assert "apt install bubblewrap" in without[0]
-    assert with_it == ()
 
 
 def test_what_is_asked_of_hosts() -> None:

@@ -26,7 +26,6 @@ def functions(*names: str, **more: Any) -> Any:
         "max_new_tokens": 20,
         "overlong_buffer": 10,
         "pattern": None,
-        "timeout_s": 10.0,
         **more,
     }
     return reward_functions(names, **options)

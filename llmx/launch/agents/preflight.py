@@ -26,7 +26,6 @@ from llmx.hardware.compare import (
     disk_use,
     extensions,
     ram_problem,
-    runs_code,
     storage_of,
 )
 from llmx.hardware.remote import SurveyError, run_survey, survey_source
@@ -527,11 +526,9 @@ def _busy_gpus(spec: LaunchSpec, findings: Findings, *, is_restart: bool) -> tup
 def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) -> tuple[str, ...]:
     """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
     host, *other_hosts = spec.plan.hosts
-    needed = extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus
-    needed = needed or runs_code(spec.exp.task)
     if other_hosts or not host.is_local:
         return ()  # the hosts of Slurm cannot be checked from here
-    if not needed:
+    if not (extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus):
         storage = storage_of(spec.plan, host.name)
         text = "" if storage is None else ram_problem(storage, host.name, here)
         return (text,) if text else ()
