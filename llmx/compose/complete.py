@@ -49,7 +49,7 @@ from llmx.config import (
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
 from llmx.config.model_rules import head_problem, model_config_problems
-from llmx.config.rollout_rules import has_open_hosts, with_rollout_hosts
+from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, did_you_mean
@@ -57,7 +57,6 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.adapter import freeze_problems, target_problems
-from llmx.plan.arrangements import arrangement_of, drawing_hosts, with_chosen
 from llmx.plan.choices import (
     KnownFor,
     auto_keys,
@@ -69,7 +68,7 @@ from llmx.plan.choices import (
 from llmx.plan.geometry import model_geometry, position_limit
 from llmx.plan.memory import with_size, with_trained_size
 from llmx.plan.trace import Traces
-from llmx.plan.types import Arrangement, KnownSpeeds, NetworkBeside
+from llmx.plan.types import KnownSpeeds, NetworkBeside
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,6 @@ def plan_experiment(
     ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
     alone. ``speeds``: measured there before by ranks.
     """
-    if has_open_hosts(exp.rollout):
-        return arranged_experiment(exp, problems)
     if auto_keys(exp):
         return chosen_experiment(exp, problems)
     if not is_checked:
@@ -143,45 +140,6 @@ def chosen_experiment(
     return dataclasses.replace(composed, plan=plan, asked=exp)
 
 
-def arranged_experiment(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
-    """Replace ``rollout.hosts=auto`` by the hosts with which a step is the shortest, and plan.
-
-    By the data sheets alone, so that the same config gives the same hosts on every machine.
-    """
-    if drawn_samples(exp) is None:
-        own_task = (
-            f"rollout.hosts=auto: what task={exp.task.kind} generates is not known here, so no "
-            "step can be predicted. Name the hosts that draw: rollout.hosts=[node-b]."
-        )
-        raise ConfigError("\n".join(task_problems(exp)) or own_task)
-    sizes = (exp.batch.global_batch, exp.batch.tokens_per_step)
-    if sizes == (None, None):
-        raise ConfigError(
-            "rollout.hosts=auto: the size of a step is not set, so it would follow from the hosts "
-            "that train. Set batch.global_batch=64 (prompts)."
-        )
-    composed_by_hosts, arrangements = dict[tuple[str, ...], Composed](), []
-    for names in drawing_hosts(exp.hardware.hosts):
-        rollout = replace(exp.rollout, hosts=list(names))
-        hardware, rollout = with_rollout_hosts(exp.hardware, rollout)
-        try:
-            variant = with_implied_values(replace(exp, hardware=hardware, rollout=rollout))
-            composed = plan_experiment(variant, problems)
-        except ConfigError as error:
-            trains = tuple(host.name for host in hardware.hosts)
-            arrangements.append(Arrangement(trains, names, problem=str(error)))
-            continue
-        composed_by_hosts[names] = composed
-        arrangements.append(arrangement_of(composed.experiment, composed.plan))
-    if not composed_by_hosts:  # mostly the config itself is wrong; else each has its own problem
-        raise ConfigError(min((arrangement.problem for arrangement in arrangements), key=len))
-    arrangements = with_chosen(arrangements)
-    chosen = next(arrangement for arrangement in arrangements if arrangement.chosen)
-    composed = composed_by_hosts[chosen.draws]
-    plan = dataclasses.replace(composed.plan, arrangements=tuple(arrangements))
-    return dataclasses.replace(composed, plan=plan)
-
-
 def refusal(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = False) -> str:
     """The message of ``check``; empty where nothing is wrong."""
     try:
@@ -195,9 +153,6 @@ def check(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = Fal
     """Every rule of an experiment that is complete: of its values, of the names in its model, and
     those of its task. Raises ConfigError with all that is wrong, ``problems`` included.
     ``is_typed``: every value has been checked by its field already."""
-    if has_open_hosts(exp.rollout):
-        arranged_experiment(exp, problems)
-        return
     if auto_keys(exp):
         first_allowed(exp, lambda one: refusal(one, problems, is_typed=is_typed))
         return
@@ -290,7 +245,7 @@ def with_implied_values(exp: Experiment) -> Experiment:
     """Set values that follow from others. Groups bring epochs and warmup_fraction; a user who types
     steps means steps."""
     zero, task, optim = exp.zero, exp.task, exp.optim
-    if zero.hpz_partition_size == 0 and exp.hardware.hosts and not has_open_hosts(exp.rollout):
+    if zero.hpz_partition_size == 0 and exp.hardware.hosts:
         zero = dataclasses.replace(zero, hpz_partition_size=exp.hardware.hosts[0].slots)
     if task.steps is not None:
         task = dataclasses.replace(task, epochs=None)

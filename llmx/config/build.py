@@ -279,12 +279,8 @@ def _value(hint: Any, value: Any, where: str, rules: Mapping[str, Any], problems
     if dataclasses.is_dataclass(hint):
         return _dataclass(typing.cast(type, hint), value, where, problems)
     if origin is list:
-        if value == "auto" and "auto" in rules:
-            return ["auto"]
         if not isinstance(value, list | tuple):
-            problems.append(
-                _wrong(where, value, "a list, or auto" if "auto" in rules else "a list", rules)
-            )
+            problems.append(_wrong(where, value, "a list", rules))
             return []
         inner_rules = {"example": None}
         return [

@@ -219,12 +219,10 @@ def items(
     example: str | None = None,
     rule: Text | None = None,
     values: Range | None = None,
-    or_auto: bool = False,
 ) -> Any:
     """A list of at most ``maximum`` entries, empty by default. ``rule``: of each text in it;
-    ``values``: the range of each number in it; ``or_auto``: ``auto`` is a list with that entry."""
-    metadata: dict[str, Any] = {"length": Range(0, maximum), "example": example}
-    metadata |= {"text": rule or Text(), **({"auto": True} if or_auto else {})}
+    ``values``: the range of each number in it."""
+    metadata = {"length": Range(0, maximum), "example": example, "text": rule or Text()}
     return field(
         default_factory=lambda: list(default),
         metadata=metadata if values is None else {**metadata, "range": values},

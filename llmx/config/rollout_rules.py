@@ -19,14 +19,6 @@ SILENT_S = 30.0
 """A server that sends nothing for so long is lost."""
 HANG_TIMEOUT_S = 600.0
 """The least that ``launch.hang_timeout_s=null`` stands for (``llmx.launch.supervision.hang``)."""
-OPEN = "auto"
-"""The only entry of ``rollout.hosts`` until the plan has chosen the hosts
-(``llmx.plan.arrangements``)."""
-
-
-def has_open_hosts(rollout: RolloutConfig) -> bool:
-    """Whether ``rollout.hosts=auto`` leaves it to the plan which hosts draw."""
-    return rollout.hosts == [OPEN]
 
 
 def with_rollout_hosts(

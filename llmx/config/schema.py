@@ -885,10 +885,9 @@ class RolloutConfig:
     """The samples of a task that generates them (``task=grpo``): where they are drawn, and how long
     they are kept."""
 
-    hosts: list[str] = items(maximum=4096, example="[node-b]", or_auto=True)
+    hosts: list[str] = items(maximum=4096, example="[node-b]")
     """Names of hosts of ``hardware.hosts`` that do not train: on each of their slots a rollout
-    server draws the samples. Empty: the ranks that train draw them. ``auto``: the hosts with which
-    the plan predicts the shortest step."""
+    server draws the samples. Empty: the ranks that train draw them."""
     servers: list[HostConfig] = items(maximum=4096, example="[]")
     """Written by llmx: the entries of ``hardware.hosts`` that ``rollout.hosts`` names."""
     port: int = number(0, minimum=0, maximum=65000)

@@ -66,7 +66,6 @@ def with_traced_choice(composed: Composed) -> Composed:
     open_config = composed.asked
     if open_config is None:
         return composed
-    arrangements = composed.plan.arrangements
     speeds_of = known_runs()
     without: list[Experiment] = []
     for _ in range(ROUNDS):
@@ -85,8 +84,6 @@ def with_traced_choice(composed: Composed) -> Composed:
     chosen = composed.plan.chosen
     if chosen is not None and chosen.problem:
         raise ConfigError(chosen.problem)
-    if arrangements:
-        composed = replace(composed, plan=replace(composed.plan, arrangements=arrangements))
     return composed
 
 

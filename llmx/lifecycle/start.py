@@ -208,15 +208,6 @@ def _chosen(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
     if composed.asked is not None and not is_trial:
         composed = with_traced_choice(composed)
     exp, plan = composed.experiment, composed.plan
-    if plan.arrangements and not exp.dry_run:
-        step_s = next(choice.step_s for choice in plan.arrangements if choice.chosen)
-        count = sum(not choice.problem for choice in plan.arrangements)
-        print(
-            f"auto: rollout.hosts=[{','.join(exp.rollout.hosts)}]: the shortest predicted step "
-            f"({step_s:.3g} s) of {human.plural(count, 'possible arrangement')}; plan.json has "
-            "all of them",
-            file=stream,
-        )
     if (chosen := plan.chosen) is not None and not exp.dry_run:
         print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
     return composed

@@ -259,23 +259,22 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
         )
     yield from _of_balance(exp, plan)
     yield from _of_beside(exp, plan)
-    yield from server_problems(exp, plan)
+    yield from _server_problems(exp, plan)
 
 
-def server_problems(exp: Experiment, plan: Plan) -> list[str]:
+def _server_problems(exp: Experiment, plan: Plan) -> Iterator[str]:
     """A sentence for each type of device that is too small for a rollout server."""
     shape = model_geometry(exp.model)
     if shape is None or plan.drawn is None:
-        return []
+        return
     samples = Samples(
         shape, BYTES[plan.precision], plan.batch.global_batch, plan.drawn, exp.data.seq_len
     )
-    sentences = []
     for name in dict.fromkeys(host.device for host in plan.rollout_hosts):
         device = exp.hardware.devices[name]
         needed = samples.server_gib(context_gib=ACCELERATORS[device.accelerator].context_gib)
-        sentences.append(server_problem(name, needed, device.memory_gib))
-    return [sentence for sentence in sentences if sentence]
+        if problem := server_problem(name, needed, device.memory_gib):
+            yield problem
 
 
 def without_price(hardware: HardwareConfig, hosts: Sequence[HostPlan]) -> list[str]:

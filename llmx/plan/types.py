@@ -356,21 +356,6 @@ class RolloutTime:
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """One way to divide the hosts into those that train and those that draw samples."""
-
-    trains: tuple[str, ...]
-    """Names of hosts."""
-    draws: tuple[str, ...]
-    """Empty: the ranks that train draw."""
-    step_s: float = 0.0
-    rollout: RolloutTime | None = None
-    problem: str = ""
-    """Why it is no choice."""
-    chosen: bool = False
-
-
-@dataclass(frozen=True)
 class TimePlan:
     """Predicted time of one optimizer step (``llmx.plan.step_time``), and what follows from it."""
 
@@ -510,8 +495,6 @@ class Plan:
     """Hosts that draw samples and have no ranks; left out of the file where there are none."""
     drawn: DrawnSamples | None = None
     """None where the task reads its samples. Left out of the file then."""
-    arrangements: tuple[Arrangement, ...] = ()
-    """What ``rollout.hosts=auto`` has chosen among; left out of the file where it was not set."""
 
     def attention_on(self, device: str) -> str:
         """The attention for packed rows on this type of device; empty where the plan has none."""
@@ -565,7 +548,6 @@ class Plan:
             "checkpointing",
             "rollout_hosts",
             "drawn",
-            "arrangements",
         ):
             if getattr(self, name) == getattr(Plan, name):  # as by default
                 del values[name]

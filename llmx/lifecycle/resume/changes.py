@@ -313,9 +313,9 @@ def keep_choice(composed: Composed, former: Plan, keys: Iterable[str]) -> Compos
     was chosen by it or went into it."""
     among = ("zero.", "batch.", "hardware.", "rollout.hosts", "model.activation_checkpointing")
     plan = composed.plan
-    if plan.chosen or plan.arrangements or any(key.startswith(among) for key in keys):
+    if plan.chosen or any(key.startswith(among) for key in keys):
         return composed
-    plan = dataclasses.replace(plan, chosen=former.chosen, arrangements=former.arrangements)
+    plan = dataclasses.replace(plan, chosen=former.chosen)
     return dataclasses.replace(composed, plan=plan)
 
 

@@ -35,7 +35,6 @@ from llmx.plan.geometry import model_geometry
 from llmx.plan.trace import Traces
 from llmx.plan.types import (
     USABLE,
-    Arrangement,
     HostPlan,
     HostStorage,
     MemoryPlan,
@@ -120,9 +119,6 @@ def render_plan(
     title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
     facts = facts_table(plan, exp, traces, overrides)
     parts: list[RenderableType] = [title, hosts_table(plan), facts]
-    if plan.arrangements:
-        heading = "\nrollout.hosts=auto: predicted step of each arrangement; * is this plan"
-        parts += [Text(heading, style="bold"), arrangements_table(plan.arrangements)]
     if plan.memory:
         table = _memory(plan)
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
@@ -167,29 +163,6 @@ def hosts_table(plan: Plan) -> Table:
     for host in plan.rollout_hosts:
         servers = f"{host.slots}{human.TIMES}{host.device}"
         table.add_row(_host_name(host), "draws samples", servers, "", "", plan.precision)
-    return table
-
-
-def arrangements_table(arrangements: Sequence[Arrangement]) -> Table:
-    """Which hosts train and which draw, the step, and how long each part waits; or why not."""
-    table = columns_table()
-    names = ["train on", "draw on", "step", "training idle", "drawing idle"]
-    for name in names + ["problem"] * any(choice.problem for choice in arrangements):
-        table.add_column(name, overflow="fold")
-    for choice in arrangements:
-        mark, step, idle = "* " if choice.chosen else "", "", ("", "")
-        if choice.step_s:
-            step = seconds(choice.step_s)
-        if (rollout := choice.rollout) and rollout.drawing_idle:
-            shares = [share for _, share in rollout.drawing_idle]
-            mean = sum(shares) / len(shares)
-            idle = (
-                human.percent(rollout.training_idle, decimals=0),
-                human.percent(mean, decimals=0),
-            )
-        draws = ", ".join(choice.draws) or "the same"
-        problem = [choice.problem.splitlines()[0]] if choice.problem else []
-        table.add_row(mark + ", ".join(choice.trains), draws, step, *idle, *problem)
     return table
 
 
