@@ -16,13 +16,6 @@ def all_gather(value: T, *, group: Any = None) -> list[T]:
     return everyone
 
 
-def from_first(value: T, *, group: Any = None) -> T:
-    """The value of rank 0, on every rank; the others' are not looked at."""
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0, group=group)
-    return values[0]
-
-
 def first_problem(problem: str | None) -> tuple[int, str] | None:
     """The first rank with a problem, and the problem; the same on every rank."""
     problems = enumerate(all_gather(problem))

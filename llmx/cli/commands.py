@@ -391,7 +391,7 @@ mapped to it: data.template=auto, data.loss_on=last. docs/coming-from.md has eve
     ),
     "reproduce": Command(
         "repeat a run from its snapshot: reproduce RUN_DIR",
-        "RUN_DIR [overrides] [to_step=K] [strict=true] [replay=true]",
+        "RUN_DIR [overrides] [to_step=K] [strict=true]",
         "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
         "start it lists what differs from the recorded run, by severity; at the end it says\n"
         "whether the numbers are bitwise identical, or which step differs first and how much.",
@@ -405,12 +405,6 @@ mapped to it: data.template=auto, data.loss_on=last. docs/coming-from.md has eve
                 "strict=",
                 "refuse if anything differs that may change numbers; exit code 1 also where "
                 "the numbers differ at the end",
-                "true",
-                _TRUE,
-            ),
-            Word(
-                "replay=",
-                "train the recorded samples of the run (rollouts/) instead of generating new ones",
                 "true",
                 _TRUE,
             ),

@@ -882,8 +882,7 @@ class LaunchConfig:
 
 @dataclass
 class RolloutConfig:
-    """The samples of a task that generates them (``task=grpo``): where they are drawn, and how long
-    they are kept."""
+    """Where the samples of a task that generates them (``task=grpo``) are drawn."""
 
     hosts: list[str] = items(maximum=4096, example="[node-b]")
     """Names of hosts of ``hardware.hosts`` that do not train: on each of their slots a rollout
@@ -907,10 +906,6 @@ class RolloutConfig:
     policy gives them, over that of what drew them, for each token or for whole completions."""
     importance_cap: float = number(2.0, minimum=1, maximum=1000)
     """The largest of these weights (truncated importance sampling)."""
-    keep: int | None = number(None, minimum=0, maximum=MAX_STEPS, example=100)
-    """Keep the samples of the newest N steps in the run directory (``rollouts/``, about 9 bytes a
-    token). A resume trains the recorded steps after its checkpoint instead of generating them
-    again. Null keeps all of them, as ``reproduce replay=true`` needs; 0 records none."""
 
     @property
     def weights_samples(self) -> bool:

@@ -153,8 +153,7 @@ class CheckpointSync:
                 )
 
     def _push_metrics(self, connection: Connection) -> None:
-        """Rank 0 truncates its metrics where it resumes, so its host needs them; and the samples
-        that it trains again."""
+        """Rank 0 truncates its metrics where it resumes, so its host needs them."""
         if self.spec.plan.ranks[0].host not in connection.hosts:
             return
         names = [p.name for p in (self.spec.run_dir.metrics, self.spec.run_dir.samples)]
@@ -167,17 +166,6 @@ class CheckpointSync:
                     label=f"{name} to {connection.name}",
                     host=connection.name,
                 )
-        rollouts = self.spec.run_dir.rollouts
-        if rollouts.is_dir():
-            self._pool.run(
-                [
-                    "--ignore-existing",
-                    f"{rollouts}/",
-                    f"{self._pool.at(connection.name, rollouts)}/",
-                ],
-                label=f"{rollouts.name} to {connection.name}",
-                host=connection.name,
-            )
 
     def _loop(self) -> None:
         # At a low priority: hashing must not take a core from the ranks.

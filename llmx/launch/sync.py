@@ -448,7 +448,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     if 0 in ranks:
         files = ("metrics.jsonl", "samples.json", "tables.json", "inputs.json", "data.json")
         # The ranks that measure their speeds write the plan anew.
-        names += [f"/{name}" for name in (*files, "balance.json", "plan.json", "rollouts/***")]
+        names += [f"/{name}" for name in (*files, "balance.json", "plan.json")]
+        logs.append("/rollouts.jsonl")
     # A log only grows: where a host lost its disk and has the shorter one, that is not copied. The
     # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
     for mode, patterns in (["--append-verify"], logs), ([], names):

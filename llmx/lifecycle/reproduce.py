@@ -8,7 +8,6 @@ Before the start it says what differs from then; at the end, whether the numbers
 from __future__ import annotations
 
 import dataclasses
-import filecmp
 import os
 import shlex
 import shutil
@@ -62,7 +61,7 @@ from llmx.run.tail import read_checked
 from llmx.text import plural
 from llmx.tracking.base import check_packages
 
-OWN = ("strict", "to_step", "replay", "run_dir", "dry_run", "trust")
+OWN = ("strict", "to_step", "run_dir", "dry_run", "trust")
 FILE = "reproduction.json"
 
 
@@ -81,12 +80,6 @@ def reproduce(words: RunCommand) -> int:
     """List the differences, refuse or run, and compare the numbers."""
     run, exp = trusted_run(words)
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
-    replay = words.flag("replay")
-    if replay and not run.recorded_rollouts():
-        raise ConfigError(
-            f"replay=true: {run.rollouts} has no recorded samples. The run reads its samples, or "
-            "was trained with rollout.keep=0. Leave out replay."
-        )
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
     if target.config.exists():
@@ -124,12 +117,9 @@ def reproduce(words: RunCommand) -> int:
         print("nothing was started (dry_run=true)")
         return 0
     check_paths(new, composed.plan)
-    if replay:
-        print(f"its samples are replayed from {run.rollouts}", flush=True)
-    exit_code = _start(run, target, words, composed, replay=replay)
+    exit_code = _start(run, target, words, composed)
     outcome = compare_runs(run, target)
     other = other_inputs(run, target)
-    not_replayed = other_samples(run, target) if replay else []
     write_json(
         target.root / FILE,
         {
@@ -139,20 +129,11 @@ def reproduce(words: RunCommand) -> int:
             **outcome.to_dict(),
             "other_inputs": other,
             "exit_code": exit_code,
-            "replay": replay,
-            "not_replayed": not_replayed,
             "changed": {change.key: [change.old, change.new] for change in changed},
             "differences": [difference.to_dict() for difference in rows],
         },
     )
     print_outcome(outcome, other, rows, stream=sys.stdout, where=str(target.root / FILE))
-    if not_replayed:
-        print(
-            f"  not replayed: the samples of step {not_replayed[0]} and later ones were drawn anew "
-            "(the log of rank 0 says why)"
-        )
-    elif replay:
-        print(f"  its samples are those of {run.rollouts} (replay=true)")
     if strict and not outcome.identical:
         return exit_code or NotReproduced.exit_code
     return exit_code
@@ -166,22 +147,8 @@ def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
 
 
-def other_samples(run: RunDir, target: RunDir) -> list[int]:
-    """The steps whose recorded samples are not those of the first run, up to the end of the new
-    one."""
-    return [
-        step
-        for step, path in run.recorded_rollouts().items()
-        if not (target.rollouts / path.name).is_file()
-        or not filecmp.cmp(path, target.rollouts / path.name)
-    ]
-
-
-def _start(
-    run: RunDir, target: RunDir, words: RunCommand, composed: Composed, *, replay: bool
-) -> int:
-    """Returns the exit code of the run. ``replay``: with the samples that ``run`` has generated,
-    as a resumed run has its own."""
+def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -> int:
+    """Returns the exit code of the run."""
     from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
 
@@ -203,8 +170,6 @@ def _start(
     if run.balance.is_file():
         # The split over ranks that was measured then. Ranks on other devices measure anew.
         shutil.copyfile(run.balance, target.balance)
-    if replay:
-        shutil.copytree(run.rollouts, target.rollouts)
     launch = write_launch_files(new, plan, target)
     return supervised(launch)
 
@@ -218,7 +183,7 @@ def _record_of(run: RunDir) -> dict[str, Any]:
 
 
 ALLOWED = (
-    "hardware.*", "launch.*", "tracking.*", "checkpoint.*", "rollout.keep", "name",
+    "hardware.*", "launch.*", "tracking.*", "checkpoint.*", "name",
     "batch.micro_batch", "batch.accumulation",
     *PLACES, "data.cache_dir", "data.num_workers", "task.save_model", "task.code_path",
     "dry_run",

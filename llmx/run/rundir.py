@@ -88,8 +88,8 @@ class RunDir:
     """Eval prompts with their completions before and after training."""
     tables = _Inside("tables.json")
     """What the newest evaluation measures and is no number."""
-    rollouts = _Inside("rollouts")
-    """The samples of each step of a task that generates them, by rank 0."""
+    rollouts = _Inside("rollouts.jsonl")
+    """The samples of each step of a task that generates them, one line each, by rank 0."""
     checkpoints = _Inside("checkpoints")
     final_model = _Inside("model")
     """The final model as a Hugging Face directory."""
@@ -128,15 +128,6 @@ class RunDir:
     def synchronisations(self, rank: int) -> Path:
         """``ranks/synchronisations-000.json``: where a watched run waited for the GPU."""
         return self.ranks / f"synchronisations-{rank:03d}.json"
-
-    def rollout(self, step: int) -> Path:
-        """``rollouts/step-00000012.safetensors``: what was generated for one step (from 1)."""
-        return self.rollouts / f"step-{step:08d}.safetensors"
-
-    def recorded_rollouts(self) -> dict[int, Path]:
-        """Step -> the file with what was generated for it, by step."""
-        paths = sorted(self.rollouts.glob("step-*.safetensors"))
-        return {int(path.stem.removeprefix("step-")): path for path in paths}
 
     def checkpoint(self, step: int) -> Path:
         """``checkpoints/step-00000120/``: one committed checkpoint."""

@@ -82,10 +82,10 @@ SHAPES: Record = {
     },
     "samples.json": {
         "rows": [{"prompt": "", "expected": "", "before": "", "after": ""}],
-        "generated": {
-            "step": 0,
-            "rows": [{"prompt": "", "completion": "", "rewards": {"*": 0}, "advantage": 0}],
-        },
+    },
+    "rollouts.jsonl": {
+        "step": 0, "attempt": 0, "prompt": "", "completion": "", "rewards": {"*": 0},
+        "advantage": 0,
     },
     "tables.json": {
         "step": 0, "tables": [{"title": "", "rows": [""], "columns": [""], "values": [[0]]}],
@@ -210,15 +210,24 @@ def records_of(lines: Iterable[bytes], shape: Record = SHAPES["metrics.jsonl"]) 
     return [record for record in records if record is not None]
 
 
-def read_records(path: str | os.PathLike[str], damage: list[str] | None = None) -> list[Record]:
+def read_records(
+    path: str | os.PathLike[str],
+    damage: list[str] | None = None,
+    *,
+    last_bytes: int | None = None,
+) -> list[Record]:
     """The objects of the lines of a file; none where there is no file. A last line that has
     no end yet counts where it is a whole object.
 
-    ``damage``: a line is added to it where lines cannot be read.
+    ``damage``: a line is added to it where lines cannot be read. ``last_bytes``: only the lines in
+    so many bytes at its end are read.
     """
     name = os.path.basename(path)
     try:
         with open(path, "rb") as stream:
+            if last_bytes is not None and os.fstat(stream.fileno()).st_size > last_bytes:
+                stream.seek(-last_bytes, os.SEEK_END)
+                stream.readline()  # the rest of a line
             *lines, last = stream.read().split(b"\n")
     except OSError as error:
         if damage is not None and not isinstance(error, FileNotFoundError):
@@ -230,3 +239,19 @@ def read_records(path: str | os.PathLike[str], damage: list[str] | None = None) 
     if damage is not None and unreadable:
         damage.append(f"{name}: unreadable lines are left out ({unreadable}).")
     return records + records_of([last], shape)
+
+
+LAST_BYTES = 1 << 20
+"""Of ``rollouts.jsonl``, which may be large, are read."""
+SHOWN_SAMPLES = 16
+"""Of a step, at most."""
+
+
+def newest_samples(path: str | os.PathLike[str], damage: list[str] | None = None) -> list[Record]:
+    """Some samples of the newest step in ``rollouts.jsonl``, for a reader."""
+    samples = [
+        record
+        for record in read_records(path, damage, last_bytes=LAST_BYTES)
+        if None not in map(record.get, SHAPES["rollouts.jsonl"])
+    ]
+    return [sample for sample in samples if sample["step"] == samples[-1]["step"]][:SHOWN_SAMPLES]

@@ -402,7 +402,7 @@ class Task:
     """What generated examples have beside their tokens, as ``columns``."""
 
     generated: Sequence[GeneratedSample] = ()
-    """A few samples of the newest rollout, for ``samples.json`` and the report."""
+    """The samples of the newest rollout, for ``rollouts.jsonl`` and the report."""
 
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey

@@ -36,8 +36,8 @@ class CollapseWatch:
             warnings["reward"] = (
                 f"all completions of a prompt had the same reward in each of the last {STEPS} "
                 f"steps (mean reward now {reward:.3g}), so nothing is learned from them. Read some "
-                "completions (samples.json). Use prompts that are solved sometimes, a reward with "
-                "more levels, or a larger task.options.temperature or group_size."
+                "completions (rollouts.jsonl). Use prompts that are solved sometimes, a reward "
+                "with more levels, or a larger task.options.temperature or group_size."
             )
         if len(self._first_lengths) < STEPS:
             self._first_lengths.append(tokens)
@@ -49,7 +49,8 @@ class CollapseWatch:
             warnings["length"] = (
                 f"completions averaged {last:.1f} tokens over the last {STEPS} steps, and "
                 f"{first:.1f} at first. The rewards may favour short ones, whatever their content. "
-                "Read some (samples.json); lower optim.lr, or raise task.options.beta, e.g. to 0.2."
+                "Read some (rollouts.jsonl); lower optim.lr, or raise task.options.beta, e.g. to "
+                "0.2."
             )
         new = {kind: text for kind, text in warnings.items() if kind not in self._reported}
         self._reported |= new.keys()

@@ -445,9 +445,10 @@ class Grpo(Task):
         totals, signals = self._signals(models, drawn, totals)
         if key.step % self.exp.task.log_every_steps == 0:
             self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
+        prompt_texts = [self.decode(list(group.drawn[0].prompt.tokens)) for group in groups]
         self.generated = [
-            self._shown(*parts)
-            for parts in zip(drawn[:SHOWN_SAMPLES], rewards, totals, signals, strict=False)
+            self._generated(prompt_texts[at // size], *parts)
+            for at, parts in enumerate(zip(drawn, rewards, totals, signals, strict=True))
         ]
         measures, measured = self._measures_with(left_out, drawn, rewards, totals)
         means = dict(zip(self._measures, measures.sum(0) / measured.sum(0).clip(1), strict=True))
@@ -803,14 +804,14 @@ class Grpo(Task):
             measured=measured,
         )
 
-    def _shown(
-        self, drawn: Drawn, rewards: np.ndarray, total: float, signal: Signal
+    def _generated(
+        self, prompt: str, drawn: Drawn, rewards: np.ndarray, total: float, signal: Signal
     ) -> GeneratedSample:
         values = dict(zip([*self._rewards, "reward"], [*rewards, total], strict=True))
         # Turns are told apart by their special tokens.
         text = drawn.text if drawn.turns == 1 else str(self.tokenizer.decode(drawn.tokens))
         return GeneratedSample(
-            self.decode(list(drawn.prompt.tokens)),
+            prompt,
             text,
             {name: None if np.isnan(value) else float(value) for name, value in values.items()},
             signal.advantage,
@@ -934,8 +935,6 @@ _STALE: dict[str, dict[str, Any]] = {
 share of importance weights over ``importance_cap``."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
-SHOWN_SAMPLES = 16
-"""Of a step, in ``samples.json``."""
 SHOWN = 200
 """Characters of a sample in the log."""
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from llmx.offline import why_no_answer
 from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
-from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.rundir import RunDir
+from llmx.run.tail import newest_samples
 from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
 
 LONGEST_TEXT = 16_384
@@ -141,11 +142,10 @@ class WandbTracker(Tracker):
 
     def _new_samples(self) -> dict[str, Any]:
         """A table of the samples that the task has generated, where W&B does not have them."""
-        generated = read_mapping(RunDir(self._run_dir).samples).get("generated") or {}
-        step, rows = generated.get("step"), generated.get("rows")
-        if not rows or step == self._sampled_step:
+        rows = newest_samples(RunDir(self._run_dir).rollouts)
+        if not rows or rows[0]["step"] == self._sampled_step:
             return {}
-        self._sampled_step = step
+        self._sampled_step = rows[0]["step"]
         import wandb
 
         rewards = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
@@ -153,7 +153,7 @@ class WandbTracker(Tracker):
             columns=["step", "prompt", "completion", *rewards, "advantage"],
             data=[
                 [
-                    *(step, row["prompt"], row["completion"]),
+                    *(row["step"], row["prompt"], row["completion"]),
                     *(row["rewards"].get(name) for name in rewards),
                     row["advantage"],
                 ]

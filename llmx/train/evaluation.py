@@ -26,9 +26,6 @@ from llmx.train.batches import Layout
 from llmx.train.engine.build import Engine, weights_for_generation
 from llmx.train.session import Session
 
-GENERATED = "generated"
-"""The key of ``samples.json`` with samples of the newest logged step."""
-
 
 def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> list[range]:
     """The samples of each forward of ``rank``: as many forwards on every rank, some empty."""
@@ -164,22 +161,12 @@ def write_samples(
             prompts, completions, earlier_completions, strict=True
         )
     ]
-    values: dict[str, Any] = {**{key: old[key] for key in (GENERATED,) if key in old}, "rows": rows}
+    values: dict[str, Any] = {"rows": rows}
     for name, value in scores.items():
         before, after = f"{name}_before", f"{name}_after"
         values[before] = value if when == "before" else old.get(before)
         values[after] = value if when == "after" else None
     write_json(run_dir.samples, values)
-
-
-def write_generated(session: Session, step: int) -> None:
-    """Put a few samples that the task has generated for ``step`` into ``samples.json``."""
-    run_dir, samples = session.run_dir, session.task.generated
-    if session.rank or not samples:
-        return
-    content = read_json(run_dir.samples) if run_dir.samples.is_file() else {"rows": []}
-    content[GENERATED] = {"step": step, "rows": [asdict(sample) for sample in samples]}
-    write_json(run_dir.samples, content)
 
 
 def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:

@@ -24,12 +24,10 @@ from llmx.train.evaluation import (
     complete_eval_prompts,
     evaluate,
     evaluation_due,
-    write_generated,
 )
 from llmx.train.rebalance import Line, record_change
-from llmx.train.resume import ResumePoint, identity
-from llmx.train.rollout import rollout_step
-from llmx.train.rollout_records import RolloutRecords, course_of
+from llmx.train.resume import ResumePoint
+from llmx.train.rollout import rollout_step, write_rollouts
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
@@ -116,6 +114,8 @@ def train(session: Session) -> None:
                 step_log.wait_for_data()
                 step = with_weight(upcoming.next(), session.task, group=session.consensus.group)
                 step_log.data_is_here()
+                if session.rank == 0 and (samples := session.task.generated):
+                    write_rollouts(session.run_dir, samples, step=done, attempt=start.attempt)
                 engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
                 loss_sum = train_updates(
@@ -132,7 +132,6 @@ def train(session: Session) -> None:
                 due = done % exp.task.log_every_steps == 0 or done in (1, total)
                 if due or done == last:
                     measured = step_log.write(step, extra=not due)
-                    write_generated(session, done)
             if done < last and rebalance(session, done, measured):
                 step_log.watch_split()
                 upcoming.begin(done)
@@ -201,6 +200,13 @@ def write_beginning(session: Session, *, total: int) -> None:
         metrics=session.declared_metrics,  # of this version of llmx
     )
     session.log(f"resuming from step {start.step} of {total} (attempt {start.attempt})")
+    rollout = session.exp.rollout
+    if session.servers is not None and rollout.weights_samples:
+        ahead = f"rollout.max_staleness={rollout.max_staleness}"
+        session.log(
+            f"{ahead if rollout.max_staleness else 'rollout.vllm_python'}: the samples of the "
+            "steps after it are drawn anew, and are others than before"
+        )
 
 
 def skip(session: Session, step: int) -> None:
@@ -233,7 +239,6 @@ class Upcoming:
     def __init__(self, session: Session, start: ResumePoint, last: int) -> None:
         self._session, self._skip, self._last = session, start.skip_steps, last
         self._ahead: Prefetch | None = None
-        self._records = open_records(session) if session.task.generates else None
         self.begin(start.step)
 
     def next(self) -> Step:
@@ -254,7 +259,6 @@ class Upcoming:
             "balance": session.plan.balance,  # a thread must not see a later one
         }
         if task.generates:
-            common["records"] = self._records
             depth = session.exp.rollout.max_staleness
             self._steps: Iterator[Step] = (
                 rollout_step(
@@ -288,23 +292,6 @@ class Upcoming:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-
-
-def open_records(session: Session) -> RolloutRecords:
-    """The recorded samples of the run, from the resume point on."""
-    exp, plan = session.exp, session.plan
-    run_identity = identity(
-        seed=exp.seed, seq_len=exp.data.seq_len, plan=plan, store=session.train_store
-    )
-    return RolloutRecords(
-        session.run_dir,
-        course_of(exp, plan, steps=session.length.steps, identity=run_identity),
-        rank=session.rank,
-        start=session.resume_point.step,
-        keep=exp.rollout.keep,
-        group=session.consensus.group,
-        log=session.log,
-    )
 
 
 @contextlib.contextmanager

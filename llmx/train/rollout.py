@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from typing import Any
 
@@ -27,10 +29,10 @@ from llmx.errors import ConfigError
 from llmx.plan.types import BalancePlan, BatchPlan
 from llmx.rollout.client import RolloutServers
 from llmx.rollout.protocol import SERVERS, parse_servers
-from llmx.tasks import Prompt, RolloutKey, Task
+from llmx.run.rundir import RunDir
+from llmx.tasks import GeneratedSample, Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
 from llmx.train.engine.build import Engine, weights_for_generation
-from llmx.train.rollout_records import Rollout, RolloutRecords
 
 
 def rollout_step(
@@ -45,15 +47,13 @@ def rollout_step(
     layout: Layout,
     stop: int | None = None,
     balance: BalancePlan | None = None,
-    records: RolloutRecords | None = None,
     servers: RolloutServers | None = None,
     ahead: Sequence[int] = (),
 ) -> Step:
     """The micro batches of ``rank`` at ``step``, made of what the task generates. Collective.
 
     All ranks generate together, for all prompts of the step, and know all examples: the weight of
-    the step needs no reduction. ``records``: where samples are written before they are trained on,
-    and read instead of drawn where they are there.
+    the step needs no reduction.
 
     Args:
         servers: what draws in place of the ranks (``rollout.hosts``).
@@ -88,17 +88,9 @@ def rollout_step(
         servers.at_step(step, coming)
     schema = Schema(task.rollout_columns)
     by_sample = prompts_at(indices)
-    rollout = None if records is None else records.read(step, indices, schema.columns)
-    if rollout is None:
-        prompts = list(chain.from_iterable(by_sample))
-        key = RolloutKey(seed, step, further)
-        by_prompt = _drawn(
-            engine, task, prompts, key, seq_len=layout.seq_len, by_ranks=servers is None
-        )
-        rollout = Rollout(by_prompt, task.generated)
-        if records is not None:
-            records.write(step, indices, schema.columns, rollout)
-    by_prompt, task.generated = rollout.by_prompt, rollout.generated
+    prompts = list(chain.from_iterable(by_sample))
+    key = RolloutKey(seed, step, further)
+    by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len, by_ranks=servers is None)
     ends = np.cumsum([0, *map(len, by_sample)]).tolist()
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
@@ -204,6 +196,16 @@ def open_servers(
     servers.connect()
     engine.main.sampler = servers.sample
     return servers
+
+
+def write_rollouts(
+    run_dir: RunDir, samples: Sequence[GeneratedSample], *, step: int, attempt: int
+) -> None:
+    """Append the samples of a step (from 1) to ``rollouts.jsonl``, one line each."""
+    with run_dir.rollouts.open("a", encoding="utf-8") as stream:
+        for sample in samples:
+            line = {"step": step, "attempt": attempt, **asdict(sample)}
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def _split(

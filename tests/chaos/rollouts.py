@@ -5,7 +5,7 @@
 
 One rank and the supervisor on node-a, one rollout server on node-b. ``rollouts`` (synchronous) must
 have the bits of the same training without servers. ``rollouts-ahead`` (``max_staleness=1``) must
-train the samples of every prompt once, which its records show.
+train the samples of every prompt once, which ``rollouts.jsonl`` shows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmx.rollout.protocol import LISTEN, SERVER_MODULE, parse_servers
-from llmx.run.rundir import RunDir
-from llmx.train.rollout_records import parsed
+from llmx.run.tail import read_records
 from tests.chaos import faults, while_down
 from tests.chaos.campaign import Setup
 from tests.chaos.kinds import Kind
@@ -71,21 +70,23 @@ class RolloutSite(Site):
         )
 
     def check_samples(self) -> None:
-        """All steps have records, each follows the one before, and has what was trained."""
-        flat: list[int] = []
-        previous: str | None = ""
+        """Every step has all its samples, and no prompt is trained twice in an epoch."""
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for line in read_records(self.run_dir(self.near).rollouts):
+            lines = by_step.setdefault(line["step"], [])
+            if lines and lines[0]["attempt"] < line["attempt"]:  # drawn again after a restart
+                lines.clear()
+            lines.append(line)
+        prompts: list[str] = []
         for step in range(1, self.steps + 1):
-            content = RunDir.rollout(self.run_dir(self.near), step).read_bytes()
-            header, arrays, digest = parsed(content)
-            if header["step"] != step or header["previous"] not in (previous, None):
-                raise GaveUp(f"the record of step {step} does not follow the one before: {header}")
-            previous = digest
-            flat += header["prompts"]
-            if arrays["samples"].tolist() != [SAMPLES] * PROMPTS:
-                raise GaveUp(f"step {step} has {arrays['samples'].tolist()} samples by prompt")
-        rows = max(flat) + 1
-        for first in range(0, len(flat), rows):
-            epoch = flat[first : first + rows]
+            texts = [line["prompt"] for line in by_step.get(step, [])]
+            groups = [text for text in texts[::SAMPLES] for _ in range(SAMPLES)]
+            if len(texts) != PROMPTS * SAMPLES or texts != groups:
+                raise GaveUp(f"step {step} does not have {SAMPLES} samples by prompt: {texts}")
+            prompts += texts[::SAMPLES]
+        rows = len(set(prompts))
+        for first in range(0, len(prompts), rows):
+            epoch = prompts[first : first + rows]
             if len(set(epoch)) < len(epoch):
                 raise GaveUp(f"a prompt was trained twice in epoch {first // rows}: {epoch}")
         stale = [step for step, line in self.lines.items() if line.get("staleness", 0) > 1]

@@ -4,9 +4,8 @@
 
 A job is ``{"name", "world", "stage", ...}`` (see ``job_experiment``). Without ``"load"`` it trains
 ``TOTAL`` steps and saves after ``"save_at"`` of them; a new engine with other first weights goes on
-from the files, and every bit is compared. (Samples that a task generates are generated again the
-first time, and read from their records the second.) With ``"load": NAME`` it goes on from what that
-job left (any number of ranks, any stage) up to step ``"until"``, and saves there.
+from the files, and every bit is compared. With ``"load": NAME`` it goes on from what that job left
+(any number of ranks, any stage) up to step ``"until"``, and saves there.
 
 Every rank writes ``OUT/<name>.<rank>.json``; ``OUT/<name>/`` has the files and ``state.json``.
 """
@@ -41,13 +40,11 @@ from llmx.config import Experiment
 from llmx.models.factory import build_model
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir
 from llmx.tasks import Task, task_class
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.rollout import rollout_step
-from llmx.train.rollout_records import RolloutRecords
 from llmx.train.schedule import lr_at
 from llmx.train.step import seed_step, train_updates, with_weight
 from tests.programs.leaving import run_and_leave
@@ -200,17 +197,12 @@ def train(
     store: Any,
     *,
     steps: range,
-    records: RolloutRecords | None = None,
-    replayed: bool = False,
 ) -> list[Any]:
-    """The mean loss of each step, and the norm of its gradient. ``replayed``: nothing may be
-    generated."""
+    """The mean loss of each step, and the norm of its gradient."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     losses, task = [], task_of(exp)
-    if replayed:
-        task.rollout = None  # type: ignore[method-assign, assignment]
     for number in steps:
-        step = step_of(engine, task, store, number, plan=plan, seed=exp.seed, records=records)
+        step = step_of(engine, task, store, number, plan=plan, seed=exp.seed)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
         loss = train_updates(engine, step, task, world=world).double()
@@ -227,7 +219,6 @@ def step_of(
     *,
     plan: Plan,
     seed: int,
-    records: RolloutRecords | None = None,
 ) -> Step:
     """This rank's part of a step, read or generated. Collective."""
     common: dict[str, Any] = {
@@ -237,7 +228,7 @@ def step_of(
         "layout": Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed"),
     }
     if task.generates:
-        step = rollout_step(engine, task, store, number, records=records, **common)
+        step = rollout_step(engine, task, store, number, **common)
     else:
         step = make_step(store, number, normaliser=task.normaliser, **common)
     return with_weight(step, task)
@@ -317,11 +308,10 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     engine = build(job, exp, plan, first_weights=exp.seed)
     if "loss_scale" in job:  # so high that the first updates are skipped
         write_loss_scaler(engine.engine, {"cur_scale": job["loss_scale"]})
-    records = records_of(exp, directory, start=0)
-    losses = train(engine, exp, plan, store, steps=range(at), records=records)
+    losses = train(engine, exp, plan, store, steps=range(at))
     save(engine, directory, step=at)
     saved = copies(engine)
-    losses += train(engine, exp, plan, store, steps=range(at, TOTAL), records=records)
+    losses += train(engine, exp, plan, store, steps=range(at, TOTAL))
     final, final_hash = copies(engine), weights_hash(engine)
     engine.engine.destroy()
 
@@ -331,12 +321,9 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     _, wrong["restored"] = load(other, directory)
     wrong["restored"] += differing(saved, copies(other))
     for time_ in ("first", "again"):
-        more: dict[str, Any] = {}
         if time_ == "again":  # in place, over an engine that has trained on
             wrong["in place"] = load(other, directory)[1] + differing(saved, copies(other))
-            if records is not None:  # with the samples on disk
-                more = {"records": records_of(exp, directory, start=at), "replayed": True}
-        found = train(other, exp, plan, store, steps=range(at, TOTAL), **more)
+        found = train(other, exp, plan, store, steps=range(at, TOTAL))
         if found != losses[at:]:
             wrong[f"losses {time_}"] = [losses[at:], found]
         wrong[f"final {time_}"] = differing(final, copies(other))
@@ -344,15 +331,6 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
         wrong["final hash"] = [final_hash, weights_hash(other)]
     other.engine.destroy()
     return {"wrong": {key: value for key, value in wrong.items() if value}, "losses": losses}
-
-
-def records_of(exp: Experiment, directory: Path, *, start: int) -> RolloutRecords | None:
-    """The recorded samples of a task that generates them."""
-    if not task_of(exp).generates:
-        return None
-    directory.mkdir(parents=True, exist_ok=True)
-    rank = torch.distributed.get_rank()
-    return RolloutRecords(RunDir(directory), {"seed": exp.seed}, rank=rank, start=start)
 
 
 def go_on(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:

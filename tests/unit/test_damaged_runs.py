@@ -41,7 +41,7 @@ def test_a_value_of_another_kind(
 
 WRONG_KINDS = {
     "rows": 5, "outcome": 5, "hosts": 5, "tables": 5, "train": 5, "wandb": 5, "loss": "x",
-    "cause": 5, "name": [],
+    "cause": 5, "name": [], "rewards": 5,
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ WRONG_KINDS = {
 def test_each_damaged_file_is_named_in_one_line(run: RunDir, content: bytes) -> None:
     for path in (
         run.config, run.overrides, run.plan, run.samples, run.tables, run.result, run.data,
-        run.tracking, run.metrics, run.attempts,
+        run.tracking, run.metrics, run.attempts, run.rollouts,
     ):  # fmt: skip
         former = path.read_bytes() if path.exists() else b""
         path.write_bytes(content)

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -164,7 +162,8 @@ def test_generated_samples_are_shown_with_each_reward(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from llmx.tasks.base import GeneratedSample
-    from llmx.train.evaluation import write_generated, write_samples
+    from llmx.train.evaluation import write_samples
+    from llmx.train.rollout import write_rollouts
 
     prompts = [EvalPrompt((), prompt="Eval question?", expected="42", expected_tokens=1)]
     write_samples(run, prompts, ["41"], {}, when="before")
@@ -173,14 +172,15 @@ def test_generated_samples_are_shown_with_each_reward(
         GeneratedSample("What is 6 times 7?", "It is <42>.", rewards, 0.0),
         GeneratedSample("And 6 plus 7?", "", {**rewards, "short": 0.5, "reward": 1.5}, -1.25),
     ]
-    session: Any = SimpleNamespace(run_dir=run, rank=0, task=SimpleNamespace(generated=samples))
-    write_generated(session, 30)
+    for step in (29, 30):
+        write_rollouts(run, samples, step=step, attempt=1)
     write_samples(run, prompts, ["42"], {}, when="after")
     text = report(run, capsys, width=110)
     assert "samples of step 30" in text
     assert re.search(r"What is 6 times 7\? +It is <42>\. +exact_match 1 +0", text)
     assert re.search(r"\(nothing\) +exact_match 1 +-1\.25", text)
     assert re.search(r"^ +short 0\.5 *$", text, re.M), "a line for each"
+    assert text.count("What is 6 times 7?") == 1, "of the newest step"
     assert "Eval question?" in text
     page = run.report.read_text(encoding="utf-8")
     assert '"Samples of step 30":[{"table":' in page

@@ -15,7 +15,7 @@ import pytest
 from llmx.config import TrackingConfig
 from llmx.errors import ConfigError
 from llmx.run.metrics.lines import MetricsTail, scalars
-from llmx.run.rundir import write_json, write_text
+from llmx.run.rundir import write_text
 from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
 from llmx.tracking.base import check_packages
 from llmx.tracking.csv_file import CsvTracker
@@ -43,9 +43,10 @@ def test_wandb_has_a_table_of_the_generated_samples(
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def generate(step: int) -> None:
-        row = {"prompt": "2 + 2", "completion": str(step), "advantage": 0.5}
-        rows = [{**row, "rewards": {"exact_match": None, "reward": 1.0}}]
-        write_json(tmp_path / "samples.json", {"generated": {"step": step, "rows": rows}})
+        row = {"step": step, "attempt": 1, "prompt": "2 + 2", "completion": str(step)}
+        row |= {"rewards": {"exact_match": None, "reward": 1.0}, "advantage": 0.5}
+        with (tmp_path / "rollouts.jsonl").open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
 
     tracker = WandbTracker(lambda status: None)
     tracker.start(RunMeta("id", "name", tmp_path, mode="offline"))

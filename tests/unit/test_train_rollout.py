@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import chain
@@ -13,13 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from llmx.config import RolloutConfig
 from llmx.data import Column, Conversation, Example, Sample, Tokens
 from llmx.data.order import samples_of_step
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
-from llmx.tasks import Prompt, Task
+from llmx.run.rundir import RunDir
+from llmx.run.tail import LAST_BYTES, newest_samples, read_records
+from llmx.tasks import GeneratedSample, Prompt, Task
 from llmx.train import rollout
 from llmx.train.batches import Layout
+from llmx.train.loop import write_beginning
+from llmx.train.resume import ResumePoint
 from llmx.train.rollout import prompts_of, rollout_step
 from tests.programs.state import job_experiment, task_of
 from tests.reference import naive_gradient, paired_store, word_tokenizer
@@ -298,3 +304,49 @@ def test_the_rollout_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     group = losses[: task.options.group]
     advantages = [float(one.sum.detach()) / one.weight for one in group]
     assert sum(advantages) == pytest.approx(0.0, abs=1e-4)
+
+
+def test_samples_are_appended_and_those_of_the_newest_step_are_shown(tmp_path: Path) -> None:
+    run, long = RunDir(tmp_path), "é" * 40_000
+    for step, attempt in ((1, 1), (2, 1), (2, 2)):
+        samples = [
+            GeneratedSample(f"{step}?", f"{attempt}.{number}{long}", {"reward": None}, 0.5)
+            for number in range(18)
+        ]
+        rollout.write_rollouts(run, samples, step=step, attempt=attempt)
+    lines = read_records(run.rollouts)
+    assert [(line["step"], line["attempt"]) for line in lines[::18]] == [(1, 1), (2, 1), (2, 2)]
+    assert long in run.rollouts.read_text(), "as a person reads it"
+    shown = newest_samples(run.rollouts)
+    assert shown == lines[-len(shown) :], "of the end of a large file"
+    assert LAST_BYTES // 90_000 < len(shown) <= LAST_BYTES // 80_000
+    with run.rollouts.open("a") as stream:
+        stream.write(json.dumps(dict(lines[0], step=3, prompt="new", completion="")) + "\n")
+    assert [line["prompt"] for line in newest_samples(run.rollouts)] == ["new"]
+    assert newest_samples(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (RolloutConfig(), ""),
+        (RolloutConfig(max_staleness=1), "rollout.max_staleness=1"),
+        (RolloutConfig(vllm_python="/opt/vllm/bin/python"), "rollout.vllm_python"),
+    ],
+)
+def test_a_resume_that_cannot_repeat_its_samples_says_so(config: RolloutConfig, why: str) -> None:
+    lines: list[str] = []
+    session: Any = SimpleNamespace(
+        resume_point=ResumePoint(step=4, attempt=2, is_first=False),
+        engine=SimpleNamespace(module=torch.nn.Linear(1, 1)),
+        exp=SimpleNamespace(rollout=config),
+        servers=object(),
+        plan=SimpleNamespace(world_size=1),
+        metrics=SimpleNamespace(event=lambda *_, **__: None),
+        declared_metrics={},
+        log=lines.append,
+    )
+    write_beginning(session, total=9)
+    assert lines[1] == "resuming from step 4 of 9 (attempt 2)"
+    ahead = "the samples of the steps after it are drawn anew, and are others than before"
+    assert lines[2:] == ([f"{why}: {ahead}"] if why else [])

@@ -15,7 +15,7 @@ from llmx.launch.agents.agent import RANKS_ENDED
 from llmx.run.rundir import RunDir, replacing
 
 _STREAMED = re.compile(
-    r"logs/(rank|rollout)-\d+\.log|ranks/rank-\d+\.json|metrics\.jsonl"
+    r"logs/(rank|rollout)-\d+\.log|ranks/rank-\d+\.json|(metrics|rollouts)\.jsonl"
     r"|(samples|tables|inputs|data|balance)\.json",
     re.ASCII,
 )

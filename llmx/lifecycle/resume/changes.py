@@ -111,7 +111,6 @@ RULES = (
         SAME,
         "what is reported",
     ),
-    Rule(("rollout.keep",), SAME, "how many generated steps stay on disk"),
     Rule(
         ("rollout.hosts", "rollout.servers", "rollout.servers.*", "rollout.port", "rollout.wait_s"),
         ROUNDING,

@@ -162,7 +162,7 @@ def _completions(data: RunData) -> list[Block | None]:
 
 def _generated(data: RunData) -> tuple[int, Block | None]:
     """Samples that were trained on, with each part of their reward, and their step."""
-    step, samples = wording.generated(data)
+    samples = data.rollouts
     names = list(dict.fromkeys(name for row in samples for name in row["rewards"]))
     rows = [
         [
@@ -175,7 +175,7 @@ def _generated(data: RunData) -> tuple[int, Block | None]:
     ]
     heads = ["prompt", "completion", *names, "advantage"]
     kinds = ["", "", *["number"] * (len(names) + 1)]
-    return step, table(rows, heads=heads, kinds=kinds)
+    return samples[0]["step"] if samples else 0, table(rows, heads=heads, kinds=kinds)
 
 
 def _cut(text: str) -> str:

@@ -1,8 +1,8 @@
 """Everything that a run directory has to tell, read once. A damaged file is left out, and named.
 
 Reads ``config.yaml``, ``overrides.yaml``, ``plan.json``, ``data.json``, ``metrics.jsonl``,
-``samples.json``, ``tables.json``, ``attempts.jsonl``, ``result.json``, ``tracking.json`` and the
-changes in ``history/``; writes nothing.
+``samples.json``, ``rollouts.jsonl``, ``tables.json``, ``attempts.jsonl``, ``result.json``,
+``tracking.json`` and the changes in ``history/``; writes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmx.run.metrics import Metric, declared_of, measured
 from llmx.run.metrics.lines import Record, Summary, step_of
 from llmx.run.rundir import RunDir, no_run, read_mapping
 from llmx.run.snapshot import read_overrides
-from llmx.run.tail import read_records
+from llmx.run.tail import newest_samples, read_records
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class RunData:
     plan: dict[str, Any]
     records: list[Record]
     samples: dict[str, Any]
+    rollouts: list[Record]
+    """Some of the samples that the task has generated for its newest step."""
     tables: list[Table]
     tables_step: int
     """Of the evaluation that the tables are of."""
@@ -154,6 +156,7 @@ def load_run(root: Path) -> RunData:
         plan=plan,
         records=records,
         samples=read(run.samples),
+        rollouts=redacted(newest_samples(run.rollouts, damage)),
         tables=_tables(tables, damage),
         tables_step=tables.get("step") or 0,
         result=result,

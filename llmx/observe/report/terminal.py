@@ -33,9 +33,8 @@ def print_report(data: RunData, *, stream: TextIO, width: int | None = None) -> 
         left = len(data.samples["rows"]) - wording.SHOWN_COMPLETIONS
         if left > 0:
             console.print(f" and {left} more in {data.run.samples}\n", soft_wrap=True)
-    step, samples = wording.generated(data, limit=wording.SHOWN_SAMPLES)
-    if samples:
-        console.print(f" samples of step {step:,}")
+    if samples := data.rollouts[: wording.SHOWN_SAMPLES]:
+        console.print(f" samples of step {samples[0]['step']:,}")
         console.print(samples_table(samples, width=min(console.width, WIDEST_TABLE)))
     rows = wording.summary_rows(data, is_brief=True)
     if rows:

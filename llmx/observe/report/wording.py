@@ -250,13 +250,6 @@ def completions(data: RunData, *, limit: int | None = None) -> list[Completed]:
     ]
 
 
-def generated(data: RunData, *, limit: int | None = None) -> tuple[int, list[dict[str, Any]]]:
-    """The last logged step of a task that generates its samples, and some of them, as
-    ``samples.json`` has them."""
-    content = data.samples.get("generated") or {}
-    return content.get("step") or 0, (content.get("rows") or [])[:limit]
-
-
 def number(value: float | None) -> str:
     """A reward or an advantage."""
     return "-" if value is None else f"{value:,.3g}"
