@@ -1,9 +1,8 @@
-"""Word by word: the ids of whole texts, for any text and every kind of tokenizer."""
+"""Documents: the ids of whole texts, for any text and every kind of tokenizer."""
 
 from __future__ import annotations
 
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from transformers import PreTrainedTokenizerFast
 from llmx.data.tokenize import byte_level as words_module
 from llmx.data.tokenize.byte_level import LONGEST, PATTERNS, PretokenCache
 from llmx.data.tokenize.documents import DocumentEncoder
-from llmx.data.tokenize.wordwise import MARK, NotWordwise, Wordwise
 
 CORPUS = [
     "The lazy dog's tail isn't what it'll be; we've seen 1234 dogs, they're DON'T.",
@@ -35,8 +33,8 @@ CORPUS = [
 PIECES = st.sampled_from(
     [" ", " ", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u0085",
      "\x00", "\x1c", "\x7f", "a", "ab", "Dog", "'s", "'LL", "12", "1234", "²", "é", "e\u0301",
-     "\u0301", "北京", "ü", "😀", "!", ",", "...", "</s>", "\ufffd", "\u00b4", "\ufb01", "İ", MARK,
-     "ß", "\u1160", "\u093c", "<tool>", "incomprehensibilities", "“"]
+     "\u0301", "北京", "ü", "😀", "!", ",", "...", "</s>", "\ufffd", "\u00b4", "\ufb01", "İ", "ß",
+     "\u2581", "\u1160", "\u093c", "<tool>", "incomprehensibilities", "“"]
 )  # fmt: skip
 TEXTS = st.lists(
     st.one_of(
@@ -75,40 +73,6 @@ def word_piece() -> Tokenizer:
     return backend
 
 
-def unigram() -> Tokenizer:
-    """As T5, XLM-R and ALBERT have it."""
-    backend = Tokenizer(models.Unigram())
-    joined = normalizers.Replace(Regex(" {2,}"), " ")
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), joined])
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    backend.train_from_iterator(CORPUS * 20, trainer)
-    return backend
-
-
-def sentence_bpe(*, prepend: bool, across: bool = False) -> Tokenizer:
-    """As Llama 2 and Mistral have it: no pre-tokenizer, merges over the whole text."""
-    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    marks = normalizers.Replace(" ", MARK)
-    backend.normalizer = marks
-    if not across:
-        backend.pre_tokenizer = pre_tokenizers.Split(MARK, "merged_with_next")
-    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=450, special_tokens=special, initial_alphabet=[MARK], show_progress=False
-    )
-    backend.train_from_iterator(CORPUS * 20, trainer)
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = state["added_tokens"][:2]
-    state["pre_tokenizer"] = None
-    backend = Tokenizer.from_str(json.dumps(state))
-    if prepend:
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), marks])
-    return backend
-
-
 GPT2, LLAMA3, QWEN, QWEN35, TEKKEN, O200K = PATTERNS
 KINDS = {
     "gpt2": lambda: byte_level(GPT2),
@@ -119,9 +83,6 @@ KINDS = {
     "tekken": lambda: byte_level(TEKKEN),
     "o200k": lambda: byte_level(O200K),
     "bert": word_piece,
-    "unigram": unigram,
-    "llama2": lambda: sentence_bpe(prepend=True),
-    "gemma": lambda: sentence_bpe(prepend=False),
 }
 
 
@@ -158,46 +119,14 @@ def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_encoded_by_words(kind: str):
+def test_byte_level_kinds_are_encoded_by_words(kind: str):
     encoder = encoder_of(kind)
-    others = ("bert", "unigram", "llama2", "gemma")
-    how = "tokenizers word by w" if kind in others else "tiktoken ("
-    assert encoder.description.startswith(how)
-    assert "equal to tokenizers on " in encoder.description
+    if kind == "bert":
+        assert encoder.description == "tokenizers (it is no byte-level BPE)"
+        return
+    assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
     encoder.ids(["so many words of the dog " * 3])
     assert len(encoder._cache()) > 5
-
-
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        (sentence_bpe(prepend=False, across=True), "hold several words"),
-        (Tokenizer(models.Unigram([("a", 0.0)], 0, False)), "does not cut texts into words"),
-    ],
-)
-def test_what_is_not_encoded_by_words_says_why(backend: Tokenizer, reason: str):
-    with pytest.raises(NotWordwise, match=reason):
-        Wordwise.of(backend)
-
-
-def test_what_was_compared_with_nothing_is_not_used():
-    encoder = DocumentEncoder(tokenizer_of("bert"), bos=[])
-    encoder.choose(["北京大学的学生" * 9, "москва" * 9])
-    assert encoder.description == (
-        "tokenizers (it is no byte-level BPE; tokenizers word by word fits none of the first texts)"
-    )
-    assert encoder.ids(["dog"])[0].tolist() == reference_of("bert").encode("dog").ids
-
-
-def test_unknown_steps_are_not_encoded_by_words():
-    backend = word_piece()
-    backend.normalizer = normalizers.Replace("a b", "c")
-    with pytest.raises(NotWordwise, match=r"changes in texts is not known \(Replace\)"):
-        Wordwise.of(backend)
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.FixedLength(5)
-    with pytest.raises(NotWordwise, match=r"cutting texts into words is not known \(FixedLength\)"):
-        Wordwise.of(backend)
 
 
 def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -207,9 +136,9 @@ def counted(pieces: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(texts=st.lists(st.binary(max_size=60), max_size=6), lone=st.booleans())
-def test_words_put_together_are_the_text(texts: list[bytes], lone: bool):
-    words = PretokenCache(counted, lone=lone)
+@given(texts=st.lists(st.binary(max_size=60), max_size=6))
+def test_words_put_together_are_the_text(texts: list[bytes]):
+    words = PretokenCache(counted)
     for _ in range(2):  # from the encoder, from the table
         ids, counts = words.encode(texts)
         assert ids.astype(np.uint8).tobytes() == b"".join(texts)

@@ -2,6 +2,6 @@
 
 ``encoder`` turns rows into examples and these into blocks of tokens: ``documents`` encodes texts,
 ``conversations`` rendered chats; ``truncation`` cuts what is too long. ``byte_level`` is the fast
-path of byte-level BPE tokenizers, ``wordwise`` that of others, both proven to give the ids of
-``tokenizers``. ``tokenizer`` loads one, ``train`` trains one.
+path of byte-level BPE tokenizers, proven to give the ids of ``tokenizers``. ``tokenizer`` loads
+one, ``train`` trains one.
 """

@@ -45,7 +45,7 @@ WORTH = 1 / 16
 EncodePretokens = Callable[[list[bytes]], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """Different words to (uint32 ids, int64 place of each word's first id, int64 number of its ids)."""
 
-_SPACE, _DELETE = 32, 127
+_SPACE = 32
 _OPENS = np.zeros(256, np.bool_)
 """First bytes of characters that are surely no white space, which is ASCII up to 32 and some of
 the characters that begin with C2, E1, E2 or E3."""
@@ -64,15 +64,10 @@ def is_cut_off(word: bytes) -> bool:
 
 
 class PretokenCache:
-    """The words of one thread and their ids.
+    """The words of one thread and their ids."""
 
-    ``lone``: cut only at a space that stands alone, for tokenizers to which a run of spaces is
-    one thing.
-    """
-
-    def __init__(self, encode_pretokens: EncodePretokens, *, lone: bool = False) -> None:
+    def __init__(self, encode_pretokens: EncodePretokens) -> None:
         self._encode_words = encode_pretokens
-        self._lone = lone
         self._pool = np.zeros(1 << 16, np.uint32)
         self.clear()
 
@@ -127,10 +122,7 @@ class PretokenCache:
         text_stops = np.cumsum(np.array(sizes, np.int64) + 1) - 1
         text_starts = np.concatenate([[0], text_stops[:-1] + 1])
         cuts = np.flatnonzero(read[: text_stops[-1]] == _SPACE)
-        good = _OPENS[read[cuts + 1]]
-        if self._lone:
-            good &= (read[cuts - 1] > _SPACE) & (read[cuts - 1] != _DELETE)
-        cuts = cuts[good]
+        cuts = cuts[_OPENS[read[cuts + 1]]]
         places = np.searchsorted(cuts, text_starts)
         # A text that begins with a word's space is cut there twice.
         twice = (
@@ -315,9 +307,6 @@ class BytePairs:
         sizes = np.fromiter(map(len, ranks), np.int64, len(ranks))
         unsafe = re.compile("|".join(parts))
         return cls(encoding, np.array(ids, np.uint32), sizes, composes, spaces, unsafe)
-
-    lone = False
-    """Pre-tokens may begin behind any space."""
 
     def prepared(self, text: str) -> bytes:
         """The text whose words, each for itself, have the ids of the text."""

@@ -256,7 +256,7 @@ class ConversationEncoder:
         # It is proven on the conversations as a whole: this only decides for which encoder.
         head = sample[: 1 + len(sample) // 10]
         documents.choose(message.content for chat in head for message in chat.messages)
-        if documents.method != "tiktoken":
+        if not documents.is_fast:
             self.description = documents.description
             return
         renderings = renderer.render(sample)
@@ -277,8 +277,7 @@ class ConversationEncoder:
             self._documents = None
             self.description = "tokenizers (no row's bytes add up)"
             return
-        proof = f"equal to tokenizers on {tokens:,} tokens of these rows"
-        self.description = f"{documents.method}, {proof}"
+        self.description = f"tiktoken, equal to tokenizers on {tokens:,} tokens of these rows"
 
     def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
         """Token sequences of conversations, in order; raises DataError for one that the template

@@ -1,8 +1,8 @@
-"""Documents to tokens, on all cores: by words where that is proven to give the same ids.
+"""Documents to tokens, on all cores.
 
-A word is tokenized once and looked up from then on (``words``); by tiktoken where the tokenizer
-is a byte-level BPE (``byte_level``), by its own library else (``wordwise``). A tokenizer for
-which neither is proven encodes whole texts.
+Of a byte-level BPE each different word is tokenized once, by tiktoken, where that is proven to give
+the same ids (``byte_level``). Every other tokenizer encodes whole texts in batches, by its own
+library.
 
     encoder = DocumentEncoder(tokenizer, bos=[])
     encoder.choose(texts)  # a sample; proves and decides, encoder.description says how
@@ -28,7 +28,6 @@ from llmx.data.examples import Column
 from llmx.data.format.templates import closing_token
 from llmx.data.source.records import Document
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
-from llmx.data.tokenize.wordwise import NotWordwise, Wordwise
 from llmx.errors import ConfigError
 
 PROOF_BYTES = 200_000
@@ -68,8 +67,8 @@ class DocumentEncoder:
                 f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
                 "between documents. Set eos_token in its tokenizer_config.json."
             )
-        self.description = self.method = "tokenizers"
-        """The library that encodes texts; ``description`` adds the reason and the proof."""
+        self.description = "tokenizers"
+        """The library that encodes texts, with the reason or the proof."""
         self._tokenizer = tokenizer
         self._bos = np.array(bos, np.uint32)
         self._eos = np.array([end] if eos is None else eos, np.uint32)
@@ -78,36 +77,32 @@ class DocumentEncoder:
         self._slow.encode_special_tokens = True
         self._slow.no_truncation()
         self._slow.no_padding()
-        self._fast: BytePairs | Wordwise | None = None
+        self._fast: BytePairs | None = None
         self._thread = threading.local()
         self._slow_lock = threading.Lock()
 
     def choose(self, texts: Iterable[str]) -> None:
-        """Encode by words if the tokenizer allows it and the ids of these texts are equal."""
-        fast: BytePairs | Wordwise
+        """Encode by tiktoken if the tokenizer allows it and the ids of these texts are equal."""
         try:
             fast = BytePairs.of(self._tokenizer)
-            method, why = "tiktoken", ""
-        except NotConvertible as unlike:
-            try:
-                fast = Wordwise.of(self._slow)
-                method, why = "tokenizers word by word", f"{unlike}; "
-            except NotWordwise as reason:
-                self.description = f"tokenizers ({reason})"
-                return
+        except NotConvertible as reason:
+            self.description = f"tokenizers ({reason})"
+            return
         self._fast = fast
         sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
         ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
         slow_ids, slow_sizes = _concatenated(self._slow_ids(sample))
         if len(slow_ids) and np.array_equal(ids, slow_ids) and np.array_equal(sizes, slow_sizes):
-            proof = f"equal to tokenizers on {len(ids):,} tokens of this data"
-            self.method, self.description = method, f"{method} ({why}{proof})"
+            self.description = f"tiktoken (equal to tokenizers on {len(ids):,} tokens of this data)"
             return
         self._fast = None
-        problem = f"{method} gave other ids on this data"
-        if not len(slow_ids):
-            problem = f"{why}{method} fits none of the first texts"
-        self.description = f"tokenizers ({problem})"
+        problem = "gave other ids on this data" if len(slow_ids) else "fits none of the first texts"
+        self.description = f"tokenizers (tiktoken {problem})"
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether tiktoken encodes the texts."""
+        return self._fast is not None
 
     def encode(self, documents: list[Document]) -> TokenBlock:
         """Tokens of documents, each of them a target."""
@@ -146,7 +141,7 @@ class DocumentEncoder:
         if self._fast is None:
             raise AssertionError("no fast encoder was chosen")
         if not hasattr(self._thread, "cache"):
-            self._thread.cache = PretokenCache(self._fast.encode_pretokens, lone=self._fast.lone)
+            self._thread.cache = PretokenCache(self._fast.encode_pretokens)
         cache: PretokenCache = self._thread.cache
         return cache
 
