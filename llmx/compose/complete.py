@@ -47,7 +47,7 @@ from llmx.config import (
     to_dict,
 )
 from llmx.config.build import shown
-from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem
+from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem, type_of
 from llmx.config.model_rules import head_problem, model_config_problems
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.config.user_code import with_code_path
@@ -491,7 +491,7 @@ class _Paths:
                 self.problems.append(f"{where}={shown(path)}: no file matches it{at}. Correct it.")
             return full
         is_id = _DATASET_ID.fullmatch(path) and not path.startswith((".", "~"))
-        is_file = not name_problem(Path(path))
+        is_file = type_of(Path(path)) is not None
         if is_id and not is_file and not os.path.isdir(os.path.dirname(full)):
             return path
         if self._must_exist(path):

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import os
-import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.config import plugins
-from llmx.text import plural
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,9 @@ FILE_TYPES = [
     FileType((".tsv", ".csv"), f"{_LINES}:delimited_records"),
     FileType((".parquet", ".arrow"), f"{_TABLES}:table_records", compressible=False),
 ]
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+COMPRESSED = (".gz", ".zst")
+_PACKED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
+"""Suffixes of other compressions, each with the command that unpacks such a file."""
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 """Files that describe a data set and lie beside it."""
 PROVENANCE = ".provenance.json"
@@ -44,28 +45,11 @@ SAVED = ("state.json", "dataset_dict.json")
 
 
 def kind_of(file: Path) -> str:
-    """The suffix that tells the format, in lower case, without that of a compression; of a .zip
-    without another one, that of a data file in it."""
+    """The suffix that tells the format, in lower case, without that of a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes[-1:] == [".zip"] and not set(suffixes) & set(known_suffixes()):
-        kinds = (Path(name).suffix.lower() for name in zip_members(file))
-        return next((kind for kind in kinds if kind in known_suffixes()), "")
-    if suffixes and suffixes[-1] in COMPRESSED:
+    if suffixes and suffixes[-1] in (*COMPRESSED, *_PACKED):
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def zip_members(file: Path) -> list[str]:
-    """The names of the files in a .zip, without directories and what macOS adds; none where it
-    cannot be read."""
-    import zipfile
-
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = [member.filename for member in archive.infolist() if not member.is_dir()]
-    except (OSError, zipfile.BadZipFile):
-        return []
-    return [name for name in names if not re.search(r"(^|/)(\.|__MACOSX/)", name)]
 
 
 def known_suffixes() -> tuple[str, ...]:
@@ -87,11 +71,9 @@ def name_problem(file: Path) -> str:
     """Why a file with this name cannot be read as data, with the fix; empty where it can."""
     kind, last = kind_of(file), file.suffix.lower()
     file_type = type_of(file)
-    if last == ".zip" and (num_files := len(zip_members(file))) != 1:
-        return (
-            f"a .zip with {plural(num_files, 'file')} in it (or damaged); it must have one. "
-            f"Unpack it and name the directory: unzip {file.name} -d {file.stem}"
-        )
+    if last in _PACKED:
+        command = f"{_PACKED[last]} {shlex.quote(str(file))}"
+        return f"{last} files are not read. Unpack it first: `{command}`"
     if file_type is None:
         reason = f"{kind} files are not read" if kind else "its name has no suffix"
         return (

@@ -1,14 +1,13 @@
 """From files on disk to records, one at a time, each knowing where it came from.
 
 A file, a directory or a glob is read by what the suffixes say (``llmx.config.file_formats``), also
-compressed (.gz, .zst, .bz2, .xz, .zip). What is wrong with a file is said with its name, its line
+compressed (.gz, .zst). What is wrong with a file is said with its name, its line
 or row and an excerpt; a wrong record goes to ``bad``, which raises it or takes note, and the
 records after it are read. The bytes of a file are named by its SHA-256, which is computed once.
 """
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import glob
 import gzip
@@ -16,9 +15,7 @@ import hashlib
 import importlib
 import io
 import json
-import lzma
 import os
-import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +29,6 @@ from llmx.config.file_formats import (
     known_suffixes,
     name_problem,
     type_of,
-    zip_members,
 )
 from llmx.data.source.records import Document, Meter, OnBad, Record, RecordError, Where, refuse
 from llmx.data.source.tables import saved_files
@@ -44,8 +40,6 @@ DEMO_DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "demo"
 WORTH_BYTES = 1 << 20
 """Smaller files are hashed again: that is faster than looking their digest up."""
 READ_BYTES = 1 << 18
-DAMAGED = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile)
-"""Errors of reading a damaged file; bz2 raises an OSError without a number."""
 
 
 def source_files(path: str, *, split: str | None = None) -> list[Path]:
@@ -97,8 +91,8 @@ def read_file(
         with opened(file, meter) as stream:
             yield from read(file, stream, bad, text_unit)
         meter.bytes = before + file.stat().st_size
-    except (*DAMAGED, OSError) as error:
-        # bz2 says by an OSError without a number that the content is damaged.
+    except (EOFError, zlib.error, OSError) as error:
+        # gzip says by an OSError without a number that the content is damaged.
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"{file}: cannot be read ({error}).") from error
         bad(
@@ -118,20 +112,9 @@ def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
     with io.BufferedReader(_Metered(file, meter), READ_BYTES) as raw:
         if suffix == ".zst":
             yield io.BufferedReader(_Zstandard(raw))
-        elif suffix in (".gz", ".bz2", ".xz"):
-            opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix]
-            with opener(raw, "rb") as stream:
+        elif suffix == ".gz":
+            with gzip.open(raw) as stream:
                 yield stream
-        elif suffix == ".zip":
-            with zipfile.ZipFile(raw) as archive:
-                (name,) = zip_members(file)
-                try:
-                    member: Any = archive.open(name)
-                # It has a password, or is packed in a way that Python does not know.
-                except (RuntimeError, NotImplementedError) as error:
-                    raise DataError(f"{file}: cannot be unpacked ({error}). Unzip it.") from error
-                with io.BufferedReader(member) as stream:
-                    yield stream
         else:
             yield raw
 
