@@ -51,7 +51,7 @@ def row(**values) -> bytes:
 BAD_LINES = [
     # (a line of JSON Lines, the reason that is counted, what the message says)
     (b'{"prompt": "q", "resp', "not JSON", "line 2, column 17: not JSON"),
-    (b'{"prompt": "\xff"}', "not UTF-8", "line 2: byte 13 is not UTF-8"),
+    (b'{"prompt": "\xff"}', "not UTF-8", "line 2, column 13: not UTF-8"),
     (b"[1, 2]", "not an object", r"line 2: \[1, 2\] is not an object"),
     (row(prompt="q"), "a missing column", 'line 2: no column "response"; the row has prompt'),
     (

@@ -68,7 +68,7 @@ def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
         ("a.json", b'[{"text": "a"},\n {"text": }]', r"a\.json, line 2, column 11: not JSON"),
         ("a.json", b'[{"text": "a"}, 3]', r"a\.json, row 2: 3 is not an object"),
         ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl, line 2: b is not an object"),
-        ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2: byte 11 is not UTF-8.*iconv"),
+        ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2, column 11: not UTF-8.*iconv"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or cut off"),
         ("a.jsonl.gz", LINES, "damaged or cut off"),
         ("a.jsonl.zst", zstandard.compress(LINES)[:-3], "damaged or cut off"),

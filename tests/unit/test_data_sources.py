@@ -1,9 +1,8 @@
-"""Sources: tables, saved data sets, the Hub, arrays of any size, several at once with weights."""
+"""Sources: tables, saved data sets, the Hub, arrays, several at once with weights."""
 
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmx.config import Experiment, SourceConfig
 from llmx.data.format.rows import Conversation
-from llmx.data.source import json_array
+from llmx.data.source import lines as text_files
 from llmx.data.source.files import read_file, source_files
 from llmx.data.source.hub import hub_id, hub_rows, revision_of
 from llmx.data.source.records import Record
@@ -161,22 +160,16 @@ def test_an_unreachable_hub_names_the_way_out(tmp_path: Path, monkeypatch):
         ),
         max_size=6,
     ),
-    chunk=st.integers(1, 40),
     indent=st.sampled_from([None, 2]),
     ascii_only=st.booleans(),
 )
-def test_arrays_are_read_whatever_the_size_of_a_read(
-    tmp_path_factory, rows, chunk, indent, ascii_only
-):
+def test_arrays_are_read(tmp_path_factory, rows, indent, ascii_only):
     path = tmp_path_factory.mktemp("arrays") / "rows.json"
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     path.write_bytes(text.encode("utf-8", "surrogatepass") if ascii_only else text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "CHUNK_BYTES", chunk)
-        assert values(path) == rows
+    assert values(path) == rows
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -188,30 +181,26 @@ def test_arrays_are_read_whatever_the_size_of_a_read(
         (b'[{"a": 1}]\n[]', "line 2, column 1: not JSON .Extra data"),
         (b'[{"a": 1},\n {"a": "\xff"}]', "line 2, column 9: not UTF-8"),
         (b'[{"a": 1}, 31]', "row 2: 31 is not an object"),
+        (b'[{"a": 1},\n {"a": 1, "a": 2}]', 'row 2: the key "a" is there twice'),
+        (b'[{"a": 1},\n ' + b"[" * 10**5, "line 2, column 2: not JSON .nested too deeply"),
+        (b'[{"a": 1},\n {"a": ' + b"1" * 4301, "line 2, column 2: not JSON .a number of more than"),
     ],
 )
-def test_what_is_wrong_with_an_array_is_said(
-    tmp_path: Path, monkeypatch, content: bytes, message: str, chunk: int
-):
-    monkeypatch.setattr(json_array, "CHUNK_BYTES", chunk)
+def test_what_is_wrong_with_an_array_is_said(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "rows.json"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_file(path))
 
 
-def test_an_array_is_not_held_in_memory(tmp_path: Path):
+def test_a_large_array_is_refused_with_the_command_that_converts_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(text_files, "ARRAY_BYTES", 20)
     path = tmp_path / "rows.json"
-    rows = [{"text": f"{number} " * 200} for number in range(20_000)]
-    path.write_text(json.dumps(rows))
-    del rows
-    size = path.stat().st_size
-    tracemalloc.start()
-    count = sum(1 for _ in read_file(path))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert count == 20_000
-    assert peak < 6 * json_array.CHUNK_BYTES < size / 3
+    path.write_text('[{"text": "abcdefg"}]')
+    with pytest.raises(DataError, match=r"jq -c '\.\[\]' rows\.json > rows\.jsonl"):
+        values(path)
+    path.write_text('[{"text": "abcdef"}]')
+    assert values(path) == [{"text": "abcdef"}]
 
 
 # Several sources

@@ -1,6 +1,6 @@
 """From files and Hub datasets to records, each with its place.
 
-``files`` reads a file by what its suffix says (``lines``, ``json_array``, ``tables``), ``hub``
+``files`` reads a file by what its suffix says (``lines``, ``tables``), ``hub``
 streams a dataset of the Hub; both give the records of ``records``, which also has what all rows
 have in common (``Row``) and what becomes of rejected ones.
 """

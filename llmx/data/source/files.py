@@ -113,8 +113,7 @@ def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
         if suffix == ".zst":
             yield io.BufferedReader(_Zstandard(raw))
         elif suffix == ".gz":
-            with gzip.open(raw) as stream:
-                yield stream
+            yield io.BufferedReader(gzip.GzipFile(fileobj=raw))
         else:
             yield raw
 

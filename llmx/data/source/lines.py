@@ -1,17 +1,19 @@
-"""Records and texts of files that are made of lines: JSON Lines, TSV and CSV, plain text."""
+"""Records and texts of text files: JSON Lines, JSON arrays, TSV and CSV, plain text."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from llmx.config.file_formats import kind_of
-from llmx.data.source.json_array import array_elements
 from llmx.data.source.records import (
+    CONTENT_CHARS,
     Document,
     OnBad,
     Record,
@@ -27,6 +29,10 @@ from llmx.text import plural
 
 DOCUMENT_CHARS = 8_000_000
 """The largest text file that is one document: it is in memory, and tokenized, as a whole."""
+ARRAY_BYTES = 1 << 30
+"""The largest JSON array: its text is in memory as a whole."""
+_BOM = b"\xef\xbb\xbf"
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Document]:
@@ -38,20 +44,63 @@ def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> I
 def json_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
     """The records of a JSON array, or of JSON Lines."""
     head = bytes(stream.peek(64))  # type: ignore[attr-defined]
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+    if head.removeprefix(_BOM).lstrip()[:1] == b"[":
         return _array_records(file, stream, bad)
     return json_lines(lines_of(file, stream, bad), bad)
 
 
 def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record]:
+    """The objects of an array. It cannot be read beyond an element that is not JSON."""
+    start = Where(file, 1, "line")
+    content = stream.read(ARRAY_BYTES + 1).removeprefix(_BOM)
+    if len(content) > ARRAY_BYTES:
+        raise DataError(
+            f"{file}: a JSON array of more than {ARRAY_BYTES >> 30} GiB, and an array is read as a "
+            f"whole. Convert it to JSON Lines: `jq -c '.[]' {file.name} > {file.stem}.jsonl`."
+        )
     try:
-        for value, where in array_elements(file, stream, bad):
-            if isinstance(value, dict):
-                yield Record(value, where)
-            else:
-                bad(no_object(value, where))
-    except RecordError as error:
-        bad(error)
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        bad(_not_utf8(content, start, error))
+        return
+    del content
+    decoder, at = RecordDecoder(), text.index("[") + 1
+    for number in itertools.count(1):
+        at = _behind_space(text, at)
+        if number == 1 and text[at : at + 1] == "]":
+            break
+        try:
+            decoder.twice = None
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            bad(_not_json(text, start, error, at, array=True))
+            return
+        yield from _record(value, decoder.twice, Where(file, number, "row"), bad)
+        at = _behind_space(text, at)
+        if text[at : at + 1] != ",":
+            break
+        at += 1
+    problem = "Extra data"
+    if text[at : at + 1] != "]":
+        problem = "Expecting ',' delimiter"
+    elif (at := _behind_space(text, at + 1)) == len(text):
+        return
+    bad(_not_json(text, start, json.JSONDecodeError(problem, text, at), array=True))
+
+
+def _behind_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def _record(value: Any, twice: str | None, where: Where, bad: OnBad) -> Iterator[Record]:
+    """The record of a JSON value. ``twice``: a key that an object in it has twice."""
+    if twice is not None:
+        bad(key_twice(twice, value, where))
+    elif isinstance(value, dict):
+        yield Record(value, where)
+    else:
+        bad(_no_object(value, where))
 
 
 def delimited_records(
@@ -67,20 +116,11 @@ def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, W
     for number, line in enumerate(stream, start=1):
         where = Where(file, number, "line")
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(_BOM)
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            around = line[max(0, error.start - 20) : error.start + 20]
-            bad(
-                RecordError(
-                    f"{where}: byte {error.start + 1} is not UTF-8: {around!r}. Convert the file, "
-                    "e.g. `iconv -f GB18030 -t UTF-8`.",
-                    where=where,
-                    reason="not UTF-8",
-                    content=line.decode("utf-8", "backslashreplace").rstrip("\r\n"),
-                )
-            )
+            bad(_not_utf8(line, where, error))
             continue
         yield text, where
 
@@ -138,12 +178,7 @@ def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Recor
         except (ValueError, RecursionError) as error:
             bad(_not_json(line.rstrip(), where, error))
             continue
-        if decoder.twice is not None:
-            bad(key_twice(decoder.twice, value, where))
-        elif isinstance(value, dict):
-            yield Record(value, where)
-        else:
-            bad(no_object(value, where))
+        yield from _record(value, decoder.twice, where, bad)
 
 
 def table_lines(
@@ -202,24 +237,45 @@ def _check_header(columns: list[str], where: Where) -> None:
         )
 
 
-def _not_json(line: str, where: Where, error: Exception) -> RecordError:
-    column, problem = 1, "nested too deeply"
+def _not_utf8(content: bytes, start: Where, error: UnicodeDecodeError) -> RecordError:
+    """The error for bytes that are no text. ``start``: the line with which they begin."""
+    at = error.start
+    where = Where(start.file, start.number + content.count(b"\n", 0, at), "line")
+    line_start = content.rfind(b"\n", 0, at) + 1
+    column = len(content[line_start:at].decode()) + 1
+    line = content[line_start : line_start + CONTENT_CHARS].partition(b"\n")[0]
+    return RecordError(
+        f"{where}, column {column}: not UTF-8: {content[max(0, at - 20) : at + 20]!r}. Convert the "
+        "file, e.g. `iconv -f GB18030 -t UTF-8`.",
+        where=where,
+        reason="not UTF-8",
+        content=line.decode("utf-8", "backslashreplace").rstrip("\r"),
+    )
+
+
+def _not_json(
+    text: str, start: Where, error: Exception, at: int = 0, *, array: bool = False
+) -> RecordError:
+    """The error for text that is not JSON. ``start``: the line with which it begins; ``at``: where
+    the value begins."""
+    problem = "nested too deeply"
     if isinstance(error, json.JSONDecodeError):
-        column, problem = error.colno, error.msg
+        at, problem = error.pos, error.msg
     elif isinstance(error, ValueError):  # Python refuses to read it
         problem = "a number of more than 4,300 digits"
-    around = excerpt(line[max(0, column - 41) : column + 39])
+    where = Where(start.file, start.number + text.count("\n", 0, at), "line")
+    column = at - text.rfind("\n", 0, at)
+    around = excerpt(text[max(0, at - 40) : at + 40])
     return RecordError(
         f"{where}, column {column}: not JSON ({problem}): {around}. Correct the line; a file cut "
         "off in the middle must be downloaded again.",
         where=where,
-        reason="not JSON",
-        content=line,
+        reason="not JSON; the array ends here" if array else "not JSON",
+        content=around if array else text,
     )
 
 
-def no_object(value: Any, where: Where) -> RecordError:
-    """The error for a record that is JSON, but not an object."""
+def _no_object(value: Any, where: Where) -> RecordError:
     return RecordError(
         f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
         '{"text": "..."}.',
