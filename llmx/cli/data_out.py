@@ -198,7 +198,7 @@ def _check_formats(split: DatasetSplit) -> None:
     if len(forms) > 1:
         raise ConfigError(
             f"out: the sources have different formats or columns ({split.form}), and one file has "
-            "one. Mix them in the training instead (data=[a,{b: 2}], docs/data.md), or write each "
+            "one. Mix them in the training instead (data.sources, docs/data.md), or write each "
             "source to a file of its own."
         )
 

@@ -1,8 +1,7 @@
 """Checks the overrides of a command line word by word before Hydra composes them.
 
 Each word is read by Hydra's own parser; what it, or the composing, would refuse is said here in
-one line: the word, the rule and the fix. ``data=[a,b]`` is written out as a mixture. Used by a run,
-a sweep, ``resume`` and ``reproduce``.
+one line: the word, the rule and the fix. Used by a run, a sweep, ``resume`` and ``reproduce``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from llmx.config.groups import (
     option_names,
     shown,
 )
-from llmx.config.schema import DataConfig, SourceConfig
-from llmx.config.yaml_files import WHOLE, read_values
+from llmx.config.yaml_files import WHOLE
 from llmx.errors import ConfigError, did_you_mean
 
 STAGES = ("0", "1", "2", "3")
@@ -114,11 +112,6 @@ def check_overrides(
             directories += _search_path(word, override)
         elif override.key_or_group == "hydra.mode":
             multirun = multirun or shown(override.value()).endswith("MULTIRUN")
-    typed = {override.key_or_group for _, override in parsed}
-    for index, (_, override) in reversed([*enumerate(parsed)]):
-        if override.key_or_group == "data" and isinstance(names := override.value(), list):
-            mixture = mixture_of(names, typed, directories)
-            parsed[index : index + 1] = [(word, _parsed(word, ())) for word in mixture]
     accepted: dict[tuple[str, str], tuple[str, Any]] = {}
     choices: list[tuple[str, Any]] = []
     for word, override in parsed:
@@ -312,6 +305,11 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
                 )
             return [None]
         if isinstance(value, list | dict):
+            if group == "data":
+                raise ConfigError(
+                    f"{shown(word)}: data takes one option. Mix data sets with data.sources: "
+                    "'data.sources=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]'."
+                )
             names = option_names(group, directories)
             raise ConfigError(
                 f"{shown(word)}: {group} takes one option: {group}={names[0]}. Options of "
@@ -404,44 +402,6 @@ def _check_sweep(overrides: Sequence[Any]) -> None:
         raise ConfigError(
             f"{axes}: the sweep has {jobs} jobs; at most {MAX_JOBS} are run. Vary fewer values."
         )
-
-
-_OF_A_SOURCE = {field.name for field in fields(SourceConfig)}
-
-
-def mixture_of(entries: Sequence[Any], typed: set[str], directories: Sequence[Path]) -> list[str]:
-    """The overrides that mix these data sets. ``typed``: the keys on the command line, which hold
-    for the whole mixture."""
-    sources = []
-    for entry in entries:
-        for name, weight in entry.items() if isinstance(entry, dict) else [(entry, 1)]:
-            path = find_option("data", str(name), directories)
-            if path is None:
-                raise ConfigError(no_such_option("data", shown(name), directories))
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                raise ConfigError(f"data=[{{{name}: {shown(weight)}}}]: the weight is a number.")
-            sources.append({**_source(path, typed), "weight": weight})
-    if not sources:
-        raise ConfigError("data=[]: names no data set. Write data=[NAME,{NAME: WEIGHT}].")
-    return ["data=mixture", f"data.sources={quoted(sources)}"]
-
-
-def _source(path: Path, typed: set[str]) -> dict[str, Any]:
-    """The values of one data set as an entry of ``data.sources``."""
-    values = read_values(path, DataConfig) or {}
-    if values.get("path") in (None, "", "???"):
-        raise ConfigError(
-            f"{path}: has no path, so data=[{path.stem}] names no data. Write data/NAME.yaml with "
-            "path: FILE into a directory of your own: --config-dir DIR."
-        )
-    columns = {**(values.get("columns") or {}), **(values.pop("data_map", None) or {})}
-    for key in values.keys() - _OF_A_SOURCE - {"name"}:
-        if f"data.{key}" not in typed:
-            raise ConfigError(
-                f"{path}: data.{key} holds for a whole mixture, not for one of its data sets. Type "
-                f"data.{key}={shown(values[key])}, or leave it out of the file."
-            )
-    return {**{k: v for k, v in values.items() if k in _OF_A_SOURCE}, "columns": columns}
 
 
 def quoted(value: object) -> str:

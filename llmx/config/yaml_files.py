@@ -80,9 +80,9 @@ def read_yaml(path: Path, hint: Any = Any) -> yaml.Node | None:
     return node
 
 
-def read_values(path: Path, hint: Any = Any) -> Any:
+def read_values(path: Path) -> Any:
     """The values of a YAML file; ConfigError as ``read_yaml``."""
-    return values_of(read_yaml(path, hint))
+    return values_of(read_yaml(path))
 
 
 def values_of(node: yaml.Node | None) -> Any:

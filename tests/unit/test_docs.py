@@ -101,8 +101,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = [json.loads(line) for line in CHATS.splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), place / "b.parquet")
     (place / "llmx" / "data").mkdir(parents=True)
-    for name in ("support", "refunds", "web"):
-        (place / "llmx" / "data" / f"{name}.yaml").write_text(f"path: {place}/chats.jsonl\n")
+    (place / "llmx" / "data" / "support.yaml").write_text(f"path: {place}/chats.jsonl\n")
     for name in ("train.tsv", "dev.tsv"):
         (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
     (place / "corpus").mkdir()

@@ -68,6 +68,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["optim.betas.x=1"], "optim.betas is a list. Set it whole: optim.betas=[...]."),
         (["model=null"], "model=null: no such option."),
         (["model=[a]"], "model takes one option"),
+        (["data=[demo,{file: 0.5}]"], "data takes one option. Mix data sets with data.sources: 'data.sources=[{path: "),
         (["models/x=1"], "models/x: no such group."),
         (["model@x=tiny"], "@ is not supported here"),
         (["hydra.job.chdir=true"], "cannot be set: relative paths start where you are"),
@@ -227,6 +228,11 @@ def test_files_that_a_file_chooses_are_checked(llmx) -> None:
     path = write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - zero: stage1\n")
     said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
     assert said.startswith(f"{path}, line 3: experiment/zero=stage1: no such option. Write - over")
+    both = "# @package _global_\ndefaults:\n  - override /data: [demo, file]\n"
+    path = write("experiment/mine.yaml", both)
+    said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
+    assert said.startswith(f"{path}, line 3: data takes one option; of several, Hydra keeps the")
+    assert said.endswith("Mix data sets with data.sources.")
 
 
 def test_files_that_nobody_chose_do_not_matter(llmx) -> None:
