@@ -56,7 +56,7 @@ def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record
     if len(content) > ARRAY_BYTES:
         raise DataError(
             f"{file}: a JSON array of more than {ARRAY_BYTES >> 30} GiB, and an array is read as a "
-            f"whole. Convert it to JSON Lines: `jq -c '.[]' {file.name} > {file.stem}.jsonl`."
+            "whole. Convert it to JSON Lines: `jq -c '.[]' in.json > out.jsonl`."
         )
     try:
         text = content.decode()
