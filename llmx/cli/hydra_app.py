@@ -66,10 +66,7 @@ def run_hydra(words: list[str], *, command: str | None = None, own_keys: Sequenc
 
 def _detaches(word: str) -> bool:
     key, _, value = word.lstrip("+~").partition("=")
-    value = value.strip("'\"").lower()
-    if key == "launch.supervisor":
-        return value != "null"
-    return key == "launch.detach" and value in ("true", "yes", "on", "1")
+    return key == "launch.detach" and value.strip("'\"").lower() in ("true", "yes", "on", "1")
 
 
 def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:

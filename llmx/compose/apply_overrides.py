@@ -130,7 +130,7 @@ def _chosen_groups(words: Sequence[str]) -> set[str]:
 
 
 NOT_COPIED = (
-    "schema_version", "run_dir", "dry_run", "launch.detach", "launch.supervisor", "model.resolved",
+    "schema_version", "run_dir", "dry_run", "launch.detach", "model.resolved",
     "model.resolved_from",
 )  # fmt: skip
 """Keys of a saved config that another run of it does not have from there: llmx fills them in, or

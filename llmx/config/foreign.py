@@ -670,6 +670,7 @@ _OTHERS = {
     "hardware.slots": "gpus n_gpus num_gpus_per_node ngpus devices",
     "hardware.hosts": "nodes nnodes num_nodes",
     "launch.master_port": "main_process_port",
+    "launch.detach=true, typed on that host (ssh HOST)": "supervisor",
     "checkpoint.every_steps": "save_interval save_every",
     "precision=bf16": "bf16",
     "precision=fp16": "fp16",

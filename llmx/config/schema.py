@@ -865,9 +865,6 @@ class LaunchConfig:
     detach: bool = False
     """Start the supervisor in a session of its own and give the terminal back at once. ``attach``
     shows its console, ``stop`` ends the run with a checkpoint."""
-    supervisor: str | None = text(None, Text(), example="first")
-    """Start the supervisor on this host of the hardware file (``first``: the first one), detached,
-    instead of on this machine. Without a shared file system it needs ``launch=rsync``."""
     allow_busy: bool = False
     """Start although another run of llmx trains on the same hosts (on the same GPUs)."""
     queue: bool = False

@@ -402,12 +402,6 @@ def launch_problems(
             "launch.queue=true and launch.allow_busy=true: one waits for the other runs on the "
             "hosts, the other starts beside them. Leave one out."
         )
-    names = [host.name for host in hardware.hosts]
-    if launch.supervisor not in (None, "first", *names):
-        yield (
-            f"launch.supervisor={launch.supervisor}: must be a host of the hardware file, or first "
-            f"for the first one. Hosts: {', '.join(names)}."
-        )
     for index, path in enumerate(launch.sync_extra):
         if not path.startswith(("/", "~")):
             yield (

@@ -108,10 +108,10 @@ def reproduce(words: RunCommand) -> int:
             f"strict=true: {plural(len(grave), 'difference')} above may change the "
             "numbers, so nothing was started. Restore them, or leave out strict."
         )
-    if new.launch.detach or new.launch.supervisor:
+    if new.launch.detach:
         raise ConfigError(
             "launch.detach=true: reproduce compares the runs at the end, so it keeps the terminal. "
-            "Set launch.detach=false, and no launch.supervisor."
+            "Set launch.detach=false."
         )
     if words.flag("dry_run"):
         print("nothing was started (dry_run=true)")

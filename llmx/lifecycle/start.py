@@ -51,20 +51,11 @@ def run_composed(
         return submit(
             checked.experiment, checked.plan, words=overrides, config_dir=config_dir, stream=out
         )
-    supervisor = composed.experiment.launch.supervisor
-    if supervisor is not None:  # the run is detached there, where it is no key of its config
-        settings = replace(composed.experiment.launch, supervisor=None, detach=True)
-        exp = replace(composed.experiment, launch=settings)
-        composed = replace(composed, experiment=exp)
     launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
     exp, plan = launch.exp, launch.plan
     if not exp.dry_run:
         for line in plan.memory_warnings:
             print(f"! {line}", file=out, flush=True)
-        if supervisor is not None:
-            from llmx.lifecycle.far_supervisor import start_on
-
-            return start_on(supervisor, launch)
         return launched(launch)
     _print_plan(launch, traces, overrides=overrides, stream=out, is_written=True)
     return 0

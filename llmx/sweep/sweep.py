@@ -457,10 +457,10 @@ class Runner:
 
     def _on_first_slots(self, on_cluster: Experiment, typed: Experiment) -> Experiment:
         """The trial on the first slots, of those that it needs."""
-        if on_cluster.launch.detach or on_cluster.launch.supervisor:
+        if on_cluster.launch.detach:
             raise ConfigError(
-                "launch.detach and launch.supervisor: are for a single run, and a sweep waits for "
-                "its trials. Leave them out, and start the sweep in tmux or with nohup."
+                "launch.detach=true: is for a single run, and a sweep waits for its trials. Leave "
+                "it out, and start the sweep in tmux or with nohup."
             )
         count = on_cluster.sweep.slots_per_trial
         if count is None:

@@ -32,10 +32,10 @@ class ExternalTransport(Transport):
                 "launch.sync=rsync with launch=external: nothing is copied to machines that are "
                 "not reached by ssh. Leave it out, and use a shared file system."
             )
-        if launch.detach or launch.supervisor:
+        if launch.detach:
             yield (
-                "launch.detach or launch.supervisor with launch=external: the process of rank 0 "
-                "supervises, and the program that started it waits for it. Leave them out."
+                "launch.detach=true with launch=external: the process of rank 0 supervises, and "
+                "the program that started it waits for it. Leave it out."
             )
 
     def fixed_port(self, spec: LaunchSpec) -> int | None:

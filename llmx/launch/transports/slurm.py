@@ -37,10 +37,10 @@ class SlurmTransport(Transport):
                 f"{slots}). Use hardware.slots={min(host.slots for host in hosts)}, or "
                 "launch.transport=ssh inside the allocation."
             )
-        if launch.slurm.submit and (launch.detach or launch.supervisor):
+        if launch.slurm.submit and launch.detach:
             yield (
-                "launch.slurm.submit=true with launch.detach or launch.supervisor: a job has no "
-                "terminal, and Slurm chooses where it runs. Leave them out."
+                "launch.slurm.submit=true with launch.detach=true: a job has no terminal. Leave "
+                "launch.detach out."
             )
         if launch.sync == "rsync":
             yield (

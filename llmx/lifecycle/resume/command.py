@@ -82,11 +82,6 @@ def prepare_resume(
         return None
     origin = first_step(run, state, step)
     new = upcoming.composed
-    if new.experiment.launch.supervisor:
-        raise ConfigError(
-            f"launch.supervisor={new.experiment.launch.supervisor}: is for a new run. Log in to "
-            "that host, and resume the run there with launch.detach=true."
-        )
     check_launch(new.experiment, new.plan)
     check_paths(new.experiment, new.plan)
     check_packages(new.experiment.tracking)
