@@ -28,6 +28,13 @@ IMPLIED = {
 """Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
 _NOTHING = ("", "null", "demo", "[]")
 _YAML = (".yaml", ".yml")
+_INSTEAD = {
+    "render": " launch.slurm.submit=true submits a job to Slurm; docs/cluster.md has a JobSet and "
+    "a TrainJob for Kubernetes.",
+    "bundle": ' docs/cluster.md, "No internet access", has the commands of pip, hf and rsync.',
+    "queue": " launch.queue=true makes a run wait until other runs have left its hosts.",
+}
+"""A word that is no command -> what does its work."""
 
 
 def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
@@ -41,8 +48,9 @@ def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, li
         return argv[0], list(argv[1:])
     if argv[0].endswith(_YAML):
         return "train", list(argv)
+    instead = _INSTEAD.get(argv[0]) or did_you_mean(argv[0], commands)
     raise ConfigError(
-        f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
+        f'"{argv[0]}" is neither a command nor key=value.{instead} '
         f"Commands: {', '.join(commands)}. See python -m llmx --help."
     )
 

@@ -237,52 +237,6 @@ COMMANDS = {
             "python -m llmx doctor hardware=a100x2_v100x2 --bandwidth",
         ),
     ),
-    "render": Command(
-        "print the manifest of a job for another launcher: render k8s|trainjob|sbatch|skypilot",
-        "k8s|trainjob|sbatch|skypilot [overrides] [--image NAME] [--volume CLAIM:/PATH]",
-        "Prints a manifest that starts this command on the nodes and GPUs of its plan: a JobSet\n"
-        "of Kubernetes, a TrainJob of Kubeflow Trainer, the batch script that\n"
-        "launch.slurm.submit=true submits, or a task of SkyPilot. Starts nothing. In all but the\n"
-        "batch script torchrun starts the processes (launch=external). run_dir must be on a file\n"
-        "system that all nodes share.",
-        Runs.WORDS,
-        "llmx.cli.render",
-        words=(
-            Word("--image", "k8s, trainjob: the container image, with llmx in it", "NAME"),
-            Word(
-                "--volume", "k8s, trainjob: a shared volume and where it is mounted", "CLAIM:/PATH"
-            ),
-        ),
-        arguments=(Argument("", "target", "TARGET"),),
-        overrides=True,
-        examples=(
-            "python -m llmx render k8s --image me/llmx:1 --volume runs:/runs hardware=h100x8 "
-            "run_dir=/runs/a",
-            "python -m llmx render sbatch hardware=a100x8 launch=slurm run_dir=runs/a",
-        ),
-    ),
-    "bundle": Command(
-        "collect a run for a machine without internet: bundle DIR [overrides]",
-        f"DIR {_OVERRIDES} [--no-wheels] | --check DIR",
-        "Collects in DIR what a run needs on a machine without internet: the packages of this\n"
-        "environment as wheels, llmx, the model, the tokenizer, the data, and code and options of\n"
-        "your own. There, python DIR/install.py VENV verifies every file, makes the environment\n"
-        "and prints the command with the paths of the bundle. The other machine needs the same\n"
-        "minor version of Python and the same kind of processor. Sizes are shown before anything\n"
-        "is copied.",
-        Runs.WORDS,
-        "llmx.cli.bundle",
-        words=(
-            Word("--no-wheels", "leave out the packages: the other machine has them"),
-            Word("--check", "verify every file of a bundle by its SHA-256"),
-        ),
-        arguments=(Argument("", "directory", "DIR"),),
-        overrides=True,
-        examples=(
-            "python -m llmx bundle /media/disk/mine experiment=mine hardware=h100x8",
-            "python -m llmx bundle --check /media/disk/mine",
-        ),
-    ),
     "import": Command(
         "import settings of LLaMA-Factory, axolotl, TRL, deepspeed: import FILE",
         "FILE [--out DIR] [--from TOOL] [--without KEY,...] [key=value] ...",
@@ -520,24 +474,6 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         notes="""\
 The exit code is 0 if the run was interrupted or finished, 1 if it failed, 2 if it was not
 running.""",
-    ),
-    "queue": Command(
-        "run several commands one after another: queue FILE|-",
-        "FILE | - [--stop] [--detach]",
-        "Runs the commands of a file, one per line (what follows python -m llmx; # begins a\n"
-        "comment), for hosts without a scheduler. A run waits until other runs have left its\n"
-        "hosts (launch.queue=true is added). A command that fails does not stop the others. Ends\n"
-        "with a table of outcomes. - is standard input. Ctrl-C saves a checkpoint of the run that\n"
-        "is on, and ends the queue.",
-        Runs.FLAGS,
-        "llmx.cli.queue",
-        words=(
-            Word("--stop", "stop after a command that fails"),
-            Word("--detach", "go on without the terminal; the output goes to FILE.log"),
-        ),
-        arguments=(Argument("run", "file", "FILE"),),
-        notes="The exit code is 0 if all commands went well, 1 if one failed, 130 after Ctrl-C.",
-        examples=("python -m llmx queue tonight.txt", "python -m llmx queue tonight.txt --detach"),
     ),
     "pipeline": Command(
         "run stages that build on each other: pipeline NAME|FILE.yaml [NAME=VALUE]",

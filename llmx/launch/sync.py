@@ -236,20 +236,12 @@ def sync_sizes(spec: LaunchSpec, *, run_dir: bool = True) -> list[tuple[str, str
             sizes = [Path(item.path, name).stat().st_size for name in _there(item)]
             files, num_bytes = len(sizes), sum(sizes)
         else:
-            files, num_bytes = count(pool, item)
+            arguments, names = source_of(item)
+            output = pool.run(["--list-only", "--stats", *arguments], label=item.path, stdin=names)
+            files = _number(output, r"Number of files:.*?\breg: ([\d,]+)")
+            num_bytes = _number(output, r"Total file size: ([\d,]+)")
         rows.append((item.what, item.path, f"{plural(files, 'file')}, {size(num_bytes)}"))
     return rows
-
-
-def count(pool: RsyncPool, item: SyncPath, *options: str) -> tuple[int, int]:
-    """Files and bytes of a path, as rsync with these options copies it."""
-    arguments, names = source_of(item)
-    words = ["--list-only", "--stats", *options, *arguments]
-    output = pool.run(words, label=item.path, stdin=names)
-    return (
-        _number(output, r"Number of files:.*?\breg: ([\d,]+)"),
-        _number(output, r"Total file size: ([\d,]+)"),
-    )
 
 
 def _is_model(value: object) -> bool:
@@ -259,41 +251,28 @@ def _is_model(value: object) -> bool:
     return Path(value, "config.json").is_file()
 
 
-def named_paths(exp: Experiment) -> list[tuple[str, str, str]]:
-    """Key, path and kind of what the config names for ranks to read, also ids of the Hub."""
-    paths = [
-        ("model.path", exp.model.path, "model"),
-        ("model.tokenizer", exp.model.tokenizer, "tokenizer"),
-        ("data.path", exp.data.path, "data"),
-        ("data.eval_path", exp.data.eval_path, "evaluation data"),
-        *(("data.sources", source.path, "data") for source in exp.data.sources),
-        # Models that a task names beside the one that is trained.
-        *(
-            (f"task.options.{name}", value, "model of the task")
-            for name, value in exp.task.options.items()
-            if _is_model(value)
-        ),
-        *(("launch.sync_extra", path, "launch.sync_extra") for path in exp.launch.sync_extra),
-    ]
-    return [(key, path, kind) for key, path, kind in paths if path]
-
-
-def matches(path: str) -> list[str]:
-    """The absolute path, or those that the glob stands for on this machine."""
-    full = os.path.normpath(Path(path).expanduser())
-    if Path(full).exists():
-        return [full]
-    return sorted(glob.glob(full, recursive=True))  # noqa: PTH207 (absolute patterns)
-
-
 def _configured_paths(exp: Experiment) -> Iterable[tuple[str, str]]:
     """The absolute local paths of the config, with globs expanded."""
-    for _, path, kind in named_paths(exp):
-        if not Path(path).expanduser().is_absolute():
+    paths = [
+        (exp.model.path, "model"),
+        (exp.model.tokenizer, "tokenizer"),
+        (exp.data.path, "data"),
+        (exp.data.eval_path, "evaluation data"),
+        *((source.path, "data") for source in exp.data.sources),
+        # Models that a task names beside the one that is trained.
+        *((value, "model of the task") for value in exp.task.options.values() if _is_model(value)),
+        *((path, "launch.sync_extra") for path in exp.launch.sync_extra),
+    ]
+    for path, kind in paths:
+        if not path or not Path(path).expanduser().is_absolute():
             continue
-        if not matches(path) and kind == "launch.sync_extra":
+        full = os.path.normpath(Path(path).expanduser())
+        matches = [full]
+        if not Path(full).exists():
+            matches = sorted(glob.glob(full, recursive=True))  # noqa: PTH207 (absolute patterns)
+        if not matches and kind == "launch.sync_extra":
             raise LaunchError(f"launch.sync_extra: {path} does not exist on this machine.")
-        for match in matches(path):
+        for match in matches:
             yield match, kind
 
 

@@ -1,7 +1,6 @@
 """A run as a batch job of Slurm: the script, its submission, and the requeue before its limit.
 
     python -m llmx experiment=... hardware=slurm ... launch.slurm.submit=true
-    python -m llmx render sbatch experiment=... hardware=slurm ...    # prints the script
 
 The script starts the typed command inside the allocation, and continues its run when the job is
 started again: after ``requeue_job``, a preemption, the loss of a node, or ``sbatch job.sh``.

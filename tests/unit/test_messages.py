@@ -30,7 +30,7 @@ LINES = [
 ]  # fmt: skip
 WORDS = [
     "seq_len=3", "zero=stage4", "zreo=stage3", "foo", "plan", "optim.lr=[1", "name='a", "optim.lr=1,2", "hardware=cpu2,a100x8",
-    "+task.foo=1", "launch.envv.A=1", "optim.lr.x=1", "optim.betas.x=1", "model=null", "model=[a]", "models/x=1",
+    "+task.foo=1", "launch.envv.A=1", "launch.supervisor=first", "optim.lr.x=1", "optim.betas.x=1", "model=null", "model=[a]", "models/x=1",
     "model@x=tiny", "~zero=stage2", "a.=1", "=1", "data.columns={0: é}", "hydra.job.chdir=true",
     "hydra.output_subdir=x", "hydra.mode=x", "hydra.searchpath=[file:///nowhere]", "hydra.verbose=1,2", "name=\ud800", "seed=" + "9" * 5000,
     "name=" + "x" * 70000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
@@ -133,7 +133,13 @@ def out_of_range(cls: type = Experiment, path: tuple[str, ...] = ()) -> Iterator
 def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
     yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
-    yield "Commands", [said(lambda: split_command(["trian"], tuple(COMMANDS)))]
+    yield (
+        "Commands",
+        [
+            said(lambda word=word: split_command([word], tuple(COMMANDS)))
+            for word in ("trian", "render", "bundle", "queue")
+        ],
+    )
     yield (
         "Words",
         [
