@@ -20,6 +20,8 @@ from llmx.errors import ConfigError
 
 _MAX_VALUES = 100_000
 
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 WHOLE = re.compile(r"0|-?[1-9][0-9]*")
 """A whole number as Python writes it: as text it is the same."""
 
@@ -189,15 +191,26 @@ def _check_nodes(path: Path, node: yaml.Node, counter: Iterator[int], depth: int
                     f"{first[key.value]}). Leave one."
                 )
             first[key.value] = line
+            if key.tag.endswith(":merge"):
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                if not all(isinstance(source, yaml.MappingNode) for source in sources):
+                    raise ConfigError(
+                        f"{path}, line {line}: <<: takes a mapping, as *NAME of an &NAME above."
+                    )
+            elif key.value != "=":
+                _check_nodes(path, key, counter, depth + 1)
             _check_nodes(path, value, counter, depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_nodes(path, item, counter, depth + 1)
-    else:
-        try:
+    try:
+        if isinstance(node, yaml.ScalarNode):
             _Loader("").construct_object(node)
-        except (yaml.MarkedYAMLError, ValueError):
-            raise ConfigError(
-                f"{path}, line {node.start_mark.line + 1}: {shown(node.value)} cannot be read as "
-                f"{node.tag.rpartition(':')[2]}. Quote it, and leave out what begins with !."
-            ) from None
+        elif node.tag not in _COLLECTIONS:
+            raise ValueError(node.tag)
+    except (yaml.MarkedYAMLError, ValueError):
+        written = shown(node.value) if isinstance(node, yaml.ScalarNode) else "what follows"
+        raise ConfigError(
+            f"{path}, line {node.start_mark.line + 1}: {written} cannot be read as "
+            f"{node.tag.rpartition(':')[2]}. Quote it, and leave out what begins with !."
+        ) from None
