@@ -1,23 +1,20 @@
-"""An imported experiment has the losses of ``trl sft`` in its first steps.
+"""The losses of the first steps are those of ``trl sft`` with the same settings.
 
-``python -m pytest -m deepspeed tests/integration/test_import_loss.py``
+``python -m pytest -m deepspeed tests/integration/test_losses_of_trl.py``
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-import yaml
 
-from llmx.compose.complete import complete, plan_experiment
 from tests.chat_templates import PUBLISHED
 from tests.command_runs import lines
+from tests.composing import composed
 from tests.forked_ranks import Server
 from tests.rundirs import write_run
-from tests.unit.test_import import imported
-from tests.unit.test_import_rows import TEXTS, saved_model, settings, trl, write_rows
+from tests.unit.test_rows_of_trl import TEXTS, saved_model, settings, trl, write_rows
 
 pytestmark = pytest.mark.deepspeed
 
@@ -34,11 +31,16 @@ def test_first_losses(tmp_path: Path, ranks: Server, monkeypatch: pytest.MonkeyP
     trainer = trl("sft", config)
     trainer.train()
     theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    exp = imported(yaml.safe_dump(config), "sft.yaml", "--from", "trl-sft", "hardware.slots=1")
-    hardware = dataclasses.replace(exp.hardware, kind="local", name="local", hosts=[])
-    exp = dataclasses.replace(exp, hardware=hardware, run_dir=str(tmp_path / "run"))
-    composed = plan_experiment(*complete(exp))
-    run = ranks.start(write_run(composed.experiment, plan=composed.plan), ranks=1).finish()
+    planned = composed(
+        ["model.path=model", "data.path=rows", "data.form=prompt_response", "data.template=plain",
+         "data.seq_len=256", "data.packing=none", "data.loss_on=last", "precision=fp32",
+         "optim.lr=1e-3", "optim.weight_decay=0.1", "optim.betas=[0.9,0.999]",
+         "optim.warmup_steps=0", "optim.min_lr_ratio=0", "task.steps=4", "task.log_every_steps=1",
+         "batch.micro_batch=2", "batch.accumulation=1", "hardware.slots=1",
+         "checkpoint.every_minutes=null"],
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    run = ranks.start(write_run(planned.experiment, plan=planned.plan), ranks=1).finish()
     ours = [line["loss"] for line in lines(run.root, "train")]
     assert len(theirs) == 4
     assert ours == pytest.approx(theirs, rel=2e-4)
