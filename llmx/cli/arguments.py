@@ -12,6 +12,7 @@ from typing import Any
 
 from llmx.cli.commands import COMMANDS, HYDRA_WORDS
 from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
+from llmx.compose.user_files import FILES, check_foreign, check_keys
 from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.config.groups import ALIASES, GROUPS, elsewhere, lookup
@@ -27,12 +28,12 @@ IMPLIED = {
 }
 """Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
 _NOTHING = ("", "null", "demo", "[]")
-_YAML = (".yaml", ".yml")
 _INSTEAD = {
-    "render": " launch.slurm.submit=true submits a job to Slurm; docs/cluster.md has a JobSet and "
+    "import": "python -m llmx FILE says what each key of another tool's file is here.",
+    "render": "launch.slurm.submit=true submits a job to Slurm; docs/cluster.md has a JobSet and "
     "a TrainJob for Kubernetes.",
-    "bundle": ' docs/cluster.md, "No internet access", has the commands of pip, hf and rsync.',
-    "queue": " launch.queue=true makes a run wait until other runs have left its hosts.",
+    "bundle": 'docs/cluster.md, "No internet access", has the commands of pip, hf and rsync.',
+    "queue": "launch.queue=true makes a run wait until other runs have left its hosts.",
 }
 """A word that is no command -> what does its work."""
 
@@ -46,11 +47,12 @@ def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, li
         return "train", list(argv)
     if argv[0] in commands:
         return argv[0], list(argv[1:])
-    if argv[0].endswith(_YAML):
+    if argv[0].endswith(FILES):
         return "train", list(argv)
-    instead = _INSTEAD.get(argv[0]) or did_you_mean(argv[0], commands)
+    if argv[0] in _INSTEAD:
+        raise ConfigError(f"{argv[0]}: no such command. {_INSTEAD[argv[0]]}")
     raise ConfigError(
-        f'"{argv[0]}" is neither a command nor key=value.{instead} '
+        f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
         f"Commands: {', '.join(commands)}. See python -m llmx --help."
     )
 
@@ -187,7 +189,7 @@ def as_meant(overrides: Sequence[str]) -> list[str]:
     words, saved = list[str](), dict[str, Experiment]()
     for word in overrides:
         content: list[str] | Experiment = [word]
-        if "=" not in word and word.endswith(_YAML):
+        if "=" not in word and word.endswith(FILES):
             content = read_words(Path(word).expanduser())
         if isinstance(content, list):
             words += content
@@ -224,12 +226,12 @@ def read_words(path: Path) -> list[str] | Experiment:
     from yaml import MappingNode, ScalarNode
 
     from llmx.compose.hydra_config import leaves
-    from llmx.compose.user_files import check_keys
     from llmx.config import experiment_of_snapshot
     from llmx.config.yaml_files import read_yaml, values_of
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
+    check_foreign(path)
     node = read_yaml(path, Experiment)
     values = values_of(node) or {}
     if isinstance(values, list):

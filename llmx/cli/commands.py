@@ -159,9 +159,6 @@ _MODEL = Word(
     "DIR",
     takes="directory",
 )
-_TOOLS = (
-    "llama-factory", "axolotl", "trl-sft", "trl-dpo", "trl-reward", "trainer", "deepspeed-chat",
-)  # fmt: skip
 _TEMPLATES = ("chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain")
 _SAMPLING = (
     Word(
@@ -235,36 +232,6 @@ COMMANDS = {
         examples=(
             "python -m llmx doctor hardware=a100x2_v100x2",
             "python -m llmx doctor hardware=a100x2_v100x2 --bandwidth",
-        ),
-    ),
-    "import": Command(
-        "import settings of LLaMA-Factory, axolotl, TRL, deepspeed: import FILE",
-        "FILE [--out DIR] [--from TOOL] [--without KEY,...] [key=value] ...",
-        "Reads a YAML of LLaMA-Factory (with its dataset_info.json), axolotl or TRL, arguments of\n"
-        "the Trainer (YAML or JSON), or a shell file with one command (trl, llamafactory-cli,\n"
-        "axolotl, torchrun, accelerate launch, deepspeed, with its JSON and hostfile). Prints\n"
-        "what becomes of every key: mapped, without effect (with the reason), or refused (with\n"
-        "the reason and the fix). Then writes an experiment file, and a hardware file of a\n"
-        "hostfile, after composing it, and prints its command. Defaults of the tool that decide\n"
-        "what is trained are written out. Nothing is written while a key is refused or unknown.",
-        Runs.WORDS,
-        "llmx.cli.import_config",
-        words=(
-            Word(
-                "--out", "directory of the written files (default: here)", "DIR", takes="directory"
-            ),
-            Word("--from", "the tool, where the keys do not say it", "TOOL", _TOOLS),
-            Word("--without", "leave these keys of FILE out, as if they were not set", "KEY,..."),
-        ),
-        arguments=(Argument("", "file", "FILE"),),
-        overrides=True,
-        notes="""\
-key=value sets a key of llmx in the experiment, which also settles a key of FILE that cannot be
-mapped to it: data.template=auto, data.loss_on=last. docs/coming-from.md has every key.""",
-        examples=(
-            "python -m llmx import qwen3_lora_sft.yaml",
-            "python -m llmx import train.sh --out mine hardware.device=a100_80g",
-            "python -m llmx import dpo.yaml --from trl-dpo --without push_to_hub",
         ),
     ),
     "sweep": Command(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.user_files import check_user_files
+from llmx.compose.user_files import check_no_file, check_user_files
 from llmx.config.build import hints_of, without_none
 from llmx.config.groups import (
     ALIASES,
@@ -317,6 +317,8 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
             )
         name = value if isinstance(value, str) else shown(value)
         if find_option(group, name, directories) is None:
+            if group == "experiment":
+                check_no_file(name)
             raise ConfigError(no_such_option(group, name, directories))
     return values
 

@@ -1,32 +1,96 @@
 """Checks a user's own YAML files (``--config-dir``, ``hydra.searchpath``) before they are used.
 
 What is wrong is said with file and line: a tab, a brace that is not closed, a key that is there
-twice, another encoding, a key or an option that does not exist.
+twice, another encoding, a key or an option that does not exist. Every key of another training tool
+is explained at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from llmx.config.build import hints_of
+from llmx.config.foreign import NAMES
 from llmx.config.groups import (
+    ALIASES,
     GROUPS,
+    counterpart,
     find_option,
     lookup,
     no_such_option,
     option_names,
     shown,
 )
-from llmx.config.yaml_files import check_texts, read_text, read_yaml
+from llmx.config.schema import Experiment
+from llmx.config.yaml_files import check_texts, read_text, read_values, read_yaml
 from llmx.errors import ConfigError
 
 _ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
 _MAX_FILES = 1000
+FILES = (".yaml", ".yml", ".json")
+"""Endings of what is taken for a file of the user's. JSON is only explained."""
+
+
+def check_foreign(path: Path) -> None:
+    """Raise ConfigError for a file of another training tool, with a line for each of its keys, and
+    for any other JSON."""
+    is_json = path.suffix == ".json"
+    values = _read_json(path) if is_json else read_values(path)
+    names = list(_settings(values)) if isinstance(values, dict) else []
+    own = (*hints_of(Experiment), *GROUPS, *ALIASES, "defaults", "hydra")
+    known = [name for name in names if name.split(".")[0] in own]
+    theirs = [name for name in names if name in NAMES]
+    # More than a quarter: the config.json of a model has one or two of these names.
+    if 2 * len(known) < len(names) < 4 * len(theirs):
+        keys = {name: counterpart(name) for name in names}
+        lines = [
+            f"{shown(name)}: {f'here it is {key}' if key else 'has no counterpart here'}."
+            for name, key in keys.items()
+        ]
+        raise ConfigError(
+            f"{path}: is of another tool. Write a YAML file with the keys of llmx "
+            "(docs/coming-from.md):\n" + "\n".join(lines)
+        )
+    if is_json:
+        raise ConfigError(f"{path}: is JSON. An experiment is a YAML file: lines of key: value.")
+
+
+def check_no_file(option: str) -> None:
+    """Raise ConfigError for a file in the place of an option of ``experiment``."""
+    path = os.path.expanduser(option)  # noqa: PTH111 - of Path it raises for ~ and no user's name
+    if option.endswith(FILES) and os.path.isfile(path):  # noqa: PTH113 - nor for a name too long
+        check_foreign(Path(path))
+        raise ConfigError(
+            f"experiment={shown(option)}: is a file. Give it alone: python -m llmx {shown(option)}."
+        )
+
+
+def _read_json(path: Path) -> Any:
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise ConfigError(f"{path}, line {line}: cannot be read as JSON.") from error
+
+
+def _settings(values: dict[Any, Any], before: str = "") -> Iterator[str]:
+    """The keys of a file; of DeepSpeed's sections each with its dots."""
+    for key, value in values.items():
+        name = f"{before}{key}"
+        if value and isinstance(value, dict) and any(n.startswith(f"{name}.") for n in NAMES):
+            yield from _settings(value, f"{name}.")
+        else:
+            yield name
 
 
 def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[Path]) -> None:
@@ -47,6 +111,8 @@ def check_user_files(choices: Sequence[tuple[str, str]], directories: Sequence[P
 
 
 def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[str, str]]:
+    if group == "experiment":
+        check_foreign(path)
     node = read_yaml(path)
     if node is None:
         return []

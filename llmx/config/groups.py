@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config.build import hints_of, known_keys, shown, without_none
-from llmx.config.foreign import names_by_key
+from llmx.config.foreign import NAMES
 from llmx.config.schema import Experiment
 from llmx.errors import ConfigError, closest, did_you_mean
 
@@ -109,17 +109,23 @@ def first_comment(path: Path) -> str:
 
 __all__ = ["elsewhere", "key_problem", "shown"]
 
-_KEYS = {name: key for name, key in names_by_key().items() if name not in hints_of(Experiment)}
+# The last part of a dotted name alone, where it says enough: stage3_max_live_parameters, not type.
+_LAST_PARTS = {last: key for name, key in NAMES.items() if "_" in (last := name.rpartition(".")[2])}
+
+
+def counterpart(name: str) -> str:
+    """``optim.lr`` for a key as Transformers, TRL, LLaMA-Factory, axolotl or DeepSpeed call it, or
+    for the last part of one of ours; else empty."""
+    typed = name.lstrip("-").replace("-", "_").lower()
+    last = typed.rpartition(".")[2]
+    homes = [dotted for dotted in known_keys() if dotted.rpartition(".")[2] == last]
+    own = last if last in homes else ", ".join(homes)
+    return NAMES.get(typed) or NAMES.get(last) or _LAST_PARTS.get(last) or own
 
 
 def elsewhere(name: str) -> str:
-    """`` Here it is optim.lr.`` for a key as Transformers, TRL, PEFT, LLaMA-Factory, axolotl or
-    DeepSpeed call it; else empty."""
-    last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    key = _KEYS.get(last, "")
-    if not key:
-        homes = [dotted for dotted in known_keys() if dotted.rpartition(".")[2] == last]
-        key = ", ".join(homes)
+    """`` Here it is optim.lr.`` for a key with a counterpart; else empty."""
+    key = counterpart(name)
     return f" Here it is {key}." if key else ""
 
 

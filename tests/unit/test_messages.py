@@ -8,6 +8,7 @@ value, rule and fix, one line each, in plain English and the words of docs/devel
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,13 +134,9 @@ def out_of_range(cls: type = Experiment, path: tuple[str, ...] = ()) -> Iterator
 def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
     yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
-    yield (
-        "Commands",
-        [
-            said(lambda word=word: split_command([word], tuple(COMMANDS)))
-            for word in ("trian", "render", "bundle", "queue")
-        ],
-    )
+    split = functools.partial(split_command, commands=tuple(COMMANDS))
+    words = ("trian", "import", "render", "bundle", "queue")
+    yield "Commands", [said(functools.partial(split, [word])) for word in words]
     yield (
         "Words",
         [

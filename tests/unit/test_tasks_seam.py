@@ -30,7 +30,7 @@ PACKAGES = (
 ADVISING = ("config", "data", "cli")
 """Packages whose help, examples and messages may name tasks ("Use task=pretrain"). What they do may
 not depend on a name."""
-FOREIGN = ("llmx/cli/foreign/", "llmx/cli/import_config.py", "llmx/config/foreign.py")
+FOREIGN = "llmx/config/foreign.py"
 """What other tools call their kinds of training, and the task that it is here."""
 ALLOWED = {
     # The default of the config's `task.kind`.
