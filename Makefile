@@ -15,10 +15,12 @@ PYTEST := $(BIN)/python -m pytest
 # files, because the tests of one share a training; in their order, because the longest come first.
 JOBS ?= 3
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=40
+# How long each test took, for scripts/durations.py.
+TIMES := build/test-times
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-real-data fast test-oldest check fuzz chaos docs site golden behaviour behaviour-record bench gpu clean venv system again
+.PHONY: help demo test test-real-data nightly fast test-oldest check fuzz chaos docs site golden behaviour behaviour-record bench gpu clean venv system again
 
 
 help: ## this list
@@ -30,12 +32,15 @@ demo: venv ## set up, then train the bundled demo (GPU if there is one, else two
 	@echo 'Next: . $(BIN)/activate; python -m llmx --help; python -m llmx help KEY (say, optim.lr)'
 	@echo 'Tab completion: eval "$$(llmx completion bash)"   (or zsh; fish: llmx completion fish | source)'
 
-test: system venv ## set up, then run every test (clusters of network namespaces need root)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not deepspeed and not cluster and not chaos and not wheel and not long"
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "deepspeed or wheel or cluster or chaos or long"
+test: system venv ## set up, then run the tests (clusters of network namespaces need root)
+	$(PYTEST) -n $(JOBS) --dist loadgroup --junitxml=$(TIMES)/quick.xml -m "not deepspeed and not cluster and not chaos and not wheel and not long and not nightly"
+	$(PYTEST) -n $(JOBS) $(BY_FILE) --junitxml=$(TIMES)/slow.xml -m "(deepspeed or wheel or cluster or chaos or long) and not nightly"
 
 test-real-data: system venv ## the tests that need real data sets (LLMX_REAL_DATA=DIR)
-	$(PYTEST) -n $(JOBS) --dist load --maxschedchunk 1 --durations=40 -m real_data
+	$(PYTEST) -n $(JOBS) --dist load --maxschedchunk 1 --durations=40 -m "real_data and not nightly"
+
+nightly: system venv ## what does not run for every landing (with LLMX_REAL_DATA=DIR, its real data sets, too)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly
 
 fast: venv ## the quick tests: no DeepSpeed, no clusters, no sweeps
 	$(PYTEST) -n $(JOBS) --dist loadgroup

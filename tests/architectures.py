@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
+
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 VALUES: dict[str, dict[str, Any]] = {
@@ -42,6 +44,15 @@ VALUES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
+FAMILIES = (
+    "cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt2", "gpt_oss", "llama",
+    "llama4_text", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    # No way of cutting the sequence, by a state, by positions or by the padding's id.
+    "bart", "bloom", "deepseek_v4", "granitemoehybrid", "jamba", "mamba2", "qwen3_5_text",
+    "qwen3_next", "roberta",
+)  # fmt: skip
+"""Those that every landing is tested with; ``make nightly`` takes all of ``architectures()``."""
+
 ENCODERS = (
     "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
@@ -62,6 +73,14 @@ LEFT_OUT = {
     "qwen4_exp": "the same network as qwen4_exp_text, whose values its default misses",
 }
 """What ``AutoModelForCausalLM`` names and cannot build on its own, and why."""
+
+
+def each_family() -> list[Any]:
+    """Parameters of a test: every architecture, those beyond ``FAMILIES`` by night."""
+    return [
+        pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.nightly)
+        for name in architectures()
+    ]
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -24,7 +23,6 @@ from tests.forked_ranks import Server, shared
 settings.register_profile("llmx", deadline=None, max_examples=40)
 settings.load_profile("llmx")
 
-SLOW = ("deepspeed", "wheel", "cluster", "chaos", "long")
 GOLDEN = Path(__file__).parent / "golden"
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -45,14 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("real_data")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The net under CI, which is ended after fifty minutes: on a machine that is too slow, slow
-    tests that have not begun by ``LLMX_TEST_UNTIL`` (seconds since 1970) are skipped by name."""
-    until_s = float(os.environ.get("LLMX_TEST_UNTIL") or "inf")
-    if time.time() > until_s and any(item.get_closest_marker(name) for name in SLOW):
-        pytest.skip("not begun: LLMX_TEST_UNTIL has passed (`make test` without it runs all)")
 
 
 def pytest_collection_finish() -> None:

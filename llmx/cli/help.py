@@ -136,7 +136,6 @@ ENVIRONMENT = {
         "LLMX_DEBUG": "1 shows the traceback behind an error message.",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
         "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",
-        "LLMX_TEST_UNTIL": "Seconds since 1970: slow tests do not begin after it (CI).",
     },
     "Set by llmx for its own processes; do not set them": {
         "LLMX_RUN_TOKEN": "A secret of a run. All its processes have it in their environment, "

@@ -15,10 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster import leftovers
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.requirements import Unsupported
 from tests.cluster.slurm import start_slurm
+
+pytestmark = pytest.mark.nightly
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Make = Callable[..., Cluster]

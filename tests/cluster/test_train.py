@@ -199,6 +199,7 @@ def _check_offline(run: LlmxRun, trained: Trained) -> None:
     assert "wandb sync" in run.output()
 
 
+@pytest.mark.nightly
 def test_sft_on_real_instructions_without_a_shared_disk(
     make_cluster: Make, need: Need, real_data: Path, tmp_path: Path
 ) -> None:

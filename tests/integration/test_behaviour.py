@@ -13,7 +13,7 @@ import pytest
 from tests.behaviour.__main__ import main
 from tests.behaviour.recording import Recording
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 
 def test_a_training_is_recorded_and_equal_again(

@@ -1,5 +1,6 @@
 """Every benchmark still runs, in its smallest form. What they measure there means nothing.
 
+Most of those behind a figure in README.md run for each landing, the others by ``make nightly``.
 ``python -m pytest -m deepspeed tests/integration/test_benchmarks.py``
 """
 
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,25 +21,30 @@ NO_BENCHMARKS = {
     "data_corpora.py",
     "plan_validation.py",  # tests/integration/test_plan_validation.py runs a part of it
 }
+IN_THE_README = (
+    "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
+    "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
+    "grpo_throughput.py --pairs 1 --seeds 0 --steps 2 --skip 1 --prompts 4 --hidden 64 --layers 1 "
+    "--max-new-tokens 16",
+)
 # Not here: "sweep.py autotuner", whose DeepSpeed side needs tabulate and minutes.
-COMMANDS = (
+OTHERS = (
     "compose.py --rounds 1",
     "plan_blocks.py --rounds 1",
     "startup.py --runs 1",
-    "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
-    "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
     "plan_published.py",
     "plan_time.py --limit 1 --rounds 1",
     """ram_validation.py --only "demo's model" """,
-    "grpo_throughput.py --pairs 1 --seeds 0 --steps 2 --skip 1 --prompts 4 --hidden 64 --layers 1 "
-    "--max-new-tokens 16",
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
 )
-ON_REAL_DATA = (
+IN_THE_README_ON_REAL_DATA = (
     "sft_throughput.py --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "tokenization.py --mib 0.5 --rounds 1 --only 'English byte-level BPE$'",
+)
+OTHERS_ON_REAL_DATA = (
+    # Behind figures as well, but two more peers are too much for every landing.
     "trl_throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "trl_throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
-    "tokenization.py --mib 0.5 --rounds 1 --only 'English byte-level BPE$'",
     "data_wait.py --steps 5",
     "data_memory.py --size-gb 0.001 0.002",
     "book_reviews.py {data}/book_review",
@@ -51,6 +58,10 @@ WITH_A_CLUSTER = (
 )
 
 pytestmark = pytest.mark.deepspeed
+
+
+def nightly(values: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 def run(command: str, results: Path, **environment: str) -> None:
@@ -71,17 +82,18 @@ def run(command: str, results: Path, **environment: str) -> None:
     assert list(results.iterdir()) or "accuracy" in done.stdout or "MiB" in done.stdout, output
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*IN_THE_README, *nightly(OTHERS)])
 def test_it_runs(command: str, tmp_path: Path) -> None:
     run(command, tmp_path)
 
 
-@pytest.mark.parametrize("command", ON_REAL_DATA)
+@pytest.mark.parametrize("command", [*IN_THE_README_ON_REAL_DATA, *nightly(OTHERS_ON_REAL_DATA)])
 def test_it_runs_on_real_data(command: str, tmp_path: Path, real_data: Path) -> None:
     run(command.format(data=real_data), tmp_path, LLMX_REAL_DATA=str(real_data))
 
 
 @pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", WITH_A_CLUSTER)
 def test_it_runs_on_hosts(command: str, tmp_path: Path) -> None:
     if os.geteuid() != 0:
@@ -90,6 +102,7 @@ def test_it_runs_on_hosts(command: str, tmp_path: Path) -> None:
 
 
 def test_no_benchmark_is_left_out() -> None:
-    tested = {command.split()[0] for command in (*COMMANDS, *ON_REAL_DATA, *WITH_A_CLUSTER)}
+    commands = (*IN_THE_README, *OTHERS, *IN_THE_README_ON_REAL_DATA, *OTHERS_ON_REAL_DATA)
+    tested = {command.split()[0] for command in (*commands, *WITH_A_CLUSTER)}
     programs = {path.name for path in (REPOSITORY / "benchmarks").glob("*.py")}
     assert programs == tested | NO_BENCHMARKS

@@ -82,6 +82,19 @@ def test_sharegpt_tool_calls(real_data: Path, directory: Path, tmp_path: Path):
     assert calls == sum(turn["from"] == "function_call" for turn in turns)
 
 
+def test_pairs(real_data: Path, directory: Path, tmp_path: Path):
+    path = tmp_path / "excerpt.json"
+    source = json.loads((real_data / "dpo_en_demo.json").read_text(encoding="utf-8"))[:50]
+    path.write_text(json.dumps(source), encoding="utf-8")
+    exp = experiment(path, directory, tmp_path, seq_len=4096, packing="none")
+    exp.task.kind = "dpo"
+    tokenizer = tokenizer_of(exp)
+    store = prepare(exp, tokenizer)
+    assert store.meta["rows_read"] == 50
+    learned = {tokenizer.decode(t[m]).removesuffix("</s>") for t, m in rows(store)}
+    assert learned == {row[side]["value"] for row in source for side in ("chosen", "rejected")}
+
+
 def test_tinyshakespeare_comes_back_byte_for_byte(real_data: Path, directory: Path, tmp_path: Path):
     path = real_data / "tinyshakespeare.txt"
     exp = experiment(path, directory, tmp_path, seq_len=512, packing="concat")

@@ -21,7 +21,7 @@ from tests.command_runs import lines
 from tests.forked_ranks import Server
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 STEPS, TOP = 6, 32
 

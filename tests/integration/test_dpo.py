@@ -20,7 +20,7 @@ from tests.command_runs import lines
 from tests.forked_ranks import Server
 from tests.rundirs import experiment, write_run
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 STEPS = 8
 

@@ -14,7 +14,7 @@ from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare, task_of, tokenizer_of
 from tests.command_runs import lines, succeeds
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 HELD_OUT = 60
 

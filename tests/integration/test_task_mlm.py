@@ -11,7 +11,7 @@ import torch
 
 from tests.command_runs import lines, succeeds
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 CORPUS = "CLUECorpusSmall_sampled.txt"
 

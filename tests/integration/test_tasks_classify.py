@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from tests.command_runs import lines, llmx, succeeds
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 
 def reviews(real_data: Path, directory: Path, name: str, count: int) -> Path:

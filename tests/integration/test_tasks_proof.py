@@ -23,7 +23,7 @@ from tests.forked_ranks import Server
 from tests.resumed_runs import events, measurements
 from tests.rundirs import TINY_LLAMA
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 STEPS, SAVED = 4, 2
 ALPACA = "data=alpaca data.path={data}/alpaca_zh_demo.json data.seq_len=512"

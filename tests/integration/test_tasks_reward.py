@@ -18,7 +18,7 @@ from llmx.tasks import prepare, tokenizer_of
 from tests.command_runs import lines, succeeds
 from tests.realdata import real_tokenizer_dir
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 
 def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:

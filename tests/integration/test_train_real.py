@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.command_runs import Finished, llmx, train
 from tests.realdata import real_tokenizer_dir
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
 STEPS = 24
 

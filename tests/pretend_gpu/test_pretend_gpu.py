@@ -163,7 +163,13 @@ def losses(run: RunDir) -> list[tuple[str, int, float]]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ("stage2", "stage3") else pytest.mark.nightly)
+        for case in CASES
+    ],
+)
 def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
     case: str, pretended: Server, ranks: Server, rows: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +186,7 @@ def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
             assert ours[2] == pytest.approx(theirs[2], rel=1e-4), ours
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_shares_out_anew_and_stops_early(
     pretended: Server, ranks: Server, tmp_path: Path
 ) -> None:
@@ -219,6 +226,7 @@ def test_a_resumed_run_shares_out_anew_and_stops_early(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -18,6 +18,8 @@ from tests.behaviour.material import write_material
 from tests.behaviour.recording import FILE, Recording
 from tests.composing import composed
 
+pytestmark = pytest.mark.nightly
+
 
 def test_the_first_step_that_differs_is_named() -> None:
     then = {"train.step": [1, 2, 4], "train.loss": [3.0, 2.0, 1.0], "weights_hash": "a"}

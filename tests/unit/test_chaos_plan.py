@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.chaos.kinds import KINDS, draw
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_seed_is_a_plan() -> None:

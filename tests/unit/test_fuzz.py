@@ -12,7 +12,7 @@ from tests.fuzz.after import finished_run
 from tests.fuzz.cases import make_case
 from tests.fuzz.check import run_case
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 CHUNK = 50
 

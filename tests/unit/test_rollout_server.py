@@ -82,15 +82,6 @@ def places(processes: list[ServerProcess]) -> list[ServerAddress]:
     return [process.place for process in processes]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the servers have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def policy(adapter: Adapter | None = None, network: Any = None) -> Model:
     model = model_of(network if network is not None else small_model("llama"), "packed")
     model.adapter = adapter

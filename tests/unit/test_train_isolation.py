@@ -11,7 +11,7 @@ from llmx.models import isolation
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.isolation import TrialResult, find_methods
 from llmx.models.model import BACKBONE, MASKED_LM
-from tests.architectures import architectures, full_config, small_config
+from tests.architectures import each_family, full_config, small_config
 
 PADDED = (
     # State or convolution along the sequence, and a forward that has no way of cutting it.
@@ -22,20 +22,7 @@ PADDED = (
 )  # fmt: skip
 
 
-WELL_KNOWN = (
-    "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox",
-    "gpt_oss", "gptj", "llama", "llama4_text", "mistral", "mixtral", "mpt", "olmo2", "opt", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "starcoder2", "qwen4_exp_text",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in (*PADDED, *WELL_KNOWN) else pytest.mark.long)
-        for name in architectures()
-    ],
-)
+@pytest.mark.parametrize("name", each_family())
 def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
     if name == "qwen4_exp_text" and not _scatters_by_int32():
         pytest.skip(
