@@ -9,6 +9,7 @@ import difflib
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, and is not looked at again (7 % of tests/unit/test_compose.py)."""
+    """What was imported stays, and is not looked at again (7 % of tests/unit/test_compose.py).
+
+    Networks of tests compute on one thread. They are tiny, and where other processes want the
+    cores, two threads spend their time waiting for each other: ten tests of environments, in three
+    processes at once on two cores, took 544 s with two threads and 140 s with one. Results depend
+    less on the machine, too.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
