@@ -15,14 +15,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from machine import write_result
-from sft_throughput import free_port
+from sft_throughput import free_port, run
 
 TARGET = 0.20
 RANKS = 2
@@ -84,15 +83,6 @@ def measure(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     command += [str(program), str(run_dir), str(options.rounds), str(out)]
     run(command, env=env, log=root / "ranks.log")
     return list(json.loads(out.read_text()))
-
-
-def run(words: list[str], *, env: dict[str, str], log: Path) -> None:
-    """Run to the end; a failure shows the log."""
-    with log.open("w") as stream:
-        done = subprocess.run(words, env=env, stdout=stream, stderr=stream, check=False)
-    if done.returncode != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-        raise RuntimeError(f"{words[:4]} ended with {done.returncode}:\n{tail}")
 
 
 def report(rounds: list[dict[str, Any]], options: argparse.Namespace) -> int:

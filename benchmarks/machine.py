@@ -1,4 +1,5 @@
-"""What every benchmark's result says of the machine, and where results are written."""
+"""What every benchmark's result says of the machine, where results are written, and what would stop
+a peer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
+
+import psutil
 
 RESULTS = Path(os.environ.get("LLMX_BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
@@ -37,6 +40,25 @@ def commit() -> str:
         words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "unknown"
+
+
+def refuse_left_locks() -> None:
+    """A peer waits without end and without a word for a build of an extension that was killed.
+
+    torch has the lock of a build open until the build ends.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    locks = sorted(root.resolve().rglob("lock"))
+    if not locks:
+        return
+    processes = psutil.process_iter(["open_files"])
+    held = {file.path for process in processes for file in process.info["open_files"] or ()}
+    for lock in locks:
+        if str(lock) not in held and lock.exists():
+            raise SystemExit(
+                f"{lock} is left from a build that was killed: no process has it open, and "
+                "DeepSpeed would wait for it without end. Remove it."
+            )
 
 
 def write_result(name: str, title: str, lines: list[str]) -> Path:

@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import write_result
-
-from llmx.hardware.survey import stale_locks
+from machine import refuse_left_locks, write_result
 
 TARGET = 2.5
 FEWEST_PAIRS = 3
@@ -254,10 +252,8 @@ def run(words: list[str], *, env: dict[str, str], log: Path, proof: Path | None 
     """Run to the end; the part of the processors that others took. A failure shows the log.
 
     ``proof``: written only when everything is measured; then the exit code does not matter.
-    A peer on CPUs waits without end for a build of an extension that was killed: refused.
     """
-    if locks := stale_locks():
-        raise RuntimeError(f"{locks[0]} is left from a build that was killed; remove it")
+    refuse_left_locks()
     begun, busy, own = time.monotonic(), busy_s(), children_s()
     with log.open("w") as stream:
         done = subprocess.run(words, env=env, stdout=stream, stderr=stream, check=False)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import write_result
+from machine import refuse_left_locks, write_result
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -425,6 +425,7 @@ def run(
     may_fail: bool = False,
 ) -> float:
     """Run to the end; seconds. A failure shows the end of the log."""
+    refuse_left_locks()
     begun = time.monotonic()
     with log.open("w") as stream:
         more = {} if cwd is None else {"cwd": cwd}

@@ -25,7 +25,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machine import write_result  # noqa: E402
+from machine import refuse_left_locks, write_result  # noqa: E402
 
 WORLD = 2
 STEPS = 5
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     options = parser.parse_args()
+    refuse_left_locks()
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", LOCAL_SIZE=str(WORLD))
     import deepspeed  # noqa: F401, imported for the children
     import torch

@@ -1,4 +1,5 @@
-"""``benchmarks/gpu``: its measures, its texts, and the end of a part that hangs."""
+"""``benchmarks/gpu``: its measures, its texts, and the end of a part that hangs; locks that would
+stop a benchmark."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import find_context, wait
 from benchmarks.gpu.part import Context
+from benchmarks.machine import refuse_left_locks
 from llmx.config.schema import DeviceConfig
 from llmx.errors import ConfigError
 from tests.cluster.host import wait_until
@@ -57,3 +59,15 @@ def test_a_part_over_its_time_is_ended_with_what_it_started() -> None:
     assert process.returncode == -signal.SIGTERM
     # Each of the group was told; the last one may end a moment after the first.
     wait_until(lambda: not living_of_group(process.pid), timeout_s=30, what="the group ended")
+
+
+def test_a_lock_that_no_process_has_open_is_refused(tmp_path, monkeypatch) -> None:
+    """However new it is: a build that was killed just now does not go on."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    refuse_left_locks()
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("x"):  # as torch does while it builds
+        refuse_left_locks()
+    with pytest.raises(SystemExit, match=rf"{lock} is left from a build.*Remove it\."):
+        refuse_left_locks()
