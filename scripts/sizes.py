@@ -85,6 +85,14 @@ def check() -> list[str]:
     return wrong
 
 
+def write(text: str, *, begin: str, end: str) -> None:
+    """Into the page, between two marks."""
+    page = PAGE.read_text(encoding="utf-8")
+    pattern = f"{re.escape(begin)}.*{re.escape(end)}"
+    section = f"{begin}\n{text}\n{end}"
+    PAGE.write_text(re.sub(pattern, lambda _: section, page, flags=re.S), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     action = parser.add_mutually_exclusive_group()
@@ -92,10 +100,7 @@ def main() -> None:
     action.add_argument("--check", action="store_true", help="against [tool.llmx.lines]")
     options = parser.parse_args()
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        section = f"{BEGIN}\n{table()}\n{END}"
-        pattern = f"{re.escape(BEGIN)}.*{re.escape(END)}"
-        PAGE.write_text(re.sub(pattern, lambda _: section, page, flags=re.S), encoding="utf-8")
+        write(table(), begin=BEGIN, end=END)
     elif options.check:
         wrong = check()
         print("\n".join(["[tool.llmx.lines] in pyproject.toml:", *wrong]) if wrong else "sizes: ok")
