@@ -18,8 +18,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
+from llmx.cli import sweeps
 from llmx.cli.arguments import split_own
 from llmx.cli.commands import COMMANDS, Runs
 from llmx.compose.complete import complete
@@ -161,8 +163,26 @@ def test_commands_are_found() -> None:
     assert len(left_out) < 20, left_out
 
 
+def is_many(words: tuple[str, ...]) -> bool:
+    """Whether it plans many trials, which takes seconds. (A pattern needs Hydra to be composed.)"""
+    starts = words[:1] in (("-m",), ("sweep",), ("tune",)) and words[:2] != ("sweep", "resume")
+    return starts and not any("glob(" in word for word in words)
+
+
+MANY = [(page, words) for page, words in TYPED if page != "README.md" and is_many(words)]
+
+
+def name(command: tuple[str, tuple[str, ...]]) -> str:
+    page, words = command
+    return f"{page}:{' '.join(words)[:60]}"
+
+
 @pytest.mark.parametrize(
-    ("page", "words"), TYPED, ids=[f"{page}:{' '.join(words)[:60]}" for page, words in TYPED]
+    ("page", "words"),
+    [
+        pytest.param(*one, id=name(one), marks=pytest.mark.nightly if one in MANY else [])
+        for one in TYPED
+    ],
 )
 def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys) -> None:
     if words[:2] == ("sweep", "resume"):  # of a sweep that is planned alone, as all here
@@ -213,6 +233,32 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
         assert main([command, *kept, *["dry_run=true"] * ("dry_run=true" not in kept)]) == 0
     elif command == "status":  # the others that read a run need one that was trained
         assert main([command, *(word for word in rest if word != "--json")]) == 0
+
+
+@pytest.mark.parametrize(("page", "words"), MANY, ids=map(name, MANY))
+def test_the_first_of_many_trials_composes(
+    page: str, words: tuple[str, ...], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By night all of them are planned."""
+    typed: list[str] = []
+    monkeypatch.setattr(sweeps, "run_hydra", lambda made: typed.extend(made) or 0)
+    if words[0] == "-m":
+        typed.extend(words)
+    else:
+        assert {"sweep": sweeps.sweep, "tune": sweeps.tune}[words[0]](words[1:]) == 0
+    overrides = OverridesParser.create().parse_overrides(
+        [word for word in typed if not word.startswith("-")]
+    )
+    first = [
+        f"{each.key_or_group}={next(each.sweep_string_iterator())}"
+        if each.is_sweep_override()
+        else each.input_line
+        for each in overrides
+    ]
+    assert first != [each.input_line for each in overrides] or words[0] == "tune"
+    exp, problems = complete(experiment_from_dict(values(first)))
+    assert not problems, problems
+    validate(exp, position_limit=position_limit(exp.model.config))
 
 
 def test_links_go_somewhere() -> None:
