@@ -302,7 +302,7 @@ def autotuner(options: argparse.Namespace) -> Result:
             f"zero.reduce_bucket_size={int(bench.zero['reduce_bucket_size'])}",
             f"hydra.sweep.dir={directory}",
         ]  # fmt: skip
-        command = [sys.executable, "-m", "llmx", "tune", "objective=tokens_per_s", *words]
+        command = [sys.executable, "-m", "llmx", "tune", *words]
         wall_s = run(command, env=bench.env, log=bench.log("tune"))
         trials = json.loads((directory / "sweep.json").read_text())["trials"]
         ran = [trial for trial in trials if trial["outcome"] not in ("pruned", "same", "")]

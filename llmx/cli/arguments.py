@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.commands import COMMANDS, HYDRA_WORDS
-from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
+from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias, searched
 from llmx.compose.user_files import FILES, check_foreign, check_keys
 from llmx.config import Experiment
 from llmx.config.build import shown
@@ -76,11 +76,6 @@ class Line:
 
 
 _PRINTS = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
-_SHORT = {
-    "-m": "--multirun", "-r": "--run", "-c": "--cfg", "-i": "--info", "-p": "--package",
-    "-cd": "--config-dir", "-cp": "--config-path", "-cn": "--config-name",
-    "-sc": "--shell-completion", "-h": "--help",
-}  # fmt: skip
 _REFUSED = {
     "--config-path": "the main config is llmx's own; your groups: --config-dir DIR",
     "--config-name": "the main config is llmx's own; a whole run of yours is "
@@ -89,7 +84,7 @@ _REFUSED = {
     "--shell-completion": "completion is printed by python -m llmx completion bash|zsh|fish",
     "--version": "give it alone: python -m llmx --version",
 }
-OPTIONS = ("--multirun", "--run", "--cfg", "--resolve", "--package", "--info", "--config-dir")
+OPTIONS = ("--multirun", "--cfg", "--resolve", "--package", "--info", "--config-dir")
 OPTIONS_HELP = """\
 Options of every command that takes a config:
   -m, --multirun      comma lists become a sweep: -m zero=stage2,stage3
@@ -113,7 +108,7 @@ def read_line(words: Sequence[str]) -> Line:
             overrides.append(word)
             continue
         typed, equal, value = word.partition("=")
-        name = _SHORT.get(typed, typed)
+        name = "--multirun" if typed == "-m" else typed
         if name in _REFUSED:
             raise ConfigError(f"{typed}: has no use here: {_REFUSED[name]}.")
         if name not in OPTIONS:
@@ -128,10 +123,10 @@ def read_line(words: Sequence[str]) -> Line:
         bare = name in _PRINTS and unread[:1] != [] and "=" in unread[0]
         if takes_value and not equal and unread and not unread[0].startswith("-") and not bare:
             value = unread.pop(0)
-        if name in options and name not in ("--multirun", "--run"):
+        if name in options and name != "--multirun":
             raise ConfigError(f"{typed}: is given twice. Give it once.")
         options[name] = value
-    modes = [name for name in ("--run", "--multirun", "--cfg", "--info") if name in options]
+    modes = [name for name in ("--multirun", "--cfg", "--info") if name in options]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)}: do not go together. Give one of them.")
     show = tuple(_to_print(options))
@@ -163,6 +158,29 @@ def _to_print(options: Mapping[str, str]) -> Iterator[str]:
             if name == "--package" and not re.fullmatch(r"[\w.]+", options[name]):
                 raise ConfigError("--package: names a part of the config, e.g. --package optim.")
             yield from filter(None, (name, options[name]))
+
+
+def check_spelling(name: str, words: Sequence[str]) -> None:
+    """ConfigError for an option of a command in the spelling of others: ``out=X`` where it is
+    ``--out X``, ``--step N`` where it is ``step=N``."""
+    command = COMMANDS[name]
+    options = {word.name: word for word in command.words}
+    before = ""
+    for word in words:
+        if word == "--" and command.passes_on:
+            return
+        is_value = before in options and options[before].value != ""
+        before = word
+        typed, _, value = word.partition("=")
+        bare = typed.removeprefix("--").replace("-", "_")
+        if typed.startswith("--") and (own := options.get(f"{bare}=")):
+            raise ConfigError(f"{shown(word)}: write {own.name}{value or own.value}.")
+        flag = options.get(f"--{bare.replace('_', '-')}")
+        is_key = re.fullmatch(r"[A-Za-z_]\w*=\S*", word) is not None
+        if flag and is_key and not is_value and not Path(word).exists():
+            prompt = " To complete it as a prompt, put it behind -- ." * (name == "generate")
+            value = f" {value or flag.value}" if flag.value else ""
+            raise ConfigError(f"{shown(word)}: write {flag.name}{value}.{prompt}")
 
 
 def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -295,12 +313,7 @@ def with_searched(overrides: Sequence[str]) -> list[str]:
             and "/" in value
             and (path.parent / "experiment" / f"{name}.yaml").is_file()
         ):
-            if any(word.startswith("hydra.searchpath=") for word in overrides):
-                raise ConfigError(
-                    f"{override}: together with hydra.searchpath. Add file://{path.parent} to that "
-                    f"list, and write experiment={name}."
-                )
-            words += [f"experiment={name}", f"hydra.searchpath=['file://{path.parent}']"]
+            words += [f"experiment={name}", searched(path.parent)]
         else:
             words.append(override)
     return words

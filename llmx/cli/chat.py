@@ -1,7 +1,7 @@
 """Chat with a trained model in the terminal: ``python -m llmx chat RUN|MODEL``.
 
 The model's own chat template, the conversation so far, and answers that appear while they are
-generated. Greedy unless a key of sampling is given; on the GPU where there is one, in the
+generated. Greedy unless an option of sampling is given; on the GPU where there is one, in the
 precision of the model's files. Only what is new of a conversation goes through the model. Where
 the input is no terminal, every line of it is a message, and the answers go to stdout.
 """
@@ -31,10 +31,8 @@ from llmx.text import printable
 if TYPE_CHECKING:
     from llmx.models.generate import OnToken
 
-MAX_NEW_TOKENS = 1024
-"""Of an answer."""
 LEAST_ROOM = 4
-"""A prompt leaves this part of the positions, one of so many, to an answer (or max_new_tokens)."""
+"""A prompt leaves one of so many parts of the positions to an answer (or --max-new-tokens)."""
 
 
 def layout_of(
@@ -110,14 +108,6 @@ class Chat:
         """Forget all turns."""
         self.turns.clear()
         self.left_out = 0
-
-    def undo(self) -> bool:
-        """Forget the last turn; whether there was one."""
-        if not self.turns:
-            return False
-        self.turns.pop()
-        self.left_out = 0  # some that were left out may fit again
-        return True
 
     def messages(self) -> list[dict[str, str]]:
         """All of it, as a row of chats to train on."""
@@ -209,10 +199,7 @@ class Chat:
 
 def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
-    if options.max_new_tokens is not None:
-        options.keys.setdefault("max_new_tokens", str(options.max_new_tokens))
-    options.keys.setdefault("max_new_tokens", str(MAX_NEW_TOKENS))
-    how = wanted(options.keys)
+    how = wanted(options)
     target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
     check_generates(target)
     for stream in (sys.stdin, sys.stdout):
@@ -267,8 +254,7 @@ def say(
         answer = chat.answer(message, stream.on_token if stream else None)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "the GPU's memory does not suffice for this conversation. /reset begins a new one; so "
-            "does /undo with a shorter message."
+            "the GPU's memory does not suffice for this conversation. /reset begins a new one."
         ) from error
     if answer.ended == "interrupted" and not sys.stdin.isatty():
         raise KeyboardInterrupt
@@ -285,7 +271,7 @@ def say(
     if answer.ended == "interrupted":
         _note("(ended)" if text else "(no answer: the message is forgotten)")
     elif answer.ended == LENGTH:
-        _note(f"(cut: max_new_tokens={sampling.max_new_tokens})")
+        _note(f"(cut: --max-new-tokens {sampling.max_new_tokens})")
     elif answer.ended == POSITIONS:
         _note(f"(cut: the last of the model's {chat.limit:,} positions)")
 
@@ -302,14 +288,6 @@ def command(chat: Chat, line: str) -> bool:
     elif name == "/reset":
         chat.reset()
         _note("(a new conversation)")
-    elif name == "/undo":
-        _note("(the last message and its answer are forgotten)" if chat.undo() else "(it is empty)")
-    elif name == "/system":
-        if argument and chat.layout.plain:
-            raise ConfigError("/system: plain text has no system prompt.")
-        if argument:
-            chat.layout.system = argument
-        _note(f"(system: {printable(chat.layout.system or 'none')})")
     elif name == "/save":
         _save(chat, argument)
     else:

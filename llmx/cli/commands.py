@@ -103,8 +103,6 @@ class Command:
 
 CHAT_COMMANDS = {
     "/reset": "forget the conversation",
-    "/undo": "forget the last message and its answer",
-    "/system TEXT": "set the system prompt (without TEXT: show it)",
     "/save FILE": "write the conversation as a line of JSONL, as training reads it",
     "/help": "these lines",
     "/exit": "end (as Ctrl-D does)",
@@ -153,6 +151,8 @@ _EVERY = Word(
     number=Number(float, Range(minimum=0.1)),
 )
 _COUNT = Number(int, Range(1, 10**9))
+_NEW_TOKENS = Number(int, Range(1, 2**24))
+_SEED = Number(int, Range(0, 2**63 - 1))
 _MODEL = Word(
     "--model",
     "use this exported checkpoint of the run (default: RUN/model)",
@@ -160,15 +160,34 @@ _MODEL = Word(
     takes="directory",
 )
 _TEMPLATES = ("chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain")
+_TEMPERATURE = Number(float, Range(0, 100))
 _SAMPLING = (
     Word(
-        "temperature=",
-        "sampling temperature; 0 is greedy (default: 0, or 1 with one of the keys below)",
+        "--temperature",
+        "sampling temperature; 0 is greedy (default: 0, or 1 with an option of sampling)",
         "T",
+        number=_TEMPERATURE,
     ),
-    Word("top_p=", "sample from the most probable tokens up to total probability P", "P"),
-    Word("top_k=", "sample from the K most probable tokens; 0: from all", "K"),
-    Word("seed=", "the same seed gives the same completion (default: a new one)", "N"),
+    Word(
+        "--top-p",
+        "sample from the most probable tokens up to total probability P",
+        "P",
+        number=Number(float, Range(above=0, maximum=1)),
+        default=1,
+    ),
+    Word(
+        "--top-k",
+        "sample from the K most probable tokens; 0: from all",
+        "K",
+        number=Number(int, Range(0, 10**6)),
+        default=0,
+    ),
+    Word(
+        "--seed",
+        "the same seed gives the same completion (default: a new one)",
+        "N",
+        number=_SEED,
+    ),
 )
 HELP = Word("--help", "show what the command does and its options")
 
@@ -257,8 +276,8 @@ COMMANDS = {
         ),
     ),
     "tune": Command(
-        "find the fastest configuration that fits: tune [objective=tokens_per_s] [overrides]",
-        f"[objective=tokens_per_s] {_OVERRIDES}",
+        "find the fastest configuration that fits: tune [overrides]",
+        _OVERRIDES,
         "Searches ZeRO stage, micro batch, activation checkpointing, offload and bucket size for\n"
         "the configuration that trains fastest on this hardware. Every candidate is planned\n"
         "first; a candidate that cannot fit is never started. The promising ones run as short\n"
@@ -267,23 +286,18 @@ COMMANDS = {
         "with the best configuration: python -m llmx experiment=SWEEP_DIR/best A key that you set\n"
         "is fixed; a key with several values is searched over those values. So zero=stage1,stage2\n"
         "batch.micro_batch=8 searches two stages with a micro batch of 8. Type the same command\n"
-        "again to continue a search. More: docs/tuning.md. To minimise a loss\n"
-        "(objective=eval/loss), give the values yourself: all trials train for sweep.halving=N\n"
-        "steps, the better half continues from its checkpoints, and so on. The last one trains in\n"
-        "full.",
+        "again to continue a search. More: docs/tuning.md. To minimise a loss,\n"
+        "sweep.objective=eval/loss, give the values yourself: all trials train for\n"
+        "sweep.halving=N steps, the better half continues from its checkpoints, and so on. The\n"
+        "last one trains in full.",
         Runs.WORDS,
         "llmx.cli.sweeps:tune",
-        words=(
-            Word("objective=", "what to optimise", "NAME", ("tokens_per_s", "eval/loss")),
-            Word("max_trials=", "the same as sweep.max_trials=", "N"),
-            Word("max_minutes=", "the same as sweep.max_minutes=", "N"),
-            Word("--dry-run", "show the planned candidates, start nothing"),
-        ),
         overrides=True,
         examples=(
-            "python -m llmx tune experiment=mine --dry-run",
-            "python -m llmx tune experiment=mine zero=stage1,stage2,stage3 max_trials=12",
-            "python -m llmx tune objective=eval/loss sweep.halving=200 optim.lr=1e-4,3e-4,1e-3",
+            "python -m llmx tune experiment=mine dry_run=true",
+            "python -m llmx tune experiment=mine zero=stage1,stage2,stage3 sweep.max_trials=12",
+            "python -m llmx tune sweep.objective=eval/loss sweep.halving=200 "
+            "optim.lr=1e-4,3e-4,1e-3",
         ),
     ),
     "resume": Command(
@@ -612,46 +626,47 @@ model in that format, and compare it with transformers before the directory gets
         ),
     ),
     "tokenizer": Command(
-        "train a tokenizer on the data: tokenizer kind=bbpe|sentencepiece vocab_size=64000",
-        "data=text data.path=DIR [vocab_size=N] [key=value] ...",
+        "train a tokenizer on the data: tokenizer data=text data.path=DIR",
+        _OVERRIDES,
         "Trains a tokenizer on the text of the data and writes it to a directory for\n"
         "model.tokenizer=DIR. Checks that AutoTokenizer loads it and that decoding restores the\n"
         "text.",
         module="llmx.data.tokenize.train",
         trains=False,
-        words=(
-            Word("vocab_size=", "the same as tokenizer.vocab_size=", "N"),
-            Word("kind=", "the same as tokenizer.kind=", "KIND", ("bbpe", "sentencepiece")),
-            Word("output=", "the same as tokenizer.output=", "DIR", takes="path"),
-        ),
         overrides=True,
         section="tokenizer",
         examples=(
-            "python -m llmx tokenizer data=text data.path=corpus/ output=tokenizers/mine",
+            "python -m llmx tokenizer data=text data.path=corpus/ tokenizer.output=tokenizers/mine",
             "python -m llmx task=pretrain data=text data.path=corpus/ "
             "model.tokenizer=tokenizers/mine",
         ),
     ),
     "generate": Command(
         'complete a prompt or a file of prompts: generate RUN|MODEL "What ...?"',
-        "RUN|MODEL [PROMPT ...] [key=value ...] [--json]",
+        "RUN|MODEL [PROMPT ...] [--temperature T] [--json]",
         "Completes prompts with a trained model: that of a run directory, or of a directory of a\n"
-        "model or an adapter. Greedy unless a key of sampling is given; on one process. A prompt\n"
-        "is rendered as in training (of a MODEL by its chat template; without one it is plain\n"
-        "text), and a completion ends where it ends in the evaluation of the run. Without a\n"
+        "model or an adapter. Greedy unless an option of sampling is given; on one process. A\n"
+        "prompt is rendered as in training (of a MODEL by its chat template; without one it is\n"
+        "plain text), and a completion ends where it ends in the evaluation of the run. Without a\n"
         "prompt, prompts are read from the terminal, one a line.",
         Runs.PROCESS,
         "llmx.cli.generate",
         words=(
             *_SAMPLING,
-            Word("n=", "completions per prompt", "N"),
-            Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
+            Word(
+                "--n",
+                "completions per prompt",
+                "N",
+                number=Number(int, Range(1, 10_000)),
+                default=1,
+            ),
             Word(
                 "--max-new-tokens",
                 "longest completion, in tokens (default 64; the evaluation of a run has "
                 "task.eval_max_new_tokens)",
                 "N",
-                number=_COUNT,
+                number=_NEW_TOKENS,
+                default=64,
             ),
             _MODEL,
             _TRUST,
@@ -661,7 +676,7 @@ model in that format, and compare it with transformers before the directory gets
             Word("--out", "file for the completions, as JSONL", "FILE", takes="path"),
             Word(
                 "--batch-tokens",
-                "most tokens in one batch of --prompts, max_new_tokens of each prompt "
+                "most tokens in one batch of --prompts, --max-new-tokens of each prompt "
                 "included (default 16384); less memory with fewer",
                 "N",
                 default=16384,
@@ -672,10 +687,11 @@ model in that format, and compare it with transformers before the directory gets
         takes_ctrl_c=True,
         passes_on=True,
         notes="""\
-A word like x=1 is a key; behind -- it is a prompt. On a terminal a completion appears while it is
+A word behind -- is a prompt, whatever it looks like. On a terminal a completion appears while it is
 generated. --json prints a line for each completion: prompt, completion, ended (stop: a stop token,
-length: max_new_tokens, positions: the last position of the model), tokens, logps (of the model
-itself), sampled_logps (with temperature, top_k, top_p) and seed (n=1 with it gives that one again).
+length: --max-new-tokens, positions: the last position of the model), tokens, logps (of the model
+itself), sampled_logps (with temperature, top-k, top-p) and seed (--n 1 with it gives that one
+again).
 
 A file of prompts (--prompts FILE --out FILE) is text with one prompt a line, or JSONL of
 {"prompt": "..."} or {"messages": [...]}; other columns are kept. Prompts of similar length are
@@ -690,17 +706,13 @@ how it ended. After an interruption the same command continues from OUT.partial.
         "make new training rows from a few: synthesize RUN|MODEL --seeds FILE --out FILE",
         "RUN|MODEL --seeds FILE --out FILE.jsonl [--rows N] [--url URL]",
         "Self-instruct: shows a model some rows of --seeds and asks for new ones, until --out has\n"
-        "so many. Rows are kept that have an instruction and an answer, no refusal and no\n"
-        "excluded word, and that differ from all seeds and earlier rows. With --url the model is\n"
-        "the name of one that a server with OpenAI's interface has. Type the same command again\n"
-        "to continue. Needs llmx[data].",
+        "so many. Rows are kept that have an instruction and an answer, no refusal and no picture\n"
+        "or sound, and that differ from all seeds and earlier rows. With --url the model is the\n"
+        "name of one that a server with OpenAI's interface has; its key is in OPENAI_API_KEY.\n"
+        "Type the same command again to continue. Needs llmx[data].",
         Runs.PROCESS,
         "llmx.cli.synthesize",
         words=(
-            Word("temperature=", "sampling temperature (default 1); 0 is greedy", "T"),
-            *_SAMPLING[1:3],
-            Word("seed=", "of the rows that are shown, and of the answers (default 0)", "N"),
-            Word("max_new_tokens=", "longest answer to a request, in tokens (default 2048)", "N"),
             Word("--seeds", "rows with an instruction and an answer", "FILE", takes="path"),
             Word("--out", "file for the new rows", "FILE.jsonl", takes="path"),
             Word(
@@ -712,25 +724,6 @@ how it ended. After an interruption the same command continues from OUT.partial.
             ),
             Word("--url", "server with OpenAI's interface, e.g. http://localhost:8000/v1", "URL"),
             Word(
-                "--key-env",
-                "environment variable with the server's key (default OPENAI_API_KEY)",
-                "NAME",
-            ),
-            Word(
-                "--per-request",
-                "rows to ask for in a request (default 5)",
-                "N",
-                number=Number(int, Range(1, 100)),
-                default=5,
-            ),
-            Word(
-                "--parallel",
-                "requests at a time (default 8)",
-                "N",
-                number=Number(int, Range(1, 256)),
-                default=8,
-            ),
-            Word(
                 "--similarity",
                 "reject an instruction that has at least this share of its words in common with "
                 "an earlier one (default 0.7)",
@@ -739,22 +732,32 @@ how it ended. After an interruption the same command continues from OUT.partial.
                 default=0.7,
             ),
             Word(
-                "--exclude",
-                "words that no instruction may have (default: what text cannot show, such as "
-                "image and video)",
-                "WORDS",
+                "--temperature",
+                "sampling temperature (default 1); 0 is greedy",
+                "T",
+                number=_TEMPERATURE,
+                default=1,
             ),
             Word(
-                "--prompt",
-                "text of a request, with {examples} and {count} in it",
-                "FILE",
-                takes="path",
+                "--seed",
+                "of the rows that are shown, and of the answers (default 0)",
+                "N",
+                number=_SEED,
+                default=0,
+            ),
+            Word(
+                "--max-new-tokens",
+                "longest answer to a request, in tokens (default 2048)",
+                "N",
+                number=_NEW_TOKENS,
+                default=2048,
             ),
             _MODEL,
             _TRUST,
         ),
         arguments=(Argument("run", "target", "RUN|MODEL"),),
         takes_ctrl_c=True,
+        interrupted="the same command continues from the rows that are written",
         examples=(
             "python -m llmx synthesize ~/models/Qwen3-0.6B --seeds chats.jsonl --out new.jsonl",
             "python -m llmx synthesize Qwen3-8B --url http://gpu:8000/v1 --seeds chats.jsonl "
@@ -763,17 +766,16 @@ how it ended. After an interruption the same command continues from OUT.partial.
     ),
     "chat": Command(
         "chat with a trained model in this terminal: chat RUN|MODEL",
-        "RUN|MODEL [key=value ...] [--system TEXT] [--model DIR]",
+        "RUN|MODEL [--system TEXT] [--temperature T] [--model DIR]",
         "Chats with a trained model in the terminal: that of a run directory, or of a directory\n"
         "of a model or an adapter. The model's own chat template, the conversation so far, and\n"
-        "answers that appear while they are generated. Greedy unless a key of sampling is given;\n"
-        "on the GPU where there is one, in the precision of the model's files. Where the input is\n"
-        "no terminal, every line of it is a message, and the answers go to stdout.",
+        "answers that appear while they are generated. Greedy unless an option of sampling is\n"
+        "given; on the GPU where there is one, in the precision of the model's files. Where the\n"
+        "input is no terminal, every line of it is a message, and the answers go to stdout.",
         Runs.PROCESS,
         "llmx.cli.chat",
         words=(
             *_SAMPLING,
-            Word("max_new_tokens=", "the same as --max-new-tokens", "N"),
             Word("--system", "system prompt (default: the run's data.system)", "TEXT"),
             Word(
                 "--template",
@@ -784,7 +786,11 @@ how it ended. After an interruption the same command continues from OUT.partial.
             ),
             Word("--plain", "continue plain text, for a model that is not a chat model"),
             Word(
-                "--max-new-tokens", "longest answer, in tokens (default 1024)", "N", number=_COUNT
+                "--max-new-tokens",
+                "longest answer, in tokens (default 1024)",
+                "N",
+                number=_NEW_TOKENS,
+                default=1024,
             ),
             _MODEL,
             _TRUST,
@@ -797,7 +803,7 @@ how it ended. After an interruption the same command continues from OUT.partial.
         'A message of several lines: put it between two lines of """. Text that is pasted stays\n'
         "one message. A blank in front of / sends it as a message.",
         examples=(
-            "python -m llmx chat outputs/my-run temperature=0.7 top_p=0.9",
+            "python -m llmx chat outputs/my-run --temperature 0.7 --top-p 0.9",
             'python -m llmx chat ~/models/Qwen3-0.6B --system "Answer in one sentence."',
             "python -m llmx chat outputs/my-run < questions.txt > answers.txt",
         ),
@@ -825,17 +831,11 @@ how it ended. After an interruption the same command continues from OUT.partial.
                 "N",
                 number=_COUNT,
             ),
-            Word("--max-new-tokens", "longest completion, in tokens", "N", number=_COUNT),
+            Word("--max-new-tokens", "longest completion, in tokens", "N", number=_NEW_TOKENS),
             Word(
                 "--metrics",
                 "metrics of completions: names, or package.module:function (default: the "
                 "run's task.eval_metrics, else exact_match,rouge1,rouge2,rougeL)",
-                "A,B",
-            ),
-            Word(
-                "--lm-eval",
-                "run these lm-eval tasks instead, e.g. hellaswag; words behind -- are passed "
-                "to lm-eval (EleutherAI's harness)",
                 "A,B",
             ),
             Word(
@@ -858,7 +858,6 @@ how it ended. After an interruption the same command continues from OUT.partial.
             Argument("", "overrides", "KEY=VALUE", "*"),
         ),
         takes_ctrl_c=True,
-        passes_on=True,
         notes="""\
 Data
   RUN                        what the run has held out (data.eval_path, data.eval_fraction)
@@ -876,7 +875,6 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
             "python -m llmx eval ~/models/Qwen3-0.6B data=messages data.path=test.jsonl "
             "data.seq_len=1024",
             "python -m llmx eval outputs/my-run --generate 50 --metrics rougeL,my_metrics:bleu",
-            "python -m llmx eval outputs/my-run --lm-eval hellaswag,arc_easy",
         ),
     ),
     "serve": Command(

@@ -234,14 +234,13 @@ def _values_of(word: Word, value: str, arguments: Sequence[str]) -> Iterator[Can
 def _flag_before(flags: Iterable[Word], before: Sequence[str]) -> Word | None:
     """The flag whose value is being typed; None where it is no such place."""
     last = before[-1] if before else ""
-    last = {"-cd": "--config-dir", "-c": "--cfg", "-i": "--info"}.get(last, last)
     flag = next((word for word in flags if word.name == last and last.startswith("-")), None)
     return flag if flag is not None and flag.value else None
 
 
 def _bare(words: Sequence[str], flags: Iterable[Word]) -> list[str]:
     """Words that are neither a flag nor the value of one."""
-    takes = {word.name for word in flags if word.value and word.name.startswith("-")} | {"-cd"}
+    takes = {word.name for word in flags if word.value and word.name.startswith("-")}
     bare, unread = [], list(words)
     while unread:
         word = unread.pop(0)
@@ -256,7 +255,7 @@ def _config_dirs(words: Sequence[str]) -> list[Path]:
     directories = []
     for at, word in enumerate(words):
         option, equal, value = word.partition("=")
-        if option in ("--config-dir", "-cd"):
+        if option == "--config-dir":
             directories.append(value if equal else "".join(words[at + 1 : at + 2]))
     return [Path(directory).expanduser() for directory in directories if directory]
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import math
 import os
 import re
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,8 +21,6 @@ from typing import Any
 
 from llmx.cli.target import (
     Target,
-    check_generates,
-    dtype_of,
     find_target,
     load_causal,
     load_tokenizer,
@@ -57,6 +52,13 @@ class Measured:
         return self.target.exp
 
 
+FLAGS = {
+    "task.eval_max_new_tokens": "--max-new-tokens",
+    "task.eval_metrics": "--metrics",
+}
+"""Keys of the config that are flags of this command."""
+
+
 def measured_of(options: argparse.Namespace) -> Measured:
     """Raises ConfigError for a directory that is neither, and for a lack of data."""
     words = [resolve_alias(word) for word in options.overrides]
@@ -66,6 +68,8 @@ def measured_of(options: argparse.Namespace) -> Measured:
         key = group_of(word) or word.split(".", 1)[0]
         if key not in ("data", "task"):
             raise ConfigError(f"{word}: eval takes data and task (data.path=FILE, task=pretrain).")
+        if flag := FLAGS.get(word.lstrip("+").partition("=")[0]):
+            raise ConfigError(f"{word}: write {flag} {word.partition('=')[2]}.")
     keys = {word.lstrip("+").split("=", 1)[0] for word in words}
     names_data = keys & PLACES or any(group_of(word) == "data" for word in words)
     target = find_target(
@@ -122,13 +126,6 @@ def typed_data(data: DataConfig, keys: set[str]) -> DataConfig:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit code."""
-    if options.lm_eval is not None:
-        return run_lm_eval(options)
-    if options.behind:
-        raise ConfigError(
-            f"{' '.join(options.behind)}: arguments after -- are passed to lm-eval. Add --lm-eval "
-            "TASKS."
-        )
     if options.metrics and not options.generate:
         raise ConfigError("--metrics measures completions. Add --generate 100.")
     measured = measured_of(options)
@@ -205,66 +202,6 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"\nwritten to {measured.out}")
     return 0
-
-
-# --- lm-eval ---------------------------------------------------------------------------------
-
-
-def run_lm_eval(options: argparse.Namespace) -> int:
-    """Measure with lm-eval, in a process of its own; its exit code."""
-    if options.overrides or options.generate or options.metrics:
-        raise ConfigError(
-            "--lm-eval brings its own data and metrics: leave out data.*, task.*, --generate and "
-            "--metrics, or measure with them in a command of its own."
-        )
-    target = find_target(options.target, command="eval", model=options.model, trusted=options.trust)
-    check_generates(target)
-    out = options.out or (target.run.root if target.run else Path()) / "lm-eval"
-    import torch
-
-    command = lm_eval_command(
-        target, options.lm_eval, batch=options.batch, out=out, cuda=torch.cuda.is_available()
-    )
-    command += options.behind
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            'lm-eval is not installed here. Run pip install "lm_eval[hf]", and this command again; '
-            f"or where it is installed: {shlex.join(['lm_eval', *command[3:]])}"
-        )
-    print(shlex.join(command), flush=True)
-    code = subprocess.run(command, check=False).returncode
-    if code == 0:
-        print(f"\nwritten below {out}")
-    return code if code >= 0 else 128 - code
-
-
-def lm_eval_command(target: Target, tasks: str, *, batch: int, out: Path, cuda: bool) -> list[str]:
-    """The words that measure a model with lm-eval, in the precision in which `eval` measures."""
-    directory = os.path.abspath(target.directory)
-    arguments = {"pretrained": directory}
-    if target.base is not None:
-        base = Path(target.base.path or "").expanduser()
-        arguments = {"pretrained": os.path.abspath(base) if base.is_dir() else str(base)}
-        if target.base.revision and not base.is_dir():
-            arguments["revision"] = target.base.revision
-        arguments["peft"] = directory
-        if any(target.directory.glob("tokenizer*")):
-            arguments["tokenizer"] = directory
-    arguments["dtype"] = (dtype_of(target.directory) or "auto") if cuda else "float32"
-    if target.trusts_remote_code:
-        arguments["trust_remote_code"] = "True"
-    for value in arguments.values():
-        if "," in value or "=" in value:
-            raise ConfigError(
-                f"{value}: lm-eval cannot take a path with a comma or an equals sign. Give the "
-                "model by a link (ln -s) without one."
-            )
-    return [
-        sys.executable, "-m", "lm_eval", "--model", "hf",
-        "--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()),
-        "--tasks", tasks, "--batch_size", str(batch),
-        "--device", "cuda" if cuda else "cpu", "--output_path", str(out),
-    ]  # fmt: skip
 
 
 # --- Loss and metrics ------------------------------------------------------------------------

@@ -13,6 +13,11 @@ from llmx.cli.commands import COMMANDS, Number, Runs, Word
 from llmx.config.build import shown
 from llmx.errors import ConfigError, did_you_mean
 
+_ELSEWHERE = {
+    "--lm-eval": " Run lm_eval --model hf --model_args pretrained=RUN/model (docs/evaluation.md)"
+}
+"""Options that belong to another program, and the fix."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors that are ours; flags are written out in full."""
@@ -54,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """The options of a command with flags.
 
-    ``options.keys`` has its own words ``KEY=VALUE``, ``options.behind`` what stands behind ``--``.
+    ``options.behind`` has what stands behind ``--``.
 
     Raises:
         ConfigError: a word cannot be read, or is missing.
@@ -64,13 +69,6 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     if command.passes_on and "--" in words:
         at = words.index("--")
         words, behind = words[:at], words[at + 1 :]
-    keys: dict[str, str] = {}
-    if command.own_keys:
-        words, keys = _split_keys(name, words)
-    elif not any(argument.count == "*" for argument in command.arguments):
-        # ``to=gguf`` is ``--to=gguf``, as other commands take KEY=VALUE.
-        flags = tuple(f"{word.name[2:]}=" for word in command.words if word.value)
-        words = [f"--{word}" if word.startswith(flags) else word for word in words]
     if command.runs == Runs.PROCESS and command.arguments and not words:
         needs = " and ".join(
             argument.metavar for argument in command.arguments if not argument.count
@@ -80,28 +78,11 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     options, unread = parser.parse_known_intermixed_args(words)
     if unread:
         problem = "no such option" if unread[0].startswith("-") else "too many words"
-        hint = did_you_mean(unread[0].strip().partition("=")[0], parser.flags)
+        typed = unread[0].strip().partition("=")[0]
+        hint = _ELSEWHERE.get(typed) or did_you_mean(typed, parser.flags)
         parser.error(f"{problem}: {' '.join(unread)}{hint and f'.{hint}'}")
-    options.keys, options.behind = keys, behind
+    options.behind = behind
     return options
-
-
-def _split_keys(name: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Flags and bare words, and the own keys of a command; ConfigError for another ``x=1``."""
-    arguments, keys, names = [], {}, COMMANDS[name].own_keys
-    for word in words:
-        key, _, value = word.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][\w.]*=\S*", word) or Path(word).exists():
-            arguments.append(word)
-        elif key in names:
-            keys[key] = value
-        else:
-            as_prompt = f" To complete {word} as a prompt, put it behind -- ."
-            raise ConfigError(
-                f"{word}: {name} has no key {key}.{did_you_mean(key, names)} It has "
-                f"{', '.join(names)}.{as_prompt if name == 'generate' else ''}"
-            )
-    return arguments, keys
 
 
 def _reader(number: Number) -> Callable[[str], float]:
@@ -110,7 +91,7 @@ def _reader(number: Number) -> Callable[[str], float]:
 
     def read(word: str) -> float:
         try:
-            value = number.kind(word) if len(word) <= 18 else math.nan
+            value = number.kind(word) if len(word) <= 20 else math.nan
         except ValueError:
             value = math.nan
         if not number.limits.holds(value):

@@ -1,6 +1,6 @@
 """Complete prompts with a trained model: ``python -m llmx generate RUN|MODEL "What is ...?"``.
 
-Greedy unless a key of sampling is given; on one process. A prompt is rendered exactly as in
+Greedy unless an option of sampling is given; on one process. A prompt is rendered exactly as in
 training (of a MODEL by its chat template; without one it is plain text), and a completion ends
 where it ends in the evaluation of the run. Without a prompt, prompts are read from the terminal,
 one a line. --prompts completes a file of them, and goes on where it was interrupted.
@@ -31,16 +31,6 @@ from llmx.text import plural, printable
 if TYPE_CHECKING:
     from llmx.models.generate import Decoder
 
-KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "temperature": (float, "0.7"),
-    "top_p": (float, "0.9"),
-    "top_k": (int, "50"),
-    "seed": (int, "1"),
-    "n": (int, "2"),
-    "max_new_tokens": (int, "64"),
-}
-"""Own keys of the command: type, and an example for messages."""
-
 REDRAW_S = 0.05
 """Between two looks at what to show of a completion on a terminal."""
 
@@ -57,9 +47,7 @@ class Wanted:
 def run(options: argparse.Namespace) -> int:
     """Load, complete; returns the exit code."""
     options.prompt += options.behind
-    if options.max_new_tokens is not None:
-        options.keys.setdefault("max_new_tokens", str(options.max_new_tokens))
-    how = wanted(options.keys)
+    how = wanted(options, n=options.n)
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
@@ -78,35 +66,30 @@ def run(options: argparse.Namespace) -> int:
     return complete_file(target, options, how)
 
 
-def wanted(keys: dict[str, str]) -> Wanted:
-    """Read and check the command's own keys."""
-    values: dict[str, Any] = {}
-    for name, text in keys.items():
-        kind, example = KEYS[name]
-        try:
-            values[name] = kind(text)
-        except ValueError:
-            noun = "whole number" if kind is int else "number"
-            raise ConfigError(
-                f"{name}={text} is not a {noun}. Set, for example, {name}={example}."
-            ) from None
-    n, seed = values.pop("n", 1), values.pop("seed", None)
-    if not 1 <= n <= 10_000:
-        raise ConfigError(f"n={n} must be a whole number from 1 to 10000. Set, for example, n=2.")
-    drawn = n > 1 or seed is not None or values.get("top_p", 1) != 1 or values.get("top_k", 0)
-    values.setdefault("temperature", 1.0 if drawn else 0.0)
-    sampling = Sampling(**values)
-    if sampling.greedy and n > 1:
+def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:
+    """The sampling that the options of a command ask for."""
+    drawing = {
+        "--n": n > 1,
+        "--seed": options.seed is not None,
+        "--top-p": options.top_p < 1,
+        "--top-k": options.top_k > 0,
+    }
+    given = [flag for flag, is_given in drawing.items() if is_given]
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 1.0 if given else 0.0
+    if given and not temperature:
         raise ConfigError(
-            f"n={n} with temperature=0 (greedy) gives the same completion {n} times. Set, for "
-            "example, temperature=0.7, or n=1."
+            f"{given[0]} has no effect with --temperature 0 (greedy). Set, for example, "
+            f"--temperature 0.7, or leave {given[0]} out."
         )
-    if sampling.greedy and seed is not None:
-        raise ConfigError(
-            f"seed={seed} has no effect with temperature=0 (greedy). Set, for example, "
-            "temperature=0.7, or leave seed out."
-        )
-    return Wanted(sampling, n, seed)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+    )
+    return Wanted(sampling, n, options.seed)
 
 
 def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
@@ -177,7 +160,7 @@ def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
                 label = f"[{number + 1}/{how.n}] " if how.n > 1 else ""
                 print(label + (printable(text) if terminal else text), flush=True)
             if completion.ended == LENGTH and terminal and not options.json:
-                print(f"(cut: max_new_tokens={sampling.max_new_tokens})", file=sys.stderr)
+                print(f"(cut: --max-new-tokens {sampling.max_new_tokens})", file=sys.stderr)
     return code
 
 
@@ -193,8 +176,8 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
 
 
 def _seeds(how: Wanted) -> list[int]:
-    """One seed for each completion. With ``n=1`` it is the key itself, so that the ``seed`` of a
-    line of JSON gives that completion again."""
+    """One seed for each completion. With ``--n 1`` it is the option itself, so that the ``seed`` of
+    a line of JSON gives that completion again."""
     if how.seed is None:
         return [secrets.randbits(32) for _ in range(how.n)]
     further = [sample_seed(how.seed, step=0, prompt=0, sample=k) for k in range(1, how.n)]

@@ -39,7 +39,7 @@ LINE_EVERY_S = 60.0
 """Between two lines of progress where there is no terminal."""
 ENDS = {
     "stop": "ended with a stop token",
-    "length": "cut at max_new_tokens",
+    "length": "cut at --max-new-tokens",
     "positions": "at the last position of the model, or too long from the start",
     "empty": "without tokens",
 }

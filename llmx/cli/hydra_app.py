@@ -127,17 +127,17 @@ def _compose(
         inside = True
         hydra_config = HydraConfig.get()
         directory = Path(hydra_config.runtime.output_dir)
-        is_ours = directory.parent == outputs  # else hydra.run.dir is set in a file of the user's
-        unused = [directory, *new_parents] if is_ours else []
+        is_single = hydra_config.mode == RunMode.RUN
+        unused = [directory, *new_parents] if is_single else []
         try:
             values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             exp = experiment_from_dict(values)
             words = list(hydra_config.overrides.task)
-            if hydra_config.mode == RunMode.RUN:
+            if is_single:
                 check_effects(exp, words, command=command)
-            if command or exp.run_dir != str(directory) or not is_ours:
+            if command or exp.run_dir != str(directory):
                 _remove_empty(unused)
-            elif hydra_config.mode == RunMode.RUN:
+            elif is_single:
                 # Named after the second, which another command may share.
                 directory = claim(directory)
                 unused = [RunDir(directory).logs, directory, *new_parents]
@@ -147,7 +147,7 @@ def _compose(
             else:
                 composed = plan_experiment(*complete(exp))
                 code = run_composed(composed, overrides=words, config_dir=config_dir)
-            if hydra_config.mode == RunMode.MULTIRUN:
+            if not is_single:
                 require_success(code)
         except (LlmxError, OmegaConfBaseException) as error:
             # Hydra made the directory; one that nothing was written to is not a run.
@@ -156,7 +156,7 @@ def _compose(
                 problem = error
             else:
                 problem = ConfigError(explain_hydra(error, overrides))
-            if hydra_config.mode == RunMode.MULTIRUN:
+            if not is_single:
                 raise problem from error
             # Raised inside, Hydra would print its own words around ours.
             ended.append(problem)
@@ -173,7 +173,7 @@ def _compose(
     part = argv[argv.index("--package") + 1] if "--package" in argv else None
     unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
     try:
-        with unheard, _mode_as_typed(argv):
+        with unheard, _mode_as_typed():
             decorated(job)()
     except SystemExit:  # how Hydra ends where the config has no such part
         if not part:
@@ -206,15 +206,13 @@ def _compose(
 
 
 @contextlib.contextmanager
-def _mode_as_typed(argv: Sequence[str]) -> Iterator[None]:
+def _mode_as_typed() -> Iterator[None]:
     """Hydra composes the whole config once more only to read ``hydra.mode`` in it: a quarter of
-    what a command takes before it does anything. Where no word, and no file of the user's, can set
-    it, ``--multirun`` alone decides."""
+    what a command takes before it does anything. Here ``--multirun`` alone decides."""
     from hydra._internal.hydra import Hydra
 
-    set_by = ("hydra.mode", "hydra.searchpath", "hydra=", "hydra@", "--config-dir")
     get_mode: Any = getattr(Hydra, "get_mode", None)
-    if get_mode is None or any(word.lstrip("+~").startswith(set_by) for word in argv):
+    if get_mode is None:
         yield
         return
     Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]

@@ -44,10 +44,11 @@ def _dispatch(words: list[str]) -> int:
 
         print(OPTIONS_HELP, end="")
         return 0
-    from llmx.cli.arguments import split_command, split_own
+    from llmx.cli.arguments import check_spelling, split_command, split_own
 
     name, arguments = split_command(words, tuple(COMMANDS))
     command = COMMANDS[name]
+    check_spelling(name, arguments)
     if name in STARTS_RANKS:
         from llmx.hardware.external import is_external, refuse_several
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llmx.compose.complete import Composed
 
 HARDWARE = "hardware"
-_WRITES = {"run_dir", "dry_run", "hydra.mode"}
+_WRITES = {"run_dir", "dry_run"}
 """Keys that ask for the run directory of a plan."""
 
 

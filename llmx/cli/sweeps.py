@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmx.cli.arguments import sweep_overrides
 from llmx.cli.hydra_app import run_hydra
+from llmx.compose.overrides import SET
 from llmx.config.build import shown
 from llmx.config.groups import SWEEPS
 from llmx.config.schema import FAILURES
@@ -17,11 +18,6 @@ from llmx.run.sweepdir import FILE, NOT_OF_A_SWEEP, is_sweep, load
 
 RESUME = "resume"
 SPEED = "tokens_per_s"
-OWN = {
-    "objective": "sweep.objective",
-    "max_trials": "sweep.max_trials",
-    "max_minutes": "sweep.max_minutes",
-}
 TRIAL_STEPS = 10
 SWEEPER = "hydra/sweeper=tune"
 
@@ -65,7 +61,11 @@ def resume(words: Sequence[str]) -> int:
         )
     os.chdir(sweep.cwd)
     changed = {word.partition("=")[0] for word in overrides}
-    unchanged = [word for word in sweep.words if word.partition("=")[0] not in changed]
+    unchanged = [
+        f"{SET}{word}" if word.startswith("hydra.searchpath=") else word  # of experiment=DIR/best
+        for word in sweep.words
+        if word.partition("=")[0] not in changed
+    ]
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     return run_hydra(
         ["--multirun", *config_dir, *unchanged, *overrides, f"hydra.sweep.dir='{directory}'"]
@@ -79,31 +79,24 @@ def tune(words: Sequence[str]) -> int:
 
 def tune_words(words: Sequence[str]) -> list[str]:
     """The words of the sweep that ``tune`` is."""
-    overrides = []
     for word in words:
-        key, equal, value = word.partition("=")
-        if word == "--dry-run":
-            word = "dry_run=true"
-        elif equal and key in OWN:
-            word = f"{OWN[key]}={value}"
-        elif key in ("hydra/sweeper", "hydra/launcher"):
+        if word.partition("=")[0] in ("hydra/sweeper", "hydra/launcher"):
             raise ConfigError(f"{word}: tune has its own. For another search: python -m llmx -m.")
-        overrides.append(word)
-    typed = {word.partition("=")[0]: word.partition("=")[2] for word in overrides}
+    typed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     objective = typed.get("sweep.objective", SPEED)
     if objective != SPEED:
         if not re.fullmatch(r"eval/\S+", objective):
             raise ConfigError(
-                f"objective={objective}: no such objective. Use {SPEED} (the default), eval/loss, "
-                "or eval/NAME with a metric that the task measures."
+                f"sweep.objective={objective}: no such objective. Use {SPEED} (the default), "
+                "eval/loss, or eval/NAME with a metric that the task measures."
             )
         if "sweep.halving" not in typed:
             raise ConfigError(
-                f"objective={objective}: a loss or a metric is tuned by successive halving, and "
-                "needs sweep.halving=N, the steps after which half of the trials are stopped: a "
-                "tenth of the run or so, past the warm-up."
+                f"sweep.objective={objective}: a loss or a metric is tuned by successive "
+                "halving, and needs sweep.halving=N, the steps after which half of the trials are "
+                "stopped: a tenth of the run or so, past the warm-up."
             )
-        return overrides
+        return list(words)
     again = ",".join(outcome for outcome in (*FAILURES, "refused") if outcome != "oom")
     defaults = {
         "sweep.objective": SPEED,
@@ -112,4 +105,4 @@ def tune_words(words: Sequence[str]) -> list[str]:
         "sweep.retry": f"[{again}]",
     }
     filled_in = [f"{key}={value}" for key, value in defaults.items() if key not in typed]
-    return [SWEEPER, *filled_in, *overrides]
+    return [SWEEPER, *filled_in, *words]

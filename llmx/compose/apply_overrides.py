@@ -60,8 +60,6 @@ def parse_run_command(command: str, words: Sequence[str], *, own_keys: Sequence[
     config_dirs, arguments = split_config_dirs(words)
     for word in arguments:
         key, _, value = word.partition("=")
-        if word.startswith("--step"):
-            raise ConfigError(f"{word}: options of {command} are words: step=N.")
         if word.startswith("-"):
             raise ConfigError(f"{word}: {command} has no such option. It knows --config-dir.")
         if Path(word).is_dir() or "=" not in word:

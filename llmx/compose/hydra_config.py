@@ -59,13 +59,10 @@ def _no_such_plugin(group: str, name: str) -> str:
     """The message for an option that a group of Hydra's own does not have."""
     from hydra.core.config_store import ConfigStore
 
-    try:
-        files = ConfigStore.instance().list(group)
-    except OSError:  # its options are files of Hydra's
-        files = []
+    files = ConfigStore.instance().list(group)
     names = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
-    options = f" Options of {group}: {', '.join(names)}." if names else " Leave it out."
-    return f"{group}={shown(name)}: no such option.{did_you_mean(name[:100], names)}{options}"
+    hint = did_you_mean(name[:100], names)
+    return f"{group}={shown(name)}: no such option.{hint} Options of {group}: {', '.join(names)}."
 
 
 def _interpolation(key: str, text: str, name: str, overrides: Sequence[str]) -> str:

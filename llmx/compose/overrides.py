@@ -22,6 +22,7 @@ from llmx.config.groups import (
     GROUPS,
     OPTIONAL_GROUPS,
     find_option,
+    hydra_problem,
     key_problem,
     lookup,
     no_such_option,
@@ -43,6 +44,8 @@ MAX_WORD = 65536
 """Characters of one override: reading takes some 20 microseconds for each."""
 MAX_JOBS = 10_000
 """Jobs of one sweep."""
+
+_SEARCHED = f"{SET}hydra.searchpath=['file://"
 
 _NESTED = ("hardware/devices",)
 """Groups inside a group."""
@@ -108,10 +111,8 @@ def check_overrides(
     parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
     directories = [Path(directory).expanduser().absolute() for directory in config_dirs]
     for word, override in parsed:
-        if override.key_or_group == "hydra.searchpath":
-            directories += _search_path(word, override)
-        elif override.key_or_group == "hydra.mode":
-            multirun = multirun or shown(override.value()).endswith("MULTIRUN")
+        if is_searched(word):
+            directories += [Path(place.removeprefix("file://")) for place in override.value()]
     accepted: dict[tuple[str, str], tuple[str, Any]] = {}
     choices: list[tuple[str, Any]] = []
     for word, override in parsed:
@@ -131,7 +132,8 @@ def check_overrides(
     if multirun:
         _check_sweep([override for _, override in accepted.values()])
     return Checked(
-        [word for word, _ in accepted.values()],
+        # Hydra does not look for its search path behind a sign.
+        [word.removeprefix(SET) if is_searched(word) else word for word, _ in accepted.values()],
         tuple(o.key_or_group for _, o in accepted.values() if not o.is_sweep_override()),
     )
 
@@ -203,20 +205,15 @@ def _unreadable(word: str) -> str:
     )
 
 
-def _search_path(word: str, override: Any) -> list[Path]:
-    value = override.value()
-    directories = []
-    for entry in map(str, value if isinstance(value, list) else [value]):
-        if entry.startswith("pkg://"):
-            continue
-        path = Path(entry.removeprefix("file://"))
-        if not isinstance(value, list) or not path.is_dir():
-            raise ConfigError(
-                f"{shown(word)}: must be a list of directories that exist: "
-                "'hydra.searchpath=[file:///path/to/dir]', or --config-dir DIR."
-            )
-        directories.append(path.absolute())
-    return directories
+def searched(directory: Path) -> str:
+    """The word by which Hydra finds the options of a directory beside that of ``--config-dir``; as
+    llmx writes it, and not a user."""
+    return f"{_SEARCHED}{directory}']"
+
+
+def is_searched(word: str) -> bool:
+    """Whether a word is ``searched(directory)``."""
+    return re.fullmatch(re.escape(_SEARCHED) + r"[^']*'\]", word) is not None
 
 
 def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Path]) -> list[Any]:
@@ -232,7 +229,8 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     if override.package is not None:
         raise ConfigError(f"{shown(word)}: @ is not supported here. Write {shown(key)}=...")
     if key.startswith("hydra"):
-        _check_hydra(word, override)
+        if not is_searched(word):
+            _check_hydra(word, override)
         return []
     if key in GROUPS or key in _NESTED:
         return _check_group(word, override, directories)
@@ -323,34 +321,14 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
     return values
 
 
-_REFUSED = {
-    "hydra.job.chdir": "relative paths start where you are; the run's files are in run_dir",
-    "hydra.job.config.override_dirname.exclude_keys": "llmx sets it for a sweep",
-    "hydra.output_subdir": "the run directory holds the config already",
-    "hydra.run.dir": "the directory of a run is set by run_dir=DIR",
-}
-_MODES = ("RUN", "MULTIRUN")
-
-
 def _check_hydra(word: str, override: Any) -> None:
     key = override.key_or_group
-    if key == "hydra":
-        raise ConfigError(f"{shown(word)}: set one of its keys, e.g. hydra.sweep.dir=DIR.")
-    if "/" in key and not override.is_delete() and not isinstance(override.value(), str):
+    if problem := hydra_problem(key):
+        raise ConfigError(f"{shown(word)}: {problem}")
+    if "/" in key and not isinstance(override.value(), str):
         raise ConfigError(f"{shown(word)}: {key} takes the name of an option.")
-    if key in _REFUSED:
-        raise ConfigError(f"{shown(word)}: cannot be set: {_REFUSED[key]}. Leave it out.")
     if override.is_sweep_override():
         raise ConfigError(f"{shown(word)}: a sweep varies keys of the config, none of hydra's.")
-    if key == "hydra.mode" and shown(override.value()).removeprefix("RunMode.") not in _MODES:
-        raise ConfigError(f"{shown(word)}: must be RUN or MULTIRUN. Use -m for a sweep.")
-    if key == "hydra.verbose":
-        value = _plain(override.value())
-        loggers = value if isinstance(value, list) else [value]
-        if not isinstance(value, bool) and not all(isinstance(_plain(v), str) for v in loggers):
-            raise ConfigError(
-                f"{shown(word)}: takes true, or names of loggers: '[urllib3,datasets]'."
-            )
 
 
 def _sweep_values(override: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Checks a user's own YAML files (``--config-dir``, ``hydra.searchpath``) before they are used.
+"""Checks a user's own YAML files (``--config-dir``) before they are used.
 
 What is wrong is said with file and line: a tab, a brace that is not closed, a key that is there
 twice, another encoding, a key or an option that does not exist. Every key of another training tool
@@ -25,6 +25,7 @@ from llmx.config.groups import (
     GROUPS,
     counterpart,
     find_option,
+    hydra_problem,
     lookup,
     no_such_option,
     option_names,
@@ -123,22 +124,34 @@ def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[
     for key, value in node.value:
         if key.value == "defaults":
             choices += _defaults(path, group, value, directories)
-        elif package is not None and not (package == "" and key.value == "hydra"):
+        elif package is not None:
             where = f"{package}.{key.value}" if package else key.value
+            if where.partition(".")[0] == "hydra":
+                _check_hydra(path, where, key, value)
+                continue
             check_keys(path, where, key, value)
             check_texts(path, value, lookup(where)[0])
     return choices
 
 
+def _check_hydra(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
+    """``check_keys`` for keys of Hydra's own."""
+    if isinstance(value, yaml.MappingNode):
+        for inner, item in value.value:
+            _check_hydra(path, f"{where}.{inner.value}", inner, item)
+    elif problem := hydra_problem(where):
+        raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {where}: {problem}")
+
+
 def _package(path: Path, group: str) -> str | None:
     """The config node that the keys of a file set: the group, what a header names, or everything;
-    None where that is Hydra's."""
+    None where Hydra decides."""
     header = re.search(r"^#\s*@package\s+(\S+)", read_text(path), re.MULTILINE)
     if header is None or header[1] in ("_group_", group):
         return group.replace("/", ".")
     if header[1] == "_global_":
         return ""
-    return None if header[1].startswith(("_", "hydra")) else header[1]
+    return None if header[1].startswith("_") else header[1]
 
 
 def check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:

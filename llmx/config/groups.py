@@ -46,7 +46,7 @@ def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     while unread:
         word = unread.pop(0)
         option, _, value = word.partition("=")
-        if option not in ("--config-dir", "-cd"):
+        if option != "--config-dir":
             arguments.append(word)
         elif value or unread:
             directories.append(Path(value or unread.pop(0)).expanduser())
@@ -127,6 +127,20 @@ def elsewhere(name: str) -> str:
     """`` Here it is optim.lr.`` for a key with a counterpart; else empty."""
     key = counterpart(name)
     return f" Here it is {key}." if key else ""
+
+
+_HYDRA = re.compile(r"hydra/(launcher|sweeper)|hydra\.((launcher|sweeper)\.[\w.]+|sweep\.dir)")
+
+
+def hydra_problem(key: str) -> str:
+    """What is wrong with a key or group of Hydra's own; empty for one that may be set."""
+    if _HYDRA.fullmatch(key):
+        return ""
+    return (
+        "llmx sets this key of Hydra. You can set hydra/launcher, hydra/sweeper, the keys of both "
+        "(hydra.sweeper.n_trials=20) and hydra.sweep.dir. The directory of a run is run_dir=DIR, "
+        "that of options --config-dir DIR, a sweep -m."
+    )
 
 
 def lookup(key: str) -> tuple[Any, str]:

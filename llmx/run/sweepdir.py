@@ -39,7 +39,7 @@ STOPPED = "stopped"
 NOT_OF_A_SWEEP = ("sweep.", "launch.", "launch=", "tracking.", "tracking=")
 """Beginnings of words that may differ when a sweep is continued."""
 OWN_WORDS = ("hydra.sweep.dir=", "hydra.mode=", "hydra.job.config.override_dirname.exclude_keys=")
-"""Beginnings of words that llmx adds itself."""
+"""Beginnings of words that llmx and Hydra add themselves."""
 RECORDED = (
     "index", "overrides", "key", "state", "outcome", "cause", "fix", "run_dir", "same_as", "slots",
     "job", "rungs", "started", "ended",

@@ -230,19 +230,15 @@ class Runner:
     def _place_of(self, index: int, exp: Experiment) -> Path:
         """The run directory of a trial; ConfigError for one that is not its alone."""
         place, sweep = Path(exp.run_dir), self.sweep.directory
-        if sweep not in place.parents:
+        others = [trial.run_dir for trial in self.sweep.trials if trial.index != index]
+        is_shared = any(
+            place in {other, *other.parents} or other in place.parents for other in others
+        )
+        if is_shared or sweep not in place.parents:
             raise ConfigError(
-                f"run_dir={place}: the run directory of a trial must be below that of its sweep, "
-                f"{sweep}. Leave out run_dir and hydra.sweep.subdir."
+                f"run_dir={place}: each trial has a directory of its own below {sweep}. Leave out "
+                "run_dir."
             )
-        for trial in self.sweep.trials:
-            its_paths = {trial.run_dir, *trial.run_dir.parents}
-            if trial.index != index and (place in its_paths or trial.run_dir in place.parents):
-                raise ConfigError(
-                    f"run_dir={place}: trial {trial.index} has {trial.run_dir}, and each trial "
-                    "must have a directory of its own. Leave out hydra.sweep.subdir, or put "
-                    "${hydra.job.num} into it."
-                )
         return place
 
     def _put(self, trial: Trial) -> Trial:

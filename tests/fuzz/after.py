@@ -32,9 +32,9 @@ CONTENT = (
 WORDS: dict[str, tuple[list[str], ...]] = {
     "eval": ([], ["--generate", "1", "--max-new-tokens", "2"], ["data=prompt_response", "data.path=rows.jsonl"],
              ["data.path=nowhere"], ["--out", "base"], ["--out", "/dev/null"], ["task=classify"], ["--metrics", "nope:f", "--generate", "1"]),
-    "generate": (["hello", "max_new_tokens=2"], ["", "max_new_tokens=1"], ["--prompts", "rows.jsonl", "--out", "out.jsonl", "max_new_tokens=1"],
-                 ["--prompts", "nowhere", "--out", "x"], ["hello", "top_p=7"], ["--plain", "hello", "max_new_tokens=1", "--json"]),
-    "chat": (["max_new_tokens=2"], ["--plain", "max_new_tokens=1"], ["--system", "\x1b[2J", "max_new_tokens=1"], ["--template", "nope"]),
+    "generate": (["hello", "--max-new-tokens=2"], ["", "--max-new-tokens=1"], ["--prompts", "rows.jsonl", "--out", "out.jsonl", "--max-new-tokens=1"],
+                 ["--prompts", "nowhere", "--out", "x"], ["hello", "--top-p=7"], ["--plain", "hello", "--max-new-tokens=1", "--json"]),
+    "chat": (["--max-new-tokens=2"], ["--plain", "--max-new-tokens=1"], ["--system", "\x1b[2J", "--max-new-tokens=1"], ["--template", "nope"]),
     "export": ([], ["--check"], ["--step", "6"], ["--step", "99"], ["--best"], ["--out", "out"], ["--out", "base/model"],
                ["--to", "merged"], ["--dtype", "fp16", "--out", "out"], ["--shard-gib", "0.0001", "--out", "out"], ["--to", "adapter"]),
     "serve": (["--print"], ["--print", "--gpus", "3"], ["--print", "--max-model-len", "9" * 18], ["--print", "--model", "nowhere"]),

@@ -172,7 +172,7 @@ def _overrides(rng: random.Random) -> Made:
 def _options(rng: random.Random) -> Made:
     words = []
     for _ in range(rng.choice([1, 1, 2, 3])):
-        option = rng.choice([*OPTIONS, "-m", "-c", "-i", "-p", "-cd", "-cn", "-cp", "-sc", "--hydra-help", "--version",
+        option = rng.choice([*OPTIONS, "-m", "-c", "-cd", "--hydra-help", "--version",
                              "--experimental-rerun", "--shell-completion", "--help", "-h", "--nope", "--multi"])  # fmt: skip
         words.append(mutate(rng, option) if rng.random() < 0.1 else option)
         if rng.random() < 0.6:

@@ -125,7 +125,7 @@ def _faults(outcome: Outcome, made: set[str]) -> Iterator[str]:
     case, message = outcome.case, outcome.message
     if outcome.code not in CODES:
         yield f"exit code {outcome.code}"
-    sweep = any(word in ("-m", "--multirun", "sweep", "hydra.mode=MULTIRUN") for word in case.argv)
+    sweep = any(word in ("-m", "--multirun", "sweep") for word in case.argv)
     if outcome.cpu_s > MAX_CPU_S * (4 if sweep else 1):
         yield f"slow: {outcome.cpu_s:.1f} s of CPU"
     if outcome.accepted and message:
@@ -166,7 +166,7 @@ def names_something(line: str, case: Case) -> bool:
     """Whether a line of a message names a key, an option, a command, a word or a file of the case."""
     if any(name in line for name in (*case.files, "outputs")) or _KEYS.search(line):
         return True
-    if _OPTION.search(line):  # "-cd" is "-c" with a value to one reader, "--config-dir" to us
+    if _OPTION.search(line):
         return True
     if "" in case.argv and "''" in line:  # an empty word, as a shell shows it
         return True

@@ -22,7 +22,14 @@ def test_bert_from_scratch_learns(real_data: Path, tmp_path: Path) -> None:
         "".join(line for line in corpus.read_text("utf-8").splitlines(True)[:1200]), "utf-8"
     )
     data = ("data=text", "data.path=corpus.txt", "data.text_unit=line")
-    succeeds(tmp_path, "tokenizer", *data, "kind=wordpiece", "vocab_size=3000", "output=tokenizer")
+    succeeds(
+        tmp_path,
+        "tokenizer",
+        *data,
+        "tokenizer.kind=wordpiece",
+        "tokenizer.vocab_size=3000",
+        "tokenizer.output=tokenizer",
+    )
     words = (
         "task=mlm", "task.options.whole_words=true",
         "model=bert_tiny", "model.tokenizer=tokenizer", "model.config.num_hidden_layers=2",

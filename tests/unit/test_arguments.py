@@ -126,12 +126,14 @@ def test_a_text_in_a_sweep_file_is_quoted_where_yaml_reads_a_number(tmp_path) ->
     ("typed", "line"),
     [
         ("--config-dir . a=1 -m b=2", Line(("a=1", "b=2"), multirun=True, config_dir=".")),
-        ("-cd=. a=1", Line(("a=1",), config_dir=".")),
-        ("--cfg job -p zero a=1", Line(("a=1",), show=("--cfg", "job", "--package", "zero"))),
+        ("--config-dir=. a=1", Line(("a=1",), config_dir=".")),
+        (
+            "--cfg job --package zero a=1",
+            Line(("a=1",), show=("--cfg", "job", "--package", "zero")),
+        ),
         ("--cfg job --resolve", Line((), show=("--cfg", "job", "--resolve"))),
         ("--info plugins a=1", Line(("a=1",), show=("--info", "plugins"))),
-        ("-i a=1", Line(("a=1",), show=("--info", "all"))),
-        ("a=1 ~b --run", Line(("a=1", "~b"))),
+        ("--info a=1", Line(("a=1",), show=("--info", "all"))),
     ],
 )
 def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
@@ -147,12 +149,13 @@ def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
         ("--package optim", "--package: only together with --cfg job"),
         ("--cfg job --package", "--package: names a part of the config"),
         ("--cfg job -m", "--multirun and --cfg: do not go together"),
-        ("--run -m", "--run and --multirun: do not go together"),
+        ("--cfg job --info", "--cfg and --info: do not go together"),
+        ("-cd .", "-cd: no such option."),
         ("--cfg job --cfg all", "--cfg: is given twice"),
         ("--experimental-rerun X", "reproduce RUN_DIR"),
-        ("-sc install=bash", "completion bash|zsh|fish"),
+        ("--shell-completion install=bash", "completion bash|zsh|fish"),
         ("--config-name mine", "--config-dir DIR experiment=NAME"),
-        ("-cp x", "-cp: has no use here"),
+        ("--config-path x", "--config-path: has no use here"),
         ("--config-dir nowhere", "--config-dir nowhere: no such directory in "),
         ("--config-dir", "--config-dir: needs a directory"),
         ("--multi", '--multi: no such option. Did you mean "--multirun"?'),
@@ -214,7 +217,7 @@ def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path
     for words, place in (
         ((str(file),), f"{file}, line {line}"),
         (
-            (f"hydra.searchpath=[file://{tmp_path}/own]", "experiment=mine"),
+            (f"experiment={tmp_path}/own/mine",),
             f"{own}, line {line + 1}",
         ),
     ):

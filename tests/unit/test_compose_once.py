@@ -1,4 +1,4 @@
-"""A command composes its config once, and where ``hydra.mode`` may be set, Hydra asks for it."""
+"""A command composes its config once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,3 @@ def test_a_run_is_composed_once(composed: list[list[str]]) -> None:
     assert main(["hardware=cpu2", "dry_run=true", "run_dir=run"]) == 0
     assert len(composed) == 1
     assert Hydra.get_mode is before
-
-
-def test_a_mode_that_is_typed_counts(composed: list[list[str]]) -> None:
-    words = ["hydra.mode=MULTIRUN", "seed=1,2", "hardware=cpu2", "dry_run=true"]
-    assert main(words) == 0
-    assert len(list(Path("outputs/sweeps").glob("*/sweep.json"))) == 1
-    assert "hydra.mode=MULTIRUN" in composed[0]

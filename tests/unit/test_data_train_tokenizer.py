@@ -181,7 +181,8 @@ def test_the_command(
 ):
     """As a user writes it, with a data group and no model."""
     monkeypatch.chdir(tmp_path)
-    words = [f"data.path={DEMO_DIRECTORY}/train.jsonl", "tokenizer.kind=bbpe", "vocab_size=500"]
+    words = [f"data.path={DEMO_DIRECTORY}/train.jsonl", "tokenizer.kind=bbpe"]
+    words += ["tokenizer.vocab_size=500"]
     code, said = main(["tokenizer", "data=file", *words]), capfd.readouterr()
     assert code == 0, said.err
     made = tmp_path / "tokenizers" / "file-bbpe-500"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import shutil
@@ -314,40 +313,6 @@ def test_a_metric_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         load_metric("bad_metrics_of_a_test:text")
     with pytest.raises(ConfigError, match="gave 'high' for f; it gives a number"):
         score(["bad_metrics_of_a_test:f"], ["a"], ["a"])
-
-
-def test_lm_eval_is_told_the_model_and_runs_in_its_own_process(
-    run: RunDir, capfd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stand-in for the package: what it gets, and that its exit code is ours."""
-    monkeypatch.chdir(tmp_path)
-
-    def said(*argv: Any, code: int = 2) -> str:
-        assert run_here("eval", [str(word) for word in argv]) == code
-        found = capfd.readouterr()
-        return str(found.err + found.out)
-
-    if importlib.util.find_spec("lm_eval") is None:
-        absent = said(run.root, "--lm-eval", "hellaswag")
-        assert 'Run pip install "lm_eval[hf]"' in absent
-        assert "lm_eval --model hf --model_args pretrained=" in absent
-    for more, problem in (
-        (["--lm-eval", "a", "data.path=x"], "leave out data.*"),
-        (["--lm-eval", "a", "--generate", 3], "leave out data.*"),
-        (["--", "--num_fewshot", "5"], "Add --lm-eval TASKS"),
-    ):
-        assert problem in said(run.root, *more)
-    (tmp_path / "a,b").symlink_to(run.final_model)
-    assert "a comma or an equals sign" in said(tmp_path / "a,b", "--lm-eval", "hellaswag")
-    (tmp_path / "lm_eval.py").write_text("import sys\nprint(*sys.argv[1:])\nsys.exit(3)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    typed = [run.root, "--lm-eval", "hellaswag,arc_easy", "--batch", 4, "--", "--limit", "10"]
-    assert (
-        f"--model hf --model_args pretrained={run.final_model},dtype=float32 --tasks "
-        f"hellaswag,arc_easy --batch_size 4 --device cpu --output_path {run.root / 'lm-eval'} "
-        "--limit 10\n"
-    ) in said(*typed, code=3).splitlines()[-1] + "\n"
 
 
 def test_an_adapter_is_measured_on_its_base(

@@ -163,7 +163,7 @@ def test_a_file_that_answers_otherwise_gets_no_name(
     """Heads left as they are in transformers: just what the comparison is for."""
     source = write_model(tmp_path / "model", LlamaConfig(**SMALL))
     monkeypatch.setattr(gguf_file, "PERMUTED", ())
-    assert run_here("export", [str(source), "to=gguf"]) == 5
+    assert run_here("export", [str(source), "--to=gguf"]) == 5
     said = capsys.readouterr().err
     assert "model-fp32.gguf answers otherwise than transformers" in said
     assert "0.0001 is the limit for fp32. Nothing was left there." in said

@@ -71,11 +71,12 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["data=[demo,{file: 0.5}]"], "data takes one option. Mix data sets with data.sources: 'data.sources=[{path: "),
         (["models/x=1"], "models/x: no such group."),
         (["model@x=tiny"], "@ is not supported here"),
-        (["hydra.job.chdir=true"], "cannot be set: relative paths start where you are"),
-        (["hydra=3"], "hydra=3: set one of its keys"),
+        (["hydra.job.chdir=true"], "hydra.job.chdir=true: llmx sets this key of Hydra."),
+        (["hydra=3"], "hydra=3: llmx sets this key of Hydra."),
+        (["hydra/job_logging=nope"], "hydra/job_logging=nope: llmx sets this key of Hydra."),
         (["hydra/launcher=3"], "hydra/launcher takes the name of an option"),
-        (["hydra.mode=x"], "hydra.mode=x: must be RUN or MULTIRUN"),
-        (["hydra.searchpath=[file:///nowhere]"], "must be a list of directories that exist"),
+        (["hydra.mode=MULTIRUN"], "a sweep -m."),
+        (["hydra.searchpath=[file:///nowhere]"], "that of options --config-dir DIR"),
         (["name=${nope}"], "name: ${nope} names no key of the config."),
         (["name=${oc.env:NOT_SET_ANYWHERE}"], "environment variable NOT_SET_ANYWHERE, which is not set"),
         (["name=${a:b}"], "there is no ${a:...}"),
@@ -105,7 +106,7 @@ def refused(llmx, *words: str, code: int = 2) -> str:
         (["tokenizer.vocab_size=900"], "has no effect on a training."),
         (["model.resolved.vocab_size=900"], "has no effect as a word: llmx fills it in"),
         (["launch.slurm.partition=a"], "Set launch=slurm;"),
-        (["plan", "-p", "all", "-c"], "--package all: the config has no such part"),
+        (["plan", "--package", "all", "--cfg"], "--package all: the config has no such part"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(llmx, words, message) -> None:
@@ -117,8 +118,7 @@ def test_a_mistake_is_one_line(llmx, words, message) -> None:
 @pytest.mark.parametrize(
     "words",
     [["zero=3"], ["zero_stage=3"], ["experiment=null"], ["~experiment"], ["+optim.lr=1e-3"],
-     ["~optim.lr"], ["zero=1", "zero=2"], ["optim.betas.0=0.5"], ["++launch.env.NCCL_DEBUG=INFO"],
-     ["hydra.verbose=false"]],
+     ["~optim.lr"], ["zero=1", "zero=2"], ["optim.betas.0=0.5"], ["++launch.env.NCCL_DEBUG=INFO"]],
 )  # fmt: skip
 def test_what_is_meant_is_done(llmx, words) -> None:
     code, out, err = llmx("plan", "hardware=cpu2", *words)
@@ -133,7 +133,6 @@ def test_what_is_meant_is_done(llmx, words) -> None:
         (["plan", "zero=" + LONG], r"^/.*\.\.\.: {}"),
         (["help", "zero=" + LONG], r"^/.*\.\.\.: {}"),
         (["status", LONG], r"^x{{57}}\.\.\.: {}"),
-        (["plan", f"hydra.searchpath=[file://{LONG}]"], r"^x{{57}}\.\.\.: {}"),
         (["plan", "model=hf", f"model.path=./{LONG}"], r"^model\.path=\./x+(\.\.\.)?: no such file or directory"),
         (["plan", f"run_dir={LONG}"], r"^run_dir=/.*: cannot be written \(File name too long\)\. Set"),
     ],
@@ -246,9 +245,6 @@ def test_ones_own_options_are_listed(llmx) -> None:
     said = refused(llmx, "plan", "--config-dir", "own", "optim=mime")
     assert 'Did you mean "mine"? Options of optim: ' in said
     assert ", lion, mine, muon, " in said
-    path = Path("own").absolute()
-    said = refused(llmx, "plan", f"hydra.searchpath=[file://{path}]", "optim=mime")
-    assert "mine" in said
 
 
 @pytest.mark.parametrize(
@@ -318,25 +314,19 @@ def test_a_plan_in_a_directory_of_the_users_removes_nothing(llmx, tmp_path) -> N
     (tmp_path / "cfg" / "experiment" / "e.yaml").write_text(
         f"# @package _global_\nhydra: {{run: {{dir: {tmp_path}/mine}}}}\n"
     )
-    assert llmx("plan", "hardware=cpu2", "--config-dir", "cfg", "experiment=e")[0] == 0
+    said = refused(llmx, "plan", "hardware=cpu2", "--config-dir", "cfg", "experiment=e")
+    assert "e.yaml, line 2: hydra.run.dir: llmx sets this key of Hydra." in said
+    assert llmx("plan", "hardware=cpu2", "run_dir=mine")[0] == 0
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
-    said = refused(llmx, "plan", "hydra.run.dir=mine")
-    assert said.endswith("the directory of a run is set by run_dir=DIR. Leave it out.")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["plan", "++model.name=a/b/c"], "must not contain a slash"),
-        (["plan", "hydra.verbose=-1.5"], "names of loggers"),
-        (["plan", "hydra.job.env_set.A=[1]"], "hydra.job.env_set.A"),
         (
             ["plan", "hydra/sweeper=gird"],
             'Did you mean "grid"? Options of hydra/sweeper: basic, grid',
-        ),
-        (
-            ["plan", "hydra/job_logging=nope"],
-            "hydra/job_logging=nope: no such option. Leave it out.",
         ),
         (["plan", "task.kind=${oc.env:NOT_SET_ANYWHERE}", "seed=3"], "or set task.kind=..."),
         (

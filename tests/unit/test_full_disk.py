@@ -57,7 +57,7 @@ def test_a_full_disk_is_3_with_the_path(
     prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
     config = tmp_path / "config.yaml"
     exp = to_dict(experiment(tmp_path / "other", data={"cache_dir": str(disk / "cache")}))
-    exp["tokenizer"]["output"] = str(disk / "tokenizer")
+    exp["tokenizer"] |= {"output": str(disk / "tokenizer"), "vocab_size": 400}
     config.write_text(yaml.safe_dump(exp))
     measured = ["data=demo", "data.max_rows=8", f"data.cache_dir={tmp_path}/cache"]
     place = f"{disk}/out.jsonl"
@@ -68,7 +68,7 @@ def test_a_full_disk_is_3_with_the_path(
             f"{disk}/s",
         ),
         (lambda: data.main([str(config)]), f"{disk}/cache"),
-        (lambda: tokenizer.main([str(config), "vocab_size=400"]), f"{disk}/tokenizer"),
+        (lambda: tokenizer.main([str(config)]), f"{disk}/tokenizer"),
         (lambda: run_here("eval", [f"{tmp_path}/model", *measured, "--out", place]), place),
         (
             lambda: run_here(

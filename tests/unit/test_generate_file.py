@@ -61,29 +61,29 @@ def test_lines_are_in_the_order_of_the_prompts_and_as_one_by_one(
 ) -> None:
     path = write_questions(tmp_path / "q.jsonl")
     out = tmp_path / "a.jsonl"
-    command(run, "--prompts", path, "--out", out, "max_new_tokens=6", "--json")
+    command(run, "--prompts", path, "--out", out, "--max-new-tokens=6", "--json")
     assert "7 completions; " in capsys.readouterr().out
     found = rows(out)
     assert [row["id"] for row in found] == list(range(7))
     assert [row["prompt"] for row in found] == QUESTIONS
     assert not (tmp_path / "a.jsonl.partial").exists()
-    command(run, *QUESTIONS, "max_new_tokens=6", "--json")
+    command(run, *QUESTIONS, "--max-new-tokens=6", "--json")
     alone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for one, other in zip(found, alone, strict=True):
         assert one["completion"] == other["completion"]
         assert one["tokens"] == other["tokens"]
         assert one["logps"] == pytest.approx(other["logps"], abs=1e-4)
-    command(run, "--prompts", path, "--out", out, "max_new_tokens=6", code=2)
+    command(run, "--prompts", path, "--out", out, "--max-new-tokens=6", code=2)
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("keys", [(), ("temperature=1.2", "top_p=0.95", "seed=5", "n=2")])
+@pytest.mark.parametrize("keys", [(), ("--temperature=1.2", "--top-p=0.95", "--seed=5", "--n=2")])
 def test_a_killed_command_continues(
     run: RunDir, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, keys: Any
 ) -> None:
     monkeypatch.setattr(generate_file, "TOGETHER", 3)
     path = write_questions(tmp_path / "q.jsonl")
-    words = ["--prompts", path, "max_new_tokens=6", "--json", *keys]
+    words = ["--prompts", path, "--max-new-tokens=6", "--json", *keys]
     command(run, *words, "--out", tmp_path / "whole.jsonl")
     real, calls = service.generate, []
 
@@ -117,7 +117,7 @@ def test_another_command_is_refused_with_what_differs(
     monkeypatch.setattr(generate_file, "TOGETHER", 3)
     path = write_questions(tmp_path / "q.jsonl")
     words = ["--prompts", path, "--out", tmp_path / "a.jsonl"]
-    drawn = [*words, "max_new_tokens=4", "temperature=0.5"]
+    drawn = [*words, "--max-new-tokens=4", "--temperature=0.5"]
     real, calls = service.generate, []
 
     def killed(*arguments: Any, **options: Any) -> Any:
@@ -130,9 +130,12 @@ def test_another_command_is_refused_with_what_differs(
     command(run, *drawn, code=130)
     capsys.readouterr()
     for other, problem in (
-        ([*words, "max_new_tokens=4", "temperature=0.6"], "temperature=0.5, and now temperature"),
-        ([*words, "max_new_tokens=5", "temperature=0.5"], "max_new_tokens=4, and now max_new"),
-        ([*drawn, "seed=1"], "and now seed=1"),
+        (
+            [*words, "--max-new-tokens=4", "--temperature=0.6"],
+            "temperature=0.5, and now temperature",
+        ),
+        ([*words, "--max-new-tokens=5", "--temperature=0.5"], "max_new_tokens=4, and now max_new"),
+        ([*drawn, "--seed=1"], "and now seed=1"),
         ([*drawn, "--plain"], "plain=False, and now plain=True"),
     ):
         command(run, *other, code=2)
@@ -152,7 +155,7 @@ def test_another_command_is_refused_with_what_differs(
         assert "was not written by generate" in capsys.readouterr().err
         assert (tmp_path / "b.jsonl.partial").read_text() == own
     (tmp_path / "b.jsonl.partial").write_text('{"model": "/m')  # killed at the very start
-    command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", "max_new_tokens=2")
+    command(run, "--prompts", path, "--out", tmp_path / "b.jsonl", "--max-new-tokens=2")
 
 
 def test_what_may_stand_in_a_file(run: RunDir, tmp_path: Path, capsys: Any) -> None:
@@ -166,7 +169,7 @@ def test_what_may_stand_in_a_file(run: RunDir, tmp_path: Path, capsys: Any) -> N
         {"prompt": "word " * 300},
     ]
     path.write_text("\ufeff" + "\n\n".join(json.dumps(line) for line in lines))
-    command(run, "--prompts", path, "--out", tmp_path / "a.jsonl", "max_new_tokens=3")
+    command(run, "--prompts", path, "--out", tmp_path / "a.jsonl", "--max-new-tokens=3")
     first, second, third, fourth, fifth = rows(tmp_path / "a.jsonl")
     assert first["completion"] == second["completion"]
     assert (second["expected"], second["id"]) == ("So.", "x")

@@ -26,14 +26,14 @@ from tests.fuzz.check import FOREIGN
 
 LINES = [
     "--cfg jbo", "--info foo", "--resolve", "--cfg job --package", "--cfg job -m", "--cfg job --cfg all",
-    "--experimental-rerun X", "-sc install=bash", "--config-name mine", "-cp x", "--config-dir nowhere", "--config-dir",
+    "--experimental-rerun X", "--shell-completion install=bash", "--config-name mine", "--config-path x", "--config-dir nowhere", "--config-dir",
     "--multi", "--multirun=yes", "a=1 --version",
 ]  # fmt: skip
 WORDS = [
     "seq_len=3", "zero=stage4", "zreo=stage3", "foo", "plan", "optim.lr=[1", "name='a", "optim.lr=1,2", "hardware=cpu2,a100x8",
     "+task.foo=1", "launch.envv.A=1", "launch.supervisor=first", "optim.lr.x=1", "optim.betas.x=1", "model=null", "model=[a]", "models/x=1",
     "model@x=tiny", "~zero=stage2", "a.=1", "=1", "data.columns={0: é}", "hydra.job.chdir=true",
-    "hydra.output_subdir=x", "hydra.mode=x", "hydra.searchpath=[file:///nowhere]", "hydra.verbose=1,2", "name=\ud800", "seed=" + "9" * 5000,
+    "hydra/launcher=3", "name=\ud800", "seed=" + "9" * 5000,
     "name=" + "x" * 70000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
 ]  # fmt: skip
 SWEEPS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -351,13 +352,15 @@ def test_a_trial_has_a_directory_of_its_own_below_the_sweep(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = ["-m", "seed=1,2", *PLAN_ONLY]
-    assert main([*two, "hydra.sweep.subdir=../mine"]) == 2
-    assert "must be below that of its sweep" in capsys.readouterr().err
-    assert main([*two, "hydra.sweep.subdir=one", "hydra.sweep.dir=../s"]) == 2
-    assert "trial 0 has" in capsys.readouterr().err
-    assert [t.outcome for t in sweepdir.load(here.parent / "s").trials] == ["planned", "refused"]
-    assert main([*two, "hydra.sweep.subdir=a/${hydra.job.num}", "hydra.sweep.dir=t"]) == 0
-    assert sorted(path.name for path in (here / "t" / "a").iterdir()) == ["0", "1"]
+    own = here / "own" / "experiment" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    for place, outcomes in (("../mine", ["refused"] * 2), ("s/one", ["planned", "refused"])):
+        own.write_text(f"# @package _global_\nrun_dir: {place}\n")
+        words = ["--config-dir", "own", "experiment=mine", "sweep.resume=false"]
+        assert main([*two, *words, "hydra.sweep.dir=s"]) == 2
+        assert "each trial has a directory of its own below" in capsys.readouterr().err
+        assert [t.outcome for t in sweepdir.load(here / "s").trials] == outcomes
+        shutil.rmtree(here / "s")
     (here / "u" / "0_seed-1").mkdir(parents=True)
     (here / "u" / "0_seed-1" / "config.yaml").write_text("of another tool")
     assert main([*two, "hydra.sweep.dir=u"]) == 2

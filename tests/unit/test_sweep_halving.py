@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 RATES = ["1e-4", "2e-4", "3e-4", "4e-4", "5e-4", "6e-4", "7e-4"]
 LOSSES = dict(zip(RATES, [5.0, 3.0, 1.0, 2.0, 4.0, 6.0, 7.0], strict=True))
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "task.steps=100", "batch=demo"]
-WORDS = ["objective=eval/loss", "sweep.halving=10", f"optim.lr={','.join(RATES)}", *SMALL]
+WORDS = ["sweep.objective=eval/loss", "sweep.halving=10", f"optim.lr={','.join(RATES)}", *SMALL]
 
 
 class Trials(Deaths):
@@ -126,7 +126,7 @@ def test_a_run_that_is_shorter_than_the_first_rung_is_trained_whole(trials: Tria
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective=eval/loss", "optim.lr=1e-4,3e-4"], "needs sweep.halving=N"),
+        (["sweep.objective=eval/loss", "optim.lr=1e-4,3e-4"], "needs sweep.halving=N"),
         (["sweep.halving=10", "optim.lr=1e-4,3e-4"], "sweep.trial_steps=10: short trials"),
         ([*WORDS, "sweep.trial_steps=5"], "Set one of them"),
         ([*WORDS, "sweep.halving_factor=1"], "sweep.halving_factor=1"),

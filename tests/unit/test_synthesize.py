@@ -105,22 +105,23 @@ def test_rows_of_a_server_are_filtered_and_continued(
 ) -> None:
     out = tmp_path / "new.jsonl"
     words = ["teacher", "--url", served.url, "--seeds", str(seeds), "--out", str(out)]
-    words += ["--parallel", "2", "temperature=0.9"]
+    words += ["--temperature=0.9"]
     assert run_here("synthesize", [*words, "--rows", "5"]) == 0, capsys.readouterr().err
     first = rows_of(out)
     assert len(first) == 5
     assert all(row["instruction"].startswith(("Describe", "Which")) for row in first)
     assert {row["source"]["model"] for row in first} == {"teacher"}
     assert first[0]["source"]["request"] == 0
-    assert sorted(first[0]["source"]["examples"]) == ["seed 1", "seed 2"]
     assert served.keys == {"Bearer sk-secret"}
     assert served.requests[0]["temperature"] == 0.9
     assert SEEDS[0]["instruction"] in served.requests[0]["messages"][0]["content"]
-    state = json.loads((tmp_path / "new.provenance.json").read_text())
-    assert state["rows"] == 5
-    assert state["rejected"]["similar to a seed or an earlier row"] >= 2
-    assert state["rejected"]["an excluded word"] >= 2
-    assert state["rejected"]["a refusal"] >= 2
+    said = capsys.readouterr().out
+    for reason in (
+        "similar to a seed or an earlier row",
+        "about a picture or a sound",
+        "a refusal",
+    ):
+        assert reason in said
     # An interrupted write: the line that was not finished is cut off.
     with out.open("a") as stream:
         stream.write('{"instruction": "Cut')
@@ -128,9 +129,11 @@ def test_rows_of_a_server_are_filtered_and_continued(
     rows = rows_of(out)
     assert rows[:5] == first
     assert len({row["instruction"] for row in rows}) == 9
-    assert min(row["source"]["request"] for row in rows[5:]) == state["requests"]
-    assert any(example.startswith("row ") for example in rows[-1]["source"]["examples"])
-    assert "sk-secret" not in out.read_text() + (tmp_path / "new.provenance.json").read_text()
+    assert min(row["source"]["request"] for row in rows[5:]) > first[-1]["source"]["request"]
+    assert first[0]["instruction"] in "".join(
+        request["messages"][0]["content"] for request in served.requests[8:]
+    )
+    assert "sk-secret" not in out.read_text()
 
 
 def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, capsys: Any) -> None:
@@ -139,9 +142,13 @@ def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, cap
     words = ["--url", served.url, "--seeds", str(seeds), "--out", str(out), "--rows", "1"]
     assert run_here("synthesize", ["other", *words]) == 2
     assert "404 no such model: only teacher" in capsys.readouterr().err
-    assert run_here("synthesize", ["teacher", *words, "temperature=0.5"]) == 2
-    error = capsys.readouterr().err
-    assert "model=other, and now teacher; temperature=1.0, and now 0.5" in error
+    out.write_text('{"instruction": "a", "output": "b", "source": {"model": "m", "request": 1}}\n')
+    assert run_here("synthesize", ["teacher", *words]) == 2
+    assert "has rows of m. Set --out to another name." in capsys.readouterr().err
+    out.write_text('{"instruction": "a"}\n')
+    assert run_here("synthesize", ["teacher", *words]) == 2
+    assert "has rows of another program." in capsys.readouterr().err
+    out.unlink()
     assert run_here("synthesize", ["teacher", "--url", served.url]) == 2
     assert "--seeds FILE" in capsys.readouterr().err
     assert run_here("synthesize", ["teacher", "--seeds", "none.jsonl", "--out", str(out)]) == 2
@@ -149,7 +156,7 @@ def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, cap
     words[1] = "http://me:hunter2@gpu-1/v1"
     assert run_here("synthesize", ["teacher", *words]) == 2
     error = capsys.readouterr().err
-    assert "must be without a password" in error
+    assert "without a password" in error
     assert "hunter2" not in error
 
 
@@ -159,21 +166,16 @@ def test_a_local_model_without_a_usable_row_ends(
     monkeypatch.setattr(synthesize, "IN_VAIN", 3)
     small_model("llama").save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("w5 {count} {examples}")
+    monkeypatch.setattr(synthesize, "PROMPT", "w5 {examples}")
+    monkeypatch.setattr(synthesize, "PARALLEL", 2)
     words = [str(tmp_path / "model"), "--seeds", str(seeds), "--out", str(tmp_path / "new.jsonl")]
-    words += ["--prompt", str(prompt), "max_new_tokens=4", "--parallel", "2"]
+    words += ["--max-new-tokens=4"]
     assert run_here("synthesize", words) == 3
-    assert "it has 0 rows (4 requests; rejected: no row in the answer (4))" in (
+    assert "it has 0 rows, 4 requests; rejected: no row in the answer (4)." in (
         capsys.readouterr().err
     )
 
 
-def test_a_numbered_list_is_read_as_json_is() -> None:
-    answer = "1. Instruction: Add 2 and 3.\nOutput: 5\n\n2. 指令: 写一首诗。\n输出: 床前\n明月光"
-    assert synthesize.candidates(answer) == [
-        {"instruction": "Add 2 and 3.", "output": "5"},
-        {"instruction": "写一首诗。", "output": "床前\n明月光"},
-    ]
+def test_rows_in_an_answer() -> None:
     objects = '[{"instruction": "a", "output": "b"}, {"instruction": 1, "output": "c"}, {"x'
     assert synthesize.candidates(objects) == [{"instruction": "a", "output": "b"}]

@@ -152,7 +152,7 @@ def test_a_forward_refuses_the_id() -> None:
 def test_a_prompt_with_it_is_named_and_the_others_are_completed(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(base), "w3 w4", f"w3 {LATER}", "w5", "max_new_tokens=2", "--json"]
+    words = [str(base), "w3 w4", f"w3 {LATER}", "w5", "--max-new-tokens=2", "--json"]
     assert run_here("generate", words) == ConfigError.exit_code
     output = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in output.out.splitlines()] == ["w3 w4", "w5"]
@@ -170,5 +170,5 @@ def test_a_message_with_it_is_refused(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"w3 {LATER}\nw3\n"))
-    assert run_here("chat", [str(base), "--plain", "max_new_tokens=2"]) == (ConfigError.exit_code)
+    assert run_here("chat", [str(base), "--plain", "--max-new-tokens=2"]) == (ConfigError.exit_code)
     assert f"the prompt contains the token {LATER}" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
     [
         (["zero=stage2", "batch.micro_batch=2"], {"stage2 2"}),
         (["zero=stage3,stage2", "batch.micro_batch=8,2,4"], {"stage2 4", "stage3 4", "stage2 8"}),
-        (["max_trials=1", "batch.micro_batch=1,2"], {"stage1 2"}),
+        (["sweep.max_trials=1", "batch.micro_batch=1,2"], {"stage1 2"}),
     ],
 )
 def test_keys_that_are_given_stay_or_are_the_axes(
@@ -127,7 +127,7 @@ def test_keys_that_are_given_stay_or_are_the_axes(
     found = {trial.removesuffix(" none") for trial in trials.run}
     assert expected <= found, trials.run
     assert len(trials.run) <= 6
-    if "max_trials=1" in words:
+    if "sweep.max_trials=1" in words:
         assert len(trials.run) == 1
         assert "sweep.max_trials=1 was reached" in capsys.readouterr().out
 
@@ -135,7 +135,7 @@ def test_keys_that_are_given_stay_or_are_the_axes(
 def test_a_dry_run_shows_the_candidates_and_leaves_nothing(
     trials: Trials, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tune", *SMALL, "--dry-run"]) == 0
+    assert main(["tune", *SMALL, "dry_run=true"]) == 0
     said = capsys.readouterr().out
     assert "zero: stage0, stage1, stage2" in said
     assert "batch.micro_batch: 1, 2, 4, 8, 16" in said
@@ -152,7 +152,7 @@ def test_what_the_plan_rules_out_is_never_started(
         "batch.micro_batch=1,32",
         "data.seq_len=4096",
         "model.activation_checkpointing=none",
-        "--dry-run",
+        "dry_run=true",
     ]
     assert main(["tune", *hardware, *words]) == 0
     said = capsys.readouterr().out
@@ -166,10 +166,10 @@ def test_what_the_plan_rules_out_is_never_started(
     ("words", "message"),
     [
         (
-            ["objective=eval/loss"],
-            "objective=eval/loss: a loss or a metric is tuned by successive halving",
+            ["sweep.objective=eval/loss"],
+            "sweep.objective=eval/loss: a loss or a metric is tuned by successive halving",
         ),
-        (["objectiv=tokens_per_s"], "objectiv"),
+        (["objective=tokens_per_s"], "objective: no such key. It exists as sweep.objective."),
         (["zero=stage9"], "zero"),
         (["batch.micro_batch=0"], "batch.micro_batch=0: must be a whole number"),
         (["batch.micro_batch=1,3", "batch.accumulation=5"], "disagree"),
@@ -204,7 +204,7 @@ def test_the_default_batch_of_a_task_is_the_same_for_all_candidates(
 
 
 def test_a_free_batch_is_said(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["batch=default", "hardware=cpu2", "batch.micro_batch=1,2", "--dry-run"]
+    words = ["batch=default", "hardware=cpu2", "batch.micro_batch=1,2", "dry_run=true"]
     assert main(["tune", *words]) == 0
     assert "batch.global_batch is not set" in capsys.readouterr().out
 

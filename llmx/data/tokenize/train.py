@@ -243,8 +243,6 @@ def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
 
 
 PAD_TO = 64
-OWN_KEYS = ("vocab_size", "kind", "output")
-"""Keys of ``tokenizer`` that may be written without their group behind the config."""
 PROOF_TEXTS = 200
 BASE_BYTES = 300 << 20
 """Memory of the process before it learns."""
@@ -470,21 +468,11 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
     return tokens
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m llmx.data.tokenize.train CONFIG.yaml [vocab_size=N]``: what ``llmx
-    tokenizer`` starts."""
-    words = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    """Train by the composed config in ``argv[0]``: what ``llmx tokenizer`` starts."""
 
     def work() -> int:
-        if not words:
-            raise ConfigError("one composed config: python -m llmx.data.tokenize.train FILE.yaml")
-        values = load_yaml(Path(words[0]))
-        for word in words[1:]:
-            key, _, value = word.partition("=")
-            if key not in OWN_KEYS:
-                raise ConfigError(f"{word}: no such key here. Write tokenizer.{word}.")
-            values["tokenizer"][key] = value
-        exp = experiment_from_dict(values)
+        exp = experiment_from_dict(load_yaml(Path(argv[0])))
         print(train_tokenizer(exp.tokenizer, exp.data, exp.seed))
         return 0
 
@@ -492,4 +480,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
