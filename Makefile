@@ -54,11 +54,12 @@ test-oldest: ## the lower bounds of the dependencies: install them, test ranks a
 	$(OLDEST)/bin/python -m pytest -q tests/unit/test_train_*.py tests/unit/test_compose.py tests/unit/test_config_build.py
 	$(OLDEST)/bin/python -m llmx hardware=cpu2 zero=stage3 task.steps=20 run_dir=$(OLDEST)/run
 
-check: venv site ## format, lint, types, layers, links of the documentation
+check: venv site ## format, lint, types, layers, sizes, links of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/sizes.py --check
 
 fuzz: venv ## random command lines, config files and hostfiles through the command line (COUNT=2000 SEED=1)
 	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),2000) --seed $(or $(SEED),1)

@@ -116,8 +116,7 @@ class Maker:
         self._seeds, self._seed, self._wanted = seeds, int(options.seed), int(options.rows)
         self._model = str(options.target) if options.url else os.path.abspath(options.target)
         self._similar, self._keys = NearDuplicates(options.similarity, shingle=1), itertools.count()
-        self._request = 0
-        self._rejected: Counter[str] = Counter()
+        self._request, self._rejected = 0, Counter[str]()
         for seed in seeds:
             self._is_similar(seed)
         if self.out.exists():
@@ -129,8 +128,7 @@ class Maker:
         return f"{plural(len(self.rows), 'row')}, {plural(self._request, 'request')}{rejected}"
 
     def make(self, complete: Complete) -> None:
-        """Ask until there are enough rows; those of each round of requests are written at once.
-        Raises DataError where no answer has had a usable row for a while."""
+        """Ask until there are enough rows; DataError where many answers had none."""
         in_vain = 0
         with self.out.open("ab") as stream:
             while len(self.rows) < self._wanted and in_vain < IN_VAIN:
@@ -281,11 +279,9 @@ def _local(options: argparse.Namespace) -> Complete:
     check_generates(target)
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer)
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        stop_ids=stops | layout.stop_ids,
-    )
+    length, temperature = options.max_new_tokens, options.temperature
+    stop_ids = stops | layout.stop_ids
+    sampling = Sampling(max_new_tokens=length, temperature=temperature, stop_ids=stop_ids)
     decoder = decoder_of(model, try_padding=True)
     limit = getattr(decoder.config, "max_position_embeddings", None)
 
@@ -298,9 +294,7 @@ def _local(options: argparse.Namespace) -> Complete:
                 "shorter seeds."
             )
         completions = generate(decoder, rows, sampling, seeds=seeds, batch_size=len(rows))
-        return [
-            tokenizer.decode(list(completion.text_tokens), skip_special_tokens=True)
-            for completion in completions
-        ]
+        answers = [list(completion.text_tokens) for completion in completions]
+        return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
 
     return complete
