@@ -425,7 +425,6 @@ def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
         (["nowhere"], "no such directory"),
         ([".", "--force"], "no such option"),
         ([".", "--config-dir", "nowhere"], "no such directory"),
-        ([".", "--step", "4"], "step=N"),
     ],
 )
 def test_a_wrong_command_line_is_told(words, said, tmp_path, monkeypatch) -> None:
