@@ -443,7 +443,7 @@ def fit_speed(points: Sequence[tuple[float, float, float]]) -> RankSpeed:
 # Even work: the unit is time, not samples. A micro batch takes what its lines take, padded to the
 # longest of them, attention with its squared length included. A function of the step's samples and
 # the plan, in whole numbers, so that every rank computes the same, and a resumed run what the first
-# one did (``python -m pytest tests/unit/test_plan_work.py``).
+# one did (``python -m pytest tests/unit/test_plan_balance.py``).
 
 Places = tuple[tuple[tuple[int, ...], ...], ...]
 """Places among the samples of a step, of each micro step of each rank."""

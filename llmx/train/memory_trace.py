@@ -8,7 +8,7 @@ Blocks that are built alike behave alike. So a stack is cut after a few of them 
 in the middle are compared, event by event, and where they agree the second one is repeated until
 there are as many as in the whole stack: 80 blocks are traced in the time of 5.
 
-Shown by ``python -m pytest tests/unit/test_plan_trace.py tests/unit/test_plan_trace_blocks.py``.
+Shown by ``python -m pytest tests/unit/test_plan_trace.py``.
 """
 
 from __future__ import annotations

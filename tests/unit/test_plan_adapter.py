@@ -1,4 +1,5 @@
-"""What a plan says of an adapter is what the network has."""
+"""What a plan says of an adapter, of ``model.freeze`` and of networks beside the exported one is
+what the networks have."""
 
 from __future__ import annotations
 
@@ -8,107 +9,87 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+)
 
 from llmx.compose.complete import refusal
-from llmx.config import experiment_from_dict
+from llmx.config import AdapterConfig, ModelConfig, experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
-from llmx.models.adapter import add_adapter
+from llmx.models.adapter import add_adapter, freeze
 from llmx.plan import make_plan
 from llmx.plan.adapter import (
     adapter_size,
     freeze_problems,
     network_modules,
     target_problems,
+    trained_parameters,
 )
 from llmx.plan.choices import with_traces
-from llmx.plan.memory import GIB
+from llmx.plan.memory import GIB, with_trained_size
 from llmx.plan.trace import Traces
+from llmx.plan.types import NetworkBeside, Plan
 from tests.composing import composed
-from tests.small_models import small_model
+from tests.rundirs import PARITY_MODELS
+from tests.small_models import KINDS, small_model
+from tests.unit.test_models_classification import BERT
 
-SMALL: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen3": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "opt": {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 32,
-    },
-}
-LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
+SMALL_LLAMA = {**PARITY_MODELS["llama"], "model_type": "llama", "vocab_size": 1024}
 
 
-def experiment(architecture: str, *, tied: bool = True, **adapter: Any) -> Any:
-    config = {**SMALL[architecture], "vocab_size": 90, "tie_word_embeddings": tied}
+def experiment(architecture: str, *, model: Any = (), **adapter: Any) -> Any:
+    config = {**PARITY_MODELS[architecture], "vocab_size": 90}
+    named = {"kind": architecture, "path": "/models/base", "init": "pretrained", "config": config}
+    cpus = {"name": "localhost", "slots": 2, "device": "cpu"}
     return experiment_from_dict(
         {
-            "model": {
-                "kind": architecture,
-                "path": "/models/base",
-                "init": "pretrained",
-                "config": config,
-            },
-            "adapter": {**LORA, **adapter},
+            "model": {**named, **dict(model)},
+            "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], **adapter},
             "task": {"kind": "sft", "steps": 3},
             "hardware": {
-                "hosts": [{"name": "localhost", "slots": 2, "device": "cpu"}],
+                "hosts": [cpus],
                 "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32"]}},
             },
         }
     )
 
 
-@pytest.mark.parametrize("kind", SMALL)
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        {},
-        {"dora": True, "rank": 3},
-        {"targets": ["fc2", "down_proj", "c_proj"]},
-        {"modules_to_save": ["lm_head"]},
-    ],
-)
-def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> None:
-    tied = kind in ("gpt2", "opt")
-    network = small_model(kind, **{**SMALL[kind], "tie_word_embeddings": tied})
-    names = [name for name, _ in network.named_modules()]
-    if "targets" in adapter:
-        adapter = {
-            "targets": [
-                target
-                for target in adapter["targets"]
-                if any(name.endswith(target) for name in names)
-            ]
-        }
-    exp = experiment(kind, tied=tied, **adapter)
-    modules = network_modules(exp.model)
-    assert modules is not None
-    assert {*modules.linear, *modules.others} == {
+def with_parameters(network: torch.nn.Module) -> set[str]:
+    return {
         name
         for name, module in network.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("llama", {}),
+        ("llama", {"dora": True, "rank": 3}),
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("qwen3", {"targets": ["down_proj"]}),
+        ("qwen3", {"modules_to_save": ["lm_head"]}),
+        ("gpt2", {}),
+        ("gpt2", {"targets": ["c_proj"], "dora": True}),
+        ("opt", {"targets": ["fc2"]}),
+        ("opt", {"dora": True, "rank": 3}),
+    ],
+)
+def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> None:
+    tied = kind in ("gpt2", "opt")
+    network = small_model(kind, tie_word_embeddings=tied)
+    exp = experiment(kind, **adapter)
+    exp.model.config["tie_word_embeddings"] = tied
+    modules = network_modules(exp.model)
+    assert {*modules.linear, *modules.others} == with_parameters(network)
     assert not list(target_problems(exp.model, exp.adapter))
-    if tied and "modules_to_save" in adapter:
-        return  # tied: the embedding is trained with it
     before = sum(p.numel() for p in network.parameters())
     add_adapter(
         network,
@@ -120,12 +101,10 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
         head="causal_lm",
     )
     size = adapter_size(exp.model, exp.adapter)
-    assert size is not None
     assert size.trained == sum(p.numel() for p in network.parameters() if p.requires_grad)
     assert size.added == sum(p.numel() for p in network.parameters()) - before
     plan = make_plan(exp)
-    assert plan.num_trained == size.trained
-    assert plan.num_parameters == before + size.added
+    assert (plan.num_trained, plan.num_parameters) == (size.trained, before + size.added)
 
 
 def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
@@ -137,8 +116,7 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
     assert lora.num_parameters == whole.num_parameters + lora.num_trained
     memory = lora.memory[0]
     assert memory.parameters_gib == pytest.approx(2 * lora.num_parameters / GIB)
-    ranks = lora.world_size
-    assert memory.optimizer_gib == pytest.approx(12 * lora.num_trained / ranks / GIB)
+    assert memory.optimizer_gib == pytest.approx(12 * lora.num_trained / lora.world_size / GIB)
     assert memory.gradients_gib < 0.2
     assert whole.memory[0].gradients_gib > 1
     assert memory.total_gib < whole.memory[0].total_gib / 1.5
@@ -146,30 +124,21 @@ def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "words"),
+    ("model", "adapter", "words"),
     [
-        ({"targets": []}, ["adapter.targets is empty", "all-linear"]),
-        ({"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
-        ({"modules_to_save": ["q_proj"], "targets": ["q_proj"]}, ["q_proj is one of adapter.tar"]),
-        ({"kind": "none", "rank": 8, "targets": []}, ["adapter.rank=8 has no effect", "=lora"]),
-        ({"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
+        ({}, {"targets": []}, ["adapter.targets is empty", "all-linear"]),
+        ({}, {"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
+        ({}, {"modules_to_save": ["v"], "targets": ["v"]}, ["_save: v is one of adapter.targets"]),
+        ({}, {"kind": "none", "targets": []}, ["adapter.rank=4 has no effect", "adapter=lora"]),
+        ({}, {"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
+        ({"init": "scratch"}, {}, ["adapter.kind=lora with model.init=scratch"]),
+        ({"freeze": ["*.layers.0.*"]}, {}, ["model.freeze=", "beside adapter.kind=lora"]),
     ],
 )
-def test_what_is_wrong_is_said(adapter: dict[str, Any], words: list[str]) -> None:
+def test_what_is_wrong_is_said(model: Any, adapter: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        validate(experiment("llama", **adapter))
+        validate(experiment("llama", model=model, **adapter))
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_an_adapter_needs_weights() -> None:
-    exp = experiment("llama")
-    exp.model.init = "scratch"
-    with pytest.raises(ConfigError, match=r"adapter\.kind=lora with model\.init=scratch"):
-        validate(exp)
-    exp = experiment("llama")
-    exp.model.freeze = ["*.layers.0.*"]
-    with pytest.raises(ConfigError, match=r"model\.freeze.* beside adapter\.kind=lora"):
-        validate(exp)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +155,15 @@ def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: li
     assert all(word in problem for word in words), problem
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its network is asked for once, by a process of its own."""
+    directory = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    (directory / "model.safetensors").touch()
+    return directory
+
+
 @pytest.mark.parametrize(
     ("task", "adapter", "words"),
     [
@@ -199,12 +177,9 @@ def test_names_are_checked_before_ranks_start(adapter: dict[str, Any], words: li
     ],
 )
 def test_names_are_those_of_a_network_with_the_head_of_the_task(
-    task: str, adapter: dict[str, Any], words: str, tmp_path: Path
+    task: str, adapter: dict[str, Any], words: str, llama: Path
 ) -> None:
-    config = {**BERT, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": 1024}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
-    base = ["hardware=cpu2", "model=hf", f"model.path={tmp_path}", "model.tokenizer=demo"]
+    base = ["hardware=cpu2", "model=hf", f"model.path={llama}", "model.tokenizer=demo"]
     own = [f"adapter.{key}=[{','.join(names)}]" for key, names in adapter.items()]
     base += ["adapter=lora", f"task={task}", "data.seq_len=64", *own]
     if not words:
@@ -214,45 +189,12 @@ def test_names_are_those_of_a_network_with_the_head_of_the_task(
         composed(base)
 
 
-@pytest.mark.parametrize("kind", sorted(SMALL))
-def test_patterns_of_parameters_are_checked_before_ranks_start(kind: str) -> None:
-    """Of the real network none is refused."""
-    exp = experiment(kind)
-    for name, _ in small_model(kind, **SMALL[kind]).named_parameters(remove_duplicate=False):
-        model = dataclasses.replace(exp.model, freeze=[name])
-        assert not list(freeze_problems(model)), name
-    model = dataclasses.replace(exp.model, freeze=["*.embedd*", "*.layers.9.*"])
-    problems = list(freeze_problems(model))
-    assert len(problems) == 2
-    assert all(problem.startswith("model.freeze: ") for problem in problems)
-    assert all("a star stands for any characters" in problem for problem in problems)
-    model = dataclasses.replace(exp.model, freeze=["layers.0.*", "h.0.*", "decoder.layers.0.*"])
-    assert len(list(freeze_problems(model, head=""))) == 2, "of a backbone, maybe"
-
-
-BERT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "vocab_size": 90,
-}
-
-
 def test_a_bert_has_names_of_its_own() -> None:
-    from transformers import BertConfig, BertForMaskedLM
-
     exp = experiment("llama", targets=["query", "value"])
     model = dataclasses.replace(exp.model, kind="bert", config=BERT)
-    network = BertForMaskedLM(BertConfig(**BERT))
     modules = network_modules(model)
-    assert modules is not None
-    assert {*modules.linear, *modules.others} == {
-        name
-        for name, module in network.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    }
+    network = BertForMaskedLM(BertConfig(**BERT))
+    assert {*modules.linear, *modules.others} == with_parameters(network)
     # A classifier has other names behind the encoder: what one of both has is not refused.
     others = {"targets": ["pooler.dense"], "modules_to_save": ["classifier"]}
     assert not list(target_problems(model, dataclasses.replace(exp.adapter, **others)))
@@ -264,10 +206,9 @@ QLORA = ["model=llama2_7b", "hardware=a100x8", "adapter=qlora", "batch.micro_bat
 
 
 def test_weights_in_4_bits_are_counted() -> None:
-    words = [word for word in QLORA if word != "adapter=qlora"]
-    lora = composed([*words, "adapter=lora", "zero=stage2"]).plan
-    qlora = composed([*QLORA, "zero=stage2"]).plan
-    plain = composed([*QLORA, "zero=stage2", "adapter.double_quant=false"]).plan
+    words = [*QLORA, "zero=stage2"]
+    changes = (["adapter=lora"], [], ["adapter.double_quant=false"])
+    lora, qlora, plain = (composed([*words, *more]).plan for more in changes)
     assert qlora.num_parameters == lora.num_parameters
     assert qlora.num_trained == lora.num_trained
     quantized = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
@@ -303,3 +244,190 @@ def test_zero_3_is_not_advised_for_4_bits() -> None:
     said = " ".join(plan.memory_warnings)
     assert "expect it to run out of memory" in said
     assert "zero=stage3" not in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patterns_of_parameters_are_checked_before_ranks_start(kind: str) -> None:
+    """Of the real network none is refused."""
+    exp = experiment(kind)
+    for name, _ in small_model(kind).named_parameters(remove_duplicate=False):
+        model = dataclasses.replace(exp.model, freeze=[name])
+        assert not list(freeze_problems(model)), name
+    model = dataclasses.replace(exp.model, freeze=["*.embedd*", "*.layers.9.*"])
+    problems = list(freeze_problems(model))
+    assert len(problems) == 2
+    assert all(problem.startswith("model.freeze: ") for problem in problems)
+    assert all("a star stands for any characters" in problem for problem in problems)
+    model = dataclasses.replace(exp.model, freeze=["layers.0.*", "h.0.*", "decoder.layers.0.*"])
+    assert len(list(freeze_problems(model, head=""))) == 2, "of a backbone, maybe"
+
+
+MODEL = ["model=llama2_7b", "hardware=a800x2_n7", "precision=bf16", "data=file", "data.path=demo"]
+
+
+def planned(*words: str) -> Plan:
+    """Of a 7B model on a cluster; what ``plan.json`` keeps is all of it."""
+    plan = composed([*MODEL, *words]).plan
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    return plan
+
+
+def parts_of(ours: Plan, theirs: Plan, *names: str) -> list[float]:
+    """What one plan has of another one's memory, by name."""
+    found = [(getattr(ours.memory[0], n), getattr(theirs.memory[0], n)) for n in names]
+    return [one / other for one, other in found]
+
+
+GRADIENTS = ("gradients_gib", "optimizer_gib")
+
+
+def test_frozen_parameters_have_neither_gradients_nor_an_optimizer() -> None:
+    whole = planned("zero=stage2")
+    half = planned("zero=stage2", "model.freeze=['*.embed_tokens.*','*.layers.?.*']")
+    assert whole.num_trained is None
+    part = half.num_trained / half.num_parameters
+    assert 0.6 < part < 0.7  # 22 of 32 layers, and the output head
+    assert parts_of(half, whole, *GRADIENTS) == pytest.approx([part] * 2, rel=1e-6)
+    assert half.memory[0].parameters_gib == whole.memory[0].parameters_gib
+
+
+@pytest.mark.parametrize(
+    "patterns", [["*.embed_tokens.*"], ["*.layers.0.*", "model.norm.weight"], ["lm_head.*"]]
+)
+def test_what_is_frozen_is_counted_as_the_network_has_it(patterns: list[str]) -> None:
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL_LLAMA))
+    freeze(network, patterns)
+    wanted = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    model = ModelConfig(kind="hf", path="/x", config=SMALL_LLAMA, freeze=patterns)
+    assert trained_parameters(model, AdapterConfig()) == wanted
+
+
+LIVE = "task.options.reference=live"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_live_reference_is_counted(stage: int) -> None:
+    stored = planned("task=dpo", f"zero=stage{stage}")
+    live = planned("task=dpo", f"zero=stage{stage}", LIVE)
+    more = live.memory[0].parameters_gib - stored.memory[0].parameters_gib
+    shards = live.world_size if stage == 3 else 1
+    assert more == pytest.approx(2 * live.num_parameters / shards / GIB)
+    assert live.memory[0].logits_gib > stored.memory[0].logits_gib
+    assert parts_of(live, stored, *GRADIENTS, "activations_gib") == [1, 1, 1]
+    assert [one.name for one in live.beside] == ["reference"]
+    assert stored.beside[0].before_training
+    assert stored.beside[0].source is None
+
+
+def test_a_reference_that_is_the_base_of_an_adapter_takes_nothing() -> None:
+    stored, live = (planned("task=dpo", "adapter=lora", *words) for words in ([], [LIVE]))
+    assert live.memory == stored.memory
+    assert live.beside == stored.beside == ()
+    assert "beside" not in live.to_dict()
+
+
+BILLION_13 = 13_015_864_320
+TEACHER = {
+    "model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 32000,
+    "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+"""Llama 2 13B, and its parameters."""
+
+
+def distilled(tmp_path: Path, *words: str, config: dict[str, Any] = TEACHER) -> Plan:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    return planned("task=distill", f"task.options.teacher={tmp_path}", *words)
+
+
+def test_a_teacher_is_counted_where_it_is_there(tmp_path: Path) -> None:
+    how = [f"task.options.teacher_logits={name}" for name in ("stored", "live")]
+    stored, live = (distilled(tmp_path, words) for words in how)
+    assert [(one.num_parameters, one.source) for one in live.beside] == [
+        (BILLION_13, str(tmp_path))
+    ]
+    assert live.time.computing_s > stored.time.computing_s
+    # At ZeRO-2 every rank holds it whole: 24 GiB of bf16.
+    without, beside = (distilled(tmp_path, "zero=stage2", words).memory[0] for words in how)
+    more = beside.parameters_gib - without.parameters_gib
+    assert more == pytest.approx(2 * BILLION_13 / GIB)
+    hub = planned("task=distill", "task.options.teacher=owner/name")
+    assert [(one.source, one.revision) for one in hub.beside] == [("owner/name", None)]
+
+
+def test_a_teacher_that_does_not_fit_before_training_is_said(tmp_path: Path) -> None:
+    large = {**TEACHER, "num_hidden_layers": 160}
+    plan = distilled(tmp_path, "zero=stage2", config=large)
+    assert any("'teacher' of task=distill takes" in one for one in plan.warnings)
+    assert any("zero=stage3 shards it over the ranks" in one for one in plan.warnings)
+    assert not any("teacher" in one for one in distilled(tmp_path, "zero=stage3").warnings)
+    unknown = distilled(tmp_path, config={"model_type": "unheard_of"})
+    assert any("memory of the model 'teacher'" in one for one in unknown.warnings)
+
+
+def test_what_a_loss_asks_of_the_output_head() -> None:
+    many = "batch.micro_batch=16"
+    summed, whole, none = (planned(f"task={task}", many) for task in ("sft", "dpo", "reward"))
+    unfused = planned("task=sft", many, "model.fused_loss=false")
+    assert (summed.logits, whole.logits, none.logits) == ("summed", "whole", "none")
+    assert whole.memory[0].logits_gib > summed.memory[0].logits_gib
+    assert whole.memory[0].logits_gib == unfused.memory[0].logits_gib
+    assert none.memory[0].logits_gib == 0
+    assert "logits" not in summed.to_dict()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
+    """Gradients, optimizer and activations twice; a reference takes its weights alone."""
+    words = [f"zero=stage{stage}", "task.options.beta=0"]
+    alone = planned("task=grpo", *words)
+    both = planned("task=ppo", *words, "task.options.group_size=8", "task.options.updates=1")
+    (value,) = both.beside
+    # Llama's output head of 32,000 rows is a score of one.
+    assert value.num_parameters == value.num_trained == alone.num_parameters - 31_999 * 4096
+    assert both.num_parameters == alone.num_parameters + value.num_parameters
+    assert both.num_trained is None
+    part = both.num_parameters / alone.num_parameters
+    assert parts_of(both, alone, *GRADIENTS) == pytest.approx([part] * 2, rel=1e-6)
+    assert parts_of(both, alone, "activations_gib", "logits_gib") == pytest.approx([2, 1])
+    assert both.time.computing_s > 1.8 * alone.time.computing_s
+    checkpoints = [plan.storage.checkpoint_bytes for plan in (both, alone)]
+    assert checkpoints[0] == pytest.approx(part * checkpoints[1], rel=1e-3)
+    assert both.storage.model_bytes == alone.storage.model_bytes, "the policy is exported"
+    with_reference = planned("task=ppo", words[0])
+    assert [network.num_trained > 0 for network in with_reference.beside] == [True, False]
+    assert with_reference.memory[0].optimizer_gib == both.memory[0].optimizer_gib
+
+
+def test_a_value_model_with_an_adapter_trains_its_head_whole() -> None:
+    alone, plan = (planned(f"task={name}", "adapter=lora") for name in ("grpo", "ppo"))
+    (value,) = plan.beside
+    assert value.name == "value", "the reference is the policy without its adapter"
+    assert value.num_trained == alone.num_trained + 4096
+    assert plan.num_trained == alone.num_trained + value.num_trained
+    assert plan.storage.model_bytes == alone.storage.model_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_value_model_is_counted_as_the_network_is(tied: bool, rank: int) -> None:
+    config = {**SMALL_LLAMA, "tie_word_embeddings": tied}
+    with torch.device("meta"):
+        network = AutoModelForSequenceClassification.from_config(
+            LlamaConfig(**config, num_labels=1)
+        )
+    adapter = AdapterConfig(kind="lora", rank=rank, targets=["all-linear"])
+    model = ModelConfig(kind="hf", path="/x", config=config)
+    found = with_trained_size(
+        NetworkBeside("value", 0), model, adapter if rank else AdapterConfig()
+    )
+    whole = sum(parameter.numel() for parameter in network.parameters())
+    added = sum(
+        rank * (module.in_features + module.out_features)
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "score"
+    )
+    assert found.num_parameters == whole + added
+    assert found.num_trained == (added + network.score.weight.numel() if rank else whole)

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from llmx.lifecycle import memory
 from llmx.lifecycle.memory import find_traces
 from llmx.plan import make_plan
 from llmx.plan.choices import choices, with_traces
-from llmx.plan.trace import GRADIENT, StepTrace, TraceKey
+from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, StepTrace, TraceKey
 from llmx.train import memory_trace
-from llmx.train.memory_trace import Run, trace_step
+from llmx.train.memory_trace import Numbers, Run, trace_step, with_all_blocks
 from tests.live_memory import LiveMemory
-from tests.rundirs import PARITY_MODELS, experiment
+from tests.rundirs import EXPERT_MODELS, PARITY_MODELS, experiment
 
-LLAMA = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4}
-OPT = {
-    "hidden_size": 128,
-    "word_embed_proj_dim": 128,
-    "ffn_dim": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+LLAMA = {"hidden_size": 128, "intermediate_size": 352}
+GPT2 = {"n_embd": 128}
+OPT = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512}
 LORA = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "dropout": 0.1}
 
 
@@ -95,11 +90,7 @@ def really(exp: Any, monkeypatch: pytest.MonkeyPatch, **run: Any) -> int:
     [("llama", LLAMA, "none"), ("gpt2", GPT2, "selective"), ("opt", OPT, "full")],
 )
 def test_fake_bytes_are_the_real_ones(
-    kind: str,
-    config: dict[str, Any],
-    how: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, config: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exp = small(tmp_path, kind=kind, config=config, model={"activation_checkpointing": how})
     found = traced(exp)
@@ -130,7 +121,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "joint": {"task": {"kind": "dpo", "options": {"loss": "kto"}}},
     "a loss of one value by sequence": {"task": {"kind": "reward"}},
     "a loss over all examples": {"task": {"kind": "embed"}},
-    "a teacher": {"task": {"kind": "distill", "options": {"teacher_logits": "live"}}},
+    "a teacher": {"task": {"kind": "distill"}},
     "completions with rewards": {"task": {"kind": "grpo", "options": {"beta": 0.1}}},
     "a value model": {"task": {"kind": "ppo"}},
     "a value model with an adapter": {"task": {"kind": "ppo"}, "adapter": LORA},
@@ -143,10 +134,9 @@ def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     groups = TASKS[name]
     config = {**PARITY_MODELS["llama"], **LLAMA, "vocab_size": 2048}
     if name == "a teacher":
-        (tmp_path / "teacher").mkdir()
         values = {**config, "model_type": "llama", "num_hidden_layers": 1}
-        (tmp_path / "teacher/config.json").write_text(json.dumps(values))
-        options = {**groups["task"]["options"], "teacher": str(tmp_path / "teacher")}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        options = {"teacher": str(tmp_path), "teacher_logits": "live"}
         groups = {"task": {"kind": "distill", "options": options}}
     model = {"kind": "llama", "config": config, "init": "pretrained", "path": "demo"}
     exp = experiment(tmp_path / "run", model=model, data={"seq_len": 64}, **groups)
@@ -164,14 +154,12 @@ def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert found.num_parameters == found.num_trained == 2 * whole - head
         assert found.num_beside == whole, "the reference"
     elif name == "4 bits":
-        linear = sum(one.weight.numel() for one in network.model.modules() if is_linear(one))
+        linear = sum(
+            one.weight.numel() for one in network.model.modules() if isinstance(one, nn.Linear)
+        )
         assert found.num_packed == linear
         assert found.buffers == pytest.approx(linear * (0.5 + (1 + 4 / 256) / 64), rel=0.01)
         assert StepTrace.from_dict(found.to_dict()) == found
-
-
-def is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def test_a_gpu_needs_no_gpu(tmp_path: Path) -> None:
@@ -202,7 +190,6 @@ def test_bytes_between_two_micro_batches(tmp_path: Path) -> None:
     exp = small(tmp_path)
     one, two, four = (traced(exp, micro_batch=size) for size in (1, 2, 4))
     between = one.at(four, 1 / 3)
-    assert between is not None
     assert between.peak == pytest.approx(two.peak, rel=0.02)
     assert StepTrace.from_dict(two.to_dict()) == two
     other = traced(small(tmp_path, config={**LLAMA, "num_hidden_layers": 1}))
@@ -222,14 +209,10 @@ def test_seventy_billion_parameters(tmp_path: Path) -> None:
     """Without their memory; four of the eighty layers, so that this is quick."""
     layers = 4
     config = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": layers,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
         "max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
     exp = small(tmp_path, config=config, model={"init": "pretrained", "path": None})
     found = traced(exp, precision="bf16", accelerator="cuda", attention="varlen", micro_batch=1)
     layer = (found.num_parameters - 2 * 128256 * 8192) / layers
@@ -238,14 +221,11 @@ def test_seventy_billion_parameters(tmp_path: Path) -> None:
 
 def on_gpus(root: Path, **groups: Any) -> Any:
     """Four GPUs with little beside the context of CUDA."""
+    host = {"name": "localhost", "slots": 4, "device": "small"}
     device = {"accelerator": "cuda", "memory_gib": 1.15, "precisions": ["fp32", "bf16"]}
     return small(
         root,
-        hardware={
-            "name": "small",
-            "hosts": [{"name": "localhost", "slots": 4, "device": "small"}],
-            "devices": {"small": device},
-        },
+        hardware={"hosts": [host], "devices": {"small": device}},
         precision="bf16",
         **groups,
     )
@@ -285,3 +265,120 @@ def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
     plan = make_plan(exp)
     traces = find_traces(exp, plan, variants=False, make=False)
     assert with_traces(plan, exp, traces) == plan
+
+
+# --- A few blocks that are traced, and the others like them, against all of them traced ----------
+
+BLOCKS = 8
+
+
+def of_blocks(root: Path, kind: str, *, config: Any = (), run: Any = (), **groups: Any) -> Any:
+    """Traces a network of that many blocks."""
+    exp = small(root, kind=kind, config={"num_hidden_layers": BLOCKS, **dict(config)}, **groups)
+    return lambda: traced(exp, **dict(run))
+
+
+def both(monkeypatch: pytest.MonkeyPatch, trace: Any) -> tuple[StepTrace, list[bool]]:
+    """A trace, and for each try to leave blocks out whether it held."""
+    tries: list[bool] = []
+
+    def seen(*given: Any) -> Run | None:
+        tries.append((found := with_all_blocks(*given)) is not None)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_trace, "with_all_blocks", seen)
+        return trace(), tries
+
+
+def whole(monkeypatch: pytest.MonkeyPatch, trace: Any) -> StepTrace:
+    """All blocks are run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_trace, "stack_of", lambda _network: None)
+        found: StepTrace = trace()
+    return found
+
+
+ON_GPUS = {"precision": "bf16", "accelerator": "cuda", "attention": "varlen"}
+FROZEN = ["*.embed_tokens.*", "*.layers.0.*", "*.layers.1.*"]  # are run, and not what is repeated
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("llama", {"model": {"activation_checkpointing": "selective"}}),
+        ("opt", {}),
+        ("qwen3", {"model": {"activation_checkpointing": "full"}, "run": ON_GPUS}),
+        ("llama", {"adapter": LORA, "run": ON_GPUS}),
+        ("llama", {"model": {"freeze": FROZEN}}),
+    ],
+)
+def test_the_trace_is_that_of_all_blocks(
+    kind: str, groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = of_blocks(tmp_path, kind, **groups)
+    found, held = both(monkeypatch, trace)
+    assert held == [True]
+    assert found == whole(monkeypatch, trace)
+    gradients = {event.index for event in found.events if event.kind == GRADIENT}
+    assert gradients == {i for i, one in enumerate(found.parameters) if one.trained}
+
+
+def test_experts_and_few_blocks_are_all_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of routers is of all blocks together: nothing is left out."""
+    config = {**EXPERT_MODELS["mixtral"], "model_type": "mixtral", "num_hidden_layers": BLOCKS}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 96}))
+    model = {"kind": "hf", "path": str(tmp_path), "config": {}}
+    experts = experiment(tmp_path / "run", model=model, task={"kind": "pretrain"})
+    assert both(monkeypatch, lambda: traced(experts))[1] == []
+    few = of_blocks(tmp_path, "llama", config={"num_hidden_layers": 5})
+    assert both(monkeypatch, few)[1] == []
+
+
+def test_blocks_that_do_not_agree_are_all_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a try that is given up nothing of it is left; a network may count on all blocks."""
+    trace = of_blocks(tmp_path, "llama")
+    expected = whole(monkeypatch, trace)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_trace, "with_all_blocks", lambda *_given: None)
+        assert trace() == expected
+    forward = LlamaModel.forward
+
+    def by_number(self: Any, *args: Any, **keywords: Any) -> Any:
+        assert self.layers[self.config.num_hidden_layers - 1] is not None
+        return forward(self, *args, **keywords)
+
+    monkeypatch.setattr(LlamaModel, "forward", by_number)
+    assert trace() == expected
+
+
+# Four blocks of one module and one parameter each, between another two.
+NUMBERS = [Numbers(range(n + 1, n + 2), range(n + 1, n + 2)) for n in range(9)]
+
+
+RUN = [
+    *(Event(FETCH, 0, 0, 0), Event(RELEASE, 0, 5, 5)),
+    *(
+        Event(kind, n, 5 + 10 * n + peak, 5 + 10 * n + live)
+        for n in range(1, 5)
+        for kind, peak, live in ((FETCH, 0, -10), (RELEASE, 3, 0))
+    ),
+    *(
+        Event(kind, n, 5 + 10 * n + 1, 5 + 10 * n - live)
+        for n in range(4, 0, -1)
+        for kind, live in ((FETCH_BACKWARD, 0), (GRADIENT, 10))
+    ),
+    Event(GRADIENT, 0, 5, 0),
+]
+
+
+@pytest.mark.parametrize("place", [4, 5, 12, 13])
+@pytest.mark.parametrize("key", ["kind", "index", "peak", "live"])
+def test_one_difference_between_the_blocks_is_enough(place: int, key: str) -> None:
+    run = [*RUN]
+    run[place] = replace(run[place], **{key: getattr(run[place], key) + 1})
+    assert with_all_blocks(Run(run, [0.0] * len(run), 0, 0.0), NUMBERS, 4) is None
