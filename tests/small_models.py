@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llmx.config import Experiment
 from tests.rundirs import PARITY_MODELS
 
 KINDS = sorted(PARITY_MODELS)
@@ -79,6 +80,15 @@ def converted_model(kind: str, *, vocab_size: int = 90, **more: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return model.eval()
+
+
+def network_of(exp: Experiment, config: Any, **how: Any) -> Any:
+    """What a rank builds, on a CPU."""
+    from llmx.models.factory import build_model
+
+    known = {"precision": "fp32", "ds_config": {"zero_optimization": {"stage": 0}}, **how}
+    cpu = torch.device("cpu")
+    return build_model(exp.model, exp.seed, config, device=cpu, implementation="sdpa", **known)
 
 
 def same_weights(model: Any, reference: Any) -> None:

@@ -8,8 +8,7 @@ of a sequence follows from its own seed and its length alone, so it is the same 
 ranks and micro batches, packed or padded, and after a resume (on the same kind of device: CPU and
 CUDA draw other numbers).
 
-Shown by ``python -m pytest tests/unit/test_models_model.py
-tests/unit/test_models_embedding_noise.py``.
+Shown by ``python -m pytest tests/unit/test_models_model.py``.
 """
 
 from __future__ import annotations

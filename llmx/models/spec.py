@@ -1,7 +1,7 @@
 """Specifications of the networks that a task needs: plain values, without torch.
 
 The control process plans with them (``llmx.compose.task_rules``), the ranks build by them
-(``llmx.train.engine.build``). Shown by ``python -m pytest tests/unit/test_models_spec.py``.
+(``llmx.train.engine.build``). Shown by ``python -m pytest tests/unit/test_models_model.py``.
 """
 
 from __future__ import annotations

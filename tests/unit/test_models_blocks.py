@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    BertConfig,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    OPTConfig,
-    Qwen3Config,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModel
 
-from llmx.models.blocks import stack_of
+from llmx.config import AdapterConfig, DataConfig, ModelConfig
+from llmx.models.adapter import add_adapter
+from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.blocks import recompute, stack_of
+from llmx.models.spec import CAUSAL_LM
+from llmx.models.varlen import SEGMENTS, register
+from llmx.train.engine.build import BuiltNetwork, check_gradient_order, gradient_order
+from tests.rundirs import PARITY_MODELS
+from tests.saved_activations import SMALL, WITH_EXPERTS, small_inputs, small_model
 from tests.small_models import CONVERTED
+from tests.unit.test_models_classification import BERT
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
+KINDS: dict[str, dict[str, Any]] = {
+    **PARITY_MODELS,
+    "mixtral": CONVERTED["mixtral"],
+    "bert": {**BERT, "vocab_size": 32},
 }
-KINDS = {
-    "llama": LlamaConfig(**SMALL),
-    "qwen3": Qwen3Config(**SMALL),
-    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
-    "gpt2": GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=32),
-    "opt": OPTConfig(
-        vocab_size=32,
-        hidden_size=16,
-        ffn_dim=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        word_embed_proj_dim=16,
-    ),
-    "bert": BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-    ),
-}
+
+
+def config_of(kind: str, layers: int = 3) -> Any:
+    key = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    return AutoConfig.for_model(kind, **{"vocab_size": 32, **KINDS.get(kind, {}), key: layers})
 
 
 def network_of(config: Any) -> nn.Module:
@@ -64,21 +43,17 @@ def network_of(config: Any) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_blocks_are_the_smaller_network(kind: str) -> None:
-    network = network_of(KINDS[kind])
+    network = network_of(config_of(kind))
     stack = stack_of(network)
-    assert stack is not None
     assert len(stack.blocks) == 3
     ids = torch.arange(8)[None]
     whole = network(ids).last_hidden_state
     weights = network.state_dict()
-    config = {**KINDS[kind].to_dict(), "num_hidden_layers": 2, "layer_types": None}
-    smaller = network_of(type(KINDS[kind]).from_dict(config))
+    smaller = network_of(config_of(kind, 2))
     smaller.load_state_dict({name: weights[name] for name in smaller.state_dict()})
     stack.cut(2)
     assert len(list(network.parameters())) == len(list(smaller.parameters()))
-    torch.testing.assert_close(
-        network(ids).last_hidden_state, smaller(ids).last_hidden_state, rtol=0, atol=0
-    )
+    assert torch.equal(network(ids).last_hidden_state, smaller(ids).last_hidden_state)
     stack.cut(1)
     assert not torch.equal(network(ids).last_hidden_state, whole)
     stack.cut(3)  # of all blocks, however many are left
@@ -90,36 +65,120 @@ def test_the_first_blocks_are_the_smaller_network(kind: str) -> None:
 
 
 def test_blocks_that_differ_are_no_stack() -> None:
-    """Every second block of Gemma 2 looks at a window of what came before."""
-    assert stack_of(network_of(Gemma2Config(**SMALL))) is None
-    network = network_of(KINDS["llama"])
-    stack = stack_of(network)
-    assert stack is not None
-    for one in stack.blocks[2].parameters():
-        one.requires_grad_(False)
-    assert stack_of(network) is None
+    # Every second block of Gemma 2 looks at a window of what came before.
+    windows = AutoConfig.for_model("gemma2", **PARITY_MODELS["llama"], vocab_size=32)
+    assert stack_of(network_of(windows)) is None
+    half_frozen, shared = (network_of(config_of("llama")) for _ in range(2))
+    half_frozen.layers[2].requires_grad_(False)
+    assert stack_of(half_frozen) is None
+    shared.layers[1] = shared.layers[0]
+    assert stack_of(shared) is None
+    two = AutoConfig.for_model(
+        "t5", vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+    )
+    assert stack_of(network_of(two)) is None
 
 
 def test_the_first_blocks_may_be_others() -> None:
     """Those of DeepSeek V3 have no experts."""
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        **{**CONVERTED["deepseek_v3"], "num_hidden_layers": 5, "first_k_dense_replace": 2},
-        vocab_size=32,
-    )
-    stack = stack_of(network_of(config))
-    assert stack is not None
-    assert stack.least == 3
-    equal = stack_of(network_of(KINDS["llama"]))
-    assert equal is not None
-    assert equal.least == 1
+    values = {**CONVERTED["deepseek_v3"], "num_hidden_layers": 5, "first_k_dense_replace": 2}
+    deepseek = AutoConfig.for_model("deepseek_v3", **values, vocab_size=32)
+    for config, least in ((deepseek, 3), (config_of("llama"), 1)):
+        stack = stack_of(network_of(config))
+        assert stack.least == least
 
 
-def test_shared_weights_and_two_stacks_are_none() -> None:
-    network = network_of(KINDS["llama"])
-    stack = stack_of(network)
-    assert stack is not None
-    stack.blocks[1] = stack.blocks[0]
-    assert stack_of(network) is None
-    both = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    assert stack_of(network_of(both)) is None
+# --- Whatever a rank computes again, its gradients become ready in the order of every other rank:
+# DeepSpeed's stages 1 and 2 add up buckets that are filled in this order.
+
+WHOLE = {"zero_optimization": {"stage": 0}}
+
+
+def network_to_train(kind: str, *, adapted: bool, how: str) -> Any:
+    model = small_model(kind, dtype=torch.float32)
+    if adapted:
+        adapter = AdapterConfig(kind="lora", rank=2, targets=["all-linear"], dropout=0.1)
+        source = ModelConfig(kind=kind)
+        add_adapter(model, source, adapter, 0, ds_config=WHOLE, dtype=torch.float32, head=CAUSAL_LM)
+    if how != "none":
+        recompute(model, how)
+    return model.train()
+
+
+def order_of(network: Any) -> list[str]:
+    inputs = small_inputs(batch=2, length=16)
+    return gradient_order(network, partial(network, **inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("kind", [*SMALL, *WITH_EXPERTS])
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+def test_the_order_is_the_same_whatever_is_computed_again(kind: str, adapted: bool) -> None:
+    network = network_to_train(kind, adapted=adapted, how="none")
+    wanted = order_of(network)
+    trained = {name for name, one in network.named_parameters() if one.requires_grad}
+    assert set(wanted) == trained
+    assert len(wanted) == len(trained)
+    assert not any(one.grad is not None for one in network.parameters())
+    for how in ("selective", "full"):
+        assert order_of(network_to_train(kind, adapted=adapted, how=how)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "opt", "mixtral"])
+def test_the_order_is_the_same_whatever_computes_attention(kind: str) -> None:
+    """As types of devices differ in it: row by row (a V100), and otherwise; several rows in one
+    line."""
+    register()
+    ids, lengths = torch.arange(24)[None] % 20, (5, 12, 7)
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "segment_ids": torch.tensor([1, 2, 3]).repeat_interleave(torch.tensor(lengths))[None],
+        "labels": ids,
+    }
+    orders = {}
+    for way, isolation in ((SEGMENTS, "cu_seq_lens"), ("sdpa", "mask"), ("eager", "mask")):
+        network = small_model(kind, dtype=torch.float32)
+        network.set_attn_implementation(way)
+        network.config.output_router_logits = False  # llmx takes them from the routers
+        method = AttentionMethod(way, isolation)
+        inputs, _ = model_inputs(
+            batch, method=method, dtype=torch.float32, device=torch.device("cpu")
+        )
+        orders[way] = gradient_order(network, partial(network, **inputs, use_cache=False))
+    assert orders[SEGMENTS] == orders["sdpa"] == orders["eager"]
+
+
+def test_another_graph_is_another_order() -> None:
+    """What the comparison is for: the same numbers, the gradients in another order."""
+    one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    both = torch.nn.ModuleList([one, two])
+    values = torch.ones(1, 4)
+    first = gradient_order(both, lambda: one(values) + two(values))
+    second = gradient_order(both, lambda: two(values) + one(values))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+class Small(torch.nn.Module):
+    """A network that asks nothing of its values."""
+
+    config = SimpleNamespace()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.rows(input_ids))}
+
+
+@pytest.mark.usefixtures("group")
+def test_networks_are_tried_on_the_device_of_their_rank() -> None:
+    """They are built in host memory; a GPU's attention runs nowhere else. Here a device that
+    computes shapes only."""
+    network, method = Small(), AttentionMethod("eager", "none")
+    exp: Any = SimpleNamespace(data=DataConfig(seq_len=8))
+    part = BuiltNetwork(exp, network, network.config, method, "fp32", False, 8)
+    plan: Any = SimpleNamespace(checkpointing=(("v100_32g", "full"),))
+    check_gradient_order({"policy": part}, plan, device=torch.device("meta"))
+    assert {one.device.type for one in network.parameters()} == {"meta"}

@@ -19,8 +19,7 @@ from llmx.config import Experiment
 from llmx.data import collate
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
-from llmx.models.experts import Routing
-from llmx.models.factory import build_model, model_config, true_vocab
+from llmx.models.factory import model_config, true_vocab
 from llmx.models.model import CLASSIFICATION, Model, ModelSpec
 from llmx.models.pooling import (
     give_pooled_forward,
@@ -32,7 +31,9 @@ from llmx.models.pooling import (
 from llmx.tasks import tokenizer_of
 from tests.architectures import small_config
 from tests.rundirs import experiment
+from tests.small_models import network_of
 from tests.unit.test_models_model import SEQUENCES, batch_of
+from tests.unit.test_models_model import model_of as plain_model_of
 
 BERT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,18 +52,8 @@ def encoder(kind: str, **values: Any) -> torch.nn.Module:
 
 
 def model_of(network: Any, isolation: str, layout: str) -> Model:
-    return Model(
-        name="policy",
-        spec=ModelSpec(head=CLASSIFICATION, num_labels=network.config.num_labels),
-        module=network,
-        forward=network,
-        config=network.config,
-        vocab_size=network.config.vocab_size,
-        attention=AttentionMethod("sdpa", isolation, layout),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        routing=Routing(network),
-    )
+    method, labels = AttentionMethod("sdpa", isolation, layout), network.config.num_labels
+    return plain_model_of(network, layout, method=method, head=CLASSIFICATION, num_labels=labels)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "distilbert"])
@@ -102,6 +93,7 @@ def test_a_score_looks_where_transformers_looks() -> None:
     for layout in ("packed", "padded"):
         isolation = "mask" if layout == "packed" else "position_ids"
         found = model_of(network, isolation, layout).logits(batch_of(layout))
+        assert found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     batch = batch_of("padded")
     rows, columns = pooled_tokens(batch["segment_ids"], batch["input_ids"], 9)
@@ -116,18 +108,9 @@ def experiment_of(tmp_path: Path, source: Path) -> Experiment:
     return exp
 
 
-def built(exp: Experiment, spec: ModelSpec, precision: str = "fp32") -> Any:
+def built(exp: Experiment, spec: ModelSpec) -> Any:
     config = model_config(exp.model, exp.data, tokenizer=tokenizer_of(exp), spec=spec)
-    return build_model(
-        exp.model,
-        exp.seed,
-        config,
-        precision=precision,
-        device=torch.device("cpu"),
-        implementation="sdpa",
-        ds_config={"zero_optimization": {"stage": 0}},
-        head=spec.head,
-    )
+    return network_of(exp, config, head=spec.head)
 
 
 SPEC = ModelSpec(
@@ -194,15 +177,12 @@ def test_a_published_head_is_kept_for_its_own_labels_only(
     assert not has_other_labels(plain, network.config.__class__(num_labels=3))
 
 
-def test_a_head_from_scratch(tmp_path: Path) -> None:
-    exp = experiment(tmp_path / "run")
-    network = built(exp, SPEC)
+def test_a_head_from_scratch_and_none_for_a_language_model(tmp_path: Path) -> None:
+    scratch = experiment(tmp_path / "run")
+    network = built(scratch, SPEC)
     assert network.score.weight.shape == (3, 64)
     assert float(network.score.weight.detach().std()) > 0
-    assert network.config.vocab_size >= true_vocab(tokenizer_of(exp))
-
-
-def test_a_classifier_is_no_language_model(tmp_path: Path) -> None:
+    assert network.config.vocab_size >= true_vocab(tokenizer_of(scratch))
     config = small_config("llama")
     config.vocab_size, config.num_labels = 1100, 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")

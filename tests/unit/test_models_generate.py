@@ -37,6 +37,8 @@ from llmx.models.generate import (
 )
 from llmx.models.isolation import find_methods
 from llmx.models.sampling import BLOCK, Sampling, draw, sample_seed, truncated, uniforms
+from llmx.run.rundir import RunDir, read_json
+from llmx.train.evaluation import write_samples
 from tests.architectures import full_config, small_config
 from tests.programs.generation import WORLDS
 from tests.rundirs import rank_environment
@@ -84,8 +86,9 @@ def reference(
     return found[:-1] if found and found[-1] in stops else found
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*((kind, "sdpa") for kind in KINDS), ("opt", "eager")]
+)
 def test_greedy_completions_are_those_of_transformers(kind: str, attention: str) -> None:
     model = small_model(kind, attention=attention)
     decoder = packed(model, attention)
@@ -123,22 +126,19 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     cut = packed(model, vocab_size=size)
     found = greedy(cut, prompts())
     assert all(token < size for one in found for token in one)
-    assert [one[0] for one, old in zip(found, first, strict=True) if old < size] == [
-        old for old in first if old < size
-    ]
+    again = [one[0] for one, old in zip(found, first, strict=True) if old < size]
+    assert again == [old for old in first if old < size]
     hot = Sampling(max_new_tokens=30, temperature=100)
     drawn = generate(cut, prompts(), hot, seeds=range(6))
     assert all(token < size for one in drawn for token in one.tokens)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_as_it_was_afterwards(training: bool) -> None:
-    model = small_model("llama").train(training)
+def test_the_mode_is_as_it_was_afterwards() -> None:
+    model = small_model("llama").train()
     model.lm_head.eval()  # frozen parts may have a mode of their own
+    modes = [module.training for module in model.modules()]
     greedy(packed(model), [(3, 4)], new=1)
-    assert model.training == training
-    assert model.model.training == training
-    assert not model.lm_head.training
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_ranks_share_the_prompts_evenly() -> None:
@@ -149,37 +149,24 @@ def test_ranks_share_the_prompts_evenly() -> None:
         assert sorted(index for share in by_rank for index in share) == list(range(7))
         sizes = [len(share) for share in by_rank]
         assert max(sizes) - min(sizes) <= 1
-    assert [[lengths[index] for index in share] for share in shares(rows, world=2)] == [
-        [9, 5, 3],
-        [3, 5, 5, 3],
-    ]
+    by_length = [[lengths[index] for index in share] for share in shares(rows, world=2)]
+    assert by_length == [[9, 5, 3], [3, 5, 5, 3]]
     # Samples of a prompt are on one rank, and the last of too many on the next.
     samples = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2), (3, 4)]
     assert shares(samples, world=2) == [[0, 2, 4], [1, 3, 5]]
     assert shares(samples[:5], world=2) == [[0, 2], [4, 1, 3]]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_samples_keep_the_completions_from_before(when: str, tmp_path: Path) -> None:
-    from llmx.run.rundir import RunDir, read_json
-    from llmx.train.evaluation import write_samples
-
+def test_samples_keep_the_completions_from_before(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    prompts = [
-        EvalPrompt((), prompt=f"q{n}", expected=f"a{n}", expected_tokens=2) for n in range(2)
-    ]
-    write_samples(run_dir, prompts, ["x", "a1"], {"exact_match": 0.5}, when="before")
-    if when == "after":
-        write_samples(run_dir, prompts, ["a0", "a1"], {"exact_match": 1.0}, when="after")
-    after = when == "after"
-    assert read_json(run_dir.samples) == {
-        "rows": [
-            {"prompt": "q0", "expected": "a0", "before": "x", "after": "a0" if after else None},
-            {"prompt": "q1", "expected": "a1", "before": "a1", "after": "a1" if after else None},
-        ],
-        "exact_match_before": 0.5,
-        "exact_match_after": 1.0 if after else None,
-    }
+    prompts = [EvalPrompt((), prompt="q", expected="a", expected_tokens=2)]
+    row = {"prompt": "q", "expected": "a", "before": "x", "after": None}
+    before = {"rows": [row], "exact_match_before": 0.5, "exact_match_after": None}
+    write_samples(run_dir, prompts, ["x"], {"exact_match": 0.5}, when="before")
+    assert read_json(run_dir.samples) == before
+    write_samples(run_dir, prompts, ["a"], {"exact_match": 1.0}, when="after")
+    after = {**before, "rows": [{**row, "after": "a"}], "exact_match_after": 1.0}
+    assert read_json(run_dir.samples) == after
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "roberta", "bart", "bloom", "gpt_oss"])
@@ -189,11 +176,9 @@ def test_models_that_are_fed_otherwise_complete_as_their_plain_forward(name: str
     config.use_cache = False
     found = find_methods(full_config(name))
     method = found.packed or found.padded
-    assert method is not None
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=method.implementation
-    ).eval()
+    attention = {"attn_implementation": method.implementation}
+    model = AutoModelForCausalLM.from_config(config, **attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -220,19 +205,23 @@ def processors(sampling: Sampling) -> LogitsProcessorList:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (7, 1.0), (10**6, 1.0), (0, 0.9), (0, 1e-6), (50, 0.5)]
+    "sampling",
+    [
+        Sampling(temperature=0.3),
+        Sampling(temperature=2.0, top_k=7),
+        Sampling(temperature=1.0, top_k=10**6),
+        Sampling(temperature=0.3, top_p=0.9),
+        Sampling(temperature=1.0, top_p=1e-6),
+        Sampling(temperature=2.0, top_k=50, top_p=0.5),
+    ],
 )
-def test_what_is_removed_is_what_transformers_removes(
-    temperature: float, top_k: int, top_p: float
-) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_what_is_removed_is_what_transformers_removes(sampling: Sampling) -> None:
     logits = torch.randn(16, 500, generator=torch.Generator().manual_seed(3)) * 3
     logits[0] = 1.0  # all alike
     logits[1, 5:9] = 20.0  # a tie at the top
     wanted = processors(sampling)(None, logits.clone())
-    if top_p < 1:  # of equal ones, which are removed is a matter of sorting alone
+    if sampling.top_p < 1:  # of equal ones, which are removed is a matter of sorting alone
         found = truncated(logits, sampling)
         sizes = [(x[:2] > -torch.inf).sum(1) for x in (found, wanted)]
         assert int((sizes[0] - sizes[1]).abs().max()) <= 1
@@ -302,10 +291,9 @@ def test_log_probabilities_are_those_of_a_full_forward(kind: str) -> None:
         assert len(one.logps) == len(one.tokens)
         if one.ended == STOP:
             assert one.tokens[-1] in sampling.stop_ids
-            assert one.text_tokens == one.tokens[:-1]
         else:
             assert (one.ended, len(one.tokens)) == (LENGTH, 10)
-            assert one.text_tokens == one.tokens
+        assert one.text_tokens == (one.tokens[:-1] if one.ended == STOP else one.tokens)
         assert not set(one.text_tokens) & sampling.stop_ids
     assert {one.ended for one in found} == {STOP, LENGTH}
     plain = generate(packed(model), rows, Sampling(temperature=1), seeds=range(len(rows)))
@@ -356,7 +344,7 @@ def test_samples_of_one_prompt_share_its_first_forward() -> None:
     assert fed == [(2, 3), (5, 1), (5, 1)]
 
 
-@pytest.mark.parametrize("room", [1, 3, 64])
+@pytest.mark.parametrize("room", [3, 64])
 def test_a_prompt_takes_the_place_of_a_completion_that_has_ended(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,11 +386,11 @@ def test_samples_share_a_first_forward_whatever_the_cache_keeps(name: str) -> No
 
 def test_tokens_are_told_as_they_are_drawn() -> None:
     told: dict[int, list[int]] = {n: [] for n in range(6)}
-    decoder = packed(small_model("llama"))
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=frozenset(range(30)))
     found = generate(
-        decoder,
+        packed(small_model("llama")),
         prompts(),
-        Sampling(max_new_tokens=NEW_TOKENS, stop_ids=frozenset(range(30))),
+        sampling,
         batch_size=4,
         on_token=lambda index, token: told[index].append(token),
     )
@@ -443,7 +431,6 @@ def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
     [
         ({"temperature": -1}, r"temperature=-1 must be 0 \(greedy\), or a number from 0.01 to 100. "
          "Set, for example, temperature=0.7."),
-        ({"temperature": 1e-9}, "temperature=1e-9 must be"),
         ({"temperature": float("nan")}, "temperature=nan must be"),
         ({"temperature": 1, "top_p": 0}, "top_p=0 must be a number above 0 and at most 1"),
         ({"temperature": 1, "top_p": 1.1}, "top_p=1.1 must be"),
@@ -460,13 +447,13 @@ def test_settings_that_cannot_be_say_what_can(values: dict[str, float], says: st
 
 def test_what_cannot_be_generated_from_is_refused() -> None:
     decoder = packed(small_model("llama"))
-    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
-        greedy(decoder, [(3,), ()])
     rows = decoder.module.get_input_embeddings().num_embeddings
-    with pytest.raises(ConfigError, match=f"id {rows}, and the model an embedding of {rows} rows"):
-        greedy(decoder, [(3, rows)])
-    with pytest.raises(ValueError, match="2 prompts need a seed each, 1 given"):
-        generate(decoder, [(3,), (4,)], Sampling(temperature=1), seeds=[1])
-    with pytest.raises(ValueError, match="2 prompts need a seed each, none given"):
-        generate(decoder, [(3,), (4,)], Sampling(temperature=1))
+    for asked, seeds, error, message in (
+        ([(3,), ()], [1, 2], ValueError, "prompt 1 has no tokens"),
+        ([(3, rows)], [1], ConfigError, f"id {rows}, and the model an embedding of {rows} rows"),
+        ([(3,), (4,)], [1], ValueError, "2 prompts need a seed each, 1 given"),
+        ([(3,), (4,)], None, ValueError, "2 prompts need a seed each, none given"),
+    ):
+        with pytest.raises(error, match=message):
+            generate(decoder, asked, Sampling(temperature=1), seeds=seeds)
     assert generate(decoder, [], Sampling()) == []

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from llmx.data import collate
 from llmx.data.store.samples import Sample
+from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import Routing
 from llmx.models.loss import IGNORE
@@ -18,11 +24,25 @@ from llmx.models.model import (
     Models,
     ModelSpec,
     NetworksByName,
+    embedding_noise,
+    noisy_embeddings,
     sequence_numbers,
 )
 from llmx.models.pooling import give_pooled_forward
+from llmx.plan import ds_config, make_plan
+from llmx.plan.types import BatchPlan
 from llmx.tasks import next_token_loss
+from llmx.train.batches import Layout, make_step
+from llmx.train.engine.build import build_networks, check_spec, check_tokenizer, with_source
 from tests.architectures import small_config
+from tests.reference import (
+    SEQ_LEN,
+    VOCABULARY,
+    synthetic_store,
+    word_tokenizer,
+    write_pretrained,
+)
+from tests.rundirs import experiment
 
 SEQUENCES = [[5, 6, 7, 8, 9], [3, 4], [9, 8, 7, 6], [2, 3, 4, 5, 6, 7]]
 """Of two samples: two sequences each."""
@@ -39,7 +59,10 @@ def batch_of(layout: str) -> dict[str, torch.Tensor]:
     return collate(samples, seq_len=32, pad_id=0, layout=layout)
 
 
-def model_of(network: torch.nn.Module, layout: str, **spec: object) -> Model:
+def model_of(
+    network: torch.nn.Module, layout: str, *, method: AttentionMethod | None = None, **spec: object
+) -> Model:
+    isolation = "mask" if layout == "packed" else "position_ids"
     return Model(
         name="policy",
         spec=ModelSpec(**spec),
@@ -47,7 +70,7 @@ def model_of(network: torch.nn.Module, layout: str, **spec: object) -> Model:
         forward=network,
         config=network.config,
         vocab_size=network.config.vocab_size,
-        attention=AttentionMethod("sdpa", "mask" if layout == "packed" else "position_ids", layout),
+        attention=method or AttentionMethod("sdpa", isolation, layout),
         dtype=torch.float32,
         device=torch.device("cpu"),
         routing=Routing(network),
@@ -101,21 +124,6 @@ def test_weights_of_tokens_count_in_the_loss_and_in_its_weight() -> None:
     assert alike.weight == plain.weight == 13
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_classification_head_sees_each_sequence_alone(layout: str) -> None:
-    config = small_config("llama")
-    config.num_labels, config.pad_token_id = 3, 0
-    torch.manual_seed(0)
-    network = AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        wanted = torch.cat([network(input_ids=torch.tensor([one])).logits for one in SEQUENCES])
-    give_pooled_forward(network)
-    model = model_of(network, layout, head=CLASSIFICATION, num_labels=3)
-    logits = model.logits(batch_of(layout))
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, wanted)
-
-
 def test_a_batch_without_sequences_has_no_logits_and_a_graph() -> None:
     config = small_config("llama")
     config.num_labels = 2
@@ -132,11 +140,6 @@ def test_a_batch_without_sequences_has_no_logits_and_a_graph() -> None:
     values.sums().sum().backward()
 
 
-def test_a_frozen_model_computes_without_a_graph() -> None:
-    model = model_of(causal_lm(), "packed", trained=False)
-    assert not model.log_probabilities(batch_of("packed")).values.requires_grad
-
-
 def test_sequences_are_numbered_line_by_line() -> None:
     segments = torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0], [1, 2, 2, 3]])
     numbers, count = sequence_numbers(segments)
@@ -147,6 +150,7 @@ def test_sequences_are_numbered_line_by_line() -> None:
 def test_models_by_name() -> None:
     frozen = model_of(causal_lm(), "packed", trained=False)
     trained = model_of(causal_lm(), "packed")
+    assert not frozen.log_probabilities(batch_of("packed")).values.requires_grad
     models = Models(reference=frozen, policy=trained)
     assert models.main is trained
     assert models.reference is frozen
@@ -158,8 +162,162 @@ def test_models_by_name() -> None:
     assert (whole.a.training, whole.b.training) == (True, False)
 
 
-def test_a_spec_says_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match="num_labels=0"):
-        ModelSpec(head=CLASSIFICATION)
-    with pytest.raises(ValueError, match="is none of causal_lm"):
-        ModelSpec(head="value")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head": CLASSIFICATION}, "num_labels=0"),
+        ({"head": "value"}, "head='value' is none of causal_lm"),
+        ({"precision": "bf16"}, "precision='bf16' of a trained network"),
+        ({"revision": "main"}, "revision='main' is of a source, and there is none"),
+    ],
+)
+def test_a_spec_says_what_does_not_go_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelSpec(**values)
+
+
+# --- NEFTune's noise: as large as published, and the same for every split and layout -------------
+
+SEEDS = torch.tensor([11, 12, 13, 14])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_each_sequence_has_its_own_noise_wherever_it_lies(layout: str) -> None:
+    batch = batch_of(layout)
+    lines = batch["segment_ids"]
+    like = torch.zeros(*lines.shape, 64)
+    noise = embedding_noise(like, lines, SEEDS, alpha=5.0)
+    assert not noise[lines == 0].any()
+    found = noise[lines > 0].split([len(one) for one in SEQUENCES])
+    for one, seed, sequence in zip(found, SEEDS, SEQUENCES, strict=True):
+        # Algorithm 1: uniform in [-1, 1] times alpha / sqrt(L d).
+        size = 5.0 / math.sqrt(len(sequence) * 64)
+        assert one.abs().max() <= size
+        assert one.abs().mean() == pytest.approx(size / 2, rel=0.2)
+        whole = torch.ones(1, len(sequence), dtype=torch.int32)
+        alone = embedding_noise(torch.zeros(*whole.shape, 64), whole, seed[None], alpha=5.0)
+        torch.testing.assert_close(alone[0], one, rtol=0, atol=0)
+    empty = collate([], seq_len=8, pad_id=0, layout=layout)["segment_ids"]
+    like = torch.zeros(*empty.shape, 4)
+    assert not embedding_noise(like, empty, SEEDS[:0], alpha=5.0).any()
+
+
+def test_noise_is_added_while_it_is_asked_for() -> None:
+    network = causal_lm()
+    model, batch = model_of(network, "packed"), batch_of("packed")
+    plain = model.cross_entropy(batch).item()
+    batch["draw_seeds"] = SEEDS
+    noisy = model.cross_entropy(batch, embedding_noise=5.0).item()
+    assert noisy != plain
+    assert model.cross_entropy(batch, embedding_noise=5.0).item() == noisy
+    assert model.cross_entropy(batch).item() == plain
+    padded = {**batch_of("padded"), "draw_seeds": SEEDS}
+    alike = next_token_loss(model_of(network, "padded"), padded, embedding_noise=5.0)
+    assert alike.sum.item() == pytest.approx(noisy, rel=1e-5)
+    with noisy_embeddings(network, batch["segment_ids"], SEEDS, alpha=5.0):
+        one = network.get_input_embeddings()(batch["input_ids"])
+    assert not torch.equal(one, network.get_input_embeddings()(batch["input_ids"]))
+
+
+def test_the_seeds_of_a_step_do_not_depend_on_its_split(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "store")
+    found = []
+    for micro, accumulation in (((12,), 1), ((6, 6), 1), ((3, 1), 3), ((1, 1, 2), 3)):
+        for kind in ("packed", "padded"):
+            layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=kind)
+            batch = BatchPlan(12, accumulation, micro, SEQ_LEN)
+            steps = [
+                make_step(store, 3, batch=batch, rank=rank, seed=5, layout=layout, draws=True)
+                for rank in range(len(micro))
+            ]
+            micro_batches = [
+                one for at in zip(*[s.micro_batches for s in steps], strict=True) for one in at
+            ]
+            found.append([seed for one in micro_batches for seed in one["draw_seeds"].tolist()])
+    assert all(one == found[0] for one in found)
+    assert len(set(found[0])) == len(found[0]) >= 12
+    later = make_step(store, 4, batch=batch, rank=0, seed=5, layout=layout, draws=True)
+    assert not set(later.micro_batches[0]["draw_seeds"].tolist()) & set(found[0])
+    plain = make_step(store, 4, batch=batch, rank=0, seed=5, layout=layout)
+    assert "draw_seeds" not in plain.micro_batches[0]
+
+
+# --- Networks of a task: a source and a precision of their own, and what is refused ---------------
+
+
+def test_a_frozen_network_has_fewer_bits_than_the_run_only_in_fp32() -> None:
+    check_spec(ModelSpec(trained=False, precision="bf16"), precision="fp32")
+    check_spec(ModelSpec(trained=False, precision="bf16"), precision="bf16")
+    with pytest.raises(ConfigError, match="DeepSpeed casts all networks of an engine to precision"):
+        check_spec(ModelSpec(trained=False, precision="fp32"), precision="bf16")
+    with pytest.raises(ConfigError, match="precision=fp8 is not one of fp32, bf16, fp16"):
+        check_spec(ModelSpec(trained=False, precision="fp8"), precision="fp32")
+
+
+def test_a_source_brings_its_own_config_and_no_trust(tmp_path: Path) -> None:
+    exp = experiment(tmp_path / "run", model={"trust_remote_code": True, "path": "owner/main"})
+    assert with_source(exp, ModelSpec()) is exp
+    own = with_source(exp, ModelSpec(trained=False, source="owner/other", revision="v2")).model
+    assert (own.path, own.revision, own.init, own.config) == ("owner/other", "v2", "pretrained", {})
+    assert own.kind == "hf"
+    assert not own.trust_remote_code
+    assert with_source(exp, ModelSpec(source="owner/main")).model.trust_remote_code
+
+
+def build(exp: Any, spec: ModelSpec) -> Any:
+    plan = make_plan(exp)
+    config = ds_config(exp.model, exp.zero, exp.optim, plan)
+    known = {"tokenizer": word_tokenizer(), "device": torch.device("cpu")}
+    return build_networks(exp, plan, config, specs={"judge": spec}, **known)["judge"]
+
+
+@pytest.fixture
+def _sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = AttentionMethod("sdpa", "mask", "packed")
+    monkeypatch.setattr("llmx.train.engine.build.select_attention", lambda *_, **__: method)
+
+
+@pytest.mark.usefixtures("_sdpa")
+def test_a_frozen_network_of_another_architecture(tmp_path: Path) -> None:
+    write_pretrained(tmp_path / "judge")
+    exp = experiment(tmp_path / "run", ranks=1, data={"seq_len": 48})
+    spec = ModelSpec(trained=False, source=str(tmp_path / "judge"), precision="bf16")
+    made = build(exp, spec)
+    assert made.config.model_type == "gpt2"
+    assert made.config.vocab_size == VOCABULARY
+    assert {parameter.dtype for parameter in made.network.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in made.network.parameters())
+
+
+def test_a_wrong_source_is_named(tmp_path: Path) -> None:
+    exp = experiment(tmp_path / "run", ranks=1, data={"seq_len": 48})
+    with pytest.raises(ConfigError) as found:
+        build(exp, ModelSpec(trained=False, source=str(tmp_path / "nothing")))
+    said = str(found.value)
+    assert said.startswith(f"The model 'judge' of the task, ModelSpec(source={tmp_path}/nothing")
+    write_pretrained(tmp_path / "short")
+    exp = experiment(tmp_path / "run", ranks=1, data={"seq_len": 128})
+    with pytest.raises(ConfigError, match=r"The model 'judge'.* is over the 64 positions"):
+        build(exp, ModelSpec(trained=False, source=str(tmp_path / "short")))
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_pretrained(tmp_path / "judge")
+    own = with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path / "judge")))
+    check_tokenizer(own.model, word_tokenizer())
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["more"])
+    check_tokenizer(own.model, tokenizer)  # whether its embedding has the row is another question
+    vocabulary = {**tokenizer.get_vocab(), "w3": 4, "w4": 3}
+
+    other: Any = SimpleNamespace(get_vocab=lambda: vocabulary)
+    with pytest.raises(ConfigError, match=r"2 of 91 tokens have different ids, e\.g\. 'w4'"):
+        check_tokenizer(own.model, other)
+    without = with_source(experiment(tmp_path / "run"), ModelSpec(source=str(tmp_path)))
+    check_tokenizer(without.model, tokenizer)
+
+
+@pytest.mark.usefixtures("_sdpa")
+def test_a_network_from_scratch_says_its_class(tmp_path: Path) -> None:
+    made = build(experiment(tmp_path / "run", ranks=1, data={"seq_len": 48}), ModelSpec())
+    assert made.config.architectures == ["LlamaForCausalLM"]

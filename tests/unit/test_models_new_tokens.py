@@ -7,31 +7,35 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from llmx.checkpoint.export.merged import write_merged
-from llmx.checkpoint.export.model import export_adapter, export_model
-from llmx.checkpoint.export.weights import SHARD_BYTES
+from llmx.checkpoint.export.model import export_model
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.model_rules import added_token_problems
 from llmx.data import load_tokenizer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 from llmx.errors import ConfigError
-from llmx.models.adapter import add_adapter, load_adapted
-from llmx.models.factory import (
-    build_model,
-    model_config,
-    new_token_ids,
-    true_vocab,
-    vocab_rows,
-)
+from llmx.models.adapter import load_adapted
+from llmx.models.factory import model_config, new_token_ids, true_vocab, vocab_rows
 from llmx.models.network_config import network_config
 from llmx.plan.adapter import adapter_size
 from llmx.plan.geometry import model_geometry
 from tests.reference import VOCABULARY, word_tokenizer
-from tests.small_models import small_model
+from tests.rundirs import PARITY_MODELS
+from tests.small_models import network_of, small_model
+from tests.unit.test_models_adapter import (
+    adapted,
+    logits,
+    merged,
+    train_a_little,
+    written,
+)
+from tests.unit.test_models_classification import BERT
 
-STAGE_0 = {"zero_optimization": {"stage": 0}}
 NEW = ["<think>", "</think>", "<|tool|>"]
+NONE: dict[str, Any] = {"add_tokens": [], "add_special_tokens": []}
+ADAPTER = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
 
 
 def experiment(base: Path, **more: Any) -> Experiment:
@@ -57,30 +61,14 @@ def built(exp: Experiment, *, head: str = "causal_lm") -> tuple[Any, Any, Any]:
     """(network, config, tokenizer) as a rank makes them."""
     tokenizer = load_tokenizer(exp.model, template="auto", chats=False)
     config = model_config(exp.model, exp.data, tokenizer=tokenizer)
-    network = build_model(
-        exp.model,
-        exp.seed,
-        config,
-        precision="fp32",
-        device=torch.device("cpu"),
-        implementation="sdpa",
-        ds_config=STAGE_0,
-        head=head,
-        new_tokens=new_token_ids(exp.model, tokenizer),
-    )
+    network = network_of(exp, config, head=head, new_tokens=new_token_ids(exp.model, tokenizer))
     return network, config, tokenizer
-
-
-@torch.no_grad()
-def logits(network: Any, ids: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = network.eval()(input_ids=ids, use_cache=False).logits
-    return found
 
 
 def test_the_tokenizer_finds_them_in_texts_and_writes_special_ones_itself(tmp_path: Path) -> None:
     saved(tmp_path, "llama", rows=VOCABULARY)
     exp = experiment(tmp_path)
-    plain = experiment(tmp_path, model={"add_tokens": [], "add_special_tokens": []})
+    plain = experiment(tmp_path, model=NONE)
     before = load_tokenizer(plain.model, template="auto", chats=False)
     tokenizer = load_tokenizer(exp.model, template="auto", chats=False)
     assert tokenizer.convert_tokens_to_ids(NEW) == [VOCABULARY + n for n in range(3)]
@@ -109,9 +97,17 @@ def test_what_can_be_no_token_is_refused_while_composing(tmp_path: Path) -> None
     assert "stands in model.add_tokens already" in found[2]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("spare", [0, 2, 40])
+@pytest.mark.parametrize(
+    ("kind", "tied", "spare"),
+    [
+        ("llama", False, 0),
+        ("llama", True, 2),
+        ("llama", False, 40),
+        ("gpt2", True, 0),
+        ("gpt2", False, 2),
+        ("opt", True, 40),
+    ],
+)
 def test_new_rows_are_the_mean_of_the_tokens_that_were_there(
     kind: str, tied: bool, spare: int, tmp_path: Path
 ) -> None:
@@ -141,12 +137,7 @@ def test_new_rows_are_the_mean_of_the_tokens_that_were_there(
 
 
 def test_a_bias_of_the_head_grows_with_it(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForMaskedLM
-
-    config = AutoConfig.for_model(
-        "bert", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        vocab_size=VOCABULARY,
-    )  # fmt: skip
+    config = AutoConfig.for_model("bert", **{**BERT, "vocab_size": VOCABULARY})
     before = AutoModelForMaskedLM.from_config(config)
     with torch.no_grad():
         before.cls.predictions.bias.copy_(torch.arange(VOCABULARY) * 1.0)
@@ -161,8 +152,6 @@ def test_a_bias_of_the_head_grows_with_it(tmp_path: Path) -> None:
 def test_the_exported_model_has_their_rows_and_its_tokenizer_has_them(
     group: None, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     base = tmp_path / "base"
     saved(base, "llama", rows=VOCABULARY)
     network, config, tokenizer = built(experiment(base))
@@ -182,28 +171,16 @@ def test_an_adapter_trains_them_and_its_files_have_them(
     tied: bool, group: None, tmp_path: Path
 ) -> None:
     """Embedding and head go along, whole: frozen, new rows would stay the mean for ever."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     base = tmp_path / "base"
     saved(base, "llama", rows=VOCABULARY, tie_word_embeddings=tied)
-    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
-    exp = experiment(base, adapter=adapter)
+    exp = experiment(base, adapter=ADAPTER)
     network, config, tokenizer = built(exp)
-    made = add_adapter(
-        network, exp.model, exp.adapter, exp.seed, ds_config=STAGE_0, dtype=torch.float32,
-        head="causal_lm",
-    )  # fmt: skip
+    made = adapted(network, exp)
     assert made.description["modules_to_save"] == ["embed_tokens", "lm_head"]
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn_like(parameter)
-    directory = tmp_path / "adapter"
-    export_adapter(
-        network, made, config, tokenizer=tokenizer, vocab_size=VOCABULARY + 3,
-        directory=directory, dtype=torch.float32,
-    )  # fmt: skip
+    train_a_little(network)
+    directory = written(
+        tmp_path / "adapter", network, made, tokenizer=tokenizer, vocab_size=VOCABULARY + 3
+    )
     ids = torch.arange(VOCABULARY - 9, VOCABULARY + 3)[None]
     wanted = logits(network, ids)[..., : VOCABULARY + 3]
     torch.testing.assert_close(logits(load_adapted(directory, exp.model), ids), wanted)
@@ -213,30 +190,19 @@ def test_an_adapter_trains_them_and_its_files_have_them(
     torch.testing.assert_close(logits(read, ids), wanted)
     described = config.__class__.from_dict({**config.to_dict(), "vocab_size": VOCABULARY + 3})
     described.save_pretrained(directory)
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    write_merged(merged, directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES)
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(merged), ids), wanted, rtol=1e-4, atol=1e-5
-    )
+    whole = AutoModelForCausalLM.from_pretrained(merged(directory, exp))
+    torch.testing.assert_close(logits(whole, ids), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_plan_counts_them(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "vocab_size": 90, "model_type": "llama"}  # fmt: skip
+    sizes = {**PARITY_MODELS["llama"], "vocab_size": 90, "model_type": "llama"}
     model = {"config": sizes, "pad_vocab_to_multiple_of": 1}
-    adapter = {"kind": "lora", "rank": 2, "targets": ["q_proj"]}
-    exp = experiment(tmp_path, model=model, adapter=adapter)
-    plain = experiment(
-        tmp_path, model={**model, "add_tokens": [], "add_special_tokens": []}, adapter=adapter
+    exp, plain = (
+        experiment(tmp_path, model={**model, **none}, adapter=ADAPTER) for none in ({}, NONE)
     )
     ours, theirs = model_geometry(exp.model), model_geometry(plain.model)
-    assert ours is not None
-    assert theirs is not None
     assert ours.vocab_size == 93
     assert ours.num_parameters == theirs.num_parameters + 2 * 3 * 32
     size, before = adapter_size(exp.model, exp.adapter), adapter_size(plain.model, plain.adapter)
-    assert size is not None
-    assert before is not None
     assert size.trained == before.trained + 2 * 93 * 32
     assert size.trains_head

@@ -15,9 +15,8 @@ from llmx.config import ModelConfig
 from llmx.data import collate
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
-from llmx.models.experts import Routing
 from llmx.models.load import load_weights
-from llmx.models.model import BACKBONE, Model, ModelSpec
+from llmx.models.model import BACKBONE, Model
 from llmx.models.pooling import (
     POOLING_FILE,
     POOLINGS,
@@ -29,11 +28,12 @@ from llmx.models.pooling import (
 from tests.rundirs import TINY_LLAMA
 from tests.unit.test_models_classification import BERT
 from tests.unit.test_models_model import SEQUENCES, batch_of
+from tests.unit.test_models_model import model_of as plain_model_of
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, **more: Any) -> Any:
     values = BERT if kind == "bert" else {**TINY_LLAMA, "vocab_size": 1100}
-    return AutoConfig.for_model(kind, **values)
+    return AutoConfig.for_model(kind, **{**values, **more})
 
 
 def backbone(kind: str) -> Any:
@@ -42,19 +42,13 @@ def backbone(kind: str) -> Any:
 
 
 def model_of(network: Any, method: AttentionMethod) -> Model:
-    return Model(
-        name="policy", spec=ModelSpec(head=BACKBONE), module=network, forward=network,
-        config=network.config, vocab_size=network.config.vocab_size, attention=method,
-        dtype=torch.float32, device=torch.device("cpu"), routing=Routing(network),
-    )  # fmt: skip
+    return plain_model_of(network, method.layout, method=method, head=BACKBONE)
 
 
 def theirs(hidden: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Of one sequence alone, by sentence-transformers where it is installed."""
-    try:
-        from sentence_transformers.sentence_transformer.modules import Pooling
-    except ImportError:
-        return {"mean": hidden.mean(dim=1), "cls": hidden[:, 0], "last": hidden[:, -1]}[pooling][0]
+    """Of one sequence alone, by sentence-transformers."""
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
     mode = {"last": "lasttoken"}.get(pooling, pooling)
     features = {"token_embeddings": hidden, "attention_mask": torch.ones(hidden.shape[:2])}
     found: torch.Tensor = Pooling(hidden.shape[-1], mode)(features)["sentence_embedding"][0]
@@ -94,7 +88,7 @@ def test_a_sequence_has_the_vector_that_it_has_alone(how: str, pooling: str) -> 
 
 def test_a_batch_without_a_sequence_has_a_graph() -> None:
     network = backbone("llama")
-    model = model_of(network, AttentionMethod("sdpa", "mask", "packed"))
+    model = model_of(network, METHODS["llama packed"][1])
     found = model.embeddings(collate([], seq_len=8, pad_id=0, layout="packed"), pooling="mean")
     assert found.shape == (0, network.config.hidden_size)
     found.sum().backward()
@@ -137,10 +131,6 @@ def test_a_backbone_takes_the_weights_of_a_model_with_a_head(
         if name not in names:
             torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=0)
     # A layer that the network lacks is no head.
-    config = config_of(kind)
-    config.num_hidden_layers -= 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:-1]
-    shallow = AutoModel.from_config(config)
+    shallow = AutoModel.from_config(config_of(kind, num_hidden_layers=1))
     with pytest.raises(ConfigError, match="weights that .* does not"):
         load_weights(shallow, source, seed=1, may_draw=names, backbone=True)

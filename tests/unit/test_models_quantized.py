@@ -10,27 +10,26 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from llmx.checkpoint.export.merged import write_merged
-from llmx.checkpoint.export.model import export_adapter
-from llmx.checkpoint.export.weights import SHARD_BYTES
-from llmx.config import AdapterConfig, Experiment, experiment_from_dict
+from llmx.config import AdapterConfig, Experiment
 from llmx.errors import ConfigError
-from llmx.models.adapter import Adapter, add_adapter, load_adapted, without_adapter
+from llmx.models.adapter import Adapter, load_adapted, without_adapter
 from llmx.models.adapter_names import QUANTIZATION_FILE
-from llmx.models.factory import build_model, num_parameters
+from llmx.models.factory import num_parameters
 from llmx.models.network_config import network_config
 from llmx.models.quantized import Quantization, quantized_layers, rounded
 from llmx.plan.memory import packed_bytes
-from tests.reference import word_tokenizer
-from tests.small_models import small_model
+from tests.small_models import network_of, small_model
+from tests.unit.test_models_adapter import IDS, adapted, logits, merged, train_a_little, written
+from tests.unit.test_models_adapter import experiment as plain_experiment
 
-IDS = torch.arange(24).view(2, 12) % 90 + 3
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
@@ -50,56 +49,24 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
-def experiment(base: Path, **adapter: Any) -> Experiment:
-    values = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "quantize": "nf4", **adapter}
-    model = {"kind": "hf", "path": str(base), "init": "pretrained"}
-    return experiment_from_dict({"model": model, "adapter": values, "seed": 7})
+experiment = partial(plain_experiment, quantize="nf4")
 
 
 def built(exp: Experiment, *, precision: str = "fp32") -> tuple[Any, Adapter]:
     """A network as a rank builds it."""
-    network: Any = build_model(
-        exp.model,
-        exp.seed,
-        network_config(exp.model),
-        precision=precision,
-        device=torch.device("cpu"),
-        implementation="sdpa",
-        ds_config=STAGE_2,
-        adapter=exp.adapter,
-    )
-    dtype = next(network.parameters()).dtype
-    adapter = add_adapter(
-        network, exp.model, exp.adapter, exp.seed, ds_config=STAGE_2, dtype=dtype, head="causal_lm"
-    )
-    return network, adapter
+    config = network_config(exp.model)
+    network = network_of(exp, config, precision=precision, ds_config=STAGE_2, adapter=exp.adapter)
+    return network, adapted(network, exp, dtype=next(network.parameters()).dtype)
 
 
 def rounded_base(base: Path, exp: Experiment, *, without: tuple[str, ...] = ("lm_head",)) -> Any:
     """The plain model with the weights that 4 bits leave of it."""
-    from transformers import AutoModelForCausalLM
-
     network: Any = AutoModelForCausalLM.from_pretrained(base)
     quantization = Quantization.of(exp.adapter)
-    assert quantization is not None
     for name, module in network.named_modules():
         if isinstance(module, torch.nn.Linear) and name not in without:
             module.weight.data = rounded(module.weight.data, quantization)
     return network
-
-
-@torch.no_grad()
-def logits(network: Any) -> torch.Tensor:
-    found: torch.Tensor = network.eval()(input_ids=IDS, use_cache=False).logits
-    return found
-
-
-def train_a_little(network: Any) -> None:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 @pytest.mark.parametrize(
@@ -128,22 +95,19 @@ def test_it_computes_what_its_rounded_base_does(adapter: dict[str, Any], base: P
     # A weight of a small layer shares the scale of scales with fewer.
     assert packed == pytest.approx(packed_bytes(weights, double=exp.adapter.double_quant), rel=0.01)
     train_a_little(network)
-    with without_adapter(network):
-        if not saved:
+    if not saved:
+        with without_adapter(network):
             torch.testing.assert_close(logits(network), logits(plain), rtol=1e-4, atol=1e-4)
     assert set(made.trained) == {n for n, p in network.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_gradients_are_those_of_the_rounded_base(checkpointing: str, base: Path) -> None:
     exp = experiment(base)
     exp = replace(exp, model=replace(exp.model, activation_checkpointing=checkpointing))
     network, _ = built(exp)
     plain = rounded_base(base, exp)
-    add_adapter(
-        plain, exp.model, exp.adapter, exp.seed, ds_config=STAGE_2, dtype=torch.float32,
-        head="causal_lm",
-    )  # fmt: skip
+    adapted(plain, exp)
     found = []
     for each in (network, plain):
         train_a_little(each)
@@ -157,28 +121,19 @@ def test_gradients_are_those_of_the_rounded_base(checkpointing: str, base: Path)
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    ("precision", "adapter"),
+    [("fp32", {}), ("fp32", {"modules_to_save": ["lm_head"]}), ("bf16", {"dora": True})],
+)
 def test_its_files_and_the_merged_model_are_equal(
-    adapter: dict[str, Any], precision: str, base: Path, tmp_path: Path
+    precision: str, adapter: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     exp = experiment(base, **adapter)
     network, made = built(exp, precision=precision)
     train_a_little(network)
     wanted = logits(network.float())
-    directory = tmp_path / "adapter"
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    export_adapter(
-        network,
-        made,
-        network.config,
-        tokenizer=word_tokenizer(),
-        vocab_size=90,
-        directory=directory,
-        dtype=dtype,
-    )
+    directory = written(tmp_path / "adapter", network, made, dtype=dtype)
     said = json.loads((directory / QUANTIZATION_FILE).read_text())
     assert said["llm_int8_skip_modules"] == ["lm_head"]
     config = BitsAndBytesConfig(**{k: v for k, v in said.items() if k != "quant_method"})
@@ -188,11 +143,9 @@ def test_its_files_and_the_merged_model_are_equal(
     read = load_adapted(directory, exp.model)
     assert next(read.parameters()).dtype == dtype
     torch.testing.assert_close(logits(read.float()), wanted, **close)
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    write_merged(merged, directory, exp.model, dtype="F32", shard_bytes=SHARD_BYTES)
-    assert not (merged / QUANTIZATION_FILE).exists()
-    whole = AutoModelForCausalLM.from_pretrained(merged)
+    files = merged(directory, exp)
+    assert not (files / QUANTIZATION_FILE).exists()
+    whole = AutoModelForCausalLM.from_pretrained(files)
     torch.testing.assert_close(logits(whole), wanted, **close)
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
     assert (wanted - plain).abs().max() > 0.1

@@ -7,7 +7,7 @@ tries its network on a few tokens, and they compare (``check_gradient_order``).
 
 Tried by ``python -m pytest -m deepspeed tests/integration/test_train_engines.py
 tests/integration/test_train_export.py`` and ``python -m pytest
-tests/unit/test_models_gradient_order.py``.
+tests/unit/test_models_blocks.py``.
 """
 
 from __future__ import annotations
