@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    dynamic_module_utils,
+)
 
 from llmx.checkpoint import commit
 from llmx.checkpoint.disk import Disk
@@ -87,22 +95,25 @@ def save_model(
     described = run.root / "described"
     write_config(described, model, config)
     tokenizer(described)
+    files = {f"model/{path.name}": path.read_bytes() for path in sorted(described.iterdir())}
+    shutil.rmtree(described)
+    commit_pieces(run, step, pieces, {"state.json": json.dumps(state).encode(), **files})
+
+
+def commit_pieces(
+    run: RunDir, step: int, pieces: list[list[Fragment]], files: dict[str, bytes]
+) -> None:
+    """A checkpoint of the fragments of each rank, on hosts of their own, and of other files."""
     commit.begin(run.checkpoints, step)
     entries = {}
     for rank, fragments in enumerate(pieces):
+        by_key = {each.key: each for each in fragments}
         specs = [each.spec for each in fragments]
         with commit.rank_writer(run.checkpoints, step, rank, specs) as writer:
-            by_key = {each.key: each for each in fragments}
             entries[rank_file(rank)] = writer.write(by_key[spec.key] for spec in writer.order)
-    text = json.dumps(state).encode()
-    entries["state.json"] = commit.add_file(run.checkpoints, step, "state.json", text)
-    for path in sorted(described.iterdir()):
-        name = f"model/{path.name}"
-        entries[name] = commit.add_file(run.checkpoints, step, name, path.read_bytes())
-    shutil.rmtree(described)
-    hosts = {
-        name: f"node-{name[9:10]}" if name.startswith("rank") else "node-0" for name in entries
-    }
+    hosts = {name: f"node-{rank}" for rank, name in enumerate(entries)}
+    for name, text in files.items():
+        entries[name] = commit.add_file(run.checkpoints, step, name, text)
     manifest = Manifest(step, entries, hosts=hosts, run_id="run")
     commit.write_manifest(run.checkpoints, step, manifest)
     commit.publish(run.checkpoints, step)
@@ -121,23 +132,28 @@ def run(memory: Path) -> RunDir:
     return RunDir(memory / "run")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
-                                             ("fp16", torch.float16)])  # fmt: skip
-def test_transformers_loads_every_weight(
-    run: RunDir, tied: bool, name: str, dtype: torch.dtype
-) -> None:
+def check_weights(directory: Path, model: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """transformers loads every weight."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    found = loaded.state_dict()
+    for key, tensor in expected(model, dtype).items():
+        assert torch.equal(found[key], tensor), key
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False)]
+)
+def test_transformers_loads_every_weight(run: RunDir, name: str, tied: bool) -> None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
     model = make_model(tie_word_embeddings=tied)
     model.model.layers[0].mlp.up_proj.weight.requires_grad = False
     save_model(run, model, 12)
     directory = export(run, dtype=name)
     assert directory == run.root / "export" / "step-00000012"
-    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    loaded = check_weights(directory, model, dtype)
     assert loaded.dtype == dtype
     assert loaded.config.vocab_size == VOCABULARY
-    found = loaded.state_dict()
-    for key, tensor in expected(model, dtype).items():
-        assert torch.equal(found[key], tensor), key
     on_disk = (directory / "model.safetensors").stat().st_size
     stored = sum(parameter.numel() for parameter in loaded.parameters())
     assert 0 < on_disk - stored * dtype.itemsize < 8000, "tied weights once, no padding"
@@ -152,9 +168,7 @@ def test_shards_and_their_index(run: RunDir) -> None:
     assert all((directory / name).stat().st_size < 32_000 for name in files)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(files)
-    found = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    for key, tensor in expected(model, torch.bfloat16).items():
-        assert torch.equal(found[key], tensor), key
+    check_weights(directory, model)
 
 
 def test_buffers_keep_their_kind(run: RunDir) -> None:
@@ -164,8 +178,6 @@ def test_buffers_keep_their_kind(run: RunDir) -> None:
     model.register_buffer("steps", torch.tensor(7))
     model.register_buffer("scale", torch.tensor([1.0, 1 / 3]))
     save_model(run, model, 1)
-    from safetensors.torch import load_file
-
     found = load_file(export(run) / "model.safetensors")
     assert found["steps"].dtype == torch.int64
     assert found["steps"].item() == 7
@@ -181,9 +193,7 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert "step-00000003 cannot be used: rank-00001.safetensors: damaged, it has" in said.err
     assert "export/step-00000002: step 2, 55,872 parameters in bf16, 109.1 KiB" in said.out
-    found = AutoModelForCausalLM.from_pretrained(run.root / "export" / "step-00000002")
-    for key, tensor in expected(models[2], torch.bfloat16).items():
-        assert torch.equal(found.state_dict()[key], tensor), key
+    check_weights(run.root / "export" / "step-00000002", models[2])
     # The same again: it is there.
     assert run_here("export", [str(run.root)]) == 2
     assert "exists already. Remove it" in capsys.readouterr().err
@@ -210,10 +220,9 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
 def test_a_part_on_another_host_is_named(run: RunDir) -> None:
     save_model(run, make_model(), 1)
     (run.checkpoint(1) / rank_file(2)).unlink()
-    with pytest.raises(LlmxError) as caught:
+    missing = r"(?s)rank-00002.safetensors: is missing.*copy step-00000001 from node-2 into"
+    with pytest.raises(LlmxError, match=missing):
         export(run)
-    assert "rank-00002.safetensors: is missing" in str(caught.value)
-    assert "copy step-00000001 from node-2 into" in str(caught.value)
 
 
 def test_where_there_is_nothing_to_export(run: RunDir) -> None:
@@ -280,31 +289,21 @@ def test_memory_does_not_grow_with_a_tensor(run: RunDir) -> None:
     values = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
     parameters = {"w": {"shape": [rows, columns], "trained": True, "tied_to": None}}
     run.root.mkdir(parents=True)
-    commit.begin(run.checkpoints, 1)
     fragment = Fragment(fragment_key("master", "w", 0), "F32", count, values)
-    with commit.rank_writer(run.checkpoints, 1, 0, [fragment.spec]) as writer:
-        entries = {rank_file(0): writer.write([fragment])}
     state = {"step": 1, "precision": "bf16", "vocab_size": 1, "padded_vocab_size": 1,
              "vocabulary": [], "parameters": parameters}  # fmt: skip
-    text = json.dumps(state).encode()
-    entries["state.json"] = commit.add_file(run.checkpoints, 1, "state.json", text)
-    commit.write_manifest(run.checkpoints, 1, Manifest(1, entries, hosts={}, run_id="r"))
-    commit.publish(run.checkpoints, 1)
+    commit_pieces(run, 1, [[fragment]], {"state.json": json.dumps(state).encode()})
+    program = (
+        "import sys; from llmx.cli.main import run_here; code = run_here('export', sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; "
+        "print(open('/proc/self/status').read()); sys.exit(code)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c",
-         "import sys; from llmx.cli.main import run_here; code = run_here('export', sys.argv[1:]); "
-         "assert 'torch' not in sys.modules; "
-         "print(open('/proc/self/status').read()); sys.exit(code)",
-         str(run.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program, str(run.root)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
     assert int(peak_kib) / 2**10 < 128, done.stdout
-    from safetensors import safe_open
-
     with safe_open(run.root / "export" / "step-00000001" / "model.safetensors", "pt") as file:
         found = file.get_slice("w")[rows - 1 :]
     assert torch.equal(found[0], torch.from_numpy(values[-columns:]).bfloat16())
@@ -314,8 +313,6 @@ def test_an_architecture_of_its_own_code_is_exported_as_the_run_trusts_it(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights are converted, for which the model is built: without a question to anybody."""
-    from transformers import dynamic_module_utils
-
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"asked: {prompt}"))
@@ -351,11 +348,9 @@ def test_an_architecture_of_its_own_code_is_exported_as_the_run_trusts_it(
     save_model(run, model, 1, precision="fp32")
     with pytest.raises(ValueError, match="trust_remote_code"):
         export(run)  # its config does not say so
-    exp = experiment_from_dict({"model": {"trust_remote_code": True}})
-    run.config.write_text(dump_config(exp))
+    trusting = experiment_from_dict({"model": {"trust_remote_code": True}})
+    run.config.write_text(dump_config(trusting))
     with pytest.raises(ConfigError, match="--trust"):
         export(run)  # nor is it known to be a run of this user
     directory = export(run, trusted=True)
-    again = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).state_dict()
-    for name, tensor in expected(model, torch.float32).items():
-        assert torch.equal(again[name], tensor), name
+    check_weights(directory, model, torch.float32)
