@@ -1,7 +1,4 @@
-"""``export --to onnx`` and ``--to gguf``: every file is read back by somebody else's reader.
-
-pytest tests/unit/test_export_formats.py
-"""
+"""``export --to onnx`` and ``--to gguf``: every file is read back by somebody else's reader."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +31,7 @@ from llmx.cli.main import run_here
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir
 from tests.unit.test_checkpoint_export import VOCABULARY, make_model, save_model
+from tests.unit.test_models_classification import BERT
 
 ROWS = 48
 SMALL: dict[str, Any] = {
@@ -86,8 +85,6 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_gguf(tmp_path: Path, case: str) -> None:
     """transformers' own reader answers as the model does; the vocabulary is in the file."""
-    from gguf import GGUFReader
-
     pieces = case.startswith("mistral")
     source = write_model(tmp_path / "model", CONFIGS[case], pieces=pieces)
     precision = case.split("-")[1]
@@ -136,16 +133,13 @@ def test_onnx(tmp_path: Path, kind: str) -> None:
     """ONNX Runtime answers as transformers does, at batches and lengths that were not traced."""
     import onnxruntime
 
+    names = ["input_ids", "attention_mask"]
     if kind == "llama-fp16":
         source = write_model(tmp_path / "model", LlamaConfig(**SMALL))
-        names = ["input_ids", "attention_mask"]
     else:
-        config = BertConfig(
-            vocab_size=ROWS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_labels=3, max_position_embeddings=64,
-        )  # fmt: skip
+        config = BertConfig(**{**BERT, "vocab_size": ROWS, "num_labels": 3})
         source = write_model(tmp_path / "model", config, AutoModelForSequenceClassification)
-        names = ["input_ids", "attention_mask", "token_type_ids"]
+        names.append("token_type_ids")
     (tmp_path / "out").mkdir()
     said = write_onnx(source, tmp_path / "out", precision=kind.split("-")[1])
     assert "outputs differ by" in said
@@ -171,26 +165,22 @@ def test_a_file_that_answers_otherwise_gets_no_name(
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(source: Path, message: str, **how: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            convert_model(source, **how)
+
     config = GPT2Config(vocab_size=ROWS, n_embd=32, n_layer=1, n_head=2, n_positions=32)
     source = write_model(tmp_path / "model", config)
-    with pytest.raises(
-        ConfigError, match="is a gpt2; .* llama, mistral, qwen2, qwen3. Use --to onnx"
-    ):
-        convert_model(source, to="gguf")
+    refused(source, "is a gpt2; .* llama, mistral, qwen2, qwen3. Use --to onnx", to="gguf")
+    refused(source, "onnx is written in fp32 or fp16", to="onnx", dtype="bf16")
+    refused(source, "q8_0 is a precision of GGUF", to="onnx", dtype="q8_0")
+    monkeypatch.setitem(compared.PACKAGES, "onnx", ("nowhere_to_be_found",))
+    refused(source, r"found. Run `pip install llmx\[onnx\]`", to="onnx")
     other = write_model(tmp_path / "gelu", LlamaConfig(**SMALL, hidden_act="gelu"))
-    with pytest.raises(ConfigError, match="has hidden_act=gelu, which this export does not write"):
-        convert_model(other, to="gguf")
+    refused(other, "has hidden_act=gelu, which this export does not write", to="gguf")
     (other / "tokenizer.json").unlink()
     (other / "config.json").write_text(json.dumps(LlamaConfig(**SMALL).to_dict()))
-    with pytest.raises(ConfigError, match="needs .*/tokenizer.json, which cannot be read"):
-        convert_model(other, to="gguf")
-    with pytest.raises(ConfigError, match="onnx is written in fp32 or fp16"):
-        convert_model(source, to="onnx", dtype="bf16")
-    with pytest.raises(ConfigError, match="q8_0 is a precision of GGUF"):
-        convert_model(source, to="onnx", dtype="q8_0")
-    monkeypatch.setitem(compared.PACKAGES, "onnx", ("nowhere_to_be_found",))
-    with pytest.raises(ConfigError, match=r"found. Run `pip install llmx\[onnx\]`"):
-        convert_model(source, to="onnx")
+    refused(other, "needs .*/tokenizer.json, which cannot be read", to="gguf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gelu", "model"]
 
 
@@ -206,22 +196,14 @@ def test_of_a_run_by_its_best_checkpoint(memory: Path, capsys: pytest.CaptureFix
     set_pointer(run.checkpoints, BEST, 1)
     assert run_here("export", [str(run.root), "--best", "--to", "gguf", "--dtype", "fp32"]) == 0
     directory = run.root / "export" / "step-00000001-gguf"
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "README.md",
-        "manifest.json",
-        "run-fp32.gguf",
-    ]
+    files = sorted(path.name for path in directory.iterdir())
+    assert files == ["README.md", "manifest.json", "run-fp32.gguf"]
     card = (directory / "README.md").read_text()
     assert "llama-cli -m run-fp32.gguf" in card
     assert "library_name: gguf" in card
     assert not list((run.root / "export").glob(".*"))
-    from gguf import GGUFReader
-
-    embedding = next(
-        tensor
-        for tensor in GGUFReader(directory / "run-fp32.gguf").tensors
-        if tensor.name == "token_embd.weight"
-    )
+    tensors = GGUFReader(directory / "run-fp32.gguf").tensors
+    embedding = next(tensor for tensor in tensors if tensor.name == "token_embd.weight")
     assert embedding.shape.tolist() == [64, VOCABULARY]
     whole = export(run, step=1, dtype="fp32")
     loaded = AutoModelForCausalLM.from_pretrained(whole).get_input_embeddings().weight

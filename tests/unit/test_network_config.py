@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from llmx.compose.networks import with_network
+from llmx.compose.networks import _asked, with_network
 from llmx.config import ModelConfig
 from llmx.models.network_config import network_config, plain_values, read_config
 from tests.published_configs import FAMILIES, TYPED, with_typed
@@ -37,12 +37,18 @@ def test_a_published_config_is_what_its_class_reads(name: str, tmp_path: Path) -
     assert values_of(network_config(resolved)) == values_of(read)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_typed_key_is_as_if_written_into_the_file(name: str, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(written(tmp_path / "model", FAMILIES[name])), config=TYPED[name])
-    edited = AutoConfig.from_pretrained(written(tmp_path / "edited", with_typed(name)))
+def with_typed_keys(directory: Path, name: str, typed: dict[str, Any]) -> Any:
+    """The config of a published file with typed values, none of which is refused."""
+    model = ModelConfig(path=str(written(directory, FAMILIES[name])), config=typed)
     config, problems = read_config(model)
     assert problems == []
+    return config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_typed_key_is_as_if_written_into_the_file(name: str, tmp_path: Path) -> None:
+    edited = AutoConfig.from_pretrained(written(tmp_path / "edited", with_typed(name)))
+    config = with_typed_keys(tmp_path / "model", name, TYPED[name])
     ours, by_hand = values_of(config), values_of(edited)
     for values in (ours.get("text_config", ours), by_hand.get("text_config", by_hand)):
         values.pop("full_attention_interval", None)  # only read where the layers are made of it
@@ -80,9 +86,7 @@ def test_a_typed_key_is_as_if_written_into_the_file(name: str, tmp_path: Path) -
 def test_values_that_follow_from_typed_ones(
     name: str, typed: dict[str, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    directory = written(tmp_path / "model", FAMILIES[name])
-    config, problems = read_config(ModelConfig(path=str(directory), config=typed))
-    assert problems == []
+    config = with_typed_keys(tmp_path / "model", name, typed)
     text = config.get_text_config().to_dict()
     assert {key: text[key] for key in changed} == changed
 
@@ -92,12 +96,10 @@ def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
     CONFIG_MAPPING["qwen3"](
         num_hidden_layers=2, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     ).save_pretrained(tmp_path)
+    linear = {"rope_type": "linear", "factor": 2.0}
     for typed, rope in (
         ({"rope_theta": 7.0}, {"rope_type": "default", "rope_theta": 7.0}),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
-        ),
+        ({"rope_scaling": linear}, {**linear, "rope_theta": 1e6}),
         ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 1e6}),
     ):
         config, problems = read_config(ModelConfig(path=str(tmp_path), config=typed))
@@ -105,10 +107,7 @@ def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_a_value_of_all_parts(tmp_path: Path) -> None:
-    directory = written(tmp_path / "model", FAMILIES["qwen3.5"])
-    typed = {"tie_word_embeddings": False}
-    config, problems = read_config(ModelConfig(path=str(directory), config=typed))
-    assert problems == []
+    config = with_typed_keys(tmp_path / "model", "qwen3.5", {"tie_word_embeddings": False})
     assert config.tie_word_embeddings is config.text_config.tie_word_embeddings is False
 
 
@@ -118,21 +117,25 @@ def test_a_value_that_only_a_property_of_the_config_reads(tmp_path: Path) -> Non
     assert (problems, config.sliding_window) == ([], 4)
 
 
-REFUSED = [
-    ("qwen2.5", {"use_sliding_window": True}, "no layer of this Qwen2Config has a sliding window"),
-    ("qwen2.5", {"sliding_window": 8}, "Qwen2Config makes null of it"),
-    ("qwen2.5", {"attention_bias": True}, "Qwen2Config has no such value"),
-    ("llama2", {"partial_rotary_factor": 0.5}, "no layer of Llama reads it"),
-    ("llama2", {"rms_norm_epsilon": 1e-5}, 'Did you mean "rms_norm_eps"?'),
-    ("llama2", {"torch_dtype": "float32"}, "has no effect: precision decides it"),
-    ("gemma", {"hidden_act": "gelu"}, "makes gelu_pytorch_tanh of it"),
-    ("qwen3-moe", {"use_sliding_window": True}, "no layer of Qwen3Moe reads it"),
-    ("exaone4", {"num_hidden_layers": 1}, "Exaone4Config refuses the config with this"),
-    ("phi3-128k", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one of .'longrope'."),
-]
-
-
-@pytest.mark.parametrize(("name", "typed", "reason"), REFUSED)
+@pytest.mark.parametrize(
+    ("name", "typed", "reason"),
+    [
+        (
+            "qwen2.5",
+            {"use_sliding_window": True},
+            "no layer of this Qwen2Config has a sliding window",
+        ),
+        ("qwen2.5", {"sliding_window": 8}, "Qwen2Config makes null of it"),
+        ("qwen2.5", {"attention_bias": True}, "Qwen2Config has no such value"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "no layer of Llama reads it"),
+        ("llama2", {"rms_norm_epsilon": 1e-5}, 'Did you mean "rms_norm_eps"?'),
+        ("llama2", {"torch_dtype": "float32"}, "has no effect: precision decides it"),
+        ("gemma", {"hidden_act": "gelu"}, "makes gelu_pytorch_tanh of it"),
+        ("qwen3-moe", {"use_sliding_window": True}, "no layer of Qwen3Moe reads it"),
+        ("exaone4", {"num_hidden_layers": 1}, "Exaone4Config refuses the config with this"),
+        ("phi3-128k", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "one of .'longrope'."),
+    ],
+)
 def test_a_typed_key_without_effect_is_refused(
     name: str, typed: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
@@ -173,8 +176,6 @@ def test_the_control_process_reads_it_once(tmp_path: Path, monkeypatch: pytest.M
     assert resolved.architecture == "llama"
     (answer,) = (tmp_path / "cache" / "networks").iterdir()
     answer.write_text(json.dumps({"problems": ["from the cache"]}))
-    from llmx.compose.networks import _asked
-
     _asked.cache_clear()
     assert with_network(model)[1] == ["from the cache"]
     file = directory / "config.json"

@@ -1,13 +1,11 @@
 """Tokens of a tokenizer that the embedding of its model has no row for, as google/gemma-3-1b-it has
-one: a record with such a token is refused, and no other.
-
-``python -m pytest tests/unit/test_tokens_without_row.py``
-"""
+one: a record with such a token is refused, and no other."""
 
 from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +127,9 @@ def test_eval_prompts_have_none(base: Path, tmp_path: Path) -> None:
     exp = experiment(base, tmp_path, "sft", texts, eval_path=str(tmp_path / "rows.jsonl"))
     tokenizer = tokenizer_of(exp)
 
-    def expected(limit: int | None) -> int:
-        prompts = held_out_prompts(
-            exp.data, exp.seed, tokenizer, limit=9, decode=tokenizer.decode, num_embeddings=limit
-        )
-        return len(prompts)
-
-    assert (expected(None), expected(VOCABULARY)) == (3, 2)
+    prompts = partial(held_out_prompts, exp.data, exp.seed, tokenizer, limit=9)
+    for rows, count in ((None, 3), (VOCABULARY, 2)):
+        assert len(prompts(decode=tokenizer.decode, num_embeddings=rows)) == count
 
 
 def test_a_forward_refuses_the_id() -> None:
@@ -150,25 +144,21 @@ def test_a_forward_refuses_the_id() -> None:
 
 
 def test_a_prompt_with_it_is_named_and_the_others_are_completed(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = [str(base), "w3 w4", f"w3 {LATER}", "w5", "--max-new-tokens=2", "--json"]
-    assert run_here("generate", words) == ConfigError.exit_code
-    output = capsys.readouterr()
+    def refused(command: str, *words: str) -> Any:
+        assert run_here(command, [str(base), *words]) == ConfigError.exit_code
+        return capsys.readouterr()
+
+    said = f"the prompt contains the token {LATER} (id {VOCABULARY})"
+    output = refused("generate", "w3 w4", f"w3 {LATER}", "w5", "--max-new-tokens=2", "--json")
     assert [json.loads(line)["prompt"] for line in output.out.splitlines()] == ["w3 w4", "w5"]
-    assert f"the prompt contains the token {LATER} (id {VOCABULARY})" in output.err
-    file = tmp_path / "prompts.txt"
-    file.write_text(f"w3\nw4 {LATER}\n")
-    words = [str(base), "--prompts", str(file), "--out", str(tmp_path / "out.jsonl")]
-    assert run_here("generate", words) == ConfigError.exit_code
-    assert f"prompts.txt, prompt 2: the prompt contains the token {LATER}" in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_message_with_it_is_refused(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert said in output.err
+    (tmp_path / "prompts.txt").write_text(f"w3\nw4 {LATER}\n")
+    files = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out.jsonl")]
+    assert f"prompts.txt, prompt 2: {said}" in refused("generate", *files).err
     monkeypatch.setattr("sys.stdin", io.StringIO(f"w3 {LATER}\nw3\n"))
-    assert run_here("chat", [str(base), "--plain", "--max-new-tokens=2"]) == (ConfigError.exit_code)
-    assert f"the prompt contains the token {LATER}" in capsys.readouterr().err
+    assert said in refused("chat", "--plain", "--max-new-tokens=2").err
