@@ -16,6 +16,12 @@ from llmx.models.network_config import network_config, plain_values, read_config
 from tests.published_configs import FAMILIES, TYPED, with_typed
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, the process that reads a config answers."""
+    monkeypatch.setattr("llmx.compose.networks.TIME_LIMIT_S", 900.0)
+
+
 def written(directory: Path, values: dict[str, Any]) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(values))

@@ -40,6 +40,13 @@ from tests.rundirs import PARITY_MODELS
 from tests.small_models import KINDS, small_model
 from tests.unit.test_models_classification import BERT
 
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, the process that reads a config answers."""
+    monkeypatch.setattr("llmx.compose.networks.TIME_LIMIT_S", 900.0)
+
+
 SMALL_LLAMA = {**PARITY_MODELS["llama"], "model_type": "llama", "vocab_size": 1024}
 
 
