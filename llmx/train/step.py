@@ -10,7 +10,7 @@ several micro batches a first pass without a graph computes the outputs, and a s
 same random numbers, passes the gradients (GradCache, Gao et al. 2021, arXiv 2101.06983): a third
 more computation, and the memory of one micro batch.
 
-Tried by ``python -m pytest tests/unit/test_train_random.py tests/unit/test_train_joint.py`` and
+Tried by ``python -m pytest tests/unit/test_train_step.py`` and
 ``python -m pytest -m deepspeed tests/integration/test_train_engines.py``.
 """
 
