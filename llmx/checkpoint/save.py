@@ -6,8 +6,7 @@ the ranks gather whether it succeeded (docs/development/contracts.md, "Checkpoin
 fails, all abandon the save, and the checkpoints before it are left as they are. When to save is
 decided by ``llmx.train.saver``.
 
-Tried by ``python -m pytest tests/unit/test_train_host_copies.py tests/unit/test_train_saver.py``;
-on a GPU by ``tests/gpu``.
+Tried by ``python -m pytest tests/unit/test_train_save.py``; on a GPU by ``tests/gpu``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Saving and choosing on a real disk, by the real protocol, in a group of one rank."""
+"""Saving and choosing on a real disk, by the real protocol, in a group of one rank; the memory for
+copies of a state, of their own or in blocks that are used again; and who is asked to end."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmx.checkpoint import commit
 from llmx.checkpoint import save as save_job
@@ -23,7 +26,7 @@ from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
-from llmx.checkpoint.save import SaveFailed, SaveJob
+from llmx.checkpoint.save import HostCopies, SaveFailed, SaveJob
 from llmx.checkpoint.selection import list_steps, newest_usable, verify
 from llmx.checkpoint.state.engine_state import StateTensor, combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
@@ -33,14 +36,16 @@ from llmx.train import saver as saver_module
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import ResumePoint, find_resume_point
 from llmx.train.saver import Consensus, Flags
-from llmx.train.status import RankStatus, ShutdownRequest
+from llmx.train.status import SAME_REQUEST_S, RankStatus, ShutdownRequest, TermSignals
 from tests.resumed_runs import events
 from tests.rundirs import experiment
 
 MINE = {"global_batch": 8}
+PROGRESS: Any = None
+"""Nothing is saved before the saver is asked for a state."""
 
 
-def state_of(step: int, metric: float | None = None) -> dict[str, Any]:
+def state_of(step: int, metric: float | None) -> dict[str, Any]:
     return {
         "format": 1,
         "step": step,
@@ -56,33 +61,15 @@ def state_of(step: int, metric: float | None = None) -> dict[str, Any]:
     }
 
 
-def save(
+def make_job(
     run: RunDir,
     step: int,
+    on_end: Callable[[SaveJob], Any] = lambda job: None,
     *,
     values: torch.Tensor | None = None,
     metric: float | None = None,
     damaged: frozenset[int] = frozenset(),
     num_rollbacks: int = 0,
-    **keep: int,
-) -> SaveJob:
-    ended: list[SaveJob] = []
-    job = make_job(run, step, ended.append, values, metric, damaged, **keep)
-    job.num_rollbacks = num_rollbacks
-    job.start()
-    assert job.wait(60)
-    assert ended == [job]
-    assert job.fragments == (), "the copy is given back"
-    return job
-
-
-def make_job(
-    run: RunDir,
-    step: int,
-    on_end: Callable[[SaveJob], Any],
-    values: torch.Tensor | None = None,
-    metric: float | None = None,
-    damaged: frozenset[int] = frozenset(),
     **keep: int,
 ) -> SaveJob:
     values = torch.arange(6.0) + step if values is None else values
@@ -101,7 +88,24 @@ def make_job(
         config=CheckpointConfig(keep=KeepConfig(**keep)),
         damaged=damaged,
         on_end=on_end,
+        num_rollbacks=num_rollbacks,
     )
+
+
+def done(job: SaveJob) -> SaveJob:
+    job.start()
+    assert job.wait(60)
+    assert job.fragments == (), "the copy is given back"
+    return job
+
+
+def save(run: RunDir, *steps: int, **options: Any) -> SaveJob:
+    """Save each; the last one's job."""
+    for step in steps:
+        ended: list[SaveJob] = []
+        job = done(make_job(run, step, ended.append, **options))
+        assert ended == [job]
+    return job
 
 
 def start_of(run: RunDir) -> ResumePoint:
@@ -114,14 +118,17 @@ def damage(run: RunDir, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def log_saved(run: RunDir, *steps: int) -> None:
+def log_saved(run: RunDir, step: int) -> None:
     with run.metrics.open("a") as stream:
-        for step in steps:
-            stream.write(f'{{"kind": "event", "event": "saved", "step": {step}}}\n')
+        stream.write(f'{{"kind": "event", "event": "saved", "step": {step}}}\n')
 
 
-def test_what_is_saved_is_chosen_and_reads_back(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
+@pytest.fixture
+def run(group: None, memory: Path) -> RunDir:
+    return RunDir(memory / "run")
+
+
+def test_what_is_saved_is_chosen_and_reads_back(run: RunDir) -> None:
     assert start_of(run) == ResumePoint()
     assert not run.checkpoints.exists(), "nothing is made where nothing is saved"
     values = torch.randn(6)
@@ -129,11 +136,8 @@ def test_what_is_saved_is_chosen_and_reads_back(group: None, memory: Path) -> No
     assert job.error is None
     directory = run.checkpoint(4)
     assert not verify(directory)
-    assert job.num_bytes == sum(
-        path.stat().st_size
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    )
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert job.num_bytes == sum(f.stat().st_size for f in files if f.name != "manifest.json")
     assert (directory / "model/config.json").read_bytes() == b"{}"
     assert read_pointer(run.checkpoints, "latest") == 4
     assert read_pointer(run.checkpoints, "best") is None
@@ -146,56 +150,42 @@ def test_what_is_saved_is_chosen_and_reads_back(group: None, memory: Path) -> No
     assert torch.equal(read, values)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_never_committed(
-    group: None, memory: Path, bad: float
-) -> None:
-    run = RunDir(memory / "run")
-    save(run, 4)
-    values = torch.arange(6.0)
-    values[5] = bad
-    job = save(run, 8, values=values)
-    assert isinstance(job.error, SaveFailed)
-    assert not job.error.disk_full
-    assert "master of w is not finite" in str(job.error)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
-        "latest",
-        run.checkpoint(4).name,
-    ]
-    assert read_pointer(run.checkpoints, "latest") == 4
-
-
-def test_what_is_not_trained_may_be_infinite(group: None, memory: Path) -> None:
-    run, ended = RunDir(memory / "run"), []
-    job = make_job(run, 4, ended.append)
-    mask = torch.tensor([0.0, -math.inf])
-    job.fragments = [*job.fragments, StateTensor("buffer", "mask", 0, mask)]
-    job.state = {**job.state, "buffers": {"mask": {"shape": [2]}}}
-    job.start()
-    assert job.wait(60)
-    assert [each.error for each in ended] == [None]
-    assert not verify(run.checkpoint(4))
-
-
-def test_a_shape_that_is_not_covered_is_never_committed(
-    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ([math.nan], "master of w is not finite"),
+        ([math.inf], "master of w is not finite"),
+        ([], "master of w lacks elements 5 to 6 of 6"),
+    ],
+)
+def test_what_is_not_whole_and_finite_is_never_committed(run, last, message, monkeypatch) -> None:
     def close(disk: Disk, descriptor: int) -> None:
         os.close(descriptor)
         raise OSError(errno.EIO, "also this fails, as over NFS")
 
-    run = RunDir(memory / "run")
-    job = make_job(run, 4, lambda _: None, torch.arange(5.0))
-    monkeypatch.setattr(Disk, "close", close)
-    job.start()
-    assert job.wait(60)
+    save(run, 4)
+    job = make_job(run, 8, values=torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, *last]))
+    if not last:
+        monkeypatch.setattr(Disk, "close", close)
+    done(job)
     assert isinstance(job.error, SaveFailed)
-    assert "master of w lacks elements 5 to 6 of 6" in str(job.error)
-    assert list(run.checkpoints.iterdir()) == []
+    assert not job.error.disk_full
+    assert message in str(job.error)
+    found = sorted(path.name for path in run.checkpoints.iterdir())
+    assert found == ["latest", run.checkpoint(4).name]
+    assert read_pointer(run.checkpoints, "latest") == 4
 
 
-def test_what_fails_after_the_commit_is_a_warning(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
+def test_what_is_not_trained_may_be_infinite(run: RunDir) -> None:
+    job = make_job(run, 4)
+    mask = torch.tensor([0.0, -math.inf])
+    job.fragments = [*job.fragments, StateTensor("buffer", "mask", 0, mask)]
+    job.state = {**job.state, "buffers": {"mask": {"shape": [2]}}}
+    assert done(job).error is None
+    assert not verify(run.checkpoint(4))
+
+
+def test_what_fails_after_the_commit_is_a_warning(run: RunDir) -> None:
     save(run, 4)
     (run.checkpoints / "latest").unlink()
     (run.checkpoints / "latest").mkdir()
@@ -206,10 +196,8 @@ def test_what_fails_after_the_commit_is_a_warning(group: None, memory: Path) -> 
     assert newest_usable(run.checkpoints) == 8
 
 
-def test_keep_counts_usable_ones_and_leaves_the_damaged(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
-    metrics = {4: 3.0, 8: 1.0, 12: 2.0, 16: None, 20: 2.5}
-    for step, metric in metrics.items():
+def test_keep_counts_usable_ones_and_leaves_the_damaged(run: RunDir) -> None:
+    for step, metric in {4: 3.0, 8: 1.0, 12: 2.0, 16: None, 20: 2.5}.items():
         if step == 16:
             damage(run, 4)
         save(run, step, metric=metric, damaged=frozenset({4}), last=2, best=1, every=0)
@@ -218,8 +206,7 @@ def test_keep_counts_usable_ones_and_leaves_the_damaged(group: None, memory: Pat
     assert read_pointer(run.checkpoints, "latest") == 20
 
 
-def test_what_is_being_copied_elsewhere_stays_until_it_is_not(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
+def test_what_is_being_copied_elsewhere_stays_until_it_is_not(run: RunDir) -> None:
     save(run, 4, last=1)
     pin(run.checkpoints, [4])
     save(run, 8, last=1)
@@ -232,10 +219,8 @@ def test_what_is_being_copied_elsewhere_stays_until_it_is_not(group: None, memor
     assert list_steps(run.checkpoints) == [6]
 
 
-def test_after_going_back_the_past_that_was_given_up_is_removed(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
-    for step in (4, 8, 12, 16):
-        save(run, step, last=9)
+def test_after_going_back_the_past_that_was_given_up_is_removed(run: RunDir) -> None:
+    save(run, 4, 8, 12, 16, last=9)
     write_json(run.resume, {"step": 8, "skip_steps": [9, 10], "attempt": 2})
     start = start_of(run)
     assert (start.step, start.attempt, start.skip_steps) == (8, 2, {9, 10})
@@ -248,13 +233,9 @@ def test_after_going_back_the_past_that_was_given_up_is_removed(group: None, mem
         start_of(run)
 
 
-def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
-    group: None, memory: Path
-) -> None:
+def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(run: RunDir) -> None:
     """On the disk of a host that was away, or before the first save of the new course."""
-    run = RunDir(memory / "run")
-    for step in (4, 8, 12):
-        save(run, step, last=9)
+    save(run, 4, 8, 12, last=9)
     write_json(run.resume, {"step": None, "went_back": [8]})
     start = start_of(run)
     assert (start.step, start.num_rollbacks, start.damaged) == (8, 1, ())
@@ -271,8 +252,7 @@ def test_a_past_that_was_given_up_is_not_chosen_where_it_was_left(
         start_of(run)
 
 
-def test_damage_falls_back_and_never_past_what_was_removed(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
+def test_damage_falls_back_and_never_past_what_was_removed(run: RunDir) -> None:
     for step in (4, 8):
         save(run, step)
         log_saved(run, step)
@@ -289,15 +269,13 @@ def test_damage_falls_back_and_never_past_what_was_removed(group: None, memory: 
     assert list_steps(run.checkpoints) == [4, 8]
 
 
-def test_a_save_that_was_cut_short_is_cleared_away(group: None, memory: Path) -> None:
-    run = RunDir(memory / "run")
+def test_a_save_that_was_cut_short_is_cleared_away(run: RunDir) -> None:
     save(run, 4)
     partial = run.checkpoints / ".step-00000008.partial"
     partial.mkdir()
     (partial / "rank-00000.safetensors").write_bytes(b"half")
     assert start_of(run).step == 4
     assert not partial.exists()
-    assert read_json(run.checkpoint(4) / "state.json")["step"] == 4
 
 
 def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
@@ -307,7 +285,7 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
         make_plan(exp),
         run,
         lr=exp.optim.lr,
-        engine=None,  # nothing is saved before it is asked for a state
+        engine=None,
         tokenizer=None,
         identity={},
         consensus=Consensus(timeout_s=60),
@@ -320,13 +298,9 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
     )
 
 
-def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
-    group: None, memory: Path
-) -> None:
-    run = RunDir(memory / "run")
-    saver = make_saver(run, print)
+def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(run: RunDir) -> None:
+    saver, seen = make_saver(run, print), []
     saver.status.enter("training")
-    seen = []
 
     def until_seen(_: SaveJob) -> None:
         deadline = time.monotonic() + 30
@@ -336,67 +310,54 @@ def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(
     saver._job = make_job(run, 2, until_seen)
     saver._job.start()
     saver.config.at_end = False
-    progress: Any = None
-    saver.at_end(3, progress)
+    saver.at_end(3, PROGRESS)
     assert seen[-1] == "saving"
     assert read_json(run.rank_status(0))["state"] == "training"
     assert not saver.busy
 
 
-def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(
-    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(run, monkeypatch) -> None:
     """The others still wait for its part, so together they are busy: it must not go on."""
 
     def breaks(value: Any, *, group: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    saver = make_saver(RunDir(memory / "run"), print)
-    saver._job = make_job(RunDir(memory / "run"), 2, lambda _: None)
+    saver = make_saver(run, print)
+    saver._job = make_job(run, 2)
     monkeypatch.setattr(save_job, "all_gather", breaks)
-    saver._job.start()
-    assert saver._job.wait(60)
-    progress: Any = None
+    done(saver._job)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        saver.at_boundary(3, Flags(busy=True), progress)
+        saver.at_boundary(3, Flags(busy=True), PROGRESS)
 
 
-def test_a_disk_that_is_too_slow_is_waited_for_once(
-    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_slow_is_waited_for_once(run, monkeypatch) -> None:
     """The save in flight does not end: training waits a moment, then checkpoints are passed over
     without waiting again."""
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.3)
-    run, release, said = RunDir(memory / "run"), threading.Event(), []
+    release, said = threading.Event(), []
     saver = make_saver(run, said.append)
-    config = saver.config
     assert saver.flags() == Flags()
-    job = make_job(run, 2, on_end=lambda _: release.wait(60))
+    saver._job = job = make_job(run, 2, lambda _: release.wait(60))
     job.start()
-    saver._job = job
-    config.every_steps = 2
-    progress: Any = None  # a checkpoint that is passed over asks for nothing
+    saver.config.every_steps = 2
     waited: list[tuple[int, float]] = []
     wait = job.wait
     monkeypatch.setattr(job, "wait", lambda s: [waited.append((step, s)), wait(s)][1])
     for step in (3, 4, 6):
         assert saver.flags().busy
-        saver.at_boundary(step, Flags(busy=True), progress)
+        saver.at_boundary(step, Flags(busy=True), PROGRESS)
     assert [each for each in waited if each[1]] == [(4, 0.3)]  # 0: it only asks
     assert [line["step"] for line in events(run, "passed_over")] == [4, 6]
     assert "no checkpoint at step 4" in said[0]
     release.set()
     assert job.wait(60)
     assert not saver.flags().busy
-    config.every_minutes = 1e-9
+    saver.config.every_minutes = 1e-9
     assert saver.flags() == Flags(save=True)
 
 
-def test_an_exchange_that_breaks_takes_nothing_back(
-    group: None, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exchange_that_breaks_takes_nothing_back(run, monkeypatch) -> None:
     """Another rank may have heard that all published, and have removed the one before."""
-    run = RunDir(memory / "run")
     whole, seen = save_job.all_gather, []
     for number in itertools.count(1):
         assert save(run, 4, last=1).error is None
@@ -416,9 +377,148 @@ def test_an_exchange_that_breaks_takes_nothing_back(
         assert isinstance(job.error, RuntimeError)
         steps = list_steps(run.checkpoints)
         assert steps == [step for step in steps if not verify(run.checkpoint(step))]
-        assert steps in ([4], [4, 8], [8])
         seen.append(steps)
         for step in steps:
             commit.prune(run.checkpoints, [step])
     # Given up before it was published; published, and both stay; decided, and the old one goes.
     assert [steps for steps, _ in itertools.groupby(seen)] == [[4], [4, 8], [8]]
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.bool)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), min_size=1, max_size=9),
+    blocks=st.integers(1, 6),
+)
+@settings(max_examples=25)
+def test_copies_in_blocks_are_the_same_elements(sizes: list[Any], blocks: int) -> None:
+    """As from a GPU, but for the page-lock and the wait: every element once, blocks used again."""
+    made: list[torch.Tensor] = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        made.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return made[-1]
+
+    copies = HostCopies(devices=("cpu",), allocate=allocate, block_bytes=16 * blocks)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        live = [torch.randint(0, 2, (size,)).to(dtype) for size, dtype in sizes]
+        wanted = [values.clone() for values in live]
+        copied = copies.copy(StateTensor("master", str(n), 7, each) for n, each in enumerate(live))
+        for values in live:
+            values.zero_()
+        for number, values in enumerate(wanted):
+            mine = [each for each in copied if each.name == str(number)]
+            assert torch.equal(torch.cat([each.tensor for each in mine]), values)
+            starts = [7 + sum(len(each.tensor) for each in mine[:k]) for k in range(len(mine))]
+            assert [each.start for each in mine] == starts
+        assert copies.held_bytes == sum(block.nbytes for block in made)
+        if seed == 0:
+            first = len(made)
+    assert len(made) == first, "the second copy needs no memory"
+
+
+def test_where_no_page_can_be_locked_a_copy_is_made_all_the_same() -> None:
+    asked = []
+
+    def refuse(num_bytes: int) -> torch.Tensor:
+        asked.append(num_bytes)
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    copies, live = HostCopies(devices=("cpu",), allocate=refuse), torch.arange(3.0)
+    for _ in range(2):
+        (copy,) = copies.copy([StateTensor("master", "a", 0, live)])
+        assert torch.equal(copy.tensor, live)
+        assert copy.tensor.data_ptr() != live.data_ptr()
+    assert len(asked) == 1
+    assert copies.held_bytes == 0
+
+
+GIB = 2**30
+MEMINFO = f"MemTotal: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB\nCached: 5 kB\n"
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def limited(group: str, version: tuple[str, str, str], limit: Any, used: int = 0) -> dict[str, str]:
+    """Files of a control group; 1 GiB of what it uses is a cache."""
+    stat = f"anon 5\n{version[2]} {GIB}\n"
+    values = {version[0]: f"{limit}\n", version[1]: f"{used}\n", "memory.stat": stat}
+    return {f"sys/fs/cgroup/{group}/{name}": text for name, text in values.items()}
+
+
+def in_step(line: str) -> dict[str, str]:
+    """Slurm and systemd put a job far below the root."""
+    return {"proc/self/cgroup": f"1:cpu:/\n{line}/slurm/job_7/step_0\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 4 * GIB),
+        (limited("", VERSION_2, "max"), 4 * GIB),
+        (limited("", VERSION_2, 3 * GIB, 2 * GIB), 2 * GIB),
+        (limited("", VERSION_2, 5, 2 * GIB), 0),
+        ({**in_step("0::"), **limited("slurm/job_7/step_0", VERSION_2, "max"),
+          **limited("slurm/job_7", VERSION_2, 5 * GIB, 4 * GIB)}, 2 * GIB),
+        ({**in_step("0::"), **limited("slurm/job_7/step_0", VERSION_2, "max")}, 4 * GIB),
+        ({**in_step("4:memory:"),
+          **limited("memory/slurm/job_7/step_0", VERSION_1, 2**63 - 4096),
+          **limited("memory/slurm/job_7", VERSION_1, 5 * GIB, 4 * GIB)}, 2 * GIB),
+    ],
+)  # fmt: skip
+def test_available_memory_is_the_least_of_host_and_control_groups(files, available, tmp_path):
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert save_job.available_bytes(tmp_path) == available
+    assert 0 < save_job.available_bytes() < 2**50
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    everyone = [("a", 3, 10), ("a", 5, 11), ("b", 7, 8)]
+    assert save_job.room_for(everyone, "a")
+    assert not save_job.room_for(everyone, "b")
+    assert not save_job.room_for([*everyone, ("a", 1, 10)], "a")
+
+
+def test_one_value_that_is_not_finite_is_found() -> None:
+    for dtype, bad in zip(FLOATS, (math.nan, math.inf, -math.inf), strict=True):
+        values = torch.linspace(-1, 1, 1001, dtype=dtype)
+        assert save_job.is_finite(values)
+        values[500] = bad
+        assert not save_job.is_finite(values)
+    assert save_job.is_finite(torch.tensor([1, 2]))
+    assert save_job.is_finite(torch.zeros(0))
+
+
+def test_buffers_are_the_bytes_of_the_tensor_itself() -> None:
+    values = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    buffer = memoryview(save_job.as_buffer(values))
+    for first in (1.5, 3.0):
+        values[0] = first
+        assert bytes(buffer) == values.view(torch.int16).numpy().tobytes()
+
+
+def test_a_request_is_passed_on_only_while_somebody_can_save() -> None:
+    stop = ShutdownRequest()
+    assert not stop.request("SIGTERM")
+    assert stop.requested == ""
+    stop.enable(False)  # checkpoints are off
+    assert not stop.request("SIGTERM")
+    stop.enable(True)
+    assert stop.request("SIGUSR1")
+    assert stop.request("SIGTERM")
+    assert stop.requested == "SIGUSR1"
+    assert stop.disable() == "SIGUSR1"
+    assert not stop.request("SIGTERM")
+
+
+def test_a_launcher_that_passes_sigterm_on_does_not_cost_the_checkpoint() -> None:
+    terms = TermSignals()
+    assert not terms.is_second(100.0)
+    assert not terms.is_second(100.3), "the same request, by way of the launcher"
+    assert not terms.is_second(100.0 + SAME_REQUEST_S)
+    assert terms.is_second(100.1 + SAME_REQUEST_S)
