@@ -11,7 +11,7 @@ rank adds what it holds and one small all-reduce does the rest. It tells two run
 bit of a single weight; it is not secure against collisions made on purpose.
 
 Tried by ``python -m pytest -m deepspeed tests/integration/test_state_resume.py`` and
-``python -m pytest tests/unit/test_train_state_hash.py``.
+``python -m pytest tests/unit/test_train_state.py``.
 """
 
 from __future__ import annotations

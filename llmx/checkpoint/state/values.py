@@ -1,7 +1,7 @@
 """The state of an engine besides tensors: step counts, the loss scaler, the engine's counters.
 
 All of it goes into ``state.json`` (docs/development/contracts.md, "Checkpoints"). Tried by
-``python -m pytest tests/unit/test_train_state_values.py``.
+``python -m pytest tests/unit/test_train_state.py``.
 """
 
 from __future__ import annotations
