@@ -8,7 +8,7 @@ same update, bit for bit, at every stage and on any number of ranks; they are cl
 for every other optimizer; and a checkpoint holds elements as ever. (DeepSpeed's own Muon clips
 before the orthogonalisation at stage 0, and after it at stage 2.)
 
-Tried by ``python -m pytest tests/unit/test_train_muon.py``.
+Tried by ``python -m pytest tests/unit/test_train_optimizer.py``.
 """
 
 from __future__ import annotations

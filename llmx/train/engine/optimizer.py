@@ -4,8 +4,7 @@ Parts of a network may have learning rates of their own, as factors of the sched
 ``optim.layer_decay``, ``optim.lr_scale``, ``optim.muon_lr`` and ``adapter.lr``. Parameters with the
 same factor share a group of the optimizer, so the schedule keeps their ratios.
 
-Tried by ``python -m pytest tests/unit/test_train_optimizer.py
-tests/unit/test_train_learning_rates.py``.
+Tried by ``python -m pytest tests/unit/test_train_optimizer.py``.
 """
 
 from __future__ import annotations
