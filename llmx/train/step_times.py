@@ -10,8 +10,7 @@ run's dtype, about as wide as the model. They take 10 ms on a GPU and 100 ms on 
 period of a CPU quota), twice a minute at most, so 0.03 and 0.3 % of the time. No communication, no
 random numbers, nothing of the model.
 
-Tried by ``python -m pytest tests/unit/test_train_step_times.py
-tests/unit/test_train_speed_probe.py``.
+Tried by ``python -m pytest tests/unit/test_train_step_times.py``.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ which something was not finite, and it is read where the loop waits for the devi
 Early stopping is a pure function of the ``eval`` lines of ``metrics.jsonl``: there is no state to
 save, and a resumed run decides as an uninterrupted one would.
 
-Tried by ``python -m pytest tests/unit/test_train_divergence.py
-tests/unit/test_train_early_stopping.py``.
+Tried by ``python -m pytest tests/unit/test_train_stopping.py``.
 """
 
 from __future__ import annotations

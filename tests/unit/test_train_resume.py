@@ -1,8 +1,9 @@
-"""What stays of the metrics, and what a checkpoint may be resumed with."""
+"""``metrics.jsonl`` and what stays of it; and what a checkpoint may be resumed with."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,48 +18,57 @@ from llmx.train.metrics import MetricsWriter, lines_until, truncate_metrics
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength
 
-
-def line(kind: str, step: int, **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "step": step, **more}
-
-
-LINES = [
+LINES: list[dict[str, Any]] = [
     {"kind": "start", "total_steps": 9},
-    line("eval", 0, loss=3.0),
-    line("train", 1, loss=2.5),
-    line("event", 2, event="saved"),
-    line("train", 3, loss=2.0),
-    line("train", 4, loss=1.9, extra=True),
-    line("event", 4, event="saved"),
-    line("end", 4),
+    {"kind": "eval", "step": 0, "loss": 3.0},
+    {"kind": "train", "step": 1, "loss": 2.5},
+    {"kind": "event", "step": 2, "event": "saved"},
+    {"kind": "train", "step": 3, "loss": 2.0},
+    {"kind": "train", "step": 4, "loss": 1.9, "extra": True},
+    {"kind": "event", "step": 4, "event": "saved"},
+    {"kind": "end", "step": 4},
 ]
+TEXT = "".join(json.dumps(each) + "\n" for each in LINES[:5])
 
 
-def test_lines_after_the_step_go_with_the_end_and_with_what_was_extra() -> None:
-    assert lines_until(LINES, 4) == [*LINES[:5], LINES[6]]
-    assert lines_until(LINES, 3) == LINES[:5]
-    assert lines_until(LINES, 2) == LINES[:4]
-    assert lines_until(LINES, 0) == LINES[:2]
-
-
-def test_a_torn_line_is_cut_and_a_whole_file_is_left_alone(tmp_path: Path) -> None:
+def test_metrics_are_one_json_object_a_line_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    text = "".join(json.dumps(each) + "\n" for each in LINES[:5])
-    path.write_text(text)
-    inode = path.stat().st_ino
-    assert truncate_metrics(path, 3) == LINES[:5]
-    assert path.stat().st_ino == inode
-    path.write_text(text + '{"kind": "train", "st')
-    assert truncate_metrics(path, 3) == LINES[:5]
-    assert path.read_text() == text
-    path.write_text(text.rstrip("\n"))  # whole, but for its end: the next line would join it
-    truncate_metrics(path, 3)
-    assert path.read_text() == text
-    path.write_bytes(text.encode() + b"\0\0\0\0")  # as a power cut leaves it
-    truncate_metrics(path, 3)
-    assert path.read_text() == text
-    assert truncate_metrics(tmp_path / "none", 3) == []
-    assert not (tmp_path / "none").exists()
+    writer = MetricsWriter(path, enabled=True)
+    writer.write("start", total_steps=3)
+    writer.write("train", step=1, loss=float("nan"), grad_norm=float("inf"), lr=1e-3, mfu=None)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.pop("time") > 0 for line in lines)
+    assert lines == [
+        {"kind": "start", "total_steps": 3},
+        {"kind": "train", "step": 1, "loss": None, "grad_norm": None, "lr": 1e-3, "mfu": None,
+         "nonfinite": True},
+    ]  # fmt: skip
+    writer.close()
+    again = MetricsWriter(path, enabled=True)
+    again.write("end", step=3)
+    again.close()
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_only_rank_0_writes_metrics(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", enabled=False)
+    writer.write("start", total_steps=3)
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_synced_are_the_lines_and_the_name_of_the_file(tmp_path, monkeypatch) -> None:
+    """A resumed run has replaced the file: after a power cut the old one must not be back."""
+    path, synced, real = tmp_path / "metrics.jsonl", [], os.fsync
+    writer = MetricsWriter(path, enabled=True)
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    writer.sync()
+    assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]
 
 
 def test_the_newest_value_is_known_over_a_restart(tmp_path: Path) -> None:
@@ -70,39 +80,62 @@ def test_the_newest_value_is_known_over_a_restart(tmp_path: Path) -> None:
     writer.write("eval", step=9, loss=1.0, exact_match=None)
     writer.write("train", step=9, loss=float("nan"))
     writer.event("saved", step=9, loss=7.0)
-    writer.sync()
     assert writer.latest("eval/loss") == {"name": "eval/loss", "value": 1.0}
     assert writer.latest("train/loss") == {"name": "train/loss", "value": 1.9}
     assert writer.latest("eval/exact_match") is None
-    assert [each["kind"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [
-        "eval",
-        "train",
-        "event",
-    ]
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["kind"] for line in lines] == ["eval", "train", "event"]
     writer.close()
 
 
-def test_another_run_is_refused_and_all_that_differs_is_named() -> None:
-    mine = {"global_batch": 8, "seq_len": 64, "seed": 0}
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [(4, [*LINES[:5], LINES[6]]), (3, LINES[:5]), (2, LINES[:4]), (0, LINES[:2])],
+)
+def test_lines_after_the_step_go_with_the_end_and_with_what_was_extra(step, left) -> None:
+    assert lines_until(LINES, step) == left
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        TEXT + '{"kind": "train", "st',
+        TEXT.rstrip("\n"),  # whole, but for its end: the next line would join it
+        TEXT + "\0\0\0\0",  # as a power cut leaves it
+    ],
+)
+def test_a_torn_line_is_cut_and_a_whole_file_is_left_alone(damaged: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(TEXT)
+    inode = path.stat().st_ino
+    assert truncate_metrics(path, 3) == LINES[:5]
+    assert path.stat().st_ino == inode
+    path.write_text(damaged)
+    assert truncate_metrics(path, 3) == LINES[:5]
+    assert path.read_text() == TEXT
+    assert truncate_metrics(tmp_path / "none", 3) == []
+    assert not (tmp_path / "none").exists()
+
+
+MINE = {"global_batch": 8, "seq_len": 64, "seed": 0}
+DATA = {"seed": 0, "data_fingerprint": "b", "num_samples": 90, "preparation": "1.3"}
+PREPARED_OTHERWISE = {**DATA, "data_fingerprint": "a", "preparation": "1.2"}
+
+
+@pytest.mark.parametrize(
+    ("mine", "saved", "message"),
+    [
+        (MINE, {"global_batch": 16, "seq_len": 64}, "step 3.*global_batch is 16 in the checkpoint "
+         "and 8 in this run; seed is None in the checkpoint"),
+        (DATA, PREPARED_OTHERWISE, r"another data format \(1.2"),
+        (DATA, {**DATA, "data_fingerprint": "a"},
+         "belongs to another run: data_fingerprint is a in the checkpoint"),
+    ],
+)  # fmt: skip
+def test_another_run_is_refused_and_all_that_differs_is_named(mine, saved, message) -> None:
     check_identity({"step": 3, **mine, "world_size": 9}, mine)
-    with pytest.raises(ConfigError) as caught:
-        check_identity({"step": 3, "global_batch": 16, "seq_len": 64}, mine)
-    assert "step 3" in str(caught.value)
-    assert (
-        "global_batch is 16 in the checkpoint and 8 in this run; seed is None in the checkpoint"
-        in str(caught.value)
-    )
-
-
-def test_data_that_a_newer_llmx_prepares_otherwise_is_said_to_be_that() -> None:
-    mine = {"seed": 0, "data_fingerprint": "b", "num_samples": 90, "preparation": "1.3"}
-    saved = {"step": 3, **mine}
-    with pytest.raises(ConfigError, match="another data format \\(1.2"):
-        check_identity({**saved, "data_fingerprint": "a", "preparation": "1.2"}, mine)
-    with pytest.raises(
-        ConfigError, match="belongs to another run: data_fingerprint is a in the checkpoint"
-    ):
-        check_identity({**saved, "data_fingerprint": "a"}, mine)
+    with pytest.raises(ConfigError, match=message):
+        check_identity({"step": 3, **saved}, mine)
 
 
 STATE = {
@@ -126,20 +159,8 @@ APART = StorageTopology(Path("x"), 0, (0, 1))
         ({"parameters": {"a": {"trained": False}}}, APART, 2, {}, False),
     ],
 )
-def test_when_each_rank_can_do_with_its_own_file(
-    state: dict[str, Any],
-    topology: StorageTopology,
-    stage: int,
-    lacking: dict[int, list[str]],
-    wanted: bool,
-) -> None:
+def test_when_each_rank_can_do_with_its_own_file(state, topology, stage, lacking, wanted) -> None:
     assert own_files_suffice({**STATE, **state}, lacking, topology, stage=stage) is wanted
-
-
-def test_a_topology_knows_the_ranks_of_its_storage() -> None:
-    topology = StorageTopology(Path("x"), 2, (0, 0, 2, 2))
-    assert (topology.storage, topology.leads, topology.members) == (2, True, [2, 3])
-    assert not replace(topology, rank=3).leads
 
 
 def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: Path) -> None:
@@ -157,7 +178,6 @@ def test_a_checkpoint_behind_a_short_last_step_does_not_go_on_longer() -> None:
     check_samples({"step": 25, "samples": 249}, short)
     check_samples({"step": 24, "samples": 240}, longer)
     check_samples({"step": 20, "samples": 200}, RunLength(30, 300, 10))
-    with pytest.raises(
-        ConfigError, match="step 25 was saved after 249 samples.*ends at sample 250"
-    ):
+    message = "step 25 was saved after 249 samples.*ends at sample 250"
+    with pytest.raises(ConfigError, match=message):
         check_samples({"step": 25, "samples": 249}, longer)

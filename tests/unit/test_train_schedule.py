@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from llmx.config import OptimConfig, TaskConfig
 from llmx.errors import ConfigError
 from llmx.train.schedule import RunLength, lr_at, run_length, warmup_steps
+
+HALF = math.sqrt(0.5)
 
 
 def rates(total: int, **values: Any) -> list[float]:
@@ -17,114 +22,83 @@ def rates(total: int, **values: Any) -> list[float]:
     return [lr_at(step, optim=optim, total=total) for step in range(total)]
 
 
-def test_warmup_rises_from_the_first_update() -> None:
-    found = rates(8, warmup_steps=4, schedule="constant", lr=2.0)
-    assert found == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0])
+@pytest.mark.parametrize(
+    ("schedule", "values", "wanted"),
+    [
+        ("constant", {"warmup_steps": 4, "lr": 2.0}, [0.5, 1.0, 1.5, *[2.0] * 5]),
+        ("linear", {}, [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", {}, [1.0, (1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
+        # The floor is reached at the end of the decay, and kept.
+        ("linear", {"decay_end_fraction": 0.5, "min_lr_ratio": 0.1},
+         [1.0, 0.82, 0.64, 0.46, 0.28, *[0.1] * 5]),
+        # The decay begins where the warmup ends, and one that would end before falls right after.
+        ("cosine", {"warmup_steps": 2, "decay_end_fraction": 0.6, "min_lr_ratio": 0.2},
+         [0.5, 1.0, 1.0, 0.6 + 0.4 * HALF, 0.6, 0.6 - 0.4 * HALF, *[0.2] * 4]),
+        ("linear", {"warmup_steps": 5, "decay_end_fraction": 0.3},
+         [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, *[0.0] * 4]),
+    ],
+)  # fmt: skip
+def test_values_by_hand(schedule, values, wanted) -> None:
+    assert rates(len(wanted), schedule=schedule, **values) == pytest.approx(wanted)
 
 
-def test_no_warmup_starts_at_the_full_rate() -> None:
-    for schedule in ("cosine", "linear", "constant"):
-        assert rates(5, schedule=schedule, lr=3e-4)[0] == 3e-4
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({"warmup_fraction": 0.03}, 2),  # rounded up
+        ({}, 0),
+        ({"warmup_fraction": 0.5, "warmup_steps": 0}, 0),  # steps win
+        ({"warmup_steps": 1000}, 50),
+    ],
+)
+def test_the_length_of_the_warmup(values, steps) -> None:
+    assert warmup_steps(OptimConfig(kind="adamw", **values), total=50) == steps
 
 
-def test_linear_values() -> None:
-    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
-def test_cosine_values() -> None:
-    half = math.sqrt(0.5)
-    wanted = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2]
-    assert rates(4, schedule="cosine") == pytest.approx(wanted)
-
-
-def test_floor_is_reached_at_the_end_of_the_decay_and_kept() -> None:
-    found = rates(10, schedule="linear", decay_end_fraction=0.5, min_lr_ratio=0.1)
-    assert found == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1, 0.1, 0.1, 0.1, 0.1])
-
-
-def test_decay_begins_where_the_warmup_ends() -> None:
-    found = rates(10, schedule="cosine", warmup_steps=2, decay_end_fraction=0.6, min_lr_ratio=0.2)
-    assert found[:3] == pytest.approx([0.5, 1.0, 1.0])
-    assert found[4] == pytest.approx(0.2 + 0.8 * 0.5)
-    assert found[6:] == pytest.approx([0.2] * 4)
-
-
-def test_decay_that_would_end_in_the_warmup_falls_right_after_it() -> None:
-    found = rates(10, schedule="linear", warmup_steps=5, decay_end_fraction=0.3)
-    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
-
-
-def test_warmup_by_fraction_rounds_up_and_steps_win() -> None:
-    def steps(**values: Any) -> int:
-        return warmup_steps(OptimConfig(kind="adamw", **values), total=50)
-
-    assert steps(warmup_fraction=0.03) == 2
-    assert steps() == 0
-    assert steps(warmup_fraction=0.5, warmup_steps=0) == 0
-    assert steps(warmup_steps=1000) == 50
+def length(last_batch: str = "wrap", num_samples: int = 249, batch: int = 10, **task: Any) -> Any:
+    config = TaskConfig(kind="sft", **task)
+    return run_length(config, num_samples=num_samples, global_batch=batch, last_batch=last_batch)
 
 
 def test_total_steps_from_steps_or_epochs() -> None:
-    def total(num_samples: int = 10, global_batch: int = 4, **values: Any) -> int:
-        task = TaskConfig(kind="sft", **values)
-        return run_length(task, num_samples=num_samples, global_batch=global_batch).steps
-
-    assert total(steps=7, epochs=100.0) == 7
-    assert total(epochs=1.0) == 3
-    assert total(epochs=2.0) == 5
-    assert total(epochs=0.5) == 2
-    assert total(epochs=0.01, global_batch=1000) == 1
+    for kind in ("wrap", "drop", "short"):
+        assert length(kind, steps=30, epochs=1.0) == RunLength(30, 300, 10)
+    for epochs, steps in ((1.0, 3), (2.0, 5), (0.5, 2)):
+        assert length(num_samples=10, batch=4, epochs=epochs).steps == steps
+    assert length(num_samples=10, batch=1000, epochs=0.01).steps == 1
     with pytest.raises(ConfigError, match="task.epochs=3"):
-        total()
-
-
-def length(last_batch: str, epochs: float, *, num_samples: int = 249, batch: int = 10):
-    task = TaskConfig(kind="sft", epochs=epochs)
-    return run_length(task, num_samples=num_samples, global_batch=batch, last_batch=last_batch)
+        length()
 
 
 def test_the_last_batch_wraps_is_dropped_or_is_short() -> None:
-    wrap, drop, short = (length(kind, 1.0) for kind in ("wrap", "drop", "short"))
+    wrap, drop, short = (length(kind, epochs=1.0) for kind in ("wrap", "drop", "short"))
     assert (wrap.steps, wrap.samples, wrap.stop) == (25, 250, None)
     assert (drop.steps, drop.samples, drop.stop) == (24, 240, None)
     assert (short.steps, short.samples, short.stop) == (25, 249, 249)
     assert [short.samples_at(step) for step in (0, 1, 24, 25)] == [0, 10, 240, 249]
     # Only the last batch of the run: those before go on into the next epoch.
-    assert (length("short", 2.0).steps, length("short", 2.0).samples) == (50, 498)
-    assert (length("drop", 2.0).steps, length("drop", 2.0).samples) == (49, 490)
+    assert length("short", epochs=2.0) == RunLength(50, 498, 10)
+    assert length("drop", epochs=2.0) == RunLength(49, 490, 10)
     for kind in ("wrap", "drop", "short"):
-        assert length(kind, 1.0, num_samples=250) == RunLength(25, 250, 10)
-    assert length("short", 0.1, num_samples=70).samples == 7
-    assert length("short", 0.001).samples == 1
+        assert length(kind, epochs=1.0, num_samples=250) == RunLength(25, 250, 10)
+    assert length("short", epochs=0.1, num_samples=70).samples == 7
+    assert length("short", epochs=0.001).samples == 1
     with pytest.raises(ConfigError, match=r"last_batch=drop: 1 epoch of 9 samples do not fill"):
-        length("drop", 1.0, num_samples=9)
+        length("drop", epochs=1.0, num_samples=9)
 
 
-def test_steps_that_were_asked_for_are_whole() -> None:
-    task = TaskConfig(kind="sft", steps=30, epochs=1.0)
-    for kind in ("wrap", "drop", "short"):
-        found = run_length(task, num_samples=249, global_batch=10, last_batch=kind)
-        assert found == RunLength(30, 300, 10)
-
-
-def of_transformers(name: str, total: int, *, lr: float = 3e-4, **values: Any) -> list[float]:
-    """Rates of one of ``transformers``' schedules at each update."""
-    import torch
-    import transformers
-
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=lr)
-    schedule = getattr(transformers, name)(optimizer, **values)
-    return of_scheduler(optimizer, schedule, total)
-
-
-def of_scheduler(optimizer: Any, schedule: Any, total: int) -> list[float]:
-    found = []
+def of_scheduler(make: Any, total: int, *, lr: float = 3e-4) -> list[float]:
+    """Rates of a scheduler that ``make`` makes for an optimizer, at each update."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule, found = make(optimizer), []
     for _ in range(total):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     return found
+
+
+WSD = {"num_decay_steps": 8, "min_lr_ratio": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -137,19 +111,16 @@ def of_scheduler(optimizer: Any, schedule: Any, total: int) -> list[float]:
         ("get_linear_schedule_with_warmup", {}, {"schedule": "polynomial"}),
         ("get_cosine_schedule_with_warmup", {}, {"schedule": "cosine_restarts", "cycles": 1}),
         *(
-            ("get_wsd_schedule", {"num_decay_steps": 8, "decay_type": shape, "min_lr_ratio": 0.05},
+            ("get_wsd_schedule", {**WSD, "decay_type": shape},
              {"schedule": "wsd", "decay_shape": shape, "min_lr_ratio": 0.05, "decay_fraction": 0.2})
             for shape in ("linear", "cosine", "1-sqrt")
         ),
     ],
 )  # fmt: skip
-def test_values_of_transformers_from_the_end_of_the_warmup(
-    name: str, theirs: dict[str, Any], ours: dict[str, Any]
-) -> None:
+def test_values_of_transformers_from_the_end_of_the_warmup(name, theirs, ours) -> None:
     total, warmup = 40, 5
-    wanted = of_transformers(
-        name, total, num_warmup_steps=warmup, num_training_steps=total, **theirs
-    )
+    steps = {"num_warmup_steps": warmup, "num_training_steps": total}
+    wanted = of_scheduler(lambda sgd: getattr(transformers, name)(sgd, **steps, **theirs), total)
     found = rates(total, lr=3e-4, warmup_steps=warmup, **ours)
     assert found[warmup:] == pytest.approx(wanted[warmup:], rel=1e-12, abs=1e-18)
     assert found[:warmup] == pytest.approx([3e-4 * (k + 1) / warmup for k in range(warmup)])
@@ -157,14 +128,9 @@ def test_values_of_transformers_from_the_end_of_the_warmup(
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.3])
 def test_one_cycle_is_pytorchs(fraction: float) -> None:
-    import torch
-
-    total, lr = 40, 3e-4
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, lr, total_steps=total, pct_start=fraction, cycle_momentum=False
-    )
-    wanted = of_scheduler(optimizer, theirs, total - 1)
+    total, lr, theirs = 40, 3e-4, torch.optim.lr_scheduler.OneCycleLR
+    options = {"total_steps": total, "pct_start": fraction, "cycle_momentum": False}
+    wanted = of_scheduler(lambda sgd: theirs(sgd, lr, **options), total - 1)
     found = rates(
         total, lr=lr, warmup_steps=None, warmup_fraction=fraction, schedule="one_cycle",
         min_lr_ratio=1 / 25 / 1e4,
@@ -173,23 +139,19 @@ def test_one_cycle_is_pytorchs(fraction: float) -> None:
     assert found[-1] == pytest.approx(lr / 25 / 1e4)
 
 
-def test_every_schedule_stays_between_nothing_and_its_peak() -> None:
-    for schedule in ("cosine", "linear", "wsd", "polynomial", "cosine_restarts", "one_cycle"):
-        for total in (1, 2, 3, 10):
-            for warmup in (0, 1, 2):
-                for end in (0.0, 0.5, 1.0):
-                    found = rates(
-                        total, schedule=schedule, warmup_steps=warmup, decay_end_fraction=end,
-                        decay_fraction=1.0, min_lr_ratio=0.25, start_lr_ratio=0.25, cycles=3,
-                    )  # fmt: skip
-                    assert all(0.25 <= rate <= 1.0 for rate in found), (schedule, total, warmup)
-                    # Afterwards the floor stays, for a run that is made longer.
-                    after = lr_at(
-                        5 * total, total=total,
-                        optim=OptimConfig(schedule=schedule, lr=1.0, warmup_steps=warmup,
-                                          decay_end_fraction=end, min_lr_ratio=0.25),
-                    )  # fmt: skip
-                    assert after == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    "schedule", ["cosine", "linear", "wsd", "polynomial", "cosine_restarts", "one_cycle"]
+)
+def test_every_schedule_stays_between_its_floor_and_its_peak(schedule: str) -> None:
+    for total, warmup, end in itertools.product((1, 2, 3, 10), (0, 1, 2), (0.0, 0.5, 1.0)):
+        optim = OptimConfig(
+            schedule=schedule, lr=1.0, warmup_steps=warmup, decay_end_fraction=end,
+            decay_fraction=1.0, min_lr_ratio=0.25, start_lr_ratio=0.25, cycles=3,
+        )  # fmt: skip
+        found = [lr_at(step, optim=optim, total=total) for step in range(total)]
+        assert all(0.25 <= rate <= 1.0 for rate in found), (total, warmup, end)
+        # Afterwards the floor stays, for a run that is made longer.
+        assert lr_at(5 * total, optim=optim, total=total) == pytest.approx(0.25)
 
 
 def test_wsd_goes_on_at_the_stable_rate_when_a_run_is_made_longer() -> None:
