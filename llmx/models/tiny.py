@@ -3,7 +3,7 @@
 What a model computes with its inputs (masks, positions, state along the sequence) is decided by
 its class and its options, not by its width. So a question about a model of 70B parameters is
 answered by one of 100,000, on a CPU, in a fraction of a second (``llmx.models.isolation`` asks).
-Tried by ``python -m pytest tests/unit/test_train_tiny.py``.
+Tried by ``python -m pytest tests/unit/test_train_isolation.py``.
 """
 
 from __future__ import annotations

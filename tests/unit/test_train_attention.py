@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from llmx.data import collate
 from llmx.data.store.samples import Sample
-from llmx.models.attention import (
-    AttentionMethod,
-    additive,
-    isolation_mask,
-    methods,
-    model_inputs,
-    segment_bounds,
-)
+from llmx.models import attention as module
+from llmx.models.attention import AttentionMethod, isolation_mask, methods
 from tests.small_models import KINDS, small_model
 
 CPU = torch.device("cpu")
@@ -31,15 +27,19 @@ def sample(*lengths: int, seed: int = 0) -> Sample:
     )
 
 
-def inputs_of(samples: list[Sample], implementation: str = "sdpa", layout: str = "packed"):
-    batch = collate(samples, seq_len=48, pad_id=0, layout=layout)
-    method = (
-        methods(implementation, layout)[0] if layout == "packed" else AttentionMethod(layout=layout)
-    )
-    if implementation == "flex_attention":
-        method = AttentionMethod(implementation, "mask")
-    inputs, labels = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
-    return batch, inputs, labels
+def inputs_of(
+    *samples: Sample, method: AttentionMethod | str = "sdpa", pad_to: int = 8
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], torch.Tensor]:
+    """The batch of these samples, the arguments of a forward and the labels."""
+    if isinstance(method, str):
+        method = methods(method, "packed")[0]
+    batch = collate(samples, seq_len=48, pad_id=0, layout=method.layout, pad_to=pad_to)
+    return batch, *module.model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
+
+
+def logits_alone(model: Any, tokens: np.ndarray) -> torch.Tensor:
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -48,21 +48,16 @@ def inputs_of(samples: list[Sample], implementation: str = "sdpa", layout: str =
 def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) -> None:
     model = small_model(kind, attention=attention)
     samples = [sample(5, 9, 3, seed=1), sample(13, seed=2)]
-    batch, inputs, _ = inputs_of(samples, attention)
+    batch, inputs, _ = inputs_of(*samples, method=attention)
     assert inputs["attention_mask"] is not None
     packed = model(**inputs, use_cache=False).logits
     for line, one in enumerate(samples):
-        start = 0
-        for tokens, _ in one.sequences():
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            alone = model(input_ids=ids[None], use_cache=False).logits[0]
-            found = packed[line, start : start + len(ids)]
-            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
-            start += len(ids)
+        rows = torch.cat([logits_alone(model, tokens) for tokens, _ in one.sequences()])
+        torch.testing.assert_close(packed[line, : len(rows)], rows, rtol=1e-4, atol=1e-4)
     # The mask is what does it: with a causal one over the whole line, rows see each other.
     causal = isolation_mask(torch.ones_like(batch["segment_ids"]))
     inputs["attention_mask"] = (
-        additive(causal, dtype=torch.float32) if attention == "eager" else causal
+        module.additive(causal, dtype=torch.float32) if attention == "eager" else causal
     )
     leaking = model(**inputs, use_cache=False).logits
     assert (leaking[0, 5:14] - packed[0, 5:14]).abs().max() > 1e-2
@@ -71,21 +66,13 @@ def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_single_rows_need_no_mask_and_padding_at_the_right_does_nothing(kind: str) -> None:
-    model = small_model(kind)
-    samples = [sample(5, seed=4), sample(14, seed=5)]
-    _, inputs, _ = inputs_of(samples)
+    model, samples = small_model(kind), [sample(5, seed=4), sample(14, seed=5)]
+    _, inputs, _ = inputs_of(*samples)
     assert inputs["attention_mask"] is None
     logits = model(**inputs, use_cache=False).logits
     for line, one in enumerate(samples):
-        ids = torch.from_numpy(one.tokens.astype(np.int64))
-        alone = model(input_ids=ids[None], use_cache=False).logits[0]
-        torch.testing.assert_close(logits[line, : len(ids)], alone, rtol=1e-4, atol=1e-4)
-
-
-def test_the_padded_layout_needs_no_mask() -> None:
-    _, inputs, _ = inputs_of([sample(5, 9, 3)], layout="padded")
-    assert inputs["attention_mask"] is None
-    assert inputs["input_ids"].shape[0] == 3
+        alone = logits_alone(model, one.tokens)
+        torch.testing.assert_close(logits[line, : len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_mask_literally() -> None:
@@ -97,14 +84,14 @@ def test_mask_literally() -> None:
         [0, 0, 1, 1, 0],
         [0, 0, 0, 0, 1],
     ]
-    added = additive(mask, dtype=torch.bfloat16)
+    added = module.additive(mask, dtype=torch.bfloat16)
     assert added.dtype == torch.bfloat16
     assert added[0].tolist() == [0.0] + [torch.finfo(torch.bfloat16).min] * 4
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "llmx_varlen"])
 def test_kernels_for_rows_of_any_length_get_one_line_and_where_rows_begin(kernel: str) -> None:
-    batch, inputs, labels = inputs_of([sample(5, 3), sample(6), sample(2, 4)], kernel)
+    batch, inputs, labels = inputs_of(sample(5, 3), sample(6), sample(2, 4), method=kernel)
     assert inputs["attention_mask"] is None
     assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == (1, 24)
     assert torch.equal(labels[0], batch["labels"].flatten())
@@ -118,53 +105,45 @@ def test_kernels_for_rows_of_any_length_get_one_line_and_where_rows_begin(kernel
 
 
 def test_lines_that_end_and_begin_with_the_same_number_are_two_segments() -> None:
-    assert segment_bounds(torch.tensor([[1, 1, 1], [1, 1, 2]])) == (0, 3, 5, 6)
-    assert segment_bounds(torch.tensor([[0, 0]])) == (0, 2)
+    assert module.segment_bounds(torch.tensor([[1, 1, 1], [1, 1, 2]])) == (0, 3, 5, 6)
+    assert module.segment_bounds(torch.tensor([[0, 0]])) == (0, 2)
 
 
 def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
-    batch, inputs, _ = inputs_of([sample(5, 9, 3)], "flex_attention")
-    block_mask = inputs["attention_mask"]
-    length = batch["input_ids"].shape[1]
-    places = torch.arange(length)
-    found = block_mask.mask_mod(torch.tensor(0), torch.tensor(0), places[:, None], places[None, :])
+    method = AttentionMethod("flex_attention", "mask")
+    batch, inputs, _ = inputs_of(sample(5, 9, 3), method=method)
+    places, zero = torch.arange(batch["input_ids"].shape[1]), torch.tensor(0)
+    found = inputs["attention_mask"].mask_mod(zero, zero, places[:, None], places[None, :])
     assert torch.equal(found, isolation_mask(batch["segment_ids"])[0, 0])
 
 
 def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
-    method = AttentionMethod(
-        "sdpa",
-        "layer_masks",
-        windows=(("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2)),
-    )
-    batch = collate([sample(5, 3)], seq_len=48, pad_id=0, layout="packed", pad_to=1)
-    masks = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)[0]["attention_mask"]
-    whole = isolation_mask(batch["segment_ids"])
-    assert torch.equal(masks["full_attention"], whole)
-    for query, first in ((4, 3), (5, 5), (7, 6)):
-        assert masks["sliding_attention"][0, 0, query].nonzero().flatten().tolist() == list(
-            range(first, query + 1)
-        )
-    # Chunks are counted from the start of a row: 0 1 2 | 3 4, and 0 1 2.
-    for query, first in ((2, 0), (4, 3), (7, 5)):
-        assert masks["chunked_attention"][0, 0, query].nonzero().flatten().tolist() == list(
-            range(first, query + 1)
-        )
+    kinds = (("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2))
+    method = AttentionMethod("sdpa", "layer_masks", windows=kinds)
+    batch, inputs, _ = inputs_of(sample(5, 3), method=method, pad_to=1)
+    masks = inputs["attention_mask"]
+    assert torch.equal(masks["full_attention"], isolation_mask(batch["segment_ids"]))
+    for kind, spans in (
+        ("sliding_attention", ((4, 3), (5, 5), (7, 6))),
+        # Chunks are counted from the start of a row: 0 1 2 | 3 4, and 0 1 2.
+        ("chunked_attention", ((2, 0), (4, 3), (7, 5))),
+    ):
+        for query, first in spans:
+            seen = masks[kind][0, 0, query].nonzero().flatten()
+            assert seen.tolist() == list(range(first, query + 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("isolation", "layout"), [("position_ids", "padded"), ("mask", "packed")])
 @torch.no_grad()
 def test_on_a_gpu_transformers_makes_no_mask_of_the_padding(
-    kind: str, isolation: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    kind, isolation, layout, monkeypatch
 ) -> None:
     """It takes positions that restart for packed rows, and so the padding's zeros."""
-    model = small_model(kind)
-    batch = collate([sample(13, seed=1), sample(6, seed=2)], seq_len=48, pad_id=0, layout=layout)
-    method, masks = AttentionMethod("sdpa", isolation, layout), []
+    model, method, masks = small_model(kind), AttentionMethod("sdpa", isolation, layout), []
 
     def logits() -> torch.Tensor:
-        inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
+        batch, inputs, _ = inputs_of(sample(13, seed=1), sample(6, seed=2), method=method)
         return model(**inputs, use_cache=False).logits[batch["segment_ids"] > 0]
 
     attend = torch.nn.functional.scaled_dot_product_attention

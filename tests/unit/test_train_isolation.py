@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from llmx.models import isolation
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.isolation import TrialResult, find_methods
 from llmx.models.model import BACKBONE, MASKED_LM
+from llmx.models.tiny import tiny_config
 from tests.architectures import each_family, full_config, small_config
 
 PADDED = (
@@ -20,6 +24,24 @@ PADDED = (
     # Positions that are swallowed, or shifted by the padding's id, or counted from a mask.
     "bart", "mbart", "marian", "pegasus", "roberta", "bloom", "openai-gpt",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "mixtral", "jamba"])
+def test_every_kind_of_layer_is_kept_in_a_tiny_config(name: str) -> None:
+    full, small = full_config(name), small_config(name)
+    assert type(small) is type(full)
+    assert small.num_hidden_layers < full.num_hidden_layers
+    assert small.hidden_size == 64
+    kinds = getattr(full, "layer_types", None)
+    if kinds is not None:
+        assert set(small.layer_types) == set(kinds)
+        assert len(small.layer_types) == small.num_hidden_layers
+
+
+def test_a_window_becomes_one_that_a_short_row_crosses() -> None:
+    config = AutoConfig.for_model("mistral", sliding_window=4096)
+    assert tiny_config(config).sliding_window == 4
+    assert tiny_config(config, window=64).sliding_window == 64
 
 
 @pytest.mark.parametrize("name", each_family())
@@ -51,30 +73,30 @@ def _scatters_by_int32() -> bool:
     return True
 
 
+# Transformers before 5.23 counts chunks from the beginning of the line, not of the row: its own
+# masks are then found wrong, and ours taken.
+COUNTS_FROM_ROW = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
 def test_windows_and_chunks_are_kept_where_rows_are_packed() -> None:
     """Refused once: a mask of ours would have replaced the window."""
-    # Transformers before 5.23 counts chunks from the beginning of the line, not of the row: its own
-    # masks are then found wrong, and ours taken.
-    counts_from_row = hasattr(masking_utils, "remap_positions_for_packed_sequence")
     for name, told in (
         ("mistral", "position_ids"),
-        ("llama4_text", "position_ids" if counts_from_row else "layer_masks"),
+        ("llama4_text", "position_ids" if COUNTS_FROM_ROW else "layer_masks"),
         ("gpt_oss", "layer_masks"),
     ):
-        packed = find_methods(full_config(name)).packed
-        assert packed is not None
-        assert packed.isolation == told
-    assert dict(packed.windows) == {"full_attention": None, "sliding_attention": 128}
+        found = find_methods(full_config(name))
+        assert found.packed is not None
+        assert found.packed.isolation == told
+    assert dict(found.packed.windows) == {"full_attention": None, "sliding_attention": 128}
+    assert TrialResult.from_dict(found.to_dict()) == found
 
 
 def test_a_window_that_no_row_reaches_changes_nothing() -> None:
     config = full_config("mistral")
-    assert find_methods(config, seq_len=config.sliding_window).packed == AttentionMethod(
-        "sdpa", "mask"
-    )
-    assert find_methods(config, seq_len=config.sliding_window + 1).packed == AttentionMethod(
-        "sdpa", "position_ids"
-    )
+    for more, told in ((0, "mask"), (1, "position_ids")):
+        found = find_methods(config, seq_len=config.sliding_window + more)
+        assert found.packed == AttentionMethod("sdpa", told)
 
 
 def test_an_encoder_that_looks_ahead_is_told_so() -> None:
@@ -84,6 +106,23 @@ def test_an_encoder_that_looks_ahead_is_told_so() -> None:
     assert found.packed is found.padded is None
     assert "changes with the tokens after it" in found.why_not_trained
     assert "Set it to true" in found.why_not_trained
+
+
+@pytest.fixture
+def changed_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], TrialResult]:
+    """What the trial finds of a tiny llama after a change."""
+    made = isolation.tiny_model
+
+    def find(change: Any) -> TrialResult:
+        def tiny_model(config: Any, **options: Any) -> Any:
+            model = made(config, **options)
+            change(model)
+            return model
+
+        monkeypatch.setattr(isolation, "tiny_model", tiny_model)
+        return find_methods(full_config("llama"))
+
+    return find
 
 
 class _Leaky(nn.Module):
@@ -99,17 +138,12 @@ class _Leaky(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02])
-def test_a_small_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = isolation.tiny_model
-
-    def leaky(config, **options):
-        model = made(config, **options)
+def test_a_small_leak_is_found(share: float, changed_llama: Any) -> None:
+    def leak(model: Any) -> None:
         layer = model.model.layers[1].mlp
         layer.up_proj = _Leaky(layer.up_proj, share)
-        return model
 
-    monkeypatch.setattr(isolation, "tiny_model", leaky)
-    found = find_methods(full_config("llama"))
+    found = changed_llama(leak)
     assert (found.packed is None) == (share > 0)
     assert found.packed or found.padded
 
@@ -121,16 +155,8 @@ class _Shifted(nn.Embedding):
         return super().forward(ids) * (1.0 if ids.shape[-1] < 14 else 1.1)
 
 
-def test_a_model_that_padding_changes_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = isolation.tiny_model
-
-    def changed(config, **options):
-        model = made(config, **options)
-        model.model.embed_tokens.__class__ = _Shifted
-        return model
-
-    monkeypatch.setattr(isolation, "tiny_model", changed)
-    found = find_methods(full_config("llama"))
+def test_a_model_that_padding_changes_is_not_trained(changed_llama: Any) -> None:
+    found = changed_llama(lambda model: setattr(model.model.embed_tokens, "__class__", _Shifted))
     assert found.packed is found.padded is None
     assert "when it is padded" in found.why_not_trained
 
@@ -141,14 +167,6 @@ def test_what_cannot_be_made_small_has_no_answer() -> None:
     found = find_methods(config)
     assert found.packed is found.padded is None
     assert "KeyError" in found.unknown
-
-
-def test_the_trial_leaves_random_numbers_as_they_were() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    find_methods(full_config("llama"))
-    assert torch.equal(torch.rand(3), expected)
 
 
 ENCODERS = {
@@ -163,8 +181,7 @@ ENCODERS = {
 @pytest.mark.parametrize("head", [MASKED_LM, BACKBONE])
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_encoders_are_isolated_where_their_head_may_see_ahead(name: str, head: str) -> None:
-    config = AutoConfig.for_model(name)
-    found = find_methods(config, head=head)
+    found = find_methods(AutoConfig.for_model(name), head=head)
     method = found.packed or found.padded
     assert method is not None
     assert (method.layout, method.causal) == (ENCODERS[name], False)
@@ -173,7 +190,12 @@ def test_encoders_are_isolated_where_their_head_may_see_ahead(name: str, head: s
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_backbone_of_a_causal_model_stays_causal(name: str) -> None:
+    """And the trial leaves random numbers as they were."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
     found = find_methods(full_config(name), head=BACKBONE)
+    assert torch.equal(torch.rand(3), expected)
     assert found.packed == find_methods(full_config(name)).packed
     assert found.packed is not None
     assert found.packed.causal
@@ -189,8 +211,3 @@ def test_a_masked_model_without_a_mask_is_found_out(monkeypatch: pytest.MonkeyPa
     found = find_methods(AutoConfig.for_model("bert"), head=MASKED_LM, layouts=["packed"])
     assert found.packed is None
     assert "when it is packed with others" in found.why_not_packed
-
-
-def test_an_answer_reads_back() -> None:
-    found = find_methods(full_config("gpt_oss"))
-    assert TrialResult.from_dict(found.to_dict()) == found

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
-from llmx.data import collate
 from llmx.models import varlen
 from llmx.models.attention import methods, model_inputs
 from llmx.models.blocks import compile_blocks
 from llmx.models.isolation import find_methods
 from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
 from tests.architectures import full_config, small_config
-from tests.unit.test_train_attention import CPU, sample
+from tests.unit.test_train_attention import CPU, inputs_of, sample
 
 BOUNDS = (0, 5, 14, 17, 24)
 
@@ -49,12 +53,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_kernel", reference_kernel)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("value_width", [16, 8])
-def test_both_functions_are_attention_of_each_row(
-    kernel: None, window: int | None, key_heads: int, value_width: int
-) -> None:
+@pytest.mark.parametrize(
+    ("window", "key_heads", "value_width"),
+    [(None, 4, 16), (4, 4, 8), (None, 2, 8), (4, 2, 16), (None, 1, 16), (4, 1, 8)],
+)
+def test_both_functions_are_attention_of_each_row(kernel, window, key_heads, value_width) -> None:
     torch.manual_seed(0)
     query = torch.randn(1, 4, 24, 16, requires_grad=True)
     key = torch.randn(1, key_heads, 24, 16, requires_grad=True)
@@ -63,12 +66,9 @@ def test_both_functions_are_attention_of_each_row(
     row = torch.repeat_interleave(torch.arange(4), torch.tensor(BOUNDS).diff())
     back = places[:, None] - places[None, :]
     mask = (row[:, None] == row[None, :]) & (back >= 0) & (back < (window or 24))
+    all_heads = (x.repeat_interleave(4 // key_heads, 1) for x in (key, value))
     expected = functional.scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(4 // key_heads, 1),
-        value.repeat_interleave(4 // key_heads, 1),
-        attn_mask=mask,
-        scale=0.3,
+        query, *all_heads, attn_mask=mask, scale=0.3
     ).transpose(1, 2)
     weight = torch.randn_like(expected)
     gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
@@ -101,68 +101,50 @@ def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> Non
     ("model", "why"),
     [("gpt2", "dropout"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("llama4_text", "row")],
 )
-def test_what_the_kernels_do_not_compute_is_not_trained_with_them(
-    kernel: None, model: str, why: str
-) -> None:
+def test_what_the_kernels_do_not_compute_is_not_trained_with_them(kernel, model, why) -> None:
     found = find_methods(full_config(model), implementations=[VARLEN], layouts=["packed"])
     assert found.packed is None
     assert why in found.why_not_packed
 
 
-def test_without_the_rows_it_refuses_instead_of_mixing_them() -> None:
-    q = torch.randn(1, 4, 8, 16)
-    for function in (varlen.varlen_forward, varlen.segments_forward):
-        with pytest.raises(Unsupported, match="does not hand"):
-            function(torch.nn.Module(), q, q, q, None)
-        with pytest.raises(Unsupported, match="mask of its own"):
-            function(
-                torch.nn.Module(),
-                q,
-                q,
-                q,
-                torch.ones(1, 1, 8, 8),
-                segment_bounds=torch.tensor([0, 8]),
-            )
+@pytest.mark.parametrize("function", [varlen.varlen_forward, varlen.segments_forward])
+def test_without_the_rows_it_refuses_instead_of_mixing_them(function: Any) -> None:
+    q, mask, rows = torch.randn(1, 4, 8, 16), torch.ones(1, 1, 8, 8), torch.tensor([0, 8])
+    with pytest.raises(Unsupported, match="does not hand"):
+        function(torch.nn.Module(), q, q, q, None)
+    with pytest.raises(Unsupported, match="mask of its own"):
+        function(torch.nn.Module(), q, q, q, mask, segment_bounds=rows)
 
 
-def test_no_layer_looks_at_a_tensor_of_the_device(kernel: None, monkeypatch) -> None:
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+)
+
+
+def test_no_layer_looks_at_a_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forward in ``llmx_varlen``, nothing reads a value back: no wait for a GPU."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers import AutoModelForCausalLM
-
     varlen.register()
-
-    def no_reading(query, key, value, *, cu_seq_lens, max_length, scale, window):
-        # The real kernel reads cu_seq_lens on the device; the reference would read it here.
-        return query * 1.0
-
-    monkeypatch.setattr(varlen, "varlen_kernel", no_reading)
-    reads: list[Any] = []
+    # The real kernel reads cu_seq_lens on the device; the reference would read it here.
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda query, key, value, **_: query * 1.0)
+    called: list[Any] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function in (
-                torch.ops.aten._local_scalar_dense.default,
-                torch.ops.aten.nonzero.default,
-                torch.ops.aten.equal.default,
-            ):
-                reads.append(function)
+            called.append(function)
             return function(*args, **(kwargs or {}))
 
     model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
-    batch = collate([sample(5, 9), sample(7)], seq_len=48, pad_id=0, layout="packed")
-    method = methods(VARLEN, "packed")[0]
-    inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
+    _, inputs, _ = inputs_of(sample(5, 9), sample(7), method=VARLEN)
     with Watch():
         model(**inputs, use_cache=False)
-    assert reads == []
+    assert called
+    assert not set(called) & set(READS)
 
 
 def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.10 has it: there, but a call of ours would be a TypeError."""
-    import sys
-    from types import ModuleType
-
     older = ModuleType("torch.nn.attention.varlen")
     older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, older.__name__, older)
@@ -171,8 +153,6 @@ def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.Mon
 
 def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CUDA kernel gets: PyTorch's own function, by its own signature."""
-    import inspect
-
     if not varlen.has_kernel():
         pytest.skip(f"torch {torch.__version__} has not this kernel, which came with 2.12")
     import torch.nn.attention.varlen as module
@@ -200,9 +180,7 @@ def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
-def test_compiled_blocks_take_rows_of_any_length_and_number(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_compiled_blocks_take_rows_of_any_length_and_number(name, monkeypatch) -> None:
     """Compiled a few times at the start and then never again, and never given up."""
 
     def kernel(query, key, value, *, cu_seq_lens, max_length, scale, window):
@@ -212,8 +190,6 @@ def test_compiled_blocks_take_rows_of_any_length_and_number(
     varlen.register()
     config = small_config("llama")
     config.num_hidden_layers = 1
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
     graphs: list[Any] = []
 
