@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing, accept_masks, expert_blocks
 from llmx.models.loss import micro_batch_loss
 from tests.rundirs import TINY_LLAMA
-from tests.small_models import CONVERTED, converted_model
+from tests.small_models import CONVERTED, converted_model, small_model
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 LENGTHS = [(5, 9), (3, 4, 6), (14,), (2, 2)]
@@ -30,31 +29,24 @@ def model_of(kind: str, **more: Any) -> Any:
 def batch(lines: list[tuple[int, ...]], *, length: int = 16) -> dict[str, torch.Tensor]:
     """Packed lines whose tokens depend on the line alone."""
     shape = (len(lines), length)
-    made = {
-        name: torch.zeros(shape, dtype=torch.int64)
-        for name in ("input_ids", "position_ids", "segment_ids")
-    }
-    made["labels"] = torch.full(shape, -100)
+    ids, positions, segments = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    labels = torch.full(shape, -100)
     for number, rows in enumerate(lines):
         draw, start = torch.Generator().manual_seed(sum(rows)), 0
         for segment, row in enumerate(rows, start=1):
             part = (number, slice(start, start + row))
-            made["input_ids"][part] = torch.randint(3, 90, (row,), generator=draw)
-            made["position_ids"][part] = torch.arange(row)
-            made["segment_ids"][part] = segment
-            made["labels"][number, start : start + row - 1] = made["input_ids"][
-                number, start + 1 : start + row
-            ]
+            ids[part] = torch.randint(3, 90, (row,), generator=draw)
+            positions[part] = torch.arange(row)
+            segments[part] = segment
+            labels[number, start : start + row - 1] = ids[part][1:]
             start += row
-    return made
+    return {"input_ids": ids, "position_ids": positions, "segment_ids": segments, "labels": labels}
 
 
 def run(model: Any, routing: Routing, lines: list[tuple[int, ...]], **shape: int) -> torch.Tensor:
     """Sum over the lines: cross entropy, and tokens x the weighted auxiliary loss."""
-    made = batch(lines, **shape)
-    inputs, labels = model_inputs(
-        made, method=AttentionMethod(), dtype=torch.float32, device=torch.device("cpu")
-    )
+    made, cpu = batch(lines, **shape), torch.device("cpu")
+    inputs, labels = model_inputs(made, method=AttentionMethod(), dtype=torch.float32, device=cpu)
     with routing.watch(made["segment_ids"]):
         loss = micro_batch_loss(model, inputs, labels)
     return routing.objective(loss, factor=1.0)
@@ -62,22 +54,28 @@ def run(model: Any, routing: Routing, lines: list[tuple[int, ...]], **shape: int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_line_has_the_auxiliary_loss_of_transformers(kind: str) -> None:
+    """With its padding left out, too, which transformers does for a mask [B, T]."""
     model = model_of(kind)
     routing = Routing(model)
-    made = batch([(16,)])
-    run(model, routing, [(16,)])
-    theirs = model(input_ids=made["input_ids"]).aux_loss
-    assert routing.auxiliary_sum is not None
-    assert float(routing.auxiliary_sum) / 16 == pytest.approx(float(theirs.detach()), rel=1e-5)
-    # With its padding left out, too, which transformers does for a mask [B, T].
+    for length in (16, 11):
+        routing.begin_step()
+        run(model, routing, [(length,)])
+        made = batch([(length,)])
+        mask = (made["segment_ids"] > 0).long() if length < 16 else None
+        theirs = model(input_ids=made["input_ids"], attention_mask=mask).aux_loss
+        assert routing.auxiliary_sum is not None
+        assert routing.auxiliary_sum.item() / length == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def gradients(model: Any, routing: Routing, parts: list[list[int]]) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
     routing.begin_step()
-    run(model, routing, [(11,)])
-    made = batch([(11,)])
-    theirs = model(
-        input_ids=made["input_ids"], attention_mask=(made["segment_ids"] > 0).long()
-    ).aux_loss
-    assert routing.auxiliary_sum is not None
-    assert float(routing.auxiliary_sum) / 11 == pytest.approx(float(theirs.detach()), rel=1e-5)
+    total = 0.0
+    for lines in parts:
+        objective = run(model, routing, [LENGTHS[line] for line in lines], length=24)
+        objective.backward()
+        total += objective.item()
+    return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -87,33 +85,22 @@ def test_gradients_are_the_same_under_any_split(kind: str, checkpointing: bool) 
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     routing = Routing(model)
-    found = []
-    for split in ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 1], [2, 0]]):
-        model.zero_grad()
-        routing.begin_step()
-        total = 0.0
-        for lines in split:
-            objective = run(model, routing, [LENGTHS[line] for line in lines], length=24)
-            objective.backward()
-            total += float(objective.detach())
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        found.append((total, float(routing.auxiliary_sum or 0), gradients, routing.load))
-    for total, auxiliary, gradients, load in found[1:]:
-        assert total == pytest.approx(found[0][0], rel=1e-5)
-        assert auxiliary == pytest.approx(found[0][1], rel=1e-5)
-        assert torch.equal(load, found[0][3])
-        assert float((gradients - found[0][2]).norm() / found[0][2].norm()) < 2e-5
+    whole, wanted = gradients(model, routing, [[0, 1, 2, 3]])
+    auxiliary, load = float(routing.auxiliary_sum or 0), routing.load
+    for split in ([[0], [1], [2], [3]], [[3, 1], [2, 0]]):
+        total, found = gradients(model, routing, split)
+        assert total == pytest.approx(whole, rel=1e-5)
+        assert float(routing.auxiliary_sum or 0) == pytest.approx(auxiliary, rel=1e-5)
+        assert torch.equal(routing.load, load)
+        assert float((found - wanted).norm() / wanted.norm()) < 2e-5
     # It is felt: the routers learn otherwise without it.
     routing.coefficient = 0.0
-    model.zero_grad()
-    for lines in LENGTHS:
-        run(model, routing, [lines], length=24).backward()
-    without = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert float((without - found[0][2]).norm() / found[0][2].norm()) > 1e-2
+    _, without = gradients(model, routing, [[0], [1], [2], [3]])
+    assert float((without - wanted).norm() / wanted.norm()) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_the_load_of_experts_is_what_the_routers_chose(kind: str, tmp_path: Path) -> None:
+def test_the_load_of_experts_is_what_the_routers_chose(kind: str, group: None) -> None:
     model = converted_model(kind)  # no auxiliary loss is asked for
     routing, chosen = Routing(model), []
     for module, _ in routing.routers:
@@ -122,29 +109,21 @@ def test_the_load_of_experts_is_what_the_routers_chose(kind: str, tmp_path: Path
     assert routing.auxiliary_sum is None
     if routing.load is None and kind == "deepseek_v3":
         pytest.skip("routers of this version of transformers do not say what they chose")
-    assert routing.load is not None
-    assert len(routing.load) == len(routing.routers) == len(chosen) > 0
-    for load, ids in zip(routing.load, chosen, strict=True):
-        real = torch.cat([ids[:11], ids[16 : 16 + 7]])
-        assert torch.equal(load, torch.bincount(real.flatten(), minlength=len(load)).float())
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        measured = routing.measure(tokens=18)
-    finally:
-        dist.destroy_process_group()
     load = routing.load
+    assert load is not None
+    assert len(load) == len(routing.routers) == len(chosen) > 0
+    for found, ids in zip(load, chosen, strict=True):
+        real = torch.cat([ids[:11], ids[16 : 16 + 7]])
+        assert torch.equal(found, torch.bincount(real.flatten(), minlength=len(found)).float())
+    measured = routing.measure(tokens=18)
     assert measured["expert_load_max"] == pytest.approx(float((load / load.mean(1, True)).max()))
     assert measured["experts_idle"] == int((load == 0).sum())
     assert "aux_loss" not in measured
 
 
 def test_a_dense_model_has_nothing_to_route() -> None:
-    from tests.small_models import small_model
-
-    model = small_model("llama")
+    model, loss = small_model("llama"), torch.ones(())
     routing = Routing(model)
-    loss = torch.ones(())
     with routing.watch(torch.ones(1, 4)):
         pass
     assert routing.objective(loss, factor=2.0) is loss
@@ -154,14 +133,11 @@ def test_a_dense_model_has_nothing_to_route() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(CONVERTED) - {"gpt_neox", "qwen3_5_text"}))
 def test_blocks_of_experts_are_found(kind: str) -> None:
-    blocks = expert_blocks(converted_model(kind))
-    assert len(blocks) == 1
-    assert "Mo" in blocks[0].__name__  # ...MoeBlock, ...MoE
+    (block,) = expert_blocks(converted_model(kind))
+    assert "Mo" in block.__name__  # ...MoeBlock, ...MoE
 
 
 def test_an_auxiliary_loss_of_another_kind_is_refused() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.for_model(
         "doge", **TINY_LLAMA, vocab_size=90, is_moe=True, num_experts=4, output_router_logits=True
     )
