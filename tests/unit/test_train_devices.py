@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 from llmx.errors import ConfigError
+from llmx.plan.types import Plan
 from llmx.train.engine import process_group as devices
 from llmx.train.engine.process_group import Gpus, check_quantized_gradients, choose_gpu, gpu_index
 from tests.composing import composed
 
-CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 A100 = Gpus(
     visible=2,
     installed=2,
@@ -21,9 +22,14 @@ A100 = Gpus(
     torch="2.13.0",
     cuda="12.6",
     driver="570.86.15",
-    arch_list=CU126,
+    arch_list=("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"),
 )
 V100 = dataclasses.replace(A100, names=("Tesla V100-SXM2-32GB",) * 2, capabilities=(7.0,) * 2)
+
+
+@functools.cache
+def plan_of(*overrides: str) -> Plan:
+    return composed(list(overrides)).plan
 
 
 @pytest.mark.parametrize(
@@ -34,68 +40,61 @@ V100 = dataclasses.replace(A100, names=("Tesla V100-SXM2-32GB",) * 2, capabiliti
         (1, 8, 8, 5, 0),  # bound: --gpus-per-task
         (1, None, 4, 3, 0),
         (1, 8, 1, 0, 0),
+        *((*few, None) for few in ((2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1), (1, 1, 2, 0))),
+        (0, 0, 1, 0, None),
     ],
 )
 def test_the_gpu_of_a_rank(visible, installed, slots, local_rank, index) -> None:
     gpus = Gpus(visible=visible, installed=installed)
-    assert gpu_index(gpus, local_rank=local_rank, slots=slots, host="a") == index
-
-
-@pytest.mark.parametrize(
-    ("visible", "installed", "slots", "local_rank"),
-    [(2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1), (1, 1, 2, 0), (0, 0, 1, 0)],
-)
-def test_gpus_that_are_too_few(visible, installed, slots, local_rank) -> None:
-    gpus = Gpus(visible=visible, installed=installed)
+    if index is not None:
+        assert gpu_index(gpus, local_rank=local_rank, slots=slots, host="a") == index
+        return
     message = f"a: {slots} ranks are planned, but local rank {local_rank} sees {visible} GPUs"
     with pytest.raises(ConfigError, match=message):
         gpu_index(gpus, local_rank=local_rank, slots=slots, host="a")
 
 
-def chosen(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: int = 2) -> int:
-    monkeypatch.setattr(devices, "gpus_here", lambda: gpus)
+MIXED = ("hardware=a100x2_v100x2",)
+BF16 = ("hardware=a100x8", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "more", "rank", "chosen"),
+    [
+        # torch says that a V100 supports bf16, which it emulates.
+        (MIXED, V100, {}, 3, 1),
+        (BF16, V100, {"visible": 8}, 1, "Tesla V100-SXM2-32GB of node-b has compute cap"),
+        (BF16, A100, {"visible": 8}, 1, 1),
+        # Before a kernel is started: "no kernel image is available" says nothing of the fix.
+        (MIXED, V100, {"cuda": "13.0", "driver": "580.1", "arch_list": ("sm_75", "sm_80")}, 2,
+         "no code for its GPUs.*index-url .*/cu126"),
+        # torch sees no GPU then.
+        (MIXED, Gpus(visible=0, installed=2, torch="2.13.0"),
+         {"cuda": "13.0", "driver": "535.161.07"}, 2,
+         r"driver 535.161.07 is too old .* needs driver 580"),
+        # In a container with cuda-compat torch works with it, and nothing is refused.
+        (MIXED, A100, {"cuda": "13.0", "driver": "535.161.07", "arch_list": ("sm_80",)}, 2, 0),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_refused_for_what_it_cannot_do(
+    words, gpus, more, rank, chosen, monkeypatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(gpus, **more))
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
-    plan = composed(["hardware=a100x2_v100x2", *overrides]).plan
-    return choose_gpu(plan, rank=rank, local_rank=rank % 2)
-
-
-def test_precision_is_what_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says that a V100 supports bf16, which it emulates."""
-    assert chosen(V100, monkeypatch, rank=3) == 1
-    done = composed(["hardware=a100x8", "precision=bf16"])
-    monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(V100, visible=8))
-    with pytest.raises(ConfigError, match="Tesla V100-SXM2-32GB of node-b has compute cap"):
-        choose_gpu(done.plan, rank=1, local_rank=1)
-    monkeypatch.setattr(devices, "gpus_here", lambda: dataclasses.replace(A100, visible=8))
-    assert choose_gpu(done.plan, rank=1, local_rank=1) == 1
-
-
-def test_a_torch_without_code_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a kernel is started: "no kernel image is available" says nothing of the fix."""
-    newest = dataclasses.replace(V100, cuda="13.0", driver="580.1", arch_list=("sm_75", "sm_80"))
-    with pytest.raises(ConfigError, match="no code for its GPUs.*index-url .*/cu126"):
-        chosen(newest, monkeypatch)
-
-
-def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees no GPU then."""
-    old = Gpus(visible=0, installed=2, torch="2.13.0", cuda="13.0", driver="535.161.07")
-    with pytest.raises(ConfigError, match=r"driver 535.161.07 is too old .* needs driver 580"):
-        chosen(old, monkeypatch)
-    # In a container with cuda-compat torch works with it, and nothing is refused.
-    compat = dataclasses.replace(A100, cuda="13.0", driver="535.161.07", arch_list=("sm_80",))
-    assert chosen(compat, monkeypatch) == 0
+    if isinstance(chosen, int):
+        assert choose_gpu(plan_of(*words), rank=rank, local_rank=rank % 2) == chosen
+        return
+    with pytest.raises(ConfigError, match=chosen):
+        choose_gpu(plan_of(*words), rank=rank, local_rank=rank % 2)
 
 
 def test_quantized_gradients_need_all_gpus_of_a_host() -> None:
     done = composed(["hardware=a800x2_n7", "zero=stage3_zeropp"])
-    exp = dataclasses.replace(
-        done.experiment, zero=dataclasses.replace(done.experiment.zero, quantized_gradients=True)
-    )
-    check_quantized_gradients(exp.zero, done.plan, visible=2)
+    zero = dataclasses.replace(done.experiment.zero, quantized_gradients=True)
+    check_quantized_gradients(zero, done.plan, visible=2)
     for visible in (1, 8):
         with pytest.raises(ConfigError, match=f"one rank per visible GPU \\({visible}\\)"):
-            check_quantized_gradients(exp.zero, done.plan, visible=visible)
+            check_quantized_gradients(zero, done.plan, visible=visible)
 
 
 def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +115,7 @@ def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    plan = composed(["hardware=a100x2_v100x2"]).plan
-    devices.join_process_group(plan)
+    devices.join_process_group(plan_of(*MIXED))
     assert calls == [("set_device", 1), ("is_fp16_supported",), "init"]
 
 

@@ -1,15 +1,18 @@
-"""Where a rank finds its place, whoever started it."""
+"""Where a rank finds its place, whoever started it; and how it ends and says where it is."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,83 +24,64 @@ from llmx.run.rundir import RunDir, read_json
 from tests.rundirs import experiment, rank_environment
 
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
-def two_hosts(tmp_path: Path) -> Plan:
+@functools.cache
+def two_hosts(accelerator: str = "cpu") -> Plan:
     """Two ranks on the first host, one on the second."""
-    hosts = [
-        {"name": "one", "slots": 2, "device": "cpu"},
-        {"name": "two", "slots": 1, "device": "cpu"},
-    ]
-    return make_plan(experiment(tmp_path, hardware={"hosts": hosts}, launch={"transport": "pdsh"}))
+    hosts = [{"name": name, "slots": n, "device": "cpu"} for name, n in (("one", 2), ("two", 1))]
+    launch = {"transport": "pdsh"}
+    plan = make_plan(experiment(Path("run"), hardware={"hosts": hosts}, launch=launch))
+    return dataclasses.replace(plan, accelerator=accelerator)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {
-            "OMPI_COMM_WORLD_RANK": "3",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        },
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+         "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
         {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
-        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"},
+        # deepspeed inside a Slurm allocation: SLURM_PROCID there is the launcher's own.
+        {**PLACE, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
     ],
-)
-def test_the_place_comes_from_the_transport(given: dict[str, str]) -> None:
+)  # fmt: skip
+def test_the_place_comes_from_the_launcher_else_from_the_transport(given: dict[str, str]) -> None:
     environment = {**given, **MASTER}
     worker.complete_environment(environment)
-    assert [environment[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["3", "4", "1"]
-
-
-def test_what_the_launcher_set_wins_over_the_transport() -> None:
-    """deepspeed inside a Slurm allocation: SLURM_PROCID there is the launcher's own."""
-    environment = {
-        **MASTER,
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "1",
-        "SLURM_LOCALID": "0",
-    }
-    before = dict(environment)
-    worker.complete_environment(environment)
-    assert environment == before
+    assert environment == {**given, **MASTER, **PLACE}
 
 
 def test_a_process_that_is_no_rank_says_so() -> None:
     with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         worker.complete_environment({})
     with pytest.raises(ConfigError, match="^MASTER_PORT not set.*python -m llmx"):
-        worker.complete_environment(
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}
-        )
+        worker.complete_environment({**PLACE, "MASTER_ADDR": "a"})
 
 
-def test_the_number_of_ranks_must_be_the_planned_one(tmp_path: Path) -> None:
-    plan = two_hosts(tmp_path)
+def test_the_number_of_ranks_must_be_the_planned_one() -> None:
     for rank in range(3):
-        worker.check_place(plan, {"RANK": str(rank), "WORLD_SIZE": "3"})
+        worker.check_place(two_hosts(), {"RANK": str(rank), "WORLD_SIZE": "3"})
     for rank, world in ((0, 1), (0, 4), (3, 3), (-1, 3)):
         with pytest.raises(ConfigError, match=f"rank {rank} of {world}, the plan has 3"):
-            worker.check_place(plan, {"RANK": str(rank), "WORLD_SIZE": str(world)})
+            worker.check_place(two_hosts(), {"RANK": str(rank), "WORLD_SIZE": str(world)})
 
 
-def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
-    plan = two_hosts(tmp_path)
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for rank, wanted in ((0, "eth0"), (1, "eth0"), (2, "ib0")):
-        environment = {"RANK": str(rank), "LLMX_INTERFACES": "eth0,ib0"}
-        worker.choose_interface(plan, environment)
-        assert [environment[name] for name in names] == [wanted, wanted]
-    environment = {"RANK": "2", "LLMX_INTERFACES": "eth0,ib0", "GLOO_SOCKET_IFNAME": "mine"}
-    worker.choose_interface(plan, environment)
-    assert environment["GLOO_SOCKET_IFNAME"] == "mine"
-    for absent in ("", "eth0", "eth0,"):
-        environment = {"RANK": "2", "LLMX_INTERFACES": absent}
-        worker.choose_interface(plan, environment)
-        assert not set(names) & set(environment)
+@pytest.mark.parametrize(
+    ("rank", "given", "gloo", "nccl"),
+    [
+        (0, {"LLMX_INTERFACES": "eth0,ib0"}, "eth0", "eth0"),
+        (1, {"LLMX_INTERFACES": "eth0,ib0"}, "eth0", "eth0"),
+        (2, {"LLMX_INTERFACES": "eth0,ib0"}, "ib0", "ib0"),
+        (2, {"LLMX_INTERFACES": "eth0,ib0", "GLOO_SOCKET_IFNAME": "mine"}, "mine", "ib0"),
+        *((2, {"LLMX_INTERFACES": absent}, None, None) for absent in ("", "eth0", "eth0,")),
+    ],
+)
+def test_each_host_takes_its_own_interface(rank, given, gloo, nccl) -> None:
+    environment = {"RANK": str(rank), **given}
+    worker.choose_interface(two_hosts(), environment)
+    assert environment.get("GLOO_SOCKET_IFNAME") == gloo
+    assert environment.get("NCCL_SOCKET_IFNAME") == nccl
 
 
 @pytest.mark.parametrize(
@@ -109,10 +93,9 @@ def test_each_host_takes_its_own_interface(tmp_path: Path) -> None:
         ("", 0, None),  # a scheduler chooses
     ],
 )
-def test_the_gpus_of_this_host(gpus: str, rank: int, visible: str | None, tmp_path: Path) -> None:
-    plan = dataclasses.replace(two_hosts(tmp_path), accelerator="cuda")
+def test_the_gpus_of_this_host(gpus, rank, visible) -> None:
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LLMX_GPUS": gpus}
-    worker.choose_gpus(plan, environment)
+    worker.choose_gpus(two_hosts("cuda"), environment)
     assert environment.get("CUDA_VISIBLE_DEVICES") == visible
 
 
@@ -127,16 +110,16 @@ def test_the_gpus_of_this_host(gpus: str, rank: int, visible: str | None, tmp_pa
     ],
 )
 def test_threads_are_the_share_of_the_cores_of_this_host(
-    environment: dict[str, str], threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment, threads, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(32)))
-    environment["LOCAL_SIZE"] = "2"
-    worker.choose_threads(experiment(tmp_path), two_hosts(tmp_path), environment)
-    assert environment["OMP_NUM_THREADS"] == threads
+    found = {**environment, "LOCAL_SIZE": "2"}
+    worker.choose_threads(experiment(tmp_path), two_hosts(), found)
+    assert found["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(
-    ("torch", "environment", "values"),
+    ("torch", "given", "values"),
     [
         ("2.13.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
@@ -144,45 +127,56 @@ def test_threads_are_the_share_of_the_cores_of_this_host(
         ("2.13.0", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, {}),
     ],
 )
-def test_segments_of_the_allocator_are_expandable(
-    torch: str, environment: dict[str, str], values: dict[str, str], monkeypatch, tmp_path: Path
-) -> None:
+def test_segments_of_the_allocator_are_expandable(torch, given, values, monkeypatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: torch)
-    plan = two_hosts(tmp_path)
-    given = dict(environment)
-    worker.choose_allocator(plan, environment)
-    assert environment == given, "nothing on CPUs"
-    worker.choose_allocator(dataclasses.replace(plan, accelerator="cuda"), environment)
-    assert environment == given | values
+    for accelerator, more in (("cpu", {}), ("cuda", values)):
+        environment = dict(given)
+        worker.choose_allocator(two_hosts(accelerator), environment)
+        assert environment == given | more
 
 
-def start(run_dir: Path, *code: str, **environment: str) -> subprocess.Popen[str]:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **MASTER, **environment}
-    return subprocess.Popen(
-        [sys.executable, *code, str(run_dir)],
-        env=rank_environment(**place),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Rank:
+    """A process in the place of the only rank of a run."""
+
+    def __init__(self, place: Path, *code: str) -> None:
+        self.run = RunDir(place)
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **MASTER}
+        self.process = subprocess.Popen(
+            [sys.executable, *code, str(place)],
+            env=rank_environment(**environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def log(self) -> str:
+        path = self.run.rank_log(0)
+        return path.read_text() if path.is_file() else ""
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
 
 
 def test_a_failed_start_is_in_the_status_file_and_the_log(tmp_path: Path) -> None:
     """No config.yaml: the rank says what it missed, in its own log, and exits with 1."""
-    process = start(tmp_path, "-m", "llmx.worker")
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert printed == ""
-    run_dir = RunDir(tmp_path)
-    found = read_json(run_dir.rank_status(0))
-    assert (found["state"], found["pid"]) == ("failed", process.pid)
+    rank = Rank(tmp_path, "-m", "llmx.worker")
+    printed, _ = rank.process.communicate(timeout=60)
+    assert (rank.process.returncode, printed) == (1, "")
+    found = read_json(rank.run.rank_status(0))
+    assert (found["state"], found["pid"]) == ("failed", rank.process.pid)
     assert found["error"]["type"] == "FileNotFoundError"
     assert "config.yaml" in found["error"]["message"]
-    assert "Traceback" in run_dir.rank_log(0).read_text()
+    assert "Traceback" in rank.log()
 
 
-SIT = """
-import os, sys, threading
+BEGIN = """
+import ctypes, os, sys
 from pathlib import Path
 from llmx import worker
 from llmx.run.rundir import RunDir
@@ -192,57 +186,14 @@ run_dir = RunDir(Path(sys.argv[1]))
 worker.redirect_output(run_dir, rank=0)
 status = RankStatus(run_dir, rank=0)
 worker.handle_signals(status)
-os.write(1, b"written by C\\n")
 status.enter("training")
-lock = threading.Lock()
-lock.acquire()
-lock.acquire()
 """
-
-
-@pytest.mark.parametrize(("number", "disk"), [(signal.SIGTERM, "good"), (signal.SIGINT, "bad")])
-def test_a_signal_ends_a_rank_wherever_it_sits(
-    tmp_path: Path, number: signal.Signals, disk: str
-) -> None:
-    process = start(tmp_path, "-c", SIT)
-    run_dir = RunDir(tmp_path)
-    deadline = time.monotonic() + 60
-    while not run_dir.rank_status(0).is_file() or (
-        read_json(run_dir.rank_status(0))["state"] != "training"
-    ):
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline
-    if disk == "bad":
-        run_dir.ranks.rename(tmp_path / "away")
-        run_dir.ranks.touch()  # nothing can be written there
-    os.kill(process.pid, number)
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    if disk == "good":
-        assert read_json(run_dir.rank_status(0))["state"] == "interrupted"
-    assert "written by C" in run_dir.rank_log(0).read_text()
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-def test_stacks_of_a_rank_whose_interpreter_is_held(tmp_path: Path) -> None:
-    """No thread of its own can write them: faulthandler does, on SIGQUIT."""
-    held = SIT.replace('os.write(1, b"written by C\\n")', "")
-    held = f"import ctypes\n{held}".replace(
-        "lock = threading.Lock()",
-        "libc = ctypes.PyDLL(None)\nlibc.puts(b'held')\nlibc.fflush(None)\nlibc.sleep(600)",
-    )
-    process = start(tmp_path, "-c", held)
-    log = RunDir(tmp_path).rank_log(0)
-    for number, text in ((0, "held"), (signal.SIGQUIT, "most recent call first")):
-        os.kill(process.pid, number)
-        deadline = time.monotonic() + 60
-        while not (log.is_file() and text in log.read_text()):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-    process.kill()
-    process.communicate()
-
-
+HOLD = """
+libc = ctypes.PyDLL(None)
+libc.puts(b"held")
+libc.fflush(None)
+libc.sleep(600)
+"""
 SPIN = """
 def spin():
     os.write(1, b"working")
@@ -251,39 +202,51 @@ def spin():
 spin()
 """
 READ = """
-import ctypes
 def read_forever():
     libc, pipe, buffer = ctypes.CDLL(None), os.pipe()[0], ctypes.create_string_buffer(1)
     os.write(1, b"working")
-    # As a collective waits: the lock is given away, and a signal does not end the call.
-    libc.read(pipe, buffer, 1)
+    while True:  # as a collective waits: the lock is given away, and SIGUSR2 does not end the call
+        libc.read(pipe, buffer, 1)
 read_forever()
 """
 
 
+def test_stacks_of_a_rank_whose_interpreter_is_held(tmp_path: Path) -> None:
+    """No thread of its own can write them: faulthandler does, on SIGQUIT."""
+    rank = Rank(tmp_path, "-c", BEGIN + HOLD)
+    rank.until(lambda: "held" in rank.log())
+    rank.signal(signal.SIGQUIT)
+    rank.until(lambda: "most recent call first" in rank.log())
+    rank.process.kill()
+    rank.process.communicate()
+
+
 @pytest.mark.parametrize(
-    ("work", "innermost"), [(SPIN, "spin"), (READ, "read_forever")], ids=["Python", "C"]
+    ("work", "innermost", "number", "disk"),
+    [(SPIN, "spin", signal.SIGTERM, "good"), (READ, "read_forever", signal.SIGINT, "bad")],
+    ids=["Python", "C"],
 )
-def test_stacks_of_a_rank_that_is_asked(work: str, innermost: str, tmp_path: Path) -> None:
+def test_a_rank_shows_its_stacks_and_ends_wherever_it_sits(
+    work, innermost, number, disk, tmp_path
+) -> None:
     """Also where the main thread runs no Python, and twice. Its stack ends where it was."""
-    process = start(tmp_path, "-c", SIT.partition("lock =")[0] + work)
-    log = RunDir(tmp_path).rank_log(0)
-
-    def until(text: str, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while not log.is_file() or log.read_text().count(text) < count:
-            assert process.poll() is None
-            assert time.monotonic() < deadline, log.read_text()
-
-    until("working", 1)
+    rank = Rank(tmp_path, "-c", BEGIN + work)
+    rank.until(lambda: "working" in rank.log())
     for times in (1, 2):
-        os.kill(process.pid, signal.SIGUSR2)
-        until(f" in {innermost}\n", times)
-    process.kill()
-    process.communicate()
-    stacks = log.read_text().split("(most recent call first):\n")
+        rank.signal(signal.SIGUSR2)
+        rank.until(lambda times=times: rank.log().count(f" in {innermost}\n") >= times)
+    assert read_json(rank.run.rank_status(0))["state"] == "training"
+    if disk == "bad":
+        rank.run.ranks.rename(tmp_path / "away")
+        rank.run.ranks.touch()  # nothing can be written there
+    rank.signal(number)
+    rank.process.communicate(timeout=20)
+    assert rank.process.returncode == 128 + signal.SIGTERM
+    if disk == "good":
+        assert read_json(rank.run.rank_status(0))["state"] == "interrupted"
+    stacks = rank.log().split("(most recent call first):\n")
     first = next(stack for stack in stacks if f" in {innermost}\n" in stack)
-    assert re.match(rf".* in {innermost}\n.* in <module>\n\n", first), log.read_text()
+    assert re.match(rf".* in {innermost}\n.* in <module>\n\n", first), rank.log()
 
 
 def test_the_worker_starts_without_torch_or_hydra() -> None:
