@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     with weights.open("wb") as file:
-        file.truncate(200 << 20)  # sparse: more than what provenance hashes whole
+        file.truncate(130 << 20)  # sparse: more than what provenance hashes whole
     loaded = replace(exp, model=replace(exp.model, init="pretrained", path=str(tmp_path / "model")))
     before = identity(loaded)
     assert identity(loaded) == before
@@ -108,6 +108,17 @@ PLACES = [0, 0, 1]
 """The host of each rank."""
 
 
+def store_of(disk: Path) -> Any:
+    return pairs(disk / "data-train-v3", count=21)
+
+
+def columns_of(exp: Experiment, plan: Any, task: Task, store: Any, log: Any = print) -> Any:
+    return with_precomputed(
+        exp, plan, {}, tokenizer=None, task=task, stores={"train": store, "eval": None},
+        layout=lambda name: Layout(seq_len=64, pad_id=0, layout=name), group=None, log=log,
+    )  # fmt: skip
+
+
 def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     dist = torch.distributed
@@ -131,23 +142,14 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
             ranks = tuple(replace(r, host=PLACES[r.rank]) for r in plan.ranks)
             plan = replace(plan, ranks=ranks, batch=replace(plan.batch, micro_batches=(2, 1, 1)))
             task = Summed(exp, None)
-            store = pairs(root / f"disk-{PLACES[rank]}" / "data-train-v3", count=21)
-            stores, sources = with_precomputed(
-                exp,
-                plan,
-                {},
-                tokenizer=None,
-                task=task,
-                stores={"train": store, "eval": None},
-                layout=lambda name: Layout(seq_len=64, pad_id=0, layout=name),
-                group=None,
-                log=lines.append,
-            )
+            own = store_of(root / f"disk-{PLACES[rank]}")
+            stores, sources = columns_of(exp, plan, task, own, lines.append)
             found = stores["train"]
-            values = [found[i].columns["total"].tolist() for i in range(len(found))]
-            for sample in map(found.__getitem__, range(len(found))):
+            samples = [found[index] for index in range(len(found))]
+            for sample in samples:
                 wanted = np.where(sample.targets, sample.tokens, 0)
                 assert (sample.columns["next"] == wanted).all()
+            values = [sample.columns["total"].tolist() for sample in samples]
             sizes = found.values_of("size").tolist()
             results.put((values, sizes, task.forwards, lines, str(found.path), sources))
         except Exception:
@@ -171,7 +173,9 @@ class Ranks:
     def run(self) -> list[Any]:
         for queue in self.jobs:
             queue.put(True)
-        return [queue.get(timeout=100) for queue in self.results]
+        found = [queue.get(timeout=100) for queue in self.results]
+        assert all(isinstance(one, tuple) for one in found), found
+        return found
 
     def end(self) -> None:
         for queue in self.jobs:
@@ -181,64 +185,60 @@ class Ranks:
             process.kill()
 
 
-def first_columns(root: Path, identity: dict[str, Any]) -> Callable[[], None]:
-    """Keeps the values of the first eight samples, as rank 0 does on its way."""
-    store = pairs(root / "disk-0" / "data-train-v3", count=21)
-    one = Precomputed(store, Summed.precomputed, identity)
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.end()
+
+
+def keep_first_columns_alone(root: Path, identity: dict[str, Any]) -> None:
+    """Those of the first eight samples, as rank 0 keeps them on its way."""
+    one = Precomputed(store_of(root / "disk-0"), Summed.precomputed, identity)
     done = one.open()
     assert done is not None
     values = {
         column.name: done.values_of(column.name)[one.rows(column, 0, 8)].copy()
         for column in one.columns
     }
-    return lambda: one.record(values, 0, 8)
+    for path in root.glob("disk-*/*.precomputed-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    one.record(values, 0, 8)
 
 
-def test_hosts_without_a_shared_disk_have_the_same_columns(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    try:
-        first = ranks.run()
-        assert all(isinstance(one, tuple) for one in first), first
-        values, sizes, *_ = first[0]
-        assert all(one[:2] == (values, sizes) for one in first)
-        store = pairs(tmp_path / "again" / "data-train-v3", count=21)
-        for index, totals in enumerate(values):
-            tokens = [float(one.sum()) for one, _ in store[index].sequences()]
-            assert totals == pytest.approx([total / 7 for total in tokens], rel=1e-6)
-        assert sizes == [2] * 22
-        # 11 groups, dealt two, one, one; no rank computes what another does.
-        assert [one[2] for one in first] == [6, 3, 2]
-        assert any("done in" in line for line in first[0][3])
-        assert list(first[0][5]) == ["frozen (precomputed)"]
-        published = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("disk-*/*pre*-*"))
-        assert len([path for path in published if path.suffix != ".lock"]) == 2, published
+def test_hosts_without_a_shared_disk_have_the_same_columns(ranks: Ranks, tmp_path: Path) -> None:
+    def run_again(*forwards: int) -> list[Any]:
+        found = ranks.run()
+        assert [one[2] for one in found] == [*forwards]
+        assert [one[0] for one in found] == [values] * 3
+        return found
 
-        # Found again: nothing is computed.
-        again = ranks.run()
-        assert [one[2] for one in again] == [0, 0, 0]
-        assert [one[0] for one in again] == [values] * 3
+    first = ranks.run()
+    values, sizes, *_ = first[0]
+    assert all(one[:2] == (values, sizes) for one in first)
+    store = store_of(tmp_path / "again")
+    for index, totals in enumerate(values):
+        tokens = [float(one.sum()) for one, _ in store[index].sequences()]
+        assert totals == pytest.approx([total / 7 for total in tokens], rel=1e-6)
+    assert sizes == [2] * 22
+    # 11 groups, dealt two, one, one; no rank computes what another does.
+    assert [one[2] for one in first] == [6, 3, 2]
+    assert any("done in" in line for line in first[0][3])
+    assert list(first[0][5]) == ["frozen (precomputed)"]
+    published = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("disk-*/*pre*-*"))
+    assert len([path for path in published if path.suffix != ".lock"]) == 2, published
 
-        # A host that comes new to the run gets them from the others.
-        shutil.rmtree(tmp_path / "disk-1")
-        moved = ranks.run()
-        assert [one[2] for one in moved] == [0, 0, 0]
-        assert [one[0] for one in moved] == [values] * 3
-        assert "disk-1" in moved[2][4]
+    run_again(0, 0, 0)  # found again: nothing is computed
 
-        # What an interrupted computation has kept is not computed again.
-        meta = json.loads(next(tmp_path.glob("disk-0/*pre*/meta.json")).read_text("utf-8"))
-        kept = first_columns(tmp_path, meta["identity"])
-        for disk in ("disk-0", "disk-1"):
-            for path in (tmp_path / disk).glob("*.precomputed-*"):
-                shutil.rmtree(path, ignore_errors=True)
-        kept()
-        continued = ranks.run()
-        assert [one[2] for one in continued] == [4, 2, 1]
-        assert [one[0] for one in continued] == [values] * 3
-        assert "16 already done" in continued[0][3][0]
-        assert not list(tmp_path.glob("disk-*/*.partial"))
-    finally:
-        ranks.end()
+    # A host that comes new to the run gets them from the others.
+    shutil.rmtree(tmp_path / "disk-1")
+    assert "disk-1" in run_again(0, 0, 0)[2][4]
+
+    # What an interrupted computation has kept is not computed again.
+    meta = json.loads(next(tmp_path.glob("disk-0/*pre*/meta.json")).read_text("utf-8"))
+    keep_first_columns_alone(tmp_path, meta["identity"])
+    assert "16 already done" in run_again(4, 2, 1)[0][3][0]
+    assert not list(tmp_path.glob("disk-*/*.partial"))
 
 
 def test_columns_without_a_model_are_refused(tmp_path: Path) -> None:
@@ -246,11 +246,8 @@ def test_columns_without_a_model_are_refused(tmp_path: Path) -> None:
         def models(self) -> dict[str, ModelSpec]:
             return {"policy": ModelSpec()}
 
-    exp: Experiment = small_experiment(tmp_path / "run")
+    exp = small_experiment(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"precomputed columns, but no model that computes them"):
-        with_precomputed(
-            exp, make_plan(exp), {}, tokenizer=None, task=Nothing(exp, None),
-            stores={}, layout=lambda name: Layout(64, 0, name), group=None,
-        )  # fmt: skip
+        columns_of(exp, make_plan(exp), Nothing(exp, None), None)
     with pytest.raises(ValueError, match="set trained=False too"):
         ModelSpec(precomputes=True)

@@ -16,7 +16,6 @@ import torch
 
 from llmx.config import RolloutConfig
 from llmx.data import Column, Conversation, Example, Sample, Tokens
-from llmx.data.order import samples_of_step
 from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir
@@ -34,7 +33,7 @@ LABEL = Column("label", per="example", dtype="int64")
 SCORE = Column("score", per="sequence")
 
 
-def sample(**more: Any) -> Sample:
+def sample() -> Sample:
     """A pair [1 2 | 3], [1 2 | 4 5] and a sequence without a target."""
     return Sample(
         tokens=np.array([1, 2, 3, 1, 2, 4, 5, 6, 7], np.uint32),
@@ -42,7 +41,6 @@ def sample(**more: Any) -> Sample:
         sequence_starts=np.array([0, 3, 7]),
         example_starts=np.array([0, 2]),
         columns={"label": np.array([8, 9]), "score": np.array([0.5, 1.5, 2.5], np.float32)},
-        **more,
     )
 
 
@@ -70,13 +68,10 @@ class Pairs(Task):
         SCORE,
     )
     normaliser = "tokens"
+    name = "pairs"
 
     def __init__(self) -> None:
         pass
-
-    @property
-    def name(self) -> str:
-        return "pairs"
 
     def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
         return [self.of(number, prompt) for number, prompt in enumerate(prompts)]
@@ -89,30 +84,22 @@ class Pairs(Task):
         return [Example.of(tokens, tokens, label=number, score=[1, 2])]
 
 
+class Drawing(Pairs):
+    draws = True
+
+
 def step_of(
-    task: Task,
-    *,
-    rank: int = 0,
-    micro: tuple[int, ...] = (2, 1),
-    seq_len: int = 16,
-    store: Any = None,
+    task: Task, *, rank: int = 0, micro: tuple[int, ...] = (2, 1), store: Any = None
 ) -> Any:
-    engine = SimpleNamespace(
+    engine: Any = SimpleNamespace(
         engine=SimpleNamespace(eval=lambda: None, train=lambda: None),
         models={},
         vocab_size=50,
         stage=2,
     )
-    return rollout_step(
-        engine,
-        task,
-        store or Store(sample() for _ in range(4)),
-        0,
-        batch=BatchPlan(3, 1, micro, seq_len),
-        rank=rank,
-        seed=1,
-        layout=Layout(seq_len=seq_len, pad_id=0, layout="packed"),
-    )
+    batch, layout = BatchPlan(3, 1, micro, 16), Layout(seq_len=16, pad_id=0, layout="packed")
+    store = store or Store([sample()] * 4)
+    return rollout_step(engine, task, store, 0, batch=batch, rank=rank, seed=1, layout=layout)
 
 
 @pytest.fixture(autouse=True)
@@ -136,40 +123,27 @@ def test_every_rank_trains_what_its_prompts_gave() -> None:
     assert batch["labels"][1, :6].tolist() == [-100, 12, -100, -100, 12, -100]
     assert batch["weights"][1, :6].tolist() == [0, 0.5, 0, 0, 0.5, 0]
     assert batch["old"][1, :6].tolist() == [0, -2, 0, 0, -2, 0]
-    assert len(samples_of_step(0, global_batch=3, num_samples=4, seed=1)) == 3
+    assert "draw_seeds" not in batch
 
 
-def test_sequences_have_seeds_where_the_loss_draws() -> None:
-    """The same for a prompt, whichever rank has it."""
+@pytest.mark.parametrize(
+    ("many", "labels"),
+    [(1, [[[0, 2]], [[4]]]), (4, [[[0, 0], [0, 0], [2, 2], [2, 2]], [[4]] * 4])],
+)
+def test_a_micro_batch_has_no_more_samples_than_the_plan_foresees(many, labels) -> None:
+    """So many examples of each prompt: as many parts on every rank, in the order of the step; and
+    a seed for each sequence, the same whichever rank has its prompt."""
 
-    class Drawing(Pairs):
-        draws = True
-
-    whole = step_of(Drawing(), micro=(3, 0)).micro_batches[0]["draw_seeds"]
-    first, second = (
-        step_of(Drawing(), rank=rank).micro_batches[0]["draw_seeds"] for rank in (0, 1)
-    )
-    assert len(set(whole.tolist())) == 3 * 2, "of each sequence"
-    assert torch.equal(whole, torch.cat([first, second]))
-    assert "draw_seeds" not in step_of(Pairs()).micro_batches[0]
-
-
-def test_a_micro_batch_has_no_more_samples_than_the_plan_foresees() -> None:
-    """Four examples of each prompt: as many parts on every rank, in the order of the step."""
-
-    class Many(Pairs):
-        draws = True
-
+    class Many(Drawing):
         def of(self, number: int, prompt: Prompt) -> list[Example]:
-            return super().of(number, prompt) * 4
+            return super().of(number, prompt) * many
 
-    first, second = (step_of(Many(), rank=rank).micro_batches for rank in (0, 1))
-    assert [batch["label"].tolist() for batch in first] == [[0, 0], [0, 0], [2, 2], [2, 2]]
-    assert [batch["label"].tolist() for batch in second] == [[4]] * 4
-    whole = step_of(Many(), micro=(12, 0)).micro_batches
-    seeds = torch.cat([batch["draw_seeds"] for batch in (*first, *second)])
+    ranks = [step_of(Many(), rank=rank).micro_batches for rank in (0, 1)]
+    assert [[batch["label"].tolist() for batch in batches] for batches in ranks] == labels
+    whole = step_of(Many(), micro=(3 * many, 0)).micro_batches
+    seeds = torch.cat([batch["draw_seeds"] for batches in ranks for batch in batches])
     assert torch.equal(seeds, torch.cat([batch["draw_seeds"] for batch in whole]))
-    assert len(set(seeds.tolist())) == 3 * 4 * 2
+    assert len(set(seeds.tolist())) == 3 * many * 2
 
 
 def test_without_weights_targets_are_whole() -> None:
@@ -186,53 +160,36 @@ def test_without_weights_targets_are_whole() -> None:
     assert "weights" not in step.micro_batches[0]
 
 
-CASES: list[tuple[str, Any, str]] = [
-    ("too few lists", lambda prompts: [[]], "gave 1 lists of examples for 6 prompts"),
-    ("no example", lambda prompts: [["x"]] * 6, "rollout() gave str; it gives lists of Examples"),
-    (
-        "columns",
-        lambda prompts: [[Example.of(Tokens([1]))]] * 6,
-        "and the task declares label, score by sequence and by example. Declare them in "
-        "`rollout_columns`",
-    ),
-    (
-        "no tokens",
-        lambda prompts: [[Example.of(Conversation((), prompts[0]), label=1, score=[1])]] * 6,
-        "the sequences of generated examples are Tokens; rollout() gave Conversation",
-    ),
-    (
-        "token columns",
-        lambda prompts: [[Example.of(Tokens([1]), label=1, score=[1])]] * 6,
-        "Tokens have the columns none, and the task declares old by token in `rollout_columns`",
-    ),
-    (
-        "no ids",
-        lambda prompts: [[Example.of(Tokens([50], columns={"old": [0]}), label=1, score=[1])]] * 6,
-        "each from 0 to 49 (the last of the vocabulary); rollout() gave",
-    ),
-    (
-        "too long",
-        lambda prompts: (
-            [[Example.of(*[Tokens([1] * 9, columns={"old": [0] * 9})] * 2, label=1, score=[1, 1])]]
-            * 6
-        ),
-        "an example of 18 tokens (of all its sequences together), data.seq_len is 16",
-    ),
-]
+def old(*ids: int) -> Tokens:
+    return Tokens([*ids], columns={"old": [0] * len(ids)})
 
 
 @pytest.mark.parametrize(
-    ("made", "message"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
-)
+    ("made", "message"),
+    [
+        ([[]], "gave 1 lists of examples for 6 prompts"),
+        ([["x"]] * 6, "rollout() gave str; it gives lists of Examples"),
+        ([[Example.of(Tokens([1]))]] * 6,
+         "and the task declares label, score by sequence and by example. Declare them in "
+         "`rollout_columns`"),
+        ([[Example.of(Conversation((), ""), label=1, score=[1])]] * 6,
+         "the sequences of generated examples are Tokens; rollout() gave Conversation"),
+        ([[Example.of(Tokens([1]), label=1, score=[1])]] * 6,
+         "Tokens have the columns none, and the task declares old by token in `rollout_columns`"),
+        ([[Example.of(old(50), label=1, score=[1])]] * 6,
+         "each from 0 to 49 (the last of the vocabulary); rollout() gave"),
+        ([[Example.of(old(*[1] * 9), old(*[1] * 9), label=1, score=[1, 1])]] * 6,
+         "an example of 18 tokens (of all its sequences together), data.seq_len is 16"),
+    ],
+    ids=["too few lists", "no example", "columns", "no tokens", "token columns", "ids", "too long"],
+)  # fmt: skip
 def test_what_a_task_generates_is_checked(made: Any, message: str) -> None:
     class Wrong(Pairs):
         def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
-            found: list[list[Example]] = made(prompts)
-            return found
+            return made  # type: ignore[no-any-return]
 
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         step_of(Wrong())
-    assert message in str(found.value)
 
 
 def test_ranks_that_generate_other_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,35 +199,23 @@ def test_ranks_that_generate_other_tokens_are_stopped(monkeypatch: pytest.Monkey
 
 
 def test_further_prompts_are_the_same_for_every_split() -> None:
-    """As many as the step has of each number, others for each, and again the same."""
+    """As many as the step has of each number, others for each, and again the same; and gradients
+    are off meanwhile."""
 
     class Asking(Pairs):
         def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
-            asked.append(
-                [[prompt.tokens for prompt in key.further(number)] for number in range(1, 9)]
-            )
+            assert not torch.is_grad_enabled()
+            asked.append([[prompt.tokens for prompt in key.further(n)] for n in range(1, 9)])
             return super().rollout(models, prompts, key)
 
     store = Store(replace(sample(), tokens=np.arange(9) + at) for at in range(30))
     asked: list[Any] = []
     for rank, micro in ((0, (2, 1)), (1, (2, 1)), (0, (3, 0))):
         step_of(Asking(), rank=rank, micro=micro, store=store)
+    assert torch.is_grad_enabled()
     assert asked[0] == asked[1] == asked[2]
     assert all(len(prompts) == 6 for prompts in asked[0]), "two of each of three samples"
     assert len({*chain.from_iterable(asked[0])}) > 20
-
-
-def test_gradients_are_off_while_a_task_generates() -> None:
-    class Seen(Pairs):
-        grad = True
-
-        def rollout(self, models: Any, prompts: Any, key: Any) -> list[list[Example]]:
-            Seen.grad = torch.is_grad_enabled()
-            return super().rollout(models, prompts, key)
-
-    step_of(Seen())
-    assert not Seen.grad
-    assert torch.is_grad_enabled()
 
 
 def test_the_rollout_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +246,7 @@ def test_the_rollout_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert float(one.metrics["kl"]) == pytest.approx(0.0, abs=1e-6)
     # At a ratio of 1 the loss of a sequence is its advantage times its tokens; those of a group
     # add up to nothing.
-    group = losses[: task.options.group]
-    advantages = [float(one.sum.detach()) / one.weight for one in group]
+    advantages = [float(one.sum.detach()) / one.weight for one in losses[: task.options.group]]
     assert sum(advantages) == pytest.approx(0.0, abs=1e-4)
 
 
