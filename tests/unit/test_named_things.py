@@ -1,4 +1,4 @@
-"""Docstrings, comments and docs name modules, functions and files that exist."""
+"""Docstrings, comments and docs name modules, functions, files and packages that exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import ast
 import functools
 import re
 from pathlib import Path
+
+import pytest
+
+from scripts.sizes import BEGIN, END, PAGE
 
 ROOT = Path(__file__).parents[2]
 DOTTED = re.compile(r"(?<![\w./@-])(?:llmx|tests|hydra_plugins)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
@@ -22,24 +26,15 @@ PLACEHOLDER = re.compile(r"\.\.\.|/[A-Z]+[._]")
 
 
 @functools.cache
-def texts() -> list[tuple[Path, str]]:
-    """The prose of the repository: whole documents, docstrings and comments."""
-    files = [path for name in SOURCES for path in (ROOT / name).rglob("*")]
-    prose = [(path, path.read_text()) for path in files if path.suffix in (".md", ".yaml")]
-    prose += [(ROOT / name, (ROOT / name).read_text()) for name in ("README.md", "CONTRIBUTING.md")]
-    for path in files:
-        if path.suffix == ".py":
-            source = path.read_text()
-            comments = re.findall(r"(?m)^\s*#.*$|  # .*$", source)
-            strings = [
-                node.value.value
-                for node in ast.walk(ast.parse(source))
-                if isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ]
-            prose.append((path, "\n".join([*comments, *strings])))
-    return prose
+def prose(path: Path) -> str:
+    """A whole document, or the docstrings and comments of a module."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return text
+    comments = re.findall(r"(?m)^\s*#.*$|  # .*$", text)
+    alone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    strings = [str(one.value) for one in alone if isinstance(one, ast.Constant)]
+    return "\n".join([*comments, *strings])
 
 
 @functools.cache
@@ -67,6 +62,7 @@ def defined(path: Path) -> dict[str, ast.stmt]:
     return names
 
 
+@functools.cache
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, a name in it, or a member of a class in it."""
     parts = name.split(".")
@@ -83,21 +79,33 @@ def resolves(name: str) -> bool:
     return False
 
 
-def test_names_in_docstrings_and_docs_resolve() -> None:
+@functools.cache
+def is_there(name: str) -> bool:
+    return PLACEHOLDER.search(name) is not None or (ROOT / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "exists"),
+    [(DOTTED, lambda name: name in NOT_MODULES or resolves(name)), (PATH, is_there)],
+    ids=["modules", "files"],
+)
+def test_names_in_docstrings_and_docs_exist(pattern, exists) -> None:
+    files = [path for name in SOURCES for path in (ROOT / name).rglob("*")]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path, text in texts()
-        for name in DOTTED.findall(text)
-        if name not in NOT_MODULES and not resolves(name)
+        for path in files
+        if path.suffix in (".md", ".yaml", ".py")
+        for name in pattern.findall(prose(path))
+        if not exists(name)
     }
     assert not missing, "\n".join(sorted(missing))
 
 
-def test_paths_in_docstrings_and_docs_exist() -> None:
-    missing = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path, text in texts()
-        for name in PATH.findall(text)
-        if not PLACEHOLDER.search(name) and not (ROOT / name).exists()
-    }
-    assert not missing, "\n".join(sorted(missing))
+def test_the_size_table_names_every_package() -> None:
+    """Its numbers are not compared: a commit need not write the table."""
+    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    written = re.findall(r"^\| ([^|]+) \| [\d,]+ \| [\d,]+ \| [\d,]+ \|$", text, re.MULTILINE)
+    packages = {path.parent.name for path in (ROOT / "llmx").glob("*/__init__.py")}
+    others = {"modules", "launchers", "**all**", "tests", "benchmarks"}
+    assert set(written) == packages | others, "python scripts/sizes.py --write"
