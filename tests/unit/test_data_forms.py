@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from llmx.data.format.formats import (
@@ -16,16 +14,16 @@ from llmx.data.format.formats import (
     unpaired_of,
 )
 from llmx.data.format.rows import Conversation, Preference
-from llmx.data.source.records import Record, RecordError, Where
+from llmx.data.source.records import Record, RecordError
 from llmx.errors import DataError
+from tests.data_rows import BOT, USER, WHERE, turn
 
-WHERE = Where(Path("rows.json"), 3, "row")
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
 
-def conversation(value: dict, *, columns: dict | None = None, system: str | None = None):
-    record, reading = Record(value, WHERE), Reading(columns or {}, system=system)
-    form = detect_form(record, reading)
-    return FORMATS[form].readers[Conversation](record, reading)
+def conversation(value: dict, **options) -> Conversation | None:
+    record, reading = Record(value, WHERE), Reading(**options)
+    return FORMATS[detect_form(record, reading)].readers[Conversation](record, reading)
 
 
 def turns(value: dict, **options) -> list[tuple[str, str]]:
@@ -34,195 +32,204 @@ def turns(value: dict, **options) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in found.messages]
 
 
-QA = [("user", "Q"), ("assistant", "A")]
+QA = [("user", "q"), ("assistant", "a")]
+FACTORY = [  # LLaMA-Factory's v1 rows
+    turn("user", [{"type": "text", "value": "q"}], loss_weight=0.0),
+    turn("assistant", [{"type": "text", "text": None, "value": "a"}], loss_weight=1.0),
+]
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        {"instruction": "Q", "input": "", "output": "A"},
-        {"instruction": "Q", "output": "A"},
-        {"prompt": "Q", "response": "A"},
-        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "q", "output": "a"},
+        {"prompt": "q", "response": "a"},
+        {"conversations": [HUMAN, GPT]},
+        {"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}},
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Q"}]},
-                {"role": "assistant", "content": "A"},
-                {"role": "user", "content": "an unanswered question is left out"},
+                turn("user", [{"type": "text", "text": "q"}]),
+                BOT,
+                turn("user", "left out"),
             ]
         },
-        {  # LLaMA-Factory's v1 rows
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "text", "text": None, "value": "A"}],
-                    "loss_weight": 1.0,
-                },
-            ]
-        },
-        {"messages": {"role": ["user", "assistant"], "content": ["Q", "A"]}},
+        {"messages": FACTORY},
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
     ],
 )
 def test_one_question(value: dict):
     assert turns(value) == QA
 
 
-def test_alpaca_input_history_and_system():
-    value = {"instruction": "Q", "input": "I", "output": "A", "history": [["q", "a"]]}
-    before = [("user", "q"), ("assistant", "a")]
-    assert turns(value) == [*before, ("user", "Q\nI"), ("assistant", "A")]
-    assert turns({**value, "system": "S"}, system="other")[0] == ("system", "S")
-    assert turns(value, system="S")[0] == ("system", "S")
-
-
-def test_own_column_names():
+def test_columns_beside_the_question_are_turns():
+    value = {"instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]]}
+    before = [("system", "s"), ("user", "q0"), ("assistant", "a0"), ("user", "q\ni")]
+    assert turns(value, system="s") == [*before, ("assistant", "a")]
+    assert turns({**value, "system": "own"}, system="s")[0] == ("system", "own")
     columns = {"instruction": "question", "output": "answer"}
-    assert turns({"question": "Q", "answer": "A"}, columns=columns) == QA
+    assert turns({"question": "q", "answer": "a"}, columns=columns) == QA
 
 
 def test_sharegpt_with_tools():
+    call, result = {"from": "function_call", "value": '{"name": "f"}'}, {"from": "observation"}
     value = {
-        "conversations": [
-            {"from": "system", "value": "S"},
-            {"from": "human", "value": "Q"},
-            {"from": "function_call", "value": '{"name": "f"}'},
-            {"from": "observation", "value": "42"},
-            {"from": "gpt", "value": "A"},
-        ],
+        "conversations": [{"from": "system", "value": "S"}, HUMAN, call, {**result, "value": "42"},
+                          GPT],
         "tools": [{"name": "f"}],
-    }
+    }  # fmt: skip
+    called = ("assistant", '<tool_call>\n{"name": "f"}\n</tool_call>')
     assert turns(value, system="not used") == [
         ("system", "S"),
-        ("user", "Q"),
-        ("assistant", '<tool_call>\n{"name": "f"}\n</tool_call>'),
+        QA[0],
+        called,
         ("tool", "42"),
-        ("assistant", "A"),
+        QA[1],
     ]
     assert conversation(value).tools == '[{"name": "f"}]'
     assert conversation({**value, "tools": "[]"}).tools == ""
 
 
 def test_a_row_without_an_answer_is_nothing_to_learn():
-    assert conversation({"instruction": "Q", "output": " "}) is None
-    assert conversation({"conversations": [{"from": "human", "value": "Q"}]}) is None
+    assert conversation({"instruction": "q", "output": " "}) is None
+    assert conversation({"conversations": [HUMAN]}) is None
 
 
-def test_text():
-    record = Record({"body": "T"}, WHERE)
-    assert detect_form(record, Reading(text_key="body")) == "text"
-    assert to_document(record, Reading(text_key="body")).text == "T"
+def messages(*turns: object) -> dict:
+    return {"messages": list(turns)}
+
+
+ANSWERED = {"prompt": "q", "response": "a"}
+THOUGHT = [{"type": "reasoning", "value": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"instruction": "q", "output": None}, 'a value of a wrong type: "output" is null, not'),
+        ({"prompt": "q", "response": "a", "history": ["q"]}, "a wrong history: must be .question"),
+        ({"conversations": []}, "no turns: must be a list with at least one turn"),
+        ({"conversations": ["q"]}, 'a wrong turn: 1 of "conversations" is q, not an object'),
+        ({"conversations": [{**GPT, "from": "humans"}]}, "an unknown role: has the role humans"),
+        (messages(turn("user", 3)), "a wrong content: has the content 3"),
+        (messages(BOT), "turns out of order: no user turn precedes it"),
+        (messages(USER, turn("tool", "1")), "turns out of order: no call of a tool precedes"),
+        (messages(USER, USER), "turns out of order: turns 1 and 2 .* both have the role user: q"),
+        (messages(USER, turn("system", "s")), "turns out of order: only the first turn may have"),
+        (messages(USER, turn("assistant", "", tool_calls=[{}])), "wrong tool_calls: tool call"),
+        (messages(turn("user", "q", tool_calls=[{}])), "wrong tool_calls: only the assistant call"),
+        (
+            {"messages": {"role": ["user", "assistant", "user"], "content": ["x", "y"]}},
+            "columns of unequal length: role: 3, content: 2",
+        ),
+        (messages(USER, turn("assistant", THOUGHT)), "content that is not text: type reasoning"),
+        ({**messages(USER, BOT), "tools": "[{"}, "wrong tools: tools are not JSON"),
+        ({**messages(USER, BOT), "tools": '["f"]'}, "wrong tools: must be a list of objects"),
+        ({"a": 1}, r"None: the columns \(a\) fit no known format"),
+        ({"text": "t", **ANSWERED}, "None: the formats prompt_response and text"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_row(value: dict, said: str):
+    """``said``: the reason that is counted (one record has none), and a part of the message."""
+    reason, _, message = said.partition(": ")
+    with pytest.raises(DataError, match=f"rows.jsonl, line 7.*{message}") as caught:
+        conversation(value)
+    assert str(getattr(caught.value, "reason", None)) == reason
+
+
+# Text, labels
+
+
+def document(value: dict, **options) -> str:
+    record, reading = Record(value, WHERE), Reading(**options)
+    assert detect_form(record, reading) == "text"
+    return to_document(record, reading).text
+
+
+def test_text_is_one_column_or_a_title_and_a_content():
+    assert document({"body": "T"}, text_key="body") == "T"
+    assert document({"title": "T", "content": "C"}) == "T\n\nC"
+    assert document({"content": "C"}) == "C"
+    columns = {"content": "body", "title": "head"}
+    assert document({"head": "T", "body": "C"}, columns=columns) == "T\n\nC"
     with pytest.raises(DataError, match=r'no column "text"; the row has body'):
-        to_document(record, Reading())
+        to_document(Record({"body": "T"}, WHERE), Reading())
     with pytest.raises(DataError, match=r'"text" is 7, not text'):
         to_document(Record({"text": 7}, WHERE), Reading())
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("context", "expected"),
     [
-        ({"a": 1}, r"the columns \(a\) fit no known format"),
-        ({"text": "T", "prompt": "Q", "response": "A"}, "fit the formats prompt_response and text"),
-        ({"instruction": "Q", "output": None}, r'"output" is null, not text'),
-        ({"instruction": "Q", "output": "A", "history": ["q"]}, r"must be \[question, answer\]"),
-        ({"conversations": []}, "must be a list with at least one turn"),
-        ({"conversations": ["Q"]}, r'turn 1 of "conversations" is Q, not an object'),
-        ({"conversations": [{"from": "humans", "value": "Q"}]}, "has the role humans"),
-        ({"messages": [{"role": "user", "content": 3}]}, "has the content 3"),
-        ({"messages": [{"role": "assistant", "content": "A"}]}, "no user turn precedes it"),
-        (
-            {"messages": [{"role": "user", "content": c} for c in "ab"]},
-            "turns 1 and 2 of .* both have the role user: b",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "Q"},
-                    {"role": "system", "content": "S"},
-                ]
-            },
-            "only the first turn may have",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "Q"},
-                    {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
-                ]
-            },
-            "tool call",
-        ),
+        ("Before.", ["Before.\nQ", "bad"]),
+        ([["q", "a"]], ["q", "a", "Q", "bad"]),
+        (["q", "a"], ["q", "a", "Q", "bad"]),
+        (None, ["Q", "bad"]),
+        ([], ["Q", "bad"]),
     ],
 )
-def test_what_is_wrong_is_said_with_the_row(value: dict, message: str):
-    with pytest.raises(DataError, match=f"rows.json, row 3.*{message}"):
-        conversation(value)
+def test_labelled_rows(context: object, expected: list[str]):
+    columns = {"prompt": "prompt", "label": "label_id", "history": "context_info"}
+    value = {"prompt": "Q", "label_id": 0, "context_info": context}
+    named = {"columns": columns, "label_names": {"0": "bad", "1": "good"}}
+    assert [content for _, content in turns(value, **named)] == expected
+    assert turns(value, columns=columns)[-1] == ("assistant", "0")
+    with pytest.raises(DataError, match=r"label 7 has no name; data\.label_names names 0, 1"):
+        conversation({**value, "label_id": 7}, **named)
+    with pytest.raises(DataError, match='"label_id" is null; a label is text'):
+        conversation({**value, "label_id": None}, columns=columns)
 
 
 # Preference pairs
 
-PAIR = (("Q", "good"), ("Q", "bad"))
-HUMAN = "\n\nHuman: Q\n\nAssistant:"
 
-
-def pair(value: dict, **options):
+def pair(value: dict) -> list[list[str]]:
     record = Record(value, WHERE)
     assert detect_form(record, Reading(), takes=(Preference,)) == "preference"
-    found = to_preference(record, Reading(**options))
-    return tuple(
-        tuple(message.content for message in one.messages) for one in (found.chosen, found.rejected)
-    )
+    found = to_preference(record, Reading())
+    return [[message.content for message in one.messages] for one in (found.chosen, found.rejected)]
+
+
+ASKED = "\n\nHuman: q\n\nAssistant:"
+BEST, WORST = turn("assistant", "good"), turn("assistant", "bad")
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        {"prompt": "Q", "chosen": "good", "rejected": "bad"},
-        {"chosen": f"{HUMAN} good", "rejected": f"{HUMAN} bad"},  # helpful-harmless
-        {"prompt": HUMAN, "chosen": " good".strip(), "rejected": "bad"},
-        {
-            "prompt": "Q",
-            "chosen": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}],
-            "rejected": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "bad"}],
-        },
-        {
-            "prompt": [{"role": "user", "content": "Q"}],
-            "chosen": [{"role": "assistant", "content": "good"}],
-            "rejected": [{"role": "assistant", "content": "bad"}],
-        },
-        {
-            "conversations": [{"from": "human", "value": "Q"}],
-            "chosen": {"from": "gpt", "value": "good"},
-            "rejected": {"from": "gpt", "value": "bad"},
-        },
-        {"instruction": "Q", "input": "", "output": ["good", "bad"]},
-        {"prompt": "Q", "responses": ["good", "fair", "bad"]},
-        {"conversations": [{"from": "human", "value": "Q"}], "answers": ["good", "bad"]},
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"chosen": f"{ASKED} good", "rejected": f"{ASKED} bad"},  # helpful-harmless
+        {"prompt": ASKED, "chosen": "good", "rejected": "bad"},
+        {"prompt": "q", "chosen": [USER, BEST], "rejected": [USER, WORST]},
+        {"prompt": [USER], "chosen": [BEST], "rejected": [WORST]},
+        {"conversations": [HUMAN], "chosen": BEST, "rejected": {"from": "gpt", "value": "bad"}},
+        {"instruction": "q", "input": "", "output": ["good", "bad"]},
+        {"prompt": "q", "responses": ["good", "fair", "bad"]},
+        {"conversations": [HUMAN], "answers": ["good", "bad"]},
     ],
 )
 def test_published_layouts_of_pairs(value: dict):
-    assert pair(value) == PAIR
+    assert pair(value) == [["q", "good"], ["q", "bad"]]
 
 
 def test_a_transcript_of_several_turns():
     said = "\n\nHuman: a\n\nAssistant: b\nb\n\nHuman: c\n\nHuman: d\n\nAssistant:"
     found = pair({"chosen": f"{said} good", "rejected": f"{said} bad"})
-    assert found[0] == ("a", "b\nb", "c\n\nd", "good")
+    assert found[0] == ["a", "b\nb", "c\n\nd", "good"]
     assert transcript("Humans said so.") == transcript("x\n\nHuman: y\n\nAssistant: z") == []
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"prompt": "Q", "rejected": "bad"}, "no chosen answer"),
-        ({"prompt": "Q", "chosen": None, "rejected": "bad"}, "no chosen answer"),
-        ({"prompt": "Q", "chosen": "good", "rejected": ""}, "no rejected answer"),
-        ({"prompt": "Q", "chosen": "good", "rejected": " \n"}, "no answer"),
-        ({"prompt": "Q", "chosen": "same", "rejected": "same"}, "chosen is rejected"),
-        ({"prompt": "Q", "responses": ["only"]}, "no rejected answer"),
+        ({"prompt": "q", "rejected": "bad"}, "no chosen answer"),
+        ({"prompt": "q", "chosen": None, "rejected": "bad"}, "no chosen answer"),
+        ({"prompt": "q", "chosen": "good", "rejected": ""}, "no rejected answer"),
+        ({"prompt": "q", "chosen": "good", "rejected": " \n"}, "no answer"),
+        ({"prompt": "q", "chosen": "same", "rejected": "same"}, "chosen is rejected"),
+        ({"prompt": "q", "responses": ["only"]}, "no rejected answer"),
         (
-            {"chosen": f"{HUMAN} good", "rejected": f"{HUMAN} b\n\nHuman: more\n\nAssistant: bad"},
+            {"chosen": f"{ASKED} good", "rejected": f"{ASKED} b\n\nHuman: more\n\nAssistant: bad"},
             "chosen and rejected answer different things",
         ),
     ],
@@ -234,7 +241,7 @@ def test_rows_that_are_no_pairs(value: dict, reason: str):
 
 
 def test_a_list_of_answers_is_a_preference_for_pairs_alone():
-    record = Record({"instruction": "Q", "output": ["good", "bad"]}, WHERE)
+    record = Record({"instruction": "q", "output": ["good", "bad"]}, WHERE)
     assert detect_form(record, Reading()) == "alpaca"
 
 
@@ -245,24 +252,18 @@ def test_a_list_of_answers_is_a_preference_for_pairs_alone():
         ({"label": "False"}, {}, False),
         ({"kto_tag": 0}, {}, False),
         ({"thumbs_up": True}, {"desirable": "thumbs_up"}, True),
+        ({}, {}, r"no column says whether the answer is good .*data\.columns\.desirable"),
+        ({"label": 2}, {}, r'"label" is 2, not true or false'),
+        ({"label": None}, {}, r'"label" is .*, not true or false'),
     ],
 )
-def test_answers_with_a_verdict(more: dict, columns: dict, desirable: bool):
-    value = {"prompt": "Q", "completion": "A", **more}
-    found = unpaired_of(Record(value, WHERE), conversation(value), Reading(columns))
-    assert found.desirable is desirable
-    assert [message.content for message in found.conversation.messages] == ["Q", "A"]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({}, r"no column says whether the answer is good .*data\.columns\.desirable"),
-        ({"label": 2}, r'"label" is 2, not true or false'),
-        ({"label": None}, r'"label" is .*, not true or false'),
-    ],
-)
-def test_answers_without_a_verdict(more: dict, message: str):
-    value = {"prompt": "Q", "completion": "A", **more}
-    with pytest.raises(RecordError, match=message):
-        unpaired_of(Record(value, WHERE), conversation(value), Reading())
+def test_answers_with_and_without_a_verdict(more: dict, columns: dict, desirable: bool | str):
+    value = {"prompt": "q", "completion": "a", **more}
+    answered = conversation(value)
+    if isinstance(desirable, str):
+        with pytest.raises(RecordError, match=desirable):
+            unpaired_of(Record(value, WHERE), answered, Reading(columns))
+        return
+    found = unpaired_of(Record(value, WHERE), answered, Reading(columns))
+    assert (found.desirable, found.conversation) == (desirable, answered)
+    assert turns(value) == QA
