@@ -23,8 +23,8 @@ from llmx.data.split import Source
 from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import LlmxError
 from llmx.text import printable
+from tests.data_rows import CHATML
 from tests.small_tokenizers import byte_tokenizer
-from tests.unit.test_data_render import CHATML
 from tests.unit.test_data_tools import CALL, CHAT, OWN, WITHOUT
 
 ROWS = int(os.environ.get("LLMX_FUZZED_ROWS", "600"))

@@ -1,26 +1,37 @@
-"""What is learned, literally: every template, one turn and several, with and without system."""
+"""What is learned, literally: with our templates and with those of well-known models.
+
+The whole rendering of each case stands in ``tests/golden/chat``, what is learned of it between «
+and ».
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmx.config import Experiment
 from llmx.data.eval_prompts import stop_token_ids
+from llmx.data.format.formats import FORMATS, Reading
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
-from llmx.data.source.records import Document, Where
+from llmx.data.source.records import Document, Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import tokenizer_of
+from tests.chat_templates import PUBLISHED
+from tests.data_rows import CHATML, WHERE, chat, learned, turn
 from tests.small_tokenizers import byte_tokenizer
 
-WHERE = Where(Path("rows.jsonl"), 7, "line")
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-CHATML = ("<|im_start|>", "<|im_end|>")
 
 TRIMMING = (
     "{{ bos_token }}{% for m in messages %}"
@@ -42,167 +53,56 @@ NO_END = (
 )
 
 
-def chat(*contents: str, system: str | None = None) -> Conversation:
-    roles = ("user", "assistant")
-    messages = [Message(roles[i % 2], content) for i, content in enumerate(contents)]
-    if system:
-        messages.insert(0, Message("system", system))
-    return Conversation(tuple(messages), WHERE)
-
-
-def learned(tokenizer, row: TokenSequence) -> list[str]:
-    """The text of every run of targets."""
-    runs: list[list[int]] = []
-    before = False
-    for token, target in zip(row.tokens.tolist(), row.targets.tolist(), strict=True):
-        if target:
-            if not before:
-                runs.append([])
-            runs[-1].append(token)
-        before = target
-    return [tokenizer.decode(run) for run in runs]
-
-
 def rendered(tokenizer, conversation: Conversation, **options) -> tuple[str, list[str]]:
     """(the whole row as text, what is learned of it)"""
     (row,) = Renderer(tokenizer, **options).conversations([conversation])
     return tokenizer.decode(row.tokens), learned(tokenizer, row)
 
 
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately "
-    "completes the request.\n\n"
-)
-VICUNA = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant "
-    "gives helpful, detailed, and polite answers to the user's questions. "
-)
-LITERAL = {
-    # template: (special tokens, begin, end, text without system, start with system "Be."), two
-    # turns: U1 A1 U2 A2.
-    "chatml": (
-        CHATML, None, "</s>",
-        "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\n",
-        "A1<|im_end|>",
-        "\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        "A2<|im_end|>",
-        ("", "<|im_start|>system\nBe.<|im_end|>\n"),
-    ),
-    "qwen": (
-        CHATML, None, "</s>",
-        "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\n",
-        "A1<|im_end|>",
-        "\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        "A2<|im_end|>",
-        (
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
-            "<|im_start|>system\nBe.<|im_end|>\n",
-        ),
-    ),
-    "llama3": (
-        LLAMA3, "<|begin_of_text|>", "<|end_of_text|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nU1<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "A1<|eot_id|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "A2<|eot_id|>",
-        (
-            "<|begin_of_text|>",
-            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe.<|eot_id|>",
-        ),
-    ),
-    "llama2": (
-        (), "<s>", "</s>",
-        "U1 [/INST]", " A1</s>", "[INST] U2 [/INST]", " A2</s>",
-        ("<s>[INST] ", "<s>[INST] <<SYS>>\nBe.\n<</SYS>>\n\n"),
-    ),
-    "alpaca": (
-        (), "<s>", "</s>",
-        "### Instruction:\nU1\n\n### Response:\n",
-        "A1</s>",
-        "\n\n### Instruction:\nU2\n\n### Response:\n",
-        "A2</s>",
-        ("<s>" + ALPACA, "<s>Be.\n\n"),
-    ),
-    "vicuna": (
-        (), "<s>", "</s>",
-        "USER: U1 ASSISTANT:", " A1</s>", "USER: U2 ASSISTANT:", " A2</s>",
-        ("<s>" + VICUNA, "<s>Be. "),
-    ),
-    "human_assistant": (
-        (), None, "<|endoftext|>",
-        "Human: U1\n\nAssistant:",
-        " A1<|endoftext|>",
-        "\n\nHuman: U2\n\nAssistant:",
-        " A2<|endoftext|>",
-        ("", "Be.\n\n"),
-    ),
-    "plain": (
-        (), None, "<|endoftext|>",
-        "U1", "A1<|endoftext|>", "U2", "A2<|endoftext|>", ("", "Be."),
-    ),
-}  # fmt: skip
+OURS = {
+    # template: (special tokens, begin, end)
+    "chatml": (CHATML, None, "</s>"),
+    "qwen": (CHATML, None, "</s>"),
+    "llama3": (LLAMA3, "<|begin_of_text|>", "<|end_of_text|>"),
+    "llama2": ((), "<s>", "</s>"),
+    "alpaca": ((), "<s>", "</s>"),
+    "vicuna": ((), "<s>", "</s>"),
+    "human_assistant": ((), None, "<|endoftext|>"),
+    "plain": ((), None, "<|endoftext|>"),
+}
 
 
-def test_every_template_has_a_literal_test():
-    assert set(LITERAL) == set(TEMPLATES)
-
-
-@pytest.mark.parametrize("system", [False, True])
-@pytest.mark.parametrize("name", sorted(LITERAL))
-def test_literal_text_and_spans(name: str, system: bool):
-    control, begin, end, first, answer1, between, answer2, starts = LITERAL[name]
+def of_template(name: str) -> tuple[Any, Renderer]:
+    """The tokenizer and the renderer of a published template, or of ``ours/NAME``."""
+    if name in PUBLISHED:
+        tokenizer = PUBLISHED[name].tokenizer()
+        return tokenizer, Renderer(tokenizer)
+    name = name.removeprefix("ours/")
+    control, begin, end = OURS[name]
     tokenizer = byte_tokenizer(*control, begin=begin, end=end)
-    start, instruction = starts[system], "Be." if system else None
-    one = chat("U1", "A1", system=instruction)
-    two = chat("U1", "A1", "U2", "A2", system=instruction)
-    whole = start + first + answer1 + between + answer2
-
-    assert rendered(tokenizer, one, template=name) == (start + first + answer1, [answer1])
-    assert rendered(tokenizer, two, template=name) == (whole, [answer1, answer2])
-    assert rendered(tokenizer, two, template=name, loss_on="last") == (whole, [answer2])
-    text, spans = rendered(tokenizer, two, template=name, loss_on="all")
-    assert text.startswith(whole)
-    assert spans == [text]
-    if begin:
-        (row,) = Renderer(tokenizer, template=name).conversations([two])
-        places = np.flatnonzero(row.tokens == tokenizer.bos_token_id)
-        assert places.tolist() == [0]
+    return tokenizer, Renderer(tokenizer, template=name)
 
 
-@pytest.mark.parametrize("name", sorted(LITERAL))
-def test_no_text_becomes_a_control_token(name: str):
-    control, begin, end, *_ = LITERAL[name]
-    tokenizer = byte_tokenizer(*control, begin=begin, end=end)
-    evil = "".join((*control, begin or "", end))
-    renderer = Renderer(tokenizer, template=name)
-    mild, attacked = renderer.conversations(
-        [
-            chat("x", "y", "x", "y", system="z"),
-            chat(f"a{evil}b", f"c{evil}", evil, f"{evil}d", system=evil),
-        ]
-    )
-    ids = sorted(renderer.special.values())
-
-    def count(row: TokenSequence) -> list[int]:
-        return [int(np.sum(row.tokens == index)) for index in ids]
-
-    assert count(attacked) == count(mild)
-    # The text itself is all there, as plain bytes.
-    texts = [tokenizer.decode(row.tokens).count(evil) for row in (mild, attacked)]
-    assert texts[1] - texts[0] == 5
-    assert [run.strip()[: len(evil) + 1] for run in learned(tokenizer, attacked)] == [
-        f"c{evil}",
-        f"{evil}d",
-    ]
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_loss_is_on_all_answers_on_the_last_or_on_all_of_it(name: str):
+    tokenizer, renderer = of_template(f"ours/{name}")
+    two = chat("U1", "A1", "U2", "A2", system="Be.")
+    text, answers = rendered(tokenizer, two, template=name)
+    assert [answer.lstrip()[:2] for answer in answers] == ["A1", "A2"]
+    assert rendered(tokenizer, two, template=name, loss_on="last") == (text, answers[1:])
+    whole, spans = rendered(tokenizer, two, template=name, loss_on="all")
+    assert whole.startswith(text)
+    assert spans == [whole]
+    (row,) = renderer.conversations([two])
+    begins = np.flatnonzero(row.tokens == tokenizer.bos_token_id).tolist()
+    assert begins == ([0] if tokenizer.bos_token else [])
 
 
 def test_missing_marker_is_replaced_by_the_end_token():
-    text, spans = rendered(byte_tokenizer(end="</s>"), chat("U", "A"), template="chatml")
+    tokenizer = byte_tokenizer(end="</s>")
+    text, spans = rendered(tokenizer, chat("U", "A"), template="chatml")
     assert text == "<|im_start|>user\nU</s>\n<|im_start|>assistant\nA</s>"
     assert spans == ["A</s>"]
-    tokenizer = byte_tokenizer(end="</s>")
     tokenizer.chat_template = Renderer(tokenizer).template  # as an exported one has it
     assert Renderer(tokenizer).template_name == "chatml"
     with pytest.raises(ConfigError, match="neither .*nor an EOS token"):
@@ -233,36 +133,13 @@ def test_own_template_that_writes_thoughts():
         rendered(tokenizer, chat("<|im_end|>", "<think>T</think>A1", "U2", "A2"))
 
 
-def test_end_token_is_appended_where_the_template_has_none():
+def test_own_templates_without_an_end_or_that_refuse():
     text, spans = rendered(byte_tokenizer(chat_template=NO_END), chat("U1", "A1", "U2", "A2"))
     assert text == "user: U1\nassistant: A1\nuser: U2\nassistant: A2\n</s>"
     assert spans == [" A1", " A2", "</s>"]
-
-
-def test_template_that_refuses_is_reported_with_the_row():
-    refusing = "{{ raise_exception('never') }}"
+    refusing = byte_tokenizer(chat_template="{{ raise_exception('never') }}")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 7.*user → assistant.*never"):
-        rendered(byte_tokenizer(chat_template=refusing), chat("U", "A"))
-
-
-def test_tools_and_their_results():
-    messages = (
-        Message("user", "How warm?"),
-        Message("assistant", '<tool_call>\n{"name": "t"}\n</tool_call>'),
-        Message("tool", "21"),
-        Message("assistant", "It is 21."),
-    )
-    conversation = Conversation(messages, WHERE, tools='[{"name": "t"}]')
-    tokenizer = byte_tokenizer(*CHATML)
-    text, spans = rendered(tokenizer, conversation, template="chatml")
-    assert '[{"name": "t"}]' in text
-    assert text.index('[{"name": "t"}]') < text.index("How warm?")
-    assert spans == ['<tool_call>\n{"name": "t"}\n</tool_call><|im_end|>', "It is 21.<|im_end|>"]
-    # Where the template has no place for a tool, its result is the user's turn.
-    tokenizer = byte_tokenizer(begin="<s>", chat_template=TRIMMING)
-    text, spans = rendered(tokenizer, conversation)
-    assert "[INST] <tool_response>\n21\n</tool_response> [/INST]" in text
-    assert spans[-1] == " It is 21.</s>"
+        rendered(refusing, chat("U", "A"))
 
 
 def test_spans_equal_the_templates_own_generation_marks():
@@ -273,7 +150,7 @@ def test_spans_equal_the_templates_own_generation_marks():
     conversation = chat("Who has the kite?", "Anna has it.", "And the ball?", "Ben, naïve 春.")
     (row,) = Renderer(tokenizer).conversations([conversation])
     own = tokenizer.apply_chat_template(
-        [{"role": m.role, "content": m.content} for m in conversation.messages],
+        [turn(m.role, m.content) for m in conversation.messages],
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
@@ -289,17 +166,147 @@ def test_stop_tokens():
     assert stop_token_ids(tokenizer, template="vicuna") == [ids("</s>")]
 
 
-def test_documents():
+def test_documents_have_a_begin_an_end_and_plain_text_between():
     tokenizer = byte_tokenizer("<|x|>", begin="<s>")
     encoder = DocumentEncoder(tokenizer, bos=Renderer(tokenizer).bos)
-    block = encoder.encode(
-        [
-            Document("a</s>b", WHERE),
-            Document("second", WHERE),
-        ]
-    )
-    whole = block.tokens[: block.lengths[0]]
-    assert tokenizer.decode(whole) == "<s>a</s>b</s>"
-    assert int(np.sum(whole == tokenizer.eos_token_id)) == 1  # not the one in the text
-    assert tokenizer.decode(block.tokens[block.lengths[0] :]) == "<s>second</s>"
+    block = encoder.encode([Document("a</s>b", WHERE), Document("second", WHERE)])
+    first, second = np.split(block.tokens, block.lengths[:1])
+    assert tokenizer.decode(first) == "<s>a</s>b</s>"
+    assert int(np.sum(first == tokenizer.eos_token_id)) == 1  # not the one in the text
+    assert tokenizer.decode(second) == "<s>second</s>"
     assert block.targets.all()
+
+
+# The templates of well-known models: turns x system x tools
+
+HEAT = {"name": "heat", "description": "How warm it is",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}  # fmt: skip
+TOOLS = [{"type": "function", "function": HEAT}]
+CALL = {"name": "heat", "arguments": {"place": "Wien"}}
+
+
+def conversation(turns: int, *, system: bool, tools: bool) -> Conversation:
+    """As it is read from a row of OpenAI messages."""
+    called = [turn("assistant", "", tool_calls=[{"function": CALL}]), turn("tool", "21")]
+    messages = [
+        *([turn("system", "Be kind.")] if system else []),
+        turn("user", "U1"),
+        *(called if tools else []),
+        turn("assistant", "A1"),
+        *([turn("user", "U2"), turn("assistant", "A2")] if turns == 2 else []),
+    ]
+    row = {"messages": messages, "tools": TOOLS if tools else None}
+    found = FORMATS["messages"].readers[Conversation](Record(row, WHERE), Reading())
+    assert isinstance(found, Conversation)
+    return found
+
+
+def marked(tokenizer, row: TokenSequence) -> str:
+    """The row as text, with « and » around every run of what is learned."""
+    edges = np.flatnonzero(np.diff(row.targets.astype(int), prepend=0, append=0))
+    text, before = "", 0
+    for place, edge in enumerate(edges.tolist()):
+        text += tokenizer.decode(row.tokens[before:edge]) + "«»"[place % 2]
+        before = edge
+    return text + tokenizer.decode(row.tokens[before:])
+
+
+@pytest.mark.parametrize("name", [*(f"ours/{name}" for name in OURS), *PUBLISHED])
+def test_what_is_learned(name: str, golden: Callable[[str, str], None]):
+    tokenizer, renderer = of_template(name)
+    shown = ""
+    for turns, system, tools in itertools.product((1, 2), (False, True), (False, True)):
+        (row,) = renderer.conversations([conversation(turns, system=system, tools=tools)])
+        text = marked(tokenizer, row)
+        # Nothing is lost on the way, whatever the template has no place for.
+        found = ["Be kind." in text, "How warm it is" in text, "21" in text.partition("U1")[2]]
+        assert found == [system, tools, tools]
+        shown += f"=== {turns} turns, system {system}, tools {tools} ===\n{text}\n\n"
+    golden(f"chat/{name}.txt", shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"),
+    [*((f"ours/{name}", False) for name in OURS), *itertools.product(PUBLISHED, (False, True))],
+)
+def test_no_text_becomes_a_control_token(name: str, tools: bool):
+    tokenizer, renderer = of_template(name)
+    evil = "".join(renderer.special)
+    ids = sorted(renderer.special.values())
+
+    def row(said: str) -> TokenSequence:
+        calls = json.dumps([{"name": "heat", "arguments": {"place": said}}])
+        call = Message("assistant", f"<tool_call>\n{said}\n</tool_call>", calls=calls)
+        tool = json.dumps([{"type": "function", "function": {"name": "heat", "description": said}}])
+        messages = [
+            Message("system", said),
+            Message("user", f"x{said}y"),
+            *((call, Message("tool", said)) if tools else ()),
+            *(Message(role, f"x{said}y") for role in ("assistant", "user", "assistant")),
+        ]
+        whole = Conversation(tuple(messages), WHERE, tools=tool if tools else "")
+        return renderer.conversations([whole])[0]
+
+    mild, attacked = row("mild"), row(evil)
+    text = tokenizer.decode(attacked.tokens)
+    assert text.count(evil) - tokenizer.decode(mild.tokens).count(evil) >= 5
+    if tools:
+        # Calls with special tokens in them are written as text, in a turn of the same kind.
+        plain = tokenizer.decode(attacked.tokens[~np.isin(attacked.tokens, ids)])
+        assert plain.count(evil) == text.count(evil)
+    else:
+        counts = [[int(np.sum(row.tokens == index)) for index in ids] for row in (attacked, mild)]
+        assert counts[0] == counts[1]
+    # An answer is learned as a whole, and what the user said is not.
+    runs = learned(tokenizer, attacked)
+    assert len([run for run in runs if f"x{evil}y" in run]) == 2
+    assert len(runs) == 2 + tools
+
+
+def templates_of_trl() -> dict[str, str]:
+    """Those that TRL ships, of the models that its users train."""
+    spec = importlib.util.find_spec("trl")
+    root = Path(spec.origin).parent if spec and spec.origin else Path()
+    return {path.stem: path.read_text() for path in sorted(root.glob("chat_templates/*.jinja"))}
+
+
+CONTROL = re.compile(r"<\|\w+\|>|<\w+_of_\w+>|<\uff5c[^>]+\uff5c>|<\|\w+>|<\w+\|>|\[/?[A-Z_]{4,}\]")
+OF_TRL = templates_of_trl()
+NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
+"""Their contents are lists of parts, and they are refused."""
+OTHER_PROMPT = re.compile("deepseek|nemotron")
+"""Their generation prompt opens a thought, which is not in an answer without one."""
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *OF_TRL])
+def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str):
+    """The prompt and the completion are the trained row; the completion ends at a stop token; and
+    the prompt is the template's generation prompt, unless a system message is moved."""
+    if name in PUBLISHED:
+        tokenizer = PUBLISHED[name].tokenizer()
+    else:
+        jinja = OF_TRL[name]
+        tokenizer = byte_tokenizer(
+            *sorted(set(CONTROL.findall(jinja))), begin="<bos>", end="<eos>",
+            chat_template=jinja, plain_added=("<think>", "</think>"),
+        )  # fmt: skip
+    renderer = Renderer(tokenizer)
+    stops = stop_token_ids(tokenizer)
+    for turns, system in itertools.product((1, 2), (False, True)):
+        asked = conversation(turns, system=system, tools=False)
+        if name.removesuffix("_training") in NO_TEXT:
+            with pytest.raises(DataError, match="cannot render"):
+                renderer.prompt(asked)
+            continue
+        (row,) = renderer.conversations([asked])
+        prompt, completion = renderer.prompt(asked)
+        assert [*prompt, *completion] == row.tokens.tolist()
+        ends = [place for place, one in enumerate(completion) if one in stops]
+        assert ends == [len(completion) - 1]
+        messages = [turn(m.role, m.content) for m in asked.messages[:-1]]
+        moved = name.startswith(("gemma", "mistral")) and messages[0]["role"] == "system"
+        if not moved and not OTHER_PROMPT.match(name):
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+            assert prompt.tolist() == inputs["input_ids"]
