@@ -18,8 +18,8 @@ next such cut, with its punctuation, and the first one of a text begins without 
     cache = PretokenCache(pairs.encode_pretokens)
     ids, counts = cache.encode([b"a text", b"another"])
 
-Tried by ``python -m pytest tests/unit/test_data_bytepair.py tests/unit/test_data_words.py``,
-measured by ``python benchmarks/tokenization.py``.
+Tried by ``python -m pytest tests/unit/test_data_encoders.py``, measured by
+``python benchmarks/tokenization.py``.
 """
 
 from __future__ import annotations
