@@ -1,25 +1,32 @@
-"""Reading sources, and what is said about bad ones: file, line, what is wrong, excerpt."""
+"""Reading files of every kind, and what is said about bad ones: file, line, what is wrong."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmx.data.source import lines
 from llmx.data.source.files import read_file, source_files
-from llmx.data.source.records import Document, Record, Where
+from llmx.data.source.records import Document, Record
 from llmx.errors import DataError
 
 ROWS = [{"text": "one ü"}, {"text": "two\nlines"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
 
-def values(path: Path) -> list[dict]:
-    records = list(read_file(path))
+def values(path: Path, **options: Any) -> list[dict[str, Any]]:
+    records = [row for file in source_files(str(path), **options) for row in read_file(file)]
     assert all(isinstance(record, Record) for record in records)
     return [record.value for record in records]
 
@@ -49,24 +56,10 @@ def test_tsv_has_no_quoting(tmp_path: Path):
     assert values(tmp_path / "a.tsv") == [{"label": "1", "text": '"so he said'}]
 
 
-def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
-    text = "first line\n  indented\n\n\nlast line ü\r\nx"
-    file = tmp_path / "a.txt"
-    file.write_bytes(text.encode())
-    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text))
-    assert list(read_file(file)) == [Document(text, Where(file, 1, "line"))]
-    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text) - 1)
-    with pytest.raises(DataError, match=r"a\.txt: more than 37 characters.*data\.text_unit=line"):
-        list(read_file(file))
-    assert len(list(read_file(file, text_unit="paragraph"))) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2, column 13: not JSON"),
-        ("a.json", b'[{"text": "a"},\n {"text": }]', r"a\.json, line 2, column 11: not JSON"),
-        ("a.json", b'[{"text": "a"}, 3]', r"a\.json, row 2: 3 is not an object"),
         ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl, line 2: b is not an object"),
         ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2, column 11: not UTF-8.*iconv"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or cut off"),
@@ -75,31 +68,100 @@ def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
         ("a.jsonl.xz", b"", r"\.xz files are not read\. Unpack it first: `unxz -k .*a\.jsonl\.xz"),
         ("a.jsonl.bz2", b"", r"\.bz2 files are not read\. Unpack it first: `bunzip2 -k /"),
         ("a b.zip", b"", r"\.zip files are not read\. Unpack it first: `unzip '.*/a b\.zip'`"),
+        ("a.parquet.gz", b"", "compressed inside"),
+        ("README.md", b"", r"README\.md: \.md files are not read; those that end in"),
         ("a.tsv", b"a\tb\n1\t2\n1\n", r"line 3: 1 cell, but the header names 2 columns"),
+        ("a.tsv", b"a\tb\tb\n1\t2\t3\n", 'line 1: the header names the column "b" twice'),
+        # Arrays
+        ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json, line 2, column 8: not JSON"),
+        ("a.json", b'[{"a": 1},\n {"a": 2}', r"line 2, column 10: not JSON"),
+        ("a.json", b'[{"a": 1}\n {"a": 2}]', r"line 2, column 2: not JSON \(Expecting ',' delim"),
+        ("a.json", b'[{"a": 1},\n {"a": tru', "line 2, column 8: not JSON"),
+        ("a.json", b'[{"a": 1},\n {"a": "xy', "line 2, column 8: not JSON"),
+        ("a.json", b'[{"a": 1},\n]', "line 2, column 1: not JSON"),
+        ("a.json", b'[{"a": 1}]\n[]', "line 2, column 1: not JSON .Extra data"),
+        ("a.json", b'[{"a": 1},\n {"a": "\xff"}]', "line 2, column 9: not UTF-8"),
+        ("a.json", b'[{"a": 1}, 31]', r"a\.json, row 2: 31 is not an object"),
+        ("a.json", b'[{"a": 1},\n {"b": 1, "b": 2}]', 'row 2: the key "b" is there twice'),
+        ("a.json", b'[{"a": 1},\n ' + b"[" * 10**5, "line 2, column 2: not JSON .nested too deep"),
+        ("a.json", b'[{"a": 1},\n {"a": ' + b"1" * 4301, "column 2: not JSON .a number of more th"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        list(read_file(*source_files(str(tmp_path / name))))
+        values(tmp_path / name)
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.lists(
+        st.dictionaries(
+            st.text(max_size=3),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+                lambda inner: st.lists(inner, max_size=3),
+                max_leaves=5,
+            ),
+            max_size=3,
+        ),
+        max_size=6,
+    ),
+    indent=st.sampled_from([None, 2]),
+    ascii_only=st.booleans(),
+)
+def test_arrays_are_read(tmp_path_factory, rows, indent, ascii_only):
+    path = tmp_path_factory.mktemp("arrays") / "rows.json"
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    path.write_bytes(text.encode("utf-8", "surrogatepass") if ascii_only else text.encode())
+    assert values(path) == rows
+
+
+def test_a_large_array_is_refused_with_the_command_that_converts_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(lines, "ARRAY_BYTES", 20)
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "abcdefg"}]')
+    command = r"jq -c '\.\[\]' in\.json > out"
+    with pytest.raises(DataError, match=rf"rows\.json: a JSON array of more.*{command}"):
+        values(path)
+    path.write_text('[{"text": "abcdef"}]')
+    assert values(path) == [{"text": "abcdef"}]
 
 
 def test_files_of_a_path(tmp_path: Path):
     for name in ("b.jsonl", "a.txt", "deep/c.json.gz", "README.md", ".old/d.jsonl", "._a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    names = [file.name for file in source_files(str(tmp_path))]
-    assert names == ["a.txt", "b.jsonl", "c.json.gz"]
-    assert [file.name for file in source_files(f"{tmp_path}/*.jsonl")] == ["b.jsonl"]
-    assert [file.name for file in source_files(f"{tmp_path}/**/*.gz")] == ["c.json.gz"]
+
+    def names(path: str) -> list[str]:
+        return [file.name for file in source_files(f"{tmp_path}{path}")]
+
+    assert names("") == ["a.txt", "b.jsonl", "c.json.gz"]
+    assert names("/*.jsonl") == ["b.jsonl"]
+    assert names("/**/*.gz") == ["c.json.gz"]
     (tmp_path / "pictures.zip").touch()
     (tmp_path / "rows.csv.xz").touch()
     with pytest.raises(DataError, match=r"rows\.csv\.xz: \.xz files are not read"):
-        source_files(str(tmp_path))
+        names("")
     with pytest.raises(DataError, match="no such file"):
-        source_files(f"{tmp_path}/none/*.json")
-    with pytest.raises(DataError, match=r"README\.md: \.md files are not read; those that end in"):
-        source_files(f"{tmp_path}/README.md")
+        names("/none/*.json")
+
+
+# Text
+
+
+def test_text_is_one_document_of_a_bounded_size(tmp_path: Path, monkeypatch):
+    text = "first line\n  indented\n\n\nlast line ü\r\nx"
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text))
+    (found,) = read_file(file)
+    assert isinstance(found, Document)
+    assert (found.text, str(found.where)) == (text, f"{file}, line 1")
+    monkeypatch.setattr(lines, "DOCUMENT_CHARS", len(text) - 1)
+    with pytest.raises(DataError, match=r"a\.txt: more than 37 characters.*data\.text_unit=line"):
+        list(read_file(file))
+    assert len(list(read_file(file, text_unit="paragraph"))) == 2
 
 
 def test_a_line_or_a_paragraph_as_document(tmp_path: Path):
@@ -111,8 +173,61 @@ def test_a_line_or_a_paragraph_as_document(tmp_path: Path):
         found = read_file(file, bad=lambda error: bad.append(error.reason), text_unit=unit)
         return [(piece.text, piece.where.number) for piece in found]
 
-    lines = [("one", 1), ("  two ", 3), ("three", 4), ("four", 7)]
-    assert pieces("line") == [*lines, ("five", 9)]
-    paragraphs = [("one", 1), ("  two \r\nthree", 3), ("four\nfive", 7)]
-    assert pieces("paragraph") == paragraphs
+    assert pieces("line") == [("one", 1), ("  two ", 3), ("three", 4), ("four", 7), ("five", 9)]
+    assert pieces("paragraph") == [("one", 1), ("  two \r\nthree", 3), ("four\nfive", 7)]
     assert bad == ["not UTF-8"] * 2
+
+
+# Tables
+
+TURNS = {"messages": [{"role": "user", "content": "Q ü"}, {"role": "assistant", "content": "A"}]}
+CHATS = [{**TURNS, "id": number} for number in range(5)]
+
+
+def test_parquet_and_both_kinds_of_arrow(tmp_path: Path):
+    table = pa.Table.from_pylist(CHATS)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    for name, writer, chunk in (("b", pa.ipc.new_file, 2), ("c", pa.ipc.new_stream, None)):
+        with writer(str(tmp_path / f"{name}.arrow"), table.schema) as stream:
+            stream.write_table(table, max_chunksize=chunk)
+    for name in ("a.parquet", "b.arrow", "c.arrow"):
+        assert values(tmp_path / name) == CHATS
+    assert values(tmp_path) == CHATS * 3
+    places = [str(record.where) for record in read_file(tmp_path / "a.parquet")]
+    assert places[4] == f"{tmp_path}/a.parquet, row 5"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_damaged_table_is_said(tmp_path: Path, name: str):
+    pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / name)
+    cut_off = (tmp_path / name).read_bytes()[:-9]
+    for content in (cut_off, b"(" + bytes(range(255, 0, -1))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}, after row 0: not a readable"):
+            values(tmp_path / name)
+
+
+def test_text_of_a_table_that_is_none_is_a_bad_row(tmp_path: Path):
+    offsets = pa.py_buffer(np.array([0, 1, 2, 3], np.int32))
+    column = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"a\xffc"))
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    bad: list[str] = []
+    found = list(read_file(tmp_path / "a.parquet", bad=lambda error: bad.append(str(error))))
+    assert [(one.value["text"], one.where.number) for one in found] == [("a", 1), ("c", 3)]
+    (message,) = bad
+    assert message.startswith(f"{tmp_path}/a.parquet, row 2: a text holds bytes that are not UTF-8")
+
+
+def test_a_saved_data_set(tmp_path: Path):
+    rows = datasets.Dataset.from_list(CHATS)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    assert values(tmp_path / "one") == CHATS
+    both = datasets.DatasetDict({"train": rows, "test": rows.select([3])})
+    both.save_to_disk(tmp_path / "two")
+    assert values(tmp_path / "two") == CHATS
+    assert values(tmp_path / "two", split="test") == [CHATS[3]]
+    with pytest.raises(DataError, match=r"no split 'dev'; it has train, test.*data\.split=train"):
+        values(tmp_path / "two", split="dev")
+    next((tmp_path / "one").glob("*00001*.arrow")).unlink()
+    with pytest.raises(DataError, match=r"state\.json names it"):
+        values(tmp_path / "one")
