@@ -6,7 +6,6 @@ Hosts are processes here, in a real process group; a disk of its own is a cache 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import traceback
 from collections.abc import Iterator
@@ -21,22 +20,13 @@ from llmx.data.distributed import Host, prepare_together
 from llmx.tasks import prepare, task_of
 from tests import forks
 from tests.bound_device import as_under_nccl
-from tests.small_tokenizers import byte_tokenizer
+from tests.data_rows import of_rows, row_tokenizer
 
-TEMPLATE = (
-    "{% if 'no' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
-    "{% for m in messages %}{{ m['role'] + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-)
 pytestmark = pytest.mark.xdist_group("collective")  # one set of ranks
 
 HOSTS = [Host("node-a", 0), Host("node-b", 1), Host("node-c", 3)]
 PLACES = [0, 1, 1, 2]
 """The host of each rank."""
-
-
-def tokenizer() -> Any:
-    return byte_tokenizer("<|end|>", chat_template=TEMPLATE)
 
 
 class Ranks:
@@ -54,17 +44,19 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def prepare(self, experiments: list[Experiment]) -> list[Any]:
-        """(sha256, meta) of the training store on every rank, or the error as text."""
-        for queue, place in zip(self.tasks, PLACES, strict=True):
-            queue.put(experiments[place])
+    def prepare(self, exp: Experiment, caches: list[Path]) -> list[Any]:
+        """(sha256, meta) of the training store on every rank, or the error as text; ``caches``:
+        those of the hosts."""
+        self.begin([_with_cache(exp, cache) for cache in caches])
         return [queue.get(timeout=240) for queue in self.results]
 
-    def fail(self, experiments: list[Experiment]) -> list[str]:
-        """The errors of the ranks that prepare; the others wait, and would be ended by the
-        supervisor. These ranks cannot be used again."""
+    def begin(self, experiments: list[Experiment]) -> None:
         for queue, place in zip(self.tasks, PLACES, strict=True):
             queue.put(experiments[place])
+
+    def errors(self) -> list[str]:
+        """Of the ranks that prepare; the others wait, and would be ended by the supervisor. These
+        ranks cannot be used again."""
         return [self.results[host.leader].get(timeout=240) for host in HOSTS]
 
     def end(self) -> None:
@@ -84,7 +76,7 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     split = as_under_nccl()
     while (exp := tasks.get()) is not None:
         try:
-            task = task_of(exp, tokenizer())
+            task = task_of(exp, row_tokenizer())
             (store,) = prepare_together(
                 exp.data, exp.seed, task.tokenizer, task, ["train"], hosts=HOSTS, host=PLACES[rank]
             )
@@ -96,6 +88,12 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
     dist.destroy_process_group()
 
 
+def _with_cache(exp: Experiment, cache: Path) -> Experiment:
+    own = copy.deepcopy(exp)
+    own.data.cache_dir = str(cache)
+    return own
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     found = Ranks()
@@ -103,19 +101,10 @@ def ranks() -> Iterator[Ranks]:
     found.end()
 
 
-def experiment(path: Path, **data: Any) -> Experiment:
-    exp = Experiment()
-    exp.data.path, exp.data.seq_len = str(path), 64
-    exp.task.kind = "pretrain" if data.get("packing") == "concat" else "sft"
-    for name, value in data.items():
-        setattr(exp.data, name, value)
+def of_text(at: Path, rows: Any, name: str = "rows.jsonl") -> Experiment:
+    exp = of_rows(at, rows, name, packing="concat")
+    exp.task.kind = "pretrain"
     return exp
-
-
-def json_lines(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def chat(i: int) -> dict[str, str]:
@@ -126,33 +115,30 @@ def chat(i: int) -> dict[str, str]:
 
 def many_files(at: Path) -> Experiment:
     for i in range(9):
-        json_lines(at / f"{i}.jsonl", [{"text": f"{i} {j} ü " * (j % 40)} for j in range(30)])
-    return experiment(at, packing="concat")
+        texts = [{"text": f"{i} {j} ü " * (j % 40)} for j in range(30)]
+        exp = of_text(at, texts, f"{i}.jsonl")
+    exp.data.path = str(at)
+    return exp
 
 
 def one_large_file(at: Path) -> Experiment:
-    rows = [{"text": f"text {i} " * (i % 30)} for i in range(400)]
-    return experiment(json_lines(at / "large.jsonl", rows), packing="concat")
+    return of_text(at, [{"text": f"text {i} " * (i % 30)} for i in range(400)], "large.jsonl")
 
 
 def one_text(at: Path) -> Experiment:
-    at.mkdir(parents=True)
-    (at / "book.txt").write_text("".join(f"line {i} of a long book\n" for i in range(500)))
-    return experiment(at, packing="concat")
+    return of_text(at, "".join(f"line {i} of a long book\n" for i in range(500)), "book.txt")
 
 
 def chats_with_bad_rows(at: Path) -> Experiment:
-    path = json_lines(at / "chats.jsonl", [chat(i) for i in range(300)])
-    with path.open("a") as stream:
+    exp = of_rows(at, map(chat, range(300)), on_bad_row="skip", form="prompt_response")
+    with Path(exp.data.path).open("a") as stream:
         stream.write("{torn\n")
-    return experiment(path, on_bad_row="skip", form="prompt_response")
+    return exp
 
 
 def chats_held_out(at: Path) -> Experiment:
-    path = json_lines(
-        at / "chats.jsonl", [{"prompt": f"q{i}", "response": "a"} for i in range(300)]
-    )
-    return experiment(path, eval_samples=20, deduplicate=True)
+    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(300)]
+    return of_rows(at, rows, eval_samples=20, deduplicate=True)
 
 
 SOURCES = [many_files, one_large_file, one_text, chats_with_bad_rows, chats_held_out]
@@ -160,23 +146,15 @@ SOURCES = [many_files, one_large_file, one_text, chats_with_bad_rows, chats_held
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda make: make.__name__)
 def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
+    (tmp_path / "source").mkdir()
     exp = source(tmp_path / "source")
     caches = [tmp_path / name for name in ("a", "b", "b")]  # two hosts share a disk
-    experiments = [_with_cache(exp, cache) for cache in caches]
-    alone = prepare(_with_cache(exp, tmp_path / "alone"), tokenizer())
-    found = ranks.prepare(experiments)
+    alone = prepare(_with_cache(exp, tmp_path / "alone"), row_tokenizer())
+    found = ranks.prepare(exp, caches)
     assert not [result for result in found if isinstance(result, str)], found
+    same = "rows_read truncated truncated_tokens dropped rejected fingerprint text_bytes".split()
     for digests, meta in found:
         assert digests == alone.meta["sha256"]
-        same = (
-            "rows_read",
-            "truncated",
-            "truncated_tokens",
-            "dropped",
-            "rejected",
-            "fingerprint",
-            "text_bytes",
-        )
         assert [meta[key] for key in same] == [alone.meta[key] for key in same]
     assert found[0][1] == found[3][1]
     if alone.meta["rejected_file"]:
@@ -184,26 +162,19 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
         assert Path(found[0][1]["rejected_file"]).read_bytes() == lines
         assert lines.count(b"\n") == sum(alone.meta["rejected"].values()) > 10
     for cache in caches:
-        left = {path.suffix for path in (cache / "data").iterdir() if path.is_file()}
-        assert left <= {".lock", ".jsonl"}
-        assert len([path for path in (cache / "data").iterdir() if path.is_dir()]) == 1
+        left = list((cache / "data").iterdir())
+        assert {path.suffix for path in left if path.is_file()} <= {".lock", ".jsonl"}
+        assert len([path for path in left if path.is_dir()]) == 1
 
 
 def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
-    exp = one_large_file(tmp_path / "source")
-    experiments = [_with_cache(exp, tmp_path / name) for name in "abc"]
-    there = prepare(experiments[1], tokenizer())
-    found = ranks.prepare(experiments)
-    assert [meta for _, meta in found] == [there.meta] * 4
+    exp, caches = one_large_file(tmp_path), [tmp_path / name for name in "abc"]
+    there = prepare(_with_cache(exp, caches[1]), row_tokenizer())
+    assert [meta for _, meta in ranks.prepare(exp, caches)] == [there.meta] * 4
 
 
 def test_hosts_with_other_data_are_refused(ranks: Ranks, tmp_path: Path):
-    one, two = one_large_file(tmp_path / "one"), one_text(tmp_path / "two")
-    for error in ranks.fail([_with_cache(exp, tmp_path / "cache") for exp in (one, one, two)]):
+    one, two = one_large_file(tmp_path), one_text(tmp_path)
+    ranks.begin([one, one, two])
+    for error in ranks.errors():
         assert "node-c would train on other data than node-a: different there: sources" in error
-
-
-def _with_cache(exp: Experiment, cache: Path) -> Experiment:
-    own = copy.deepcopy(exp)
-    own.data.cache_dir = str(cache)
-    return own

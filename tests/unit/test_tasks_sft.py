@@ -15,8 +15,8 @@ from llmx.config import DataConfig, Experiment, TaskConfig
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of
 from llmx.tasks.sft import Sft
+from tests.data_rows import TEMPLATE
 from tests.small_tokenizers import byte_tokenizer
-from tests.unit.test_data_examples import TEMPLATE
 
 TOKENIZER = byte_tokenizer("<|end|>", chat_template=TEMPLATE)
 
