@@ -30,7 +30,7 @@ from llmx.train.batches import Layout
 from llmx.train.precompute import FrozenModels, Rounds, group_size, model_identity, with_precomputed
 from tests import forks
 from tests.rundirs import experiment as small_experiment
-from tests.unit.test_data_precomputed import pairs
+from tests.unit.test_data_store import pairs
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 1, 2)])

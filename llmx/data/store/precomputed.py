@@ -8,7 +8,7 @@
 The digits name what the values are a function of: the store's own fingerprint, the model, the
 precision and the task's code (``llmx.train.precompute``). While they are computed, what is done
 lies in ``....partial/``, with a ``journal.json`` that says how many samples it holds; nothing reads
-it but the continuation. Tried by ``python -m pytest tests/unit/test_data_precomputed.py``.
+it but the continuation. Tried by ``python -m pytest tests/unit/test_data_store.py``.
 """
 
 from __future__ import annotations
