@@ -3,7 +3,7 @@
 Both compare words: lower case, without punctuation, and each character of a script that is written
 without blanks (Chinese, Japanese) as a word of its own. Used by ``python -m llmx data near=``,
 ``data decontaminate=`` and ``python -m llmx synthesize``. Shown by
-``python -m pytest tests/unit/test_data_out.py``.
+``python -m pytest tests/unit/test_data_command.py``.
 """
 
 from __future__ import annotations

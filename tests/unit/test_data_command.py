@@ -1,20 +1,45 @@
-"""``llmx data``: the summary, the picture, the preview, and the words it does not know."""
+"""``llmx data``: the summary, the preview; near duplicates, contaminated rows, mixtures and splits
+as a new file; the bundled set, which is prepared by default."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from llmx.__main__ import main
+from llmx.cli import data as command
 from llmx.cli.arguments import split_own
+from llmx.cli.data_out import Options
+from llmx.config import Experiment, to_dict
 from llmx.config.build import shown
+from llmx.data import progress
+from llmx.data.progress import MIB, PreparationProgress
+from llmx.data.similar import EvalTexts, NearDuplicates, words_of
+from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import sample_lines
 from llmx.errors import ConfigError
+from llmx.tasks import prepare, tokenizer_of
+from tests.conftest import REPOSITORY
+from tests.data_rows import write_rows
+from tests.rundirs import experiment
 from tests.small_tokenizers import byte_tokenizer
+
+STORY = (
+    "the old lighthouse keeper climbed the spiral stairs every evening to light the lamp before "
+    "the fishing boats came home through the fog and the long dark winter nights of the north"
+)
+ANSWERS = "cedar falcon granite helium indigo juniper kestrel lantern mosaic nectar".split()
 
 
 @pytest.fixture
@@ -25,33 +50,39 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def data(*words: str, **options: Any) -> int:
+    """The command on a composed config, in this process."""
+    exp = experiment(Path("run").absolute(), data={"max_rows": None, **options})
+    Path("config.yaml").write_text(yaml.safe_dump(to_dict(exp)))
+    return command.main(["config.yaml", *words])
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
 def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.CaptureFixture[str]):
     rows = [{"prompt": f"What is {i}?", "response": "A number."} for i in range(20)]
     rows += [{"prompt": "word " * 300, "response": "lost"}, {"prompt": "q", "response": ""}]
-    path = here / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "data",
-        "model=tiny",
-        "model.tokenizer=demo",
-        "data=file",
-        f"data.path={path}",
-        "data.seq_len=64",
-    ]
-    code, said = main([*words, "preview=1"]), capfd.readouterr()
+    path = write_rows(here / "chats.jsonl", rows)
+    words = ["model=tiny", "model.tokenizer=demo", f"data.path={path}"]
+    code, said = main(["data", *words, "data.seq_len=64", "preview=1"]), capfd.readouterr()
     assert code == 0, said.err
     assert "22 read, 20 in samples" in said.out
     assert "without an answer (1), without an answer in the first seq_len tokens (1)" in said.out
     assert "format prompt_response" in " ".join(said.out.replace("│", " ").split())
     (picture,) = (here / "cache" / "data").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "── example 1" in said.out
-    assert "«" in said.out
-    assert "⟨<|end|>⟩" in said.out
+    for shown_of_the_sample in ("── example 1", "«", "⟨<|end|>⟩"):
+        assert shown_of_the_sample in said.out
     # Nothing but the store: preparing is no run.
     assert not list(here.rglob("plan.json"))
-    assert main(words) == 0
-    assert "found prepared; preparing took" in capfd.readouterr().out
+
+
+def test_what_is_prepared_already_is_found(here: Path, capsys: pytest.CaptureFixture[str]):
+    for took in ("preparing took", "found prepared; preparing took"):
+        assert data(path="demo", max_rows=20) == 0
+        assert re.search(rf"time +│ {took}", capsys.readouterr().out)
 
 
 def test_unknown_words_are_errors(capfd):
@@ -63,9 +94,9 @@ def test_unknown_words_are_errors(capfd):
 
 
 @pytest.mark.parametrize("word", ["preview=many", "split=test", "preview=" + "9" * 5000])
-def test_own_words_are_checked(here: Path, capfd: pytest.CaptureFixture[str], word: str):
-    assert main(["data", word]) == 2
-    error = capfd.readouterr().err
+def test_own_words_are_checked(here: Path, capsys: pytest.CaptureFixture[str], word: str):
+    assert data(word) == 2
+    error = capsys.readouterr().err
     assert error.startswith(f"llmx: {shown(word)}"[:50])
     assert error.count("\n") == 1
 
@@ -79,17 +110,14 @@ def test_own_words_are_told_from_overrides():
 
 def test_preview_shows_every_token_once():
     tokenizer = byte_tokenizer("<|x|>")
-    rows = ["ab", "é\n€"]
-    ids = [tokenizer(text)["input_ids"] for text in rows]
+    first, second = (tokenizer(text)["input_ids"] for text in ("ab", "é\n€"))
     control = tokenizer.convert_tokens_to_ids("<|x|>")
-    tokens = np.array([*ids[0], control, *ids[1]], np.uint32)
+    tokens = np.array([*first, control, *second], np.uint32)
     targets = np.zeros(len(tokens), np.bool_)
     targets[1:3] = True
     sample = Sample(tokens, targets, np.array([0, 3]))
-    lines = [
-        "".join(text for text, _ in line) for line in sample_lines(sample, tokenizer, colour=False)
-    ]
-    assert lines == [
+    lines = sample_lines(sample, tokenizer, colour=False)
+    assert ["".join(text for text, _ in line) for line in lines] == [
         "── example 1, 3 tokens ──",
         "a«b|⟨<|x|>⟩»",
         "── example 2, 6 tokens ──",
@@ -98,3 +126,184 @@ def test_preview_shows_every_token_once():
     coloured = sample_lines(sample, tokenizer, colour=True)
     assert [style for _, style in coloured[1]] == ["", "green", "black on green"]
     assert "".join(text for text, _ in coloured[3]) == "é↵\n€"
+
+
+def test_progress_is_a_line_now_and_then_with_rates_and_what_is_left(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    stream = io.StringIO()
+    with PreparationProgress("Preparing x", total_bytes=4 * MIB, stream=stream) as shown:
+        shown.add(size=MIB, tokens=1000)
+        shown.add(size=3 * MIB, tokens=1000)
+    first, last = stream.getvalue().splitlines()
+    number = r"[\d,]+\.\d+"
+    pattern = rf"Preparing x: 25%, 1\.0 MiB, {number} MiB/s, {number} M tokens/s, \d+:\d\d left"
+    assert re.fullmatch(pattern, first)
+    assert last.startswith("Preparing x: 100%, 4.0 MiB, ")
+    assert last.endswith(" 0:00 left")
+
+
+def test_no_progress_is_shown_of_short_work_or_of_an_unknown_end():
+    stream = io.StringIO()
+    with PreparationProgress("x", total_bytes=0, stream=stream) as shown:
+        shown.add(size=MIB, tokens=1000)
+    assert stream.getvalue() == ""
+    assert "left" not in shown.rates()
+
+
+# out=: a new file
+
+
+def chat(prompt: str, response: str, number: int) -> dict[str, Any]:
+    return {"id": number, "prompt": prompt, "response": response}
+
+
+def distinct(count: int, start: int = 0) -> list[dict[str, Any]]:
+    words = [(n, ANSWERS[n % 10]) for n in range(count)]
+    return [
+        chat(f"Where is the {word} {n} {word}{n} kept at night?", f"In {word} hall {n}.", start + n)
+        for n, word in words
+    ]
+
+
+def test_words_in_scripts_without_blanks_are_characters() -> None:
+    pytest.importorskip("rensa")
+    words = ["a", "don", "t", "stop", "天", "雷", "2", "日"]
+    assert words_of("\uff21 ｢Don't｣ stop, 天雷\uff01 2日") == words
+    near = NearDuplicates(0.7, shingle=3)
+    text = "今天的天气非常好我们一起去公园里散步然后回家吃晚饭看电影"
+    assert near.add(0, words_of(text)) is None
+    key, similarity = near.add(1, words_of(f"{text}。吧")) or (None, 0.0)
+    assert key == 0
+    assert similarity > 0.9
+    assert near.add(2, words_of("明天下雨所以我们只能留在家里读书写字画画")) is None
+    assert near.add(3, []) is near.add(4, []) is None
+
+
+def test_contamination_is_a_run_of_words_of_an_evaluation_text() -> None:
+    template = "answer the following question with a single letter and nothing else at all please"
+    texts = [[f"{template} {word}", "yes"] for word in ANSWERS * 2] + [[STORY], ["天" * 9 + "地"]]
+    found = EvalTexts(texts, length=13)
+    words = STORY.split()
+    assert found.match(["a", *words[4:17], "b"]) == " ".join(words[4:17])
+    assert found.match(["a", *words[4:16], "b"]) == ""
+    assert found.match(words_of(f"{template} something new")) == "", "the template of 20 rows"
+    assert found.match(["yes"]) == ""
+    assert found.match(words_of("我说" + "天" * 9 + "地" + "了")) == "天" * 9 + "地"
+
+
+def test_rows_are_removed_split_and_recorded(here: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("rensa")
+    rows = distinct(40)
+    rows.append({**rows[3], "id": 100})
+    rows.append(chat("Tell me a story.", STORY, 101))
+    rows.append(chat("Tell me a story!", STORY.replace("winter", "autumn"), 102))
+    rows.append(chat("Who wrote it?", "It reads: " + " ".join(ANSWERS) + " one two three end", 103))
+    source = write_rows(here / "rows.jsonl", rows)
+    write_rows(here / "test.jsonl", [chat("What?", " ".join(ANSWERS) + " one two three", 0)])
+    words = ["near=0.7", "decontaminate=test.jsonl"]
+    assert data(*words, path=str(source)) == 0
+    report = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for line in (
+        "rows read 44 identical to an earlier row 1 (2.27 %) rows.jsonl, line 41:",
+        "near duplicates 1 (2.27 %) rows.jsonl, line 43 (like line 42, 0.",
+        "contaminated 1 (2.27 %) rows.jsonl, line 44: cedar falcon",
+        "written nothing; out=FILE.jsonl",
+    ):
+        assert line in report
+    assert not list(here.glob("*.provenance.json"))
+    assert data(*words, "out=clean.jsonl", path=str(source), eval_fraction=0.1) == 0
+    train, held_out = read("clean.jsonl"), read("clean.eval.jsonl")
+    assert len(held_out) == 4
+    kept = [row for row in rows if row["id"] < 102 and row["id"] != 100]
+    assert sorted(train + held_out, key=lambda row: row["id"]) == kept
+    record = json.loads(Path("clean.provenance.json").read_text())
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert record["sources"][0]["sha256"] == {str(source): digest}
+    assert sum(record["rows_removed"].values()) == 3
+    assert record["files"]["clean.jsonl"]["rows"] == 37
+    capsys.readouterr()
+    assert data(*words, "out=clean.jsonl", path=str(source)) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_mixture_is_written_by_weight(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = str(write_rows(here / "a.jsonl", distinct(3)))
+    second = str(write_rows(here / "b.jsonl", distinct(2, start=50)))
+    sources = [{"path": first, "weight": 2}, {"path": second}]
+    assert data("out=mixed.jsonl", sources=sources) == 0
+    assert [row["id"] for row in read("mixed.jsonl")] == [0, 1, 2, 0, 1, 2, 50, 51]
+    other = str(write_rows(here / "c.jsonl", [{"text": STORY}]))
+    assert data("out=both.jsonl", sources=[{"path": first}, {"path": other}]) == 2
+    assert "the sources have different formats" in capsys.readouterr().err
+
+
+def test_values_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rensa")
+    for words, problem in (
+        ({"near": "2"}, "near=2: must be a number from 0.3 to 1"),
+        ({"decontaminate": "a", "ngram": "4.5"}, "ngram=4.5: must be a whole number from 5"),
+        ({"ngram": "8"}, "ngram is for decontaminate"),
+        ({"out": "rows.csv"}, "must end in .jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            Options.of(words)
+    assert data("near=0.8", "preview=2") == 2
+    assert "preview shows prepared data, and near prepares none" in capsys.readouterr().err
+
+
+def test_reviews_that_are_in_the_test_set_are_found(here: Path, real_data: Path) -> None:
+    pytest.importorskip("rensa")
+    train, test = (real_data / "book_review" / f"{name}.tsv" for name in ("train", "test"))
+    mapped = {"form": "labelled", "data_map": {"label": "label", "prompt": "text_a"}}
+    words = [f"decontaminate={test}", "near=0.8", "out=clean.jsonl"]
+    assert data(*words, path=str(train), max_rows=3000, **mapped) == 0
+    in_test = {line.split("\t")[1] for line in test.read_text().splitlines()}
+    removed = json.loads(Path("clean.provenance.json").read_text())["rows_removed"]
+    assert removed["contaminated"] > 30
+    texts = [row["text_a"] for row in read("clean.jsonl")]
+    assert not any(words_of(text) for text in in_test & set(texts)), "none but symbols"
+    assert len(texts) == 3000 - sum(removed.values())
+
+
+# The bundled set
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def test_the_script_makes_the_bundled_bytes(tmp_path: Path):
+    script = REPOSITORY / "scripts" / "make_demo_data.py"
+    subprocess.run([sys.executable, str(script), "--output", str(tmp_path)], check=True)
+    made, bundled = files(tmp_path), files(DEMO_DIRECTORY)
+    assert sorted(made) == sorted(bundled)
+    assert [name for name in made if made[name] != bundled[name]] == []
+    assert sum(map(len, bundled.values())) < 2_000_000
+
+
+def test_eval_prompts_are_new_and_no_answer_is_cheap():
+    """Exact match near 0 before training means something only if it is not cheap to get."""
+    train, held_out = (read(str(DEMO_DIRECTORY / f"{name}.jsonl")) for name in ("train", "eval"))
+    asked = [{row["prompt"].lower() for row in rows} for rows in (train, held_out)]
+    assert (len(train), len(held_out)) == (len(asked[0]), len(asked[1])) == (6000, 160)
+    assert not asked[0] & asked[1]
+    answers = [row["response"] for row in held_out]
+    assert max(answers.count(answer) for answer in answers) / len(answers) < 0.05
+    assert not any(row["prompt"] == row["response"] for row in held_out)
+
+
+def test_it_prepares_with_a_tokenizer_that_knows_every_text(tmp_path: Path):
+    exp = Experiment()
+    exp.model.tokenizer = exp.data.path = "demo"
+    exp.data.seq_len, exp.data.cache_dir = 128, str(tmp_path)
+    tokenizer = tokenizer_of(exp)
+    for text in ("maple, river.", "Ünïcode 春 🙂 \n\ttabs", "<|end|> is text"):
+        assert tokenizer.decode(tokenizer(text, split_special_tokens=True)["input_ids"]) == text
+    assert len(tokenizer) == 1024
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    train, held_out = prepare(exp, tokenizer), prepare(exp, tokenizer, split="eval")
+    assert (train.num_sequences, held_out.num_sequences) == (6000, 160)
+    assert (train.meta["dropped"], train.meta["truncated"]) == ({}, 0)
+    assert train.meta["num_tokens"] > 0.9 * 128 * len(train)
+    assert {int(tokens[-1]) for tokens, _ in held_out[0].sequences()} == {tokenizer.eos_token_id}
