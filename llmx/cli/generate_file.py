@@ -2,7 +2,7 @@
 
 Lines are written to ``OUT.partial`` in the order of the prompts, behind a first line with the
 settings; an interrupted command continues behind the last line. ``OUT`` is written at the end.
-Tried by ``python -m pytest tests/unit/test_generate_file.py``.
+Tried by ``python -m pytest tests/unit/test_generate.py``.
 """
 
 from __future__ import annotations
