@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from llmx.cli.chat import Chat
 from llmx.cli.commands import COMMANDS
@@ -35,39 +36,41 @@ from tests.small_models import small_model
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """An SFT run that wrote its model, which babbles until max_new_tokens."""
-    exp = experiment(
-        tmp_path_factory.mktemp("run") / "talker", ranks=1, data={"system": "Be brief."}
-    )
-    run_dir, tokenizer = write_run(exp), tokenizer_of(exp)
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
-    model.save_pretrained(run_dir.final_model)
-    tokenizer.save_pretrained(run_dir.final_model)
+    place = tmp_path_factory.mktemp("run") / "talker"
+    run_dir = write_run(experiment(place, ranks=1, data={"system": "Be brief."}))
+    a_model(run_dir.final_model, positions=8192)
     return run_dir
 
 
-def a_chat(model: Any, tokenizer: Any, *, template: str | None = "auto", **sampling: Any) -> Chat:
+TOKENIZER = tokenizer_of(experiment(Path("unused")))
+
+
+def a_model(directory: Path | None = None, *, positions: int = 512) -> Any:
+    """A model with the vocabulary of the demo; ``directory``: saved there with its tokenizer."""
+    model = small_model("llama", vocab_size=len(TOKENIZER), max_position_embeddings=positions)
+    if directory is not None:
+        model.save_pretrained(directory)
+        TOKENIZER.save_pretrained(directory)
+    return model
+
+
+def a_chat(model: Any, *, template: str | None = "auto") -> Chat:
     def decode(tokens: Any) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(TOKENIZER.decode(list(tokens), skip_special_tokens=True))
 
-    layout = PromptLayout(tokenizer, template=template, system=None)
-    how = Sampling(**{"max_new_tokens": 8, "stop_ids": layout.stop_ids, **sampling})
+    layout = PromptLayout(TOKENIZER, template=template, system=None)
+    how = Sampling(max_new_tokens=8, stop_ids=layout.stop_ids)
     return Chat(decoder_of(model), layout, how, decode=decode, seed=3)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    exp = experiment(tmp_path_factory.mktemp("tokenizer"))
-    return tokenizer_of(exp)
 
 
 # --- The conversation ------------------------------------------------------------------------
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_was_said(tokenizer: Any) -> None:
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    whole = a_chat(model, tokenizer)
+def test_an_interrupted_answer_is_kept_as_far_as_it_was_said() -> None:
+    model = a_model()
+    whole = a_chat(model)
     wanted = whole.answer("Which is a bird?")
-    talk, said = a_chat(model, tokenizer), []
+    talk, said = a_chat(model), []
 
     def stop(_index: int, token: int) -> None:
         said.append(token)
@@ -78,7 +81,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_was_said(tokenizer: Any) -> 
     assert found.ended == "interrupted"
     assert wanted.text.startswith(found.text)
     assert talk.turns == [("Which is a bird?", found.text)]
-    again = a_chat(model, tokenizer)
+    again = a_chat(model)
     again.turns = list(talk.turns)
     assert talk.answer("Go on.") == again.answer("Go on.")
 
@@ -86,15 +89,15 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_was_said(tokenizer: Any) -> 
     def at_once(_index: int, _token: int) -> None:
         raise KeyboardInterrupt
 
-    silent = a_chat(model, tokenizer)
+    silent = a_chat(model)
     silent._decode = lambda tokens: ""
     assert silent.answer("Well?", at_once).text == ""
     assert silent.turns == []
 
 
-def test_a_forward_that_fails_leaves_no_half_cache(tokenizer: Any) -> None:
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    talk, fresh = a_chat(model, tokenizer), a_chat(model, tokenizer)
+def test_a_forward_that_fails_leaves_no_half_cache() -> None:
+    model = a_model()
+    talk, fresh = a_chat(model), a_chat(model)
     talk.answer("one")
     fresh.turns = list(talk.turns)
 
@@ -109,9 +112,8 @@ def test_a_forward_that_fails_leaves_no_half_cache(tokenizer: Any) -> None:
     assert talk.answer("two") == fresh.answer("two")
 
 
-def test_oldest_turns_are_left_out_where_positions_end(tokenizer: Any) -> None:
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=96)
-    talk = a_chat(model, tokenizer)
+def test_oldest_turns_are_left_out_where_positions_end() -> None:
+    talk = a_chat(a_model(positions=96))
     for number in range(6):
         talk.answer(f"message number {number}")
     assert 0 < talk.left_out < len(talk.turns) == 6
@@ -122,55 +124,50 @@ def test_oldest_turns_are_left_out_where_positions_end(tokenizer: Any) -> None:
     assert len(talk.turns) == 6
 
 
-def test_plain_text_goes_on(tokenizer: Any) -> None:
-    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    talk = a_chat(model, tokenizer, template=None)
+def test_plain_text_goes_on() -> None:
+    talk = a_chat(a_model(), template=None)
     talk.answer("Once upon a time")
     (turn,) = talk.turns
-    assert talk._ids(talk.turns, " and") == list(tokenizer("".join(turn) + " and")["input_ids"])
+    assert talk._ids(talk.turns, " and") == list(TOKENIZER("".join(turn) + " and")["input_ids"])
     talk.answer(" and")
 
 
 # --- Piped -----------------------------------------------------------------------------------
 
 
-def piped(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, lines: str, *words: Any, code: int = 0
-) -> tuple[list[str], str]:
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    assert run_here("chat", [str(word) for word in words]) == code
-    found = capsys.readouterr()
-    return found.out.splitlines(), found.err
-
-
-def test_a_line_is_a_message_and_history_counts(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> Any:
+    """The command with these lines as its input: what it answered, and what it said on stderr."""
     monkeypatch.chdir(tmp_path)
+
+    def run_it(lines: str, *words: Any, code: int = 0) -> tuple[list[str], str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert run_here("chat", [str(word) for word in words]) == code
+        found = capsys.readouterr()
+        return found.out.splitlines(), found.err
+
+    return run_it
+
+
+def test_a_line_is_a_message_and_history_counts(run: RunDir, piped: Any) -> None:
     keys = ("--temperature=1.3", "--seed=4", "--max-new-tokens=6")
     lines = "One?\n\nTwo?\n/save chat.jsonl\n/reset\nOne?\n"
-    out, err = piped(monkeypatch, capsys, lines, run.root, *keys)
-    one, two, once_more = out
+    (one, two, once_more), err = piped(lines, run.root, *keys)
     assert once_more == one
     assert "(written to chat.jsonl: 2 turns)" in err
-    saved = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    saved = json.loads(Path("chat.jsonl").read_text())["messages"]
     roles = ["system", "user", "assistant", "user", "assistant"]
     assert [message["role"] for message in saved] == roles
     assert saved[0]["content"] == "Be brief."
     assert saved[2]["content"].strip() == one
-    alone, _ = piped(monkeypatch, capsys, "Two?\n", run.root, *keys)
-    assert alone != [two], "the first turn counts"
-    none, _ = piped(monkeypatch, capsys, "One?\n", run.root, *keys, "--system", "")
-    assert none != [one]
+    assert piped("Two?\n", run.root, *keys)[0] != [two], "the first turn counts"
+    assert piped("One?\n", run.root, *keys, "--system", "")[0] != [one]
 
 
-def test_mistakes_say_what_to_type(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").write_text("mine")
+def test_mistakes_say_what_to_type(run: RunDir, piped: Any, tmp_path: Path) -> None:
+    Path("there").write_text("mine")
     lines = "/sav\n/save\n/save there\nOne?\n/save there\n/save no/such/x\n/exit\nTwo?\n"
-    out, err = piped(monkeypatch, capsys, lines, run.root, "--max-new-tokens=4", code=2)
+    out, err = piped(lines, run.root, "--max-new-tokens=4", code=2)
     assert len(out) == 1
     for problem in (
         '/sav: no such command. Did you mean "/save"?',
@@ -180,7 +177,7 @@ def test_mistakes_say_what_to_type(
         "/save no/such/x: cannot be written (No such file or directory).",
     ):
         assert problem in err
-    assert (tmp_path / "there").read_text() == "mine"
+    assert Path("there").read_text() == "mine"
     for words, problem in (
         ([run.root, "--n=2"], "chat: no such option: --n=2"),
         ([run.root, "--tempreature=1"], 'Did you mean "--temperature"?'),
@@ -191,75 +188,71 @@ def test_mistakes_say_what_to_type(
         ([run.root.parent], "Runs in it: talker"),
         ([run.root, "--model", tmp_path], "there is no config.json in it. Give the directory"),
     ):
-        assert problem in piped(monkeypatch, capsys, "", *words, code=2)[1]
+        assert problem in piped("", *words, code=2)[1]
 
 
-def test_what_cannot_chat_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, tokenizer: Any
-) -> None:
-    from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig
-    from transformers import LlamaForSequenceClassification as Classifier
+SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+         "num_attention_heads": 4}  # fmt: skip
 
-    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-             "num_attention_heads": 4}  # fmt: skip
-    for model in (
-        Classifier(LlamaConfig(**sizes)),
-        BertForMaskedLM(BertConfig(**sizes)),
-        BertModel(BertConfig(**sizes)),
-    ):
-        name = type(model).__name__
-        model.save_pretrained(tmp_path / name)
-        err = piped(monkeypatch, capsys, "", tmp_path / name, code=2)[1]
-        assert f"is a {name}, which generates no text" in err
-    base = small_model("llama", vocab_size=len(tokenizer))
-    base.save_pretrained(tmp_path / "base")
-    assert "has no tokenizer" in piped(monkeypatch, capsys, "", tmp_path / "base", code=2)[1]
-    tokenizer.save_pretrained(tmp_path / "base")
-    template = tmp_path / "base" / "chat_template.jinja"
-    template.unlink(missing_ok=True)
-    config = tmp_path / "base" / "tokenizer_config.json"
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)),
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+        lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    ],
+)
+def test_a_model_that_writes_no_text_is_refused(model: Any, piped: Any, tmp_path: Path) -> None:
+    network = model()
+    network.save_pretrained(tmp_path / "model")
+    err = piped("", tmp_path / "model", code=2)[1]
+    assert f"is a {type(network).__name__}, which generates no text" in err
+
+
+def test_a_model_without_tokenizer_or_template_is_said(piped: Any, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    a_model().save_pretrained(base)
+    assert "has no tokenizer" in piped("", base, code=2)[1]
+    TOKENIZER.save_pretrained(base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    config = base / "tokenizer_config.json"
     config.write_text(json.dumps({**read_json(config), "chat_template": None}))
-    words = (tmp_path / "base", "--max-new-tokens=4")
-    err = piped(monkeypatch, capsys, "", *words, code=2)[1]
+    words = (base, "--max-new-tokens=4")
+    err = piped("", *words, code=2)[1]
     assert "Add --plain to continue text, or --template chatml" in err
-    assert len(piped(monkeypatch, capsys, "Well\n", *words, "--plain")[0]) == 1
-    assert len(piped(monkeypatch, capsys, "Well\n", *words, "--template", "chatml")[0]) == 1
-    weights = experiment(tmp_path / "empty", ranks=1)
-    empty = write_run(weights)
-    err = piped(monkeypatch, capsys, "", empty.root, code=2)[1]
-    assert "has no model/ yet, and no checkpoint" in err
-    (empty.checkpoints / "step-00000004").mkdir(parents=True)
-    err = piped(monkeypatch, capsys, "", empty.root, code=2)[1]
+    assert len(piped("Well\n", *words, "--plain")[0]) == 1
+    assert len(piped("Well\n", *words, "--template", "chatml")[0]) == 1
+
+
+def test_a_run_without_a_model_says_what_it_has(piped: Any, tmp_path: Path) -> None:
+    empty = write_run(experiment(tmp_path / "empty", ranks=1))
+    assert "has no model/ yet, and no checkpoint" in piped("", empty.root, code=2)[1]
+    checkpoint = empty.checkpoints / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    err = piped("", empty.root, code=2)[1]
     assert "To try a checkpoint: `python -m llmx export" in err
-    (empty.checkpoints / "step-00000004" / "state.json").write_text("{}")
-    err = piped(monkeypatch, capsys, "", empty.checkpoints / "step-00000004", code=2)[1]
-    assert "--step 4`" in err
+    (checkpoint / "state.json").write_text("{}")
+    assert "--step 4`" in piped("", checkpoint, code=2)[1]
 
 
-def test_a_peft_directory_finds_its_base(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_peft_directory_finds_its_base(piped: Any, tmp_path: Path) -> None:
     import peft
 
-    base = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    base.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    a_model(base)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    from transformers import AutoModelForCausalLM
-
-    network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    network = peft.get_peft_model(whole, config)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    network.save_pretrained(tmp_path / "adapter")
+    network.save_pretrained(adapter)
     words = ("--max-new-tokens=8", "--template", "chatml")
-    plain = piped(monkeypatch, capsys, "One?\n", tmp_path / "base", *words)[0]
-    found = piped(monkeypatch, capsys, "One?\n", tmp_path / "adapter", *words)[0]
-    assert found != plain
-    (tmp_path / "base").rename(tmp_path / "elsewhere")
-    err = piped(monkeypatch, capsys, "", tmp_path / "adapter", code=2)[1]
-    assert "set base_model_name_or_path in its" in err
+    assert piped("One?\n", adapter, *words)[0] != piped("One?\n", base, *words)[0]
+    base.rename(tmp_path / "elsewhere")
+    assert "set base_model_name_or_path in its" in piped("", adapter, code=2)[1]
 
 
 # --- A terminal ------------------------------------------------------------------------------
@@ -338,35 +331,30 @@ def test_a_terminal_streams_and_stops(run: RunDir, tmp_path: Path) -> None:
         # Ctrl-C at an empty line ends nothing.
         terminal.press_until("\x03", "(Ctrl-D or /exit ends the chat)")
         terminal.until("> ")
-        terminal.type("first\n")
-        terminal.until("\n")
-        terminal.some()  # the answer has begun to appear
-        terminal.type("\x03")
-        terminal.until("(ended)")
-        terminal.until("> ")
-        terminal.type('"""\nthird\nfourth\n"""\n')
-        for _ in range(3):
-            terminal.until("... ")
-        terminal.until("\n")
-        terminal.some()
-        terminal.type("\x03")
-        terminal.until("(ended)")
-        terminal.until("> ")
-        terminal.type(f"/save {tmp_path}/chat.jsonl\n")
-        terminal.until("2 turns")
-        terminal.until("> ")
-        terminal.type("/sav\n")
-        terminal.until('Did you mean "/save"?')
-        terminal.until("> ")
+        for message, line_breaks in (("first\n", 0), ('"""\nthird\nfourth\n"""\n', 3)):
+            terminal.type(message)
+            for _ in range(line_breaks):
+                terminal.until("... ")
+            terminal.until("\n")
+            terminal.some()  # the answer has begun to appear
+            terminal.type("\x03")
+            terminal.until("(ended)")
+            terminal.until("> ")
+        for line, said in (
+            (f"/save {tmp_path}/chat.jsonl\n", "2 turns"),
+            ("/sav\n", 'Did you mean "/save"?'),
+        ):
+            terminal.type(line)
+            terminal.until(said)
+            terminal.until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
     finally:
         if terminal.process.poll() is None:
             os.killpg(terminal.process.pid, signal.SIGKILL)
     messages = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
-    assert [m["content"] for m in messages if m["role"] == "user"] == [
-        "first", "third\nfourth",
-    ]  # fmt: skip
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    assert asked == ["first", "third\nfourth"]
     assert messages[2]["content"]
 
 

@@ -1,7 +1,4 @@
-"""The Hub is asked only where it answers.
-
-``python -m pytest tests/unit/test_offline.py``
-"""
+"""The Hub is asked only where it answers."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ import pytest
 from llmx.config import ModelConfig
 from llmx.offline import stay_offline_if_unreachable
 from tests.rundirs import free_port
+
+HUB = ModelConfig(path="owner/name")
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -38,30 +37,21 @@ def hub() -> Iterator[str]:
 
 def test_a_hub_that_answers_is_asked(hub: str) -> None:
     environment = {"HF_ENDPOINT": hub}
-    assert stay_offline_if_unreachable(ModelConfig(path="owner/name"), environment) == ""
+    assert stay_offline_if_unreachable(HUB, environment) == ""
     assert environment == {"HF_ENDPOINT": hub}
 
 
-def test_a_hub_that_is_not_there_is_not() -> None:
+def test_a_hub_that_is_not_there_is_not_and_local_names_need_none(tmp_path: Path) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
-    environment = {"HF_ENDPOINT": endpoint}
-    why = stay_offline_if_unreachable(ModelConfig(path="owner/name"), environment)
-    assert endpoint in why
-    assert "refused" in why
-    assert environment["HF_HUB_OFFLINE"] == "1"
-
-
-def test_local_names_need_no_hub(tmp_path: Path) -> None:
-    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    for model in (ModelConfig(path=str(tmp_path)), ModelConfig(tokenizer="demo")):
-        assert stay_offline_if_unreachable(model, environment) == ""
-    assert "HF_HUB_OFFLINE" not in environment
-
-
-def test_models_of_the_task_are_asked_for_too(tmp_path: Path) -> None:
-    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    model = ModelConfig(path=str(tmp_path))
-    assert stay_offline_if_unreachable(model, environment, more_models=[str(tmp_path)]) == ""
-    why = stay_offline_if_unreachable(model, environment, more_models=["owner/teacher"])
-    assert "refused" in why
-    assert environment["HF_HUB_OFFLINE"] == "1"
+    here, demo = ModelConfig(path=str(tmp_path)), ModelConfig(tokenizer="demo")
+    for model, beside, is_asked_for in (
+        (HUB, [], True),
+        (here, [], False),
+        (demo, [], False),
+        (here, [str(tmp_path)], False),
+        (here, ["owner/teacher"], True),
+    ):
+        environment = {"HF_ENDPOINT": endpoint}
+        why = stay_offline_if_unreachable(model, environment, more_models=beside)
+        assert (endpoint in why, "refused" in why) == (is_asked_for, is_asked_for)
+        assert environment.get("HF_HUB_OFFLINE") == ("1" if is_asked_for else None)

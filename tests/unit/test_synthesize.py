@@ -13,6 +13,7 @@ import pytest
 
 from llmx.cli import synthesize
 from llmx.cli.main import run_here
+from tests.data_rows import write_rows
 from tests.reference import word_tokenizer
 from tests.small_models import small_model
 
@@ -53,19 +54,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(503 if busy else 404, "no such model: only teacher")
             return
         subject = SUBJECTS[number % len(SUBJECTS)]
-        rows = [
-            {"instruction": f"Describe how a {subject} number {number} looks.", "output": "Small."},
-            {
-                "instruction": f"Which {subject} did Ada see near harbour {number}?",
-                "output": "One.",
-            },
-            {"instruction": "Now name three rivers of Europe.", "output": "Ob, Lena, Amur."},
-            {"instruction": f"Draw an image of {subject}s {number}.", "output": "Done."},
-            {
-                "instruction": f"How old is the {subject} {number} of Rome?",
-                "output": "I'm sorry, no.",
-            },
-        ]
+        answers = {
+            f"Describe how a {subject} number {number} looks.": "Small.",
+            f"Which {subject} did Ada see near harbour {number}?": "One.",
+            "Now name three rivers of Europe.": "Ob, Lena, Amur.",
+            f"Draw an image of {subject}s {number}.": "Done.",
+            f"How old is the {subject} {number} of Rome?": "I'm sorry, no.",
+        }
+        rows = [{"instruction": asked, "output": answer} for asked, answer in answers.items()]
         # In a fence and cut off, as small models answer.
         content = f'<think>{{hm}}</think>```json\n{json.dumps(rows)[:-1]}, {{"instruction": "Cu'
         answer = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
@@ -91,9 +87,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 @pytest.fixture
 def seeds(tmp_path: Path) -> Path:
-    path = tmp_path / "seeds.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in SEEDS))
-    return path
+    return write_rows(tmp_path / "seeds.jsonl", SEEDS)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -116,11 +110,7 @@ def test_rows_of_a_server_are_filtered_and_continued(
     assert served.requests[0]["temperature"] == 0.9
     assert SEEDS[0]["instruction"] in served.requests[0]["messages"][0]["content"]
     said = capsys.readouterr().out
-    for reason in (
-        "similar to a seed or an earlier row",
-        "about a picture or a sound",
-        "a refusal",
-    ):
+    for reason in ("similar to a seed or an earlier", "about a picture or a sound", "a refusal"):
         assert reason in said
     # An interrupted write: the line that was not finished is cut off.
     with out.open("a") as stream:
@@ -137,27 +127,28 @@ def test_rows_of_a_server_are_filtered_and_continued(
 
 
 def test_what_cannot_be_is_said(served: Served, seeds: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "new.jsonl"
-    served.failures = 0
-    words = ["--url", served.url, "--seeds", str(seeds), "--out", str(out), "--rows", "1"]
-    assert run_here("synthesize", ["other", *words]) == 2
-    assert "404 no such model: only teacher" in capsys.readouterr().err
-    out.write_text('{"instruction": "a", "output": "b", "source": {"model": "m", "request": 1}}\n')
-    assert run_here("synthesize", ["teacher", *words]) == 2
-    assert "has rows of m. Set --out to another name." in capsys.readouterr().err
-    out.write_text('{"instruction": "a"}\n')
-    assert run_here("synthesize", ["teacher", *words]) == 2
-    assert "has rows of another program." in capsys.readouterr().err
+    served.failures, out = 0, tmp_path / "new.jsonl"
+    of_m = '{"instruction": "a", "output": "b", "source": {"model": "m", "request": 1}}\n'
+
+    def refused(model: str, url: str = served.url, shown: Path = seeds) -> str:
+        words = ["--url", url, "--seeds", str(shown), "--out", str(out), "--rows", "1"]
+        assert run_here("synthesize", [model, *words]) == 2
+        return str(capsys.readouterr().err)
+
+    assert "404 no such model: only teacher" in refused("other")
+    for there, problem in (
+        (of_m, "has rows of m. Set --out to another name."),
+        ('{"instruction": "a"}\n', "has rows of another program."),
+    ):
+        out.write_text(there)
+        assert problem in refused("teacher")
     out.unlink()
-    assert run_here("synthesize", ["teacher", "--url", served.url]) == 2
-    assert "--seeds FILE" in capsys.readouterr().err
-    assert run_here("synthesize", ["teacher", "--seeds", "none.jsonl", "--out", str(out)]) == 2
-    assert "--seeds none.jsonl: no such file" in capsys.readouterr().err
-    words[1] = "http://me:hunter2@gpu-1/v1"
-    assert run_here("synthesize", ["teacher", *words]) == 2
-    error = capsys.readouterr().err
+    assert "--seeds none.jsonl: no such file" in refused("teacher", shown=Path("none.jsonl"))
+    error = refused("teacher", "http://me:hunter2@gpu-1/v1")
     assert "without a password" in error
     assert "hunter2" not in error
+    assert run_here("synthesize", ["teacher", "--url", served.url]) == 2
+    assert "--seeds FILE" in capsys.readouterr().err
 
 
 def test_a_local_model_without_a_usable_row_ends(
