@@ -16,8 +16,8 @@ import pytest
 
 from llmx.errors import INTERRUPTED
 from llmx.run.rundir import RunDir, read_mapping
+from tests.agents import wait_until
 from tests.command_runs import forked, lines, llmx
-from tests.unit.test_launch_agent import wait_until
 
 pytestmark = pytest.mark.deepspeed
 

@@ -1,10 +1,8 @@
-"""What ``doctor`` shows of the hosts: of this machine, and of facts that differ.
-
-``pytest tests/unit/test_doctor.py``
-"""
+"""What ``doctor`` shows of the hosts: of this machine, and of facts that differ."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import io
 import json
@@ -12,8 +10,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +31,9 @@ from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
 from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
-from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
 from tests.composing import composed
+from tests.launches import experiment, spec_of
 
 
 def test_this_machine_as_a_table_and_as_json(
@@ -73,25 +71,30 @@ def test_a_mistyped_flag_is_named_with_the_one_that_is_meant() -> None:
 
 
 def test_a_command_to_test_ssh_needs_no_run_directory() -> None:
-    host = HostPlan("node-x", "10.0.0.7", 2222, "ada", "/keys/id", 1, "cpu", None, False)
-    spec = SimpleNamespace(
-        plan=SimpleNamespace(hosts=[host]), run_dir=RunDir(Path("/runs/.llmx-doctor-1"))
-    )
-    text = "node-x: closed. Test it with: ssh -F /runs/.llmx-doctor-1/ssh_config node-x true"
-    expected = "node-x: closed. Test it with: ssh -p 2222 -i /keys/id ada@10.0.0.7 true"
-    assert pasteable(text, spec) == expected  # type: ignore[arg-type]
+    spec = spec_of(experiment("ssh", (1,)), run_dir=RunDir(Path("/runs/.llmx-doctor-1")))
+    text = "node-a: closed. Test it with: ssh -F /runs/.llmx-doctor-1/ssh_config node-a true"
+    expected = "ssh -p 2201 -i '/home/ada/.ssh/id cluster' ada@10.0.0.1 true"
+    assert pasteable(text, spec) == f"node-a: closed. Test it with: {expected}"
 
 
-def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
-    token = f"doctor-{os.getpid()}"
+@contextlib.contextmanager
+def rank_of(run_dir: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like a rank of the run."""
     program = "import signal; print(1, flush=True); signal.pause()"
-    words = [sys.executable, "-c", program, "llmx.worker", str(tmp_path)]
-    environment = {**os.environ, "LLMX_RUN_TOKEN": token}
+    words = [sys.executable, "-c", program, "llmx.worker", str(run_dir)]
+    environment = {**os.environ, "LLMX_RUN_TOKEN": f"doctor-{os.getpid()}", **env}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline()
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
+    with rank_of(tmp_path) as rank:
         runs = [run for run in other_runs() if rank.pid in run["pids"]]
-        rank.kill()
     run = {"pids": [rank.pid], "run_dir": str(tmp_path), "has_agent": False, "is_dead": True}
     assert runs == [run]
     (line,) = runs_on("node-a", {"runs": runs})
@@ -111,25 +114,19 @@ def test_leftovers_are_removed_after_a_question(
         lock.parent.mkdir(parents=True)
         lock.touch()
     os.utime(old, (1, 1))
-    program = "import signal; print(1, flush=True); signal.pause()"
-    words = [sys.executable, "-c", program, "llmx.worker", str(tmp_path)]
-    ranks = []
-    for name, job in (("dead", {}), ("job", {"SLURM_JOB_ID": "7"})):
-        environment = {**os.environ, "LLMX_RUN_TOKEN": f"{name}-{os.getpid()}", **job}
-        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE))
-        assert ranks[-1].stdout is not None
-        assert ranks[-1].stdout.readline()
-    dead, in_job = ranks
-    out = io.StringIO()
+    out, token = io.StringIO(), f"job-{os.getpid()}"
+    with (
+        rank_of(tmp_path) as dead,
+        rank_of(tmp_path, SLURM_JOB_ID="7", LLMX_RUN_TOKEN=token) as in_job,
+    ):
 
-    def of_this_test(report: Report) -> dict[str, dict[str, list[Any]]]:
-        """Other tests start processes that nobody supervises, too."""
-        (host,) = leftovers_of(report).values()
-        assert in_job.pid not in host["pids"]
-        return {"localhost": {**host, "pids": [pid for pid in host["pids"] if pid == dead.pid]}}
+        def of_this_test(report: Report) -> dict[str, dict[str, list[Any]]]:
+            """Other tests start processes that nobody supervises, too."""
+            (host,) = leftovers_of(report).values()
+            assert in_job.pid not in host["pids"]
+            return {"localhost": {**host, "pids": [pid for pid in host["pids"] if pid == dead.pid]}}
 
-    monkeypatch.setattr(doctor, "leftovers_of", of_this_test)
-    try:
+        monkeypatch.setattr(doctor, "leftovers_of", of_this_test)
         monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
         main(["hardware=local", "--fix"], stream=out)
         listed = f"  localhost: rm {old}\n  localhost: kill -9 {dead.pid}\nDo that? [y/N] "
@@ -143,10 +140,6 @@ def test_leftovers_are_removed_after_a_question(
         assert (old.exists(), young.exists()) == (False, True)
         assert dead.wait(timeout=10) == -9
         assert in_job.poll() is None
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def test_the_processes_on_a_gpu_by_the_words_of_the_driver(

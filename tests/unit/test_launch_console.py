@@ -1,7 +1,4 @@
-"""Reading a growing run directory, and what the user sees of it.
-
-``pytest tests/unit/test_launch_console.py``
-"""
+"""Reading a growing run directory, and what the user sees of it."""
 
 from __future__ import annotations
 
@@ -30,21 +27,21 @@ TRAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_only_whole_lines(tmp_path: Path) -> None:
+def test_only_whole_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     reader = LineReader(path)
     assert reader.read() == []
-    path.write_bytes("one\ntwö".encode())
+    data = "one\ntwö".encode()
+    path.write_bytes(data[:-1])  # a character cut in two
     assert reader.read() == ["one"]
-    with path.open("ab") as stream:
-        stream.write(b" more\nthree")
+    path.write_bytes(data + b" more\nthree")
     assert reader.read() == ["twö more"]
     assert reader.read(final=True) == ["three"]
     assert reader.read(final=True) == []
 
 
-def test_a_flood_of_words(tmp_path: Path) -> None:
-    """Neither more than can be shown, nor a line that never ends, fills the memory."""
+def test_a_flood_of_words_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """Neither more than can be shown, nor a line that never ends."""
     path = tmp_path / "log"
     reader = LineReader(path, max_bytes=20)
     path.write_bytes(b"first\n" + b"x" * 1000 + b"\nlast but one\nlast\n")
@@ -58,6 +55,36 @@ def test_a_flood_of_words(tmp_path: Path) -> None:
     (tmp_path / "bar").write_bytes(b"\r 10 %" * 200_000)
     (line,) = endless.read()
     assert len(line) == 1_200_000
+
+
+def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_json(run_dir.rank_status(0), {"state": "finished"})
+    reader = StatusReader(run_dir, 2)
+    reader.clear()
+    assert reader.read() == {}
+    for state in ("training", "finished"):
+        write_json(run_dir.rank_status(1), {"state": state})
+        assert reader.read() == {1: {"state": state}}
+
+
+def test_updates_of_private_disks(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for data in (b"one\n", b"two\n"):
+        apply_update(run_dir, {"event": "append", "path": "logs/rank-001.log"}, data)
+    assert run_dir.rank_log(1).read_text() == "one\ntwo\n"
+    for path in (pattern.replace("*", "001") for pattern in (*STREAMED, *REPLACED)):
+        for data in (b"{}", b'{"state": "x"}'):
+            apply_update(run_dir, {"event": "replace", "path": path}, data)
+        assert json.loads((tmp_path / path).read_text()) == {"state": "x"}
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x", "ds_env"]
+)
+def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a file that ranks write"):
+        apply_update(RunDir(tmp_path), {"event": "append", "path": path}, b"x")
 
 
 def test_a_terminal_that_cannot_print_it() -> None:
@@ -102,97 +129,15 @@ def test_a_narrow_terminal_drops_fields_and_keeps_the_step(
     assert "145,774 tokens, of which 41,419 target tokens," in message
 
 
-def test_a_character_cut_in_two(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    reader = LineReader(path)
-    data = "語\n".encode()
-    path.write_bytes(data[:1])
-    assert reader.read() == []
-    path.write_bytes(data)
-    assert reader.read() == ["語"]
-
-
 def test_what_a_user_reads_of_restarts() -> None:
     assert restarts_line([{"decision": "finished", "outcome": "ok"}]) == ""
     hit = [
         {"decision": "restart", "outcome": "crash", "last_step": 57},
         {"decision": "restart", "outcome": "comm", "last_step": None},
     ]
-    assert restarts_line(hit) == (
-        "2 restarts: crash after step 57, comm before training (attempts.jsonl)"
-    )
-    many = restarts_line(hit * 10)
-    assert "20 restarts: " in many
-    assert "15 more" in many
-
-
-def test_stacks_of_a_hang_stay_in_the_log() -> None:
-    out = io.StringIO()
-    console = Console(out)
-    for line in (
-        "Thread 0x00007f01 (most recent call first):",
-        '  File "/x/status.py", line 90 in _beat',
-        "",
-        "Current thread 0x00007f02 (most recent call first):",
-        '  File "/x/loop.py", line 9 in train',
-        "",
-        "a word of rank 0",
-    ):
-        console.rank_line(line)
-    assert out.getvalue() == "  a word of rank 0\n"
-
-
-def test_a_log_does_not_steer_the_terminal() -> None:
-    out = io.StringIO()
-    Console(out).rank_line("\x1b[92mgreen\x1b[0m, a row: \x1b]0;title\x07 \x9b2J")
-    assert out.getvalue() == "  green, a row: \\x1b]0;title\\x07 \\x9b2J\n"
-
-
-def test_the_mean_of_the_interval_stands_beside_the_loss_of_the_step() -> None:
-    record = {"step": 20, "loss": 1.5, "loss_mean": 2.25, "lr": 1e-3}
-    assert train_line(record, total=40, left_s=None) == (
-        "step 20/40  loss 1.5000  mean 2.2500  lr 1.0e-03"
-    )
-    # An interval of one step has no other mean.
-    one = {**record, "loss_mean": 1.5}
-    assert train_line(one, total=40, left_s=None) == "step 20/40  loss 1.5000  lr 1.0e-03"
-
-
-def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    write_json(run_dir.rank_status(0), {"state": "finished"})
-    reader = StatusReader(run_dir, 2)
-    reader.clear()
-    assert reader.read() == {}
-    write_json(run_dir.rank_status(1), {"state": "training"})
-    assert reader.read() == {1: {"state": "training"}}
-    write_json(run_dir.rank_status(1), {"state": "finished"})
-    assert reader.read() == {1: {"state": "finished"}}
-
-
-def test_updates_of_private_disks(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for data in (b"one\n", b"two\n"):
-        apply_update(run_dir, {"event": "append", "path": "logs/rank-001.log"}, data)
-    assert run_dir.rank_log(1).read_text() == "one\ntwo\n"
-    for data in (b"{}", b'{"state": "x"}'):
-        apply_update(run_dir, {"event": "replace", "path": "ranks/rank-001.json"}, data)
-    assert json.loads(run_dir.rank_status(1).read_text()) == {"state": "x"}
-
-
-@pytest.mark.parametrize("pattern", [*STREAMED, *REPLACED])
-def test_what_agents_send_is_taken(pattern: str, tmp_path: Path) -> None:
-    path = pattern.replace("*", "001")
-    apply_update(RunDir(tmp_path), {"event": "replace", "path": path}, b"x")
-    assert (tmp_path / path).read_bytes() == b"x"
-
-
-@pytest.mark.parametrize(
-    "path", ["../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x", "ds_env"]
-)
-def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a file that ranks write"):
-        apply_update(RunDir(tmp_path), {"event": "append", "path": path}, b"x")
+    shown = "2 restarts: crash after step 57, comm before training (attempts.jsonl)"
+    assert restarts_line(hit) == shown
+    assert re.search("20 restarts: .*15 more", restarts_line(hit * 10))
 
 
 def console_lines(*records: dict[str, Any], rank_lines: tuple[str, ...] = ()) -> list[str]:
@@ -211,19 +156,30 @@ def test_plain_lines() -> None:
         {"kind": "start", "total_steps": 600, "metrics": tracked_run.DECLARED},
         {"kind": "eval", "step": 0, "loss": 6.5, "exact_match": None},
         TRAIN,
-        {**TRAIN, "step": 20, "time": 101.0, "loss": None, "mfu": None},
+        {**TRAIN, "step": 20, "time": 101.0, "loss": None, "mfu": None, "idle_share": 0.31},
+        {**TRAIN, "step": 30, "time": 102.0, "idle_share": 0.02},
         {"kind": "eval", "step": 600, "loss": 1.1, "exact_match": 0.97},
         {"kind": "end", "step": 600},
     )
     assert lines == [
         "eval at step 0:  loss 6.5000",
         "step  10/600  loss 3.2000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %",
-        "step  20/600  loss not finite  lr 1.0e-03  grad 0.90  40,960 tok/s  left 0:58",
+        "step  20/600  loss not finite  lr 1.0e-03  grad 0.90  40,960 tok/s  idle 31 %  left 0:58",
+        "step  30/600  loss 3.2000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %  left 0:57",
         "eval at step 600:  loss 1.1000  exact match 97.0 %",
     ]
 
 
+def test_the_mean_of_the_interval_stands_beside_the_loss_of_the_step() -> None:
+    record = {"step": 20, "loss": 1.5, "loss_mean": 2.25, "lr": 1e-3}
+    # An interval of one step has no other mean.
+    for mean, words in ((2.25, "loss 1.5000  mean 2.2500"), (1.5, "loss 1.5000")):
+        line = train_line({**record, "loss_mean": mean}, total=40, left_s=None)
+        assert line == f"step 20/40  {words}  lr 1.0e-03"
+
+
 def test_rank_0_without_the_noise() -> None:
+    """Nor the stacks of a hang; and a log does not steer the terminal."""
     lines = console_lines(
         rank_lines=(
             "[2026-01-01 10:00:00,123] [INFO] [comm.py:658:init_distributed] cdb=None",
@@ -237,41 +193,48 @@ def test_rank_0_without_the_noise() -> None:
             '  File "x.py", line 1, in f',
             "ValueError: boom",
             "after it",
+            "Thread 0x00007f01 (most recent call first):",
+            '  File "/x/status.py", line 90 in _beat',
+            "",
+            "Current thread 0x00007f02 (most recent call first):",
+            '  File "/x/loop.py", line 9 in train',
+            "",
+            "\x1b[92mgreen\x1b[0m, a row: \x1b]0;title\x07 \x9b2J",
         )
     )
-    assert lines == ["  what the model says", "  after it"]
+    green = "  green, a row: \\x1b]0;title\\x07 \\x9b2J"
+    assert lines == ["  what the model says", "  after it", green]
+
+
+HEAD = "Traceback (most recent call last):\n"
 
 
 def test_a_long_traceback_keeps_its_root() -> None:
     """Of a chain, the first error is the root; the last one often says little."""
     frames = "".join(f"  File {i}\n    call()\n" for i in range(40))
-    head = "Traceback (most recent call last):\n"
     link = "\n\nThe above exception was the direct cause of the following exception:\n\n"
     lines = shorten_traceback(
-        f"{head}{frames}ValueError: the root{link}{head}{frames}ImportError: the end\n"
+        f"{HEAD}{frames}ValueError: the root{link}{HEAD}{frames}ImportError: the end\n"
     )
     assert "ValueError: the root" in lines
     assert lines[-1] == "ImportError: the end"
-    assert lines.count("Traceback (most recent call last):") == 2
+    assert lines.count(HEAD.strip()) == 2
     assert len(lines) < 45
 
 
-def test_an_error_written_for_the_user_needs_no_traceback() -> None:
-    head = 'Traceback (most recent call last):\n  File "a.py", line 1, in x\n'
-    cause = f"{head}json.decoder.JSONDecodeError: no\n"
-    chained = f"{cause}\nDuring handling of the above exception, another exception occurred:\n\n"
-    assert is_llmx_error(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
-    assert is_llmx_error(f"{chained}{head}llmx.data.source.records.RecordError: rows.jsonl, line 2")
-    assert not is_llmx_error(f"{head}ValueError: llmx.errors.ConfigError: quoted")
-    assert not is_llmx_error(
-        f"{head}llmx.errors.DataError: x\n\nDuring handling of the above exception, "
-        f"another exception occurred:\n\n{head}KeyError: 3"
-    )
-
-
-def test_a_line_says_how_long_ranks_wait_for_slower_ones() -> None:
-    for share, words in ((0.31, "40,960 tok/s  idle 31 %  mfu"), (0.02, "40,960 tok/s  mfu")):
-        (line,) = console_lines(
-            {"kind": "start", "total_steps": 600}, {**TRAIN, "idle_share": share}
-        )
-        assert words in line
+@pytest.mark.parametrize(
+    ("cause", "error", "is_ours"),
+    [
+        ("", "llmx.errors.ConfigError: seq_len=1\nmore lines", True),
+        ("json.decoder.JSONDecodeError: no", "llmx.data.source.records.RecordError: line 2", True),
+        ("", "ValueError: llmx.errors.ConfigError: quoted", False),
+        ("llmx.errors.DataError: x", "KeyError: 3", False),
+    ],
+)
+def test_an_error_written_for_the_user_needs_no_traceback(
+    cause: str, error: str, is_ours: bool
+) -> None:
+    head = f'{HEAD}  File "a.py", line 1, in x\n'
+    link = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    before = f"{head}{cause}{link}" if cause else ""
+    assert is_llmx_error(f"{before}{head}{error}") is is_ours

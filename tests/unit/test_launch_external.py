@@ -1,12 +1,8 @@
-"""Processes that another program starts: one of several never trains a model of its own.
-
-``pytest tests/unit/test_launch_external.py``
-"""
+"""Processes that another program starts: one of several never trains a model of its own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +43,32 @@ def test_a_single_process_is_not_refused(environ: dict[str, str]) -> None:
         refuse_several({**environ, "RANK": "0", "WORLD_SIZE": "2"})
 
 
-@pytest.mark.parametrize("command", [["task.steps=3"], ["resume", "x"], ["sweep", "x"], ["tune"]])
 def test_commands_that_start_ranks_are_refused_before_anything_else(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(command) == 2
-    assert "RANK=1 WORLD_SIZE=2" in capsys.readouterr().err
+    for command in (["task.steps=3"], ["resume", "x"], ["sweep", "x"], ["tune"]):
+        assert main(command) == 2
+        assert "RANK=1 WORLD_SIZE=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "local_rank"),
     [
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PMI_RANK": "0"}, ("3", "4", "1")),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, ("3", "4", "0")),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, ("3", "4", "1")),
-        (
-            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
-            ("3", "4", "1"),
-        ),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PMI_RANK": "0"}, "1"),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, "0"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, "1"),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, "1"),
     ],
 )
 def test_the_place_of_a_process_is_read_from_its_starter(
-    environ: dict[str, str], place: tuple[str, ...]
+    environ: dict[str, str], local_rank: str
 ) -> None:
     environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     complete_place(environ)
-    assert tuple(environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")) == place
+    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}
+    assert place.items() <= environ.items()
 
 
 def test_a_missing_address_is_named() -> None:
@@ -82,40 +76,28 @@ def test_a_missing_address_is_named() -> None:
         complete_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
 
 
-@pytest.fixture
 def hosts_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[Sequence[tuple[str, int]]], list[tuple[str, int, str]]]:
+    monkeypatch: pytest.MonkeyPatch, *places: tuple[str, int]
+) -> list[tuple[str, int, str]]:
     """The hosts of processes with these host names and local ranks."""
-
-    def release(run_dir: str, environment: Mapping[str, str]) -> None:
-        raise AssertionError("nothing is started")
-
-    def made(places: Sequence[tuple[str, int]]) -> list[tuple[str, int, str]]:
-        facts: list[dict[str, Any]] = [
-            {"host": host, "local_rank": local_rank, "gpu": None} for host, local_rank in places
-        ]
-        monkeypatch.setattr(external, "STARTED", [Processes(facts, release)])
-        hardware = hardware_of_processes(HardwareConfig(), environ={"MASTER_ADDR": "10.0.0.1"})
-        assert hardware.master_addr == "10.0.0.1"
-        return [(host.name, host.slots, host.device) for host in hardware.hosts]
-
-    return made
+    facts: list[dict[str, Any]] = [
+        {"host": host, "local_rank": local_rank, "gpu": None} for host, local_rank in places
+    ]
+    never: Any = None  # nothing is started
+    monkeypatch.setattr(external, "STARTED", [Processes(facts, never)])
+    hardware = hardware_of_processes(HardwareConfig(), environ={"MASTER_ADDR": "10.0.0.1"})
+    assert hardware.master_addr == "10.0.0.1"
+    return [(host.name, host.slots, host.device) for host in hardware.hosts]
 
 
-def test_hosts_are_those_of_the_processes(hosts_of: Callable[..., Any]) -> None:
-    places = [("node-b", 0), ("node-b", 1), ("node-a", 0)]
-    assert hosts_of(places) == [("node-b", 2, "cpu"), ("node-a", 1, "cpu")]
-
-
-def test_ranks_that_are_not_in_blocks_are_refused(hosts_of: Callable[..., Any]) -> None:
+def test_hosts_are_those_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = hosts_of(monkeypatch, ("node-b", 0), ("node-b", 1), ("node-a", 0))
+    assert hosts == [("node-b", 2, "cpu"), ("node-a", 1, "cpu")]
+    # Not in blocks; two machines of one name.
     with pytest.raises(ConfigError, match="rank 2 is on node-a, and so are earlier ranks"):
-        hosts_of([("node-a", 0), ("node-b", 0), ("node-a", 1)])
-
-
-def test_two_machines_of_one_name_are_refused(hosts_of: Callable[..., Any]) -> None:
+        hosts_of(monkeypatch, ("node-a", 0), ("node-b", 0), ("node-a", 1))
     with pytest.raises(ConfigError, match="rank 1 on trainer has LOCAL_RANK=0, expected 1"):
-        hosts_of([("trainer", 0), ("trainer", 0)])
+        hosts_of(monkeypatch, ("trainer", 0), ("trainer", 0))
 
 
 def test_nothing_started_this_process() -> None:

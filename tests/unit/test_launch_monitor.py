@@ -1,7 +1,4 @@
-"""What the supervisor takes for a failure, and what not.
-
-``pytest tests/unit/test_launch_monitor.py``
-"""
+"""What the supervisor takes for a failure, and what not."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import base64
 import dataclasses
 import io
 import queue
+import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,13 @@ from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import waiting_places
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
+from llmx.launch.supervision.place import REMOVED, RunPlace
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, write_json
-from tests.unit.test_launch_agent import wait_until
-from tests.unit.test_launch_render import experiment, spec_of
+from llmx.train.status import RankStatus
+from tests import rundirs
+from tests.agents import wait_until
+from tests.launches import experiment, spec_of
 
 
 class Rig:
@@ -39,9 +40,8 @@ class Rig:
     def __init__(self, directory: Path, **launch: object) -> None:
         self.run_dir, self.said = RunDir(directory), io.StringIO()
         self.run_dir.logs.mkdir()
-        exp = experiment("pdsh", (1, 1), "cpu", **launch)
-        exp.run_dir = str(directory)
-        self.spec = dataclasses.replace(spec_of(exp), run_dir=self.run_dir)
+        self.run_dir.ranks.mkdir()
+        self.spec = spec_of(experiment("pdsh", (1, 1), "cpu", **launch), run_dir=self.run_dir)
         self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
         self.connections = [
             Connection(name, (index,), ["cat"], directory / "log", self.inbox, is_remote=True)
@@ -55,6 +55,22 @@ class Rig:
     def over(self) -> bool:
         self.monitor.poll()
         return self.monitor.is_over(None)
+
+    def says(self, rank: int, state: str, **values: Any) -> None:
+        """The rank writes its status."""
+        status = {"rank": rank, "state": state, "time": time.time(), **values}
+        write_json(self.run_dir.rank_status(rank), status)
+
+    def exits(self, rank: int, **values: Any) -> None:
+        """Its agent reports its end."""
+        gone = {"event": "rank_exit", "rank": rank, "pid": 7, "time": time.time(), **values}
+        self.inbox.put((self.connections[rank], gone))
+
+    def appends(self, rank: int, path: str, text: str) -> None:
+        """Its agent sends what was written to a file."""
+        data = base64.b64encode(text.encode()).decode()
+        message = {"event": "append", "path": path, "offset": 0, "data": data}
+        self.inbox.put((self.connections[rank], message))
 
     def logged(self) -> list[str]:
         """The lines of the log, without their times."""
@@ -139,12 +155,10 @@ def test_ranks_go_on_without_their_launcher(rig: Rig) -> None:
 
 def test_an_agent_that_ended_the_ranks_by_itself(rig: Rig) -> None:
     """A rank that it asked to save and exit says `interrupted`, as after any SIGUSR1."""
-    rig.run_dir.ranks.mkdir()
     now = time.time()
     rig.connections[1].ranks_ended = {"time": now - 20, "silent_s": 301.0, "signal": ""}
     for rank in (0, 1):
-        status = {"rank": rank, "state": "interrupted", "time": now - 15}
-        write_json(rig.run_dir.rank_status(rank), status)
+        rig.says(rank, "interrupted", time=now - 15)
     assert not rig.over()
     assert rig.monitor.failed_at is not None
     rig.monitor.failed_at -= watch_module.ALL_REPORTED_S
@@ -159,8 +173,7 @@ def test_an_agent_that_ended_the_ranks_by_itself(rig: Rig) -> None:
 
 def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:
     """The clock of the host was set an hour ahead while the run went on."""
-    gone = {"event": "rank_exit", "rank": 1, "pid": 7, "time": time.time() + 3600}
-    rig.inbox.put((rig.connections[1], gone))
+    rig.exits(1, time=time.time() + 3600)
     rig.over()
     rig.monitor._exit_reported_at[1] -= 5
     rig.over()
@@ -169,15 +182,13 @@ def test_a_death_is_seen_whatever_the_clock_there_says(rig: Rig) -> None:
 
 def test_nobody_waits_for_a_launcher_whose_ranks_have_left(rig: Rig) -> None:
     """DeepSpeed's looks for their end once a second, and then takes its time."""
-    rig.run_dir.ranks.mkdir()
     for rank in (0, 1):
         assert not rig.over()
-        write_json(rig.run_dir.rank_status(rank), {"rank": rank, "state": "finished"})
+        rig.says(rank, "finished")
     assert not rig.over()
     for rank in (0, 1):
         assert not rig.over()
-        gone = {"event": "rank_exit", "rank": rank, "pid": 7, "time": time.time()}
-        rig.inbox.put((rig.connections[rank], gone))
+        rig.exits(rank)
     assert rig.over()
     assert rig.monitor.all_left
 
@@ -189,10 +200,8 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(watch_module, name, 0.0)
     for name in ("REST_S", "STACKS_S", "UNSAFE_STACKS_S"):
         monkeypatch.setattr(hang_module, name, 0.0)
-    rig.run_dir.ranks.mkdir()
     for rank in (0, 1):
-        status = {"rank": rank, "state": "loading", "step": 0, "time": time.time()}
-        write_json(rig.run_dir.rank_status(rank), status)
+        rig.says(rank, "loading", step=0)
 
     def wait_s(seconds: float) -> bool:
         rig.monitor.loading._progress_at -= seconds
@@ -232,9 +241,8 @@ def test_the_places_where_ranks_wait() -> None:
         return "\n".join(["Thread 0x1 (most recent call first):", *(f"  {f}" for f in frames), ""])
 
     called = 'File "/x/llmx/train/engine/build.py", line 20 in build_engine'
-    waiting = stack(
-        'File "/v/site-packages/torch/distributed/c10d.py", line 7 in broadcast', called
-    )
+    library = 'File "/v/site-packages/torch/distributed/c10d.py", line 7 in broadcast'
+    waiting = stack(library, called)
     reading = stack('File "/x/llmx/models/load.py", line 3 in tensor')
     logs = {0: waiting, 1: reading, 2: waiting}
     assert waiting_places(logs, {rank: f"h{rank}" for rank in range(4)}) == [
@@ -249,10 +257,8 @@ def test_a_flood_of_messages_leaves_time_for_the_rest(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_module, "MESSAGES_S", 0.0)
-    data = base64.b64encode(b"line\n").decode()
-    message = {"event": "append", "path": "logs/rank-001.log", "offset": 0, "data": data}
     for _ in range(100):
-        rig.inbox.put((rig.connections[1], message))
+        rig.appends(1, "logs/rank-001.log", "line\n")
     rig.monitor.poll()
     assert rig.inbox.qsize() >= 99
     rig.monitor.poll(final=True)
@@ -263,12 +269,10 @@ def test_what_agents_sent_last_comes_before_whole_copies(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the last lines of the metrics would stand there twice."""
-    data = base64.b64encode(b'{"kind": "end"}\n').decode()
-    message = {"event": "append", "path": "metrics.jsonl", "offset": 0, "data": data}
     copied: list[str] = []
 
     def shut_down(_: Any, connections: list[Connection], *__: Any, **___: Any) -> list[Connection]:
-        rig.inbox.put((connections[0], message))
+        rig.appends(0, "metrics.jsonl", '{"kind": "end"}\n')
         return connections
 
     def pull_outputs(*_: Any) -> None:
@@ -277,16 +281,48 @@ def test_what_agents_sent_last_comes_before_whole_copies(
     monkeypatch.setattr(attempt_module, "shut_down", shut_down)
     monkeypatch.setattr(attempt_module, "pull_outputs", pull_outputs)
     attempt = Attempt(
-        rig.spec,
-        rig.log,
-        Journal(rig.run_dir),
-        ShutdownRequest(),
-        number=1,
-        is_restart=False,
-        on_start=lambda: None,
-    )
+        rig.spec, rig.log, Journal(rig.run_dir), ShutdownRequest(),
+        number=1, is_restart=False, on_start=lambda: None,
+    )  # fmt: skip
     attempt.monitor, attempt.connections = rig.monitor, rig.connections
     attempt.launched, attempt.runner = True, subprocess.Popen(["true"])
     attempt._shut_down(0)
     rig.monitor.poll(final=True)
     assert copied == ['{"kind": "end"}\n'] == [rig.run_dir.metrics.read_text()]
+
+
+def clear(directory: Path) -> None:
+    for path in list(directory.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "remove", [clear, shutil.rmtree, lambda root: root.rename(root.with_name("elsewhere"))]
+)
+def test_a_removed_run_directory_is_made_again_and_the_ranks_save(
+    tmp_path: Path, remove: Callable[[Path], object]
+) -> None:
+    run = rundirs.write_run(rundirs.experiment(tmp_path / "runs/run", ranks=1))
+    run.ranks.mkdir()
+    run.logs.mkdir()
+    config, shutdown, warnings = run.config.read_bytes(), ShutdownRequest(), list[str]()
+    log = RunLog(run.supervisor_log, Console(io.StringIO(), total_steps=6), warnings)
+    place = RunPlace(run, log, shutdown)
+    place.check()
+    assert (warnings, shutdown.count) == ([], 0), "it is still there"
+    remove(run.root)
+    place.check()
+    place.check()
+    (warning,) = warnings
+    assert "removed" in warning
+    assert (shutdown.count, shutdown.source) == (1, REMOVED)
+    assert run.config.read_bytes() == config
+    assert run.ranks.is_dir()
+
+
+def test_the_heartbeat_of_a_rank_does_not_make_its_run_directory_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    status = RankStatus(run, rank=0)
+    run.root.rename(tmp_path / "moved")
+    status.enter("training")
+    assert not run.root.exists()

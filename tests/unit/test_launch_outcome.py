@@ -1,7 +1,4 @@
-"""Verdicts: which of many failures is the cause.
-
-``pytest tests/unit/test_launch_outcome.py``
-"""
+"""Verdicts: which of many failures is the cause."""
 
 # Logs stand as they are printed.
 # ruff: noqa: E501
@@ -12,12 +9,22 @@ from typing import Any
 import pytest
 
 from llmx.launch.supervision.classify import classify
-from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished, exit_code_of
+from llmx.launch.supervision.outcome import (
+    Evidence,
+    Hang,
+    Outcome,
+    RankExit,
+    all_finished,
+    exit_code_of,
+)
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
-from tests.unit.test_launch_render import experiment
+from tests.launches import experiment
 
 RESET = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
+NO_YAML = (
+    "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,84 +33,121 @@ def plan() -> Plan:
     return make_plan(experiment("pdsh", (2, 1)))
 
 
-def failed(
-    time: float, message: str, *, kind: str = "RuntimeError", category: str = "crash"
-) -> Any:
+def failed(time: float, message: str, *, kind: str = "RuntimeError", **more: Any) -> Any:
     error = {"type": kind, "message": message, "traceback": f"Traceback\n{kind}: {message}",
-             "category": category, "time": time}  # fmt: skip
+             "category": "crash", "time": time, **more}  # fmt: skip
     return {"state": "failed", "time": time, "error": error}
+
+
+def cut_off(time: float) -> Any:
+    """A rank that lost its connections."""
+    return failed(time, RESET, category="comm")
 
 
 def state(name: str, time: float = 200.0) -> dict[str, Any]:
     return {"state": name, "time": time, "error": None}
 
 
-FINISHED = {0: state("finished"), 1: state("finished"), 2: state("finished")}
-
-
 def test_success_needs_every_rank(plan: Plan) -> None:
-    assert classify(Evidence(statuses=dict(FINISHED)), plan).kind == "ok"
-    partial = {0: state("finished"), 1: state("finished")}
-    assert not all_finished(Evidence(statuses=partial), plan)
-    assert classify(Evidence(statuses=partial, runner_code=0), plan).kind == "crash"
+    statuses = {rank: state("finished") for rank in range(3)}
+    assert classify(Evidence(statuses=statuses), plan).kind == "ok"
+    del statuses[2]
+    assert not all_finished(Evidence(statuses=statuses), plan)
+    assert classify(Evidence(statuses=statuses, runner_code=0), plan).kind == "crash"
 
 
-def test_exit_code_0_is_no_success(plan: Plan) -> None:
-    """DeepSpeed's runner ends with 0 although a rank died of a signal."""
-    log = "[ERROR] ['python'] exits with return code = -11"
-    outcome = classify(Evidence(runner_code=0, launcher_log=log), plan)
-    assert outcome.kind == "crash"
-    assert "SIGSEGV" in outcome.cause
+KILLED_2 = "srun: error: node-b: task 2: Killed"
 
 
-def test_the_earliest_failure_is_shown(plan: Plan) -> None:
-    statuses = {
-        0: failed(110.0, "second"),
-        1: state("interrupted"),
-        2: failed(100.0, "first", kind="ValueError"),
-    }
-    outcome = classify(Evidence(statuses=statuses), plan)
-    assert (outcome.rank, outcome.host) == (2, "node-b")
-    assert "first" in outcome.traceback
+@pytest.mark.parametrize(
+    ("statuses", "more", "expected"),
+    [
+        # The earliest failure is shown.
+        ({0: failed(110.0, "second"), 1: state("interrupted"), 2: failed(100.0, "first")}, {}, ("crash", 2)),
+        # node-b's clock is a minute ahead, so its 150 was our 90.
+        ({0: failed(100.0, "here"), 2: failed(150.0, "there")}, {"offsets_s": {0: 0.0, 2: 60.0}}, ("crash", 2)),
+        # A broken connection is not the cause, unless there is no other.
+        ({0: cut_off(100.0), 1: failed(101.0, "boom")}, {}, ("crash", 1)),
+        ({0: cut_off(100.0), 1: state("interrupted")}, {}, ("comm", 0)),
+        # A silent death is the cause of broken connections.
+        ({0: cut_off(100.0), 2: state("training")}, {"exits": {2: RankExit(100.4, oom_kills=1)}}, ("oom", 2)),
+        # No agent sees the far host (Slurm); the near ranks only lose their connections.
+        ({0: cut_off(100.0), 2: state("training")}, {"launcher_log": KILLED_2}, ("crash", 2)),
+        # An exit after a final word is no death.
+        (
+            {0: failed(100.0, "boom"), 1: state("interrupted"), 2: state("finished")},
+            {"exits": {rank: RankExit(99.0) for rank in range(3)}},
+            ("crash", 0),
+        ),
+        # A lost host explains broken connections.
+        ({0: cut_off(100.0), 2: state("training")}, {"lost_hosts": {"node-b": 99.0}}, ("host_lost", None)),
+        # A failure before the interrupt stays one; what follows it is none.
+        ({0: failed(99.0, "boom"), 1: state("interrupted")}, {"interrupted_at": 100.0}, ("crash", 0)),
+        ({0: state("interrupted"), 1: cut_off(101.0)}, {"interrupted_at": 100.0}, ("interrupted", None)),
+        # Ended by somebody else, and what followed; the launcher ends the neighbours of a failed rank.
+        ({0: cut_off(100.5), 2: state("interrupted", 100.0)}, {}, ("interrupted", 2)),
+        ({0: cut_off(100.0), 1: state("interrupted", 101.0)}, {}, ("comm", 0)),
+    ],
+)  # fmt: skip
+def test_the_cause_among_what_the_ranks_say(
+    statuses: dict[int, Any], more: dict[str, Any], expected: tuple[str, int | None], plan: Plan
+) -> None:
+    outcome = classify(Evidence(statuses=statuses, **more), plan)
+    assert (outcome.kind, outcome.rank) == expected
+    if outcome.rank is not None or outcome.kind == "host_lost":
+        assert outcome.host == ("node-a" if outcome.rank in (0, 1) else "node-b")
+    said = statuses.get(-1 if outcome.rank is None else outcome.rank, {}).get("error") or {}
+    assert outcome.traceback == said.get("traceback", "")
 
 
-def test_clocks_are_corrected(plan: Plan) -> None:
-    """node-b's clock is a minute ahead, so its 150 was our 90."""
-    statuses = {0: failed(100.0, "here"), 2: failed(150.0, "there")}
-    evidence = Evidence(statuses=statuses, offsets_s={0: 0.0, 2: 60.0})
-    assert classify(evidence, plan).rank == 2
+def test_who_asked_for_the_end_is_named(plan: Plan) -> None:
+    evidence = Evidence(interrupted_at=100.0, interrupted_by="Ctrl-C")
+    assert "Ctrl-C" in classify(evidence, plan).cause
+    by_signal = Evidence(statuses={2: state("interrupted")}, runner_code=1)
+    assert "SIGTERM" in classify(by_signal, plan).cause
 
 
-def test_a_broken_connection_is_not_the_cause(plan: Plan) -> None:
-    statuses = {0: failed(100.0, RESET, category="comm"), 1: failed(101.0, "boom")}
-    outcome = classify(Evidence(statuses=statuses), plan)
-    assert (outcome.rank, outcome.kind) == (1, "crash")
+FAULT = 'step 10\nFatal Python error: Segmentation fault\n\nThread 0x1:\n  File "x.py", line 3 in f'
 
 
-def test_a_broken_connection_alone_is_reported(plan: Plan) -> None:
-    statuses = {0: failed(100.0, RESET, category="comm"), 1: state("interrupted")}
-    outcome = classify(Evidence(statuses=statuses), plan)
-    assert (outcome.rank, outcome.kind) == (0, "comm")
+def of_exit(plan: Plan, *, log: str = "", launcher: str = "", **values: Any) -> Outcome:
+    """Rank 2 ended without a word in its status."""
+    exits = {2: RankExit(100.0, **values)}
+    evidence = Evidence(exits=exits, rank_logs={2: log} if log else {}, launcher_log=launcher)
+    return classify(evidence, plan)
 
 
-def test_a_silent_death_is_the_cause_of_broken_connections(plan: Plan) -> None:
-    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
-    log = "exits with return code = -9"
-    evidence = Evidence(
-        statuses=statuses, exits={2: RankExit(100.4, oom_kills=1)}, launcher_log=log
-    )
-    outcome = classify(evidence, plan)
-    assert (outcome.rank, outcome.host, outcome.kind) == (2, "node-b", "oom")
+@pytest.mark.parametrize(
+    ("given", "name", "words"),
+    [
+        ({"log": FAULT}, "sigsegv", "SIGSEGV"),
+        ({"log": NO_YAML}, "module", "No module named 'yaml'"),
+        # Where its agent started it, its code is known.
+        ({"code": -9, "log": "step 10\n"}, "killed", "SIGKILL"),
+        ({"code": -11, "log": "step 10\n"}, "sigsegv", "SIGSEGV"),
+        ({"code": -9}, "killed", "SIGKILL"),
+        ({"code": 1, "log": "ModuleNotFoundError: No module named 'llmx'\n"}, "module", "No module named 'llmx'"),
+        ({"code": 3}, "", "rank 2 on node-b exited with code 3 before it wrote a line"),
+        # Without log and status it is explained by its launcher.
+        ({"launcher": "node-b: bash: line 1: cd: /runs/x: No such file or directory"}, "worker_missing", "does not see"),
+        ({"launcher": "node-b: frob: the lock is held\npdsh@node-a: node-b: ssh exited with exit code 1"}, "", "rank 2 on node-b ended before it wrote a log"),
+        ({"launcher": "[ERROR] ['python'] exits with return code = -9"}, "killed", "SIGKILL"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_ended_without_a_status(
+    given: dict[str, Any], name: str, words: str, plan: Plan
+) -> None:
+    outcome = of_exit(plan, **given)
+    assert (outcome.rank, outcome.host, outcome.name) == (2, "node-b", name)
+    assert outcome.kind == ("config" if name in ("module", "worker_missing") else "crash")
+    assert words in outcome.cause
+    start = {FAULT: "Fatal Python error", NO_YAML: "Traceback"}.get(given.get("log", ""), "")
+    assert outcome.traceback.startswith(start)
 
 
-def test_a_rank_that_died_of_a_fault_says_where(plan: Plan) -> None:
-    log = (
-        'step 10\nFatal Python error: Segmentation fault\n\nThread 0x1:\n  File "x.py", line 3 in f'
-    )
-    evidence = Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log})
-    outcome = classify(evidence, plan)
-    assert "SIGSEGV" in outcome.cause
-    assert outcome.traceback.startswith("Fatal Python error")
+def test_a_rank_with_a_status_and_no_word_was_killed(plan: Plan) -> None:
+    evidence = Evidence(exits={2: RankExit(100.0)}, statuses={2: state("training")})
+    assert classify(evidence, plan).name == "killed"
 
 
 def test_a_rank_that_a_full_disk_struck_dumb(plan: Plan) -> None:
@@ -114,100 +158,39 @@ def test_a_rank_that_a_full_disk_struck_dumb(plan: Plan) -> None:
     assert "node-a is full" in outcome.cause
 
 
-def test_a_rank_that_never_came_to_its_status(plan: Plan) -> None:
-    log = (
-        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
-    )
-    outcome = classify(Evidence(exits={1: RankExit(100.0)}, rank_logs={1: log}), plan)
-    assert (outcome.kind, outcome.rank) == ("config", 1)
-
-
-def test_an_exit_after_a_final_word_is_no_death(plan: Plan) -> None:
-    statuses = {0: failed(100.0, "boom"), 1: state("interrupted"), 2: state("finished")}
-    exits = {rank: RankExit(99.0) for rank in range(3)}
-    assert classify(Evidence(statuses=statuses, exits=exits), plan).rank == 0
-
-
-def test_a_lost_host_explains_broken_connections(plan: Plan) -> None:
-    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
-    outcome = classify(Evidence(statuses=statuses, lost_hosts={"node-b": 99.0}), plan)
-    assert (outcome.kind, outcome.host, outcome.rank) == ("host_lost", "node-b", None)
-
-
-def test_interrupted_by_the_user(plan: Plan) -> None:
-    statuses = {0: state("interrupted"), 1: failed(101.0, RESET, category="comm")}
-    evidence = Evidence(statuses=statuses, interrupted_at=100.0, interrupted_by="Ctrl-C")
-    outcome = classify(evidence, plan)
-    assert outcome.kind == "interrupted"
-    assert "Ctrl-C" in outcome.cause
-
-
-def test_a_failure_before_the_interrupt_stays_one(plan: Plan) -> None:
-    statuses = {0: failed(99.0, "boom"), 1: state("interrupted")}
-    evidence = Evidence(statuses=statuses, interrupted_at=100.0)
-    assert classify(evidence, plan).kind == "crash"
-
-
-def test_ended_by_somebody_else(plan: Plan) -> None:
-    outcome = classify(Evidence(statuses={2: state("interrupted")}, runner_code=1), plan)
-    assert (outcome.kind, outcome.rank) == ("interrupted", 2)
-    assert "SIGTERM" in outcome.cause
-
-
-def test_ended_by_somebody_else_and_what_followed(plan: Plan) -> None:
-    statuses = {
-        0: failed(100.5, RESET, category="comm"),
-        2: state("interrupted", 100.0),
-    }
-    assert classify(Evidence(statuses=statuses), plan).kind == "interrupted"
-
-
-def test_the_launcher_ends_the_neighbours_of_a_failed_rank(plan: Plan) -> None:
-    statuses = {
-        0: failed(100.0, RESET, category="comm"),
-        1: state("interrupted", 101.0),
-    }
-    assert classify(Evidence(statuses=statuses), plan).rank == 0
-
-
-def test_slurm_knows_who_was_killed(plan: Plan) -> None:
-    """No agent sees the far host; the near ranks only lose their connections."""
-    statuses = {0: failed(100.0, RESET, category="comm"), 2: state("training")}
-    log = "srun: error: node-b: task 2: Killed"
-    outcome = classify(Evidence(statuses=statuses, launcher_log=log), plan)
-    assert (outcome.rank, outcome.host, outcome.kind) == (2, "node-b", "crash")
-
-
 def test_start_timeout_names_ranks_and_hosts(plan: Plan) -> None:
     evidence = Evidence(statuses={0: state("starting")}, start_timeout_s=5.0)
-    outcome = classify(evidence, plan)
-    assert "rank 1, 2 on node-a, node-b" in outcome.cause
-    log = "ssh: connect to host 10.0.0.2 port 22: Connection refused"
-    evidence.launcher_log = log
+    assert "rank 1, 2 on node-a, node-b" in classify(evidence, plan).cause
+    evidence.launcher_log = "ssh: connect to host 10.0.0.2 port 22: Connection refused"
     assert "ssh" in classify(evidence, plan).cause
 
 
+UNKNOWN = "Traceback (most recent call last):\n  File 'x', line 1, in f\nKeyError: 'frobnicate'\n"
+
+
 @pytest.mark.parametrize(
-    ("log", "rank"),
+    ("log", "code", "kind", "rank", "words"),
     [
-        ("srun: error: node-b: task 2: Killed", 2),
-        ("srun: error: node-b: tasks 1-2: Killed", 1),
-        ("mpirun noticed that process rank 1 with PID 0 on node node-a exited on signal 9", 1),
-        ("srun: error: node-a: task 0: Terminated\nsrun: error: node-b: task 2: Killed", 2),
+        # DeepSpeed's runner ends with 0 although a rank died of a signal.
+        ("[ERROR] ['python'] exits with return code = -11", 0, "crash", None, "SIGSEGV"),
+        (KILLED_2, 137, "crash", 2, "SIGKILL"),
+        ("srun: error: node-b: tasks 1-2: Killed", 137, "crash", 1, "SIGKILL"),
+        ("mpirun noticed that process rank 1 with PID 0 on node node-a exited on signal 9", 137, "crash", 1, "SIGKILL"),
+        (f"srun: error: node-a: task 0: Terminated\n{KILLED_2}", 137, "crash", 2, "SIGKILL"),
+        (NO_YAML, 1, "config", None, "No module named 'yaml'"),
+        # The error of an unknown failure, and not the exit.
+        (f"{UNKNOWN}[ERROR] [launch.py:325:sigkill_handler] ['python'] exits with return code = 1", 1, "crash", None, ": KeyError: 'frobnicate'"),
     ],
-)
-def test_the_launchers_word_names_the_rank(log: str, rank: int, plan: Plan) -> None:
-    outcome = classify(Evidence(launcher_log=log, runner_code=137), plan)
-    assert (outcome.rank, outcome.kind) == (rank, "crash")
-
-
-def test_a_worker_that_cannot_be_imported(plan: Plan) -> None:
-    log = (
-        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'yaml'"
-    )
-    outcome = classify(Evidence(launcher_log=log, runner_code=1), plan)
-    assert outcome.kind == "config"
-    assert outcome.traceback.startswith("Traceback")
+)  # fmt: skip
+def test_the_launchers_word_where_no_rank_has_said_any(
+    log: str, code: int, kind: str, rank: int | None, words: str, plan: Plan
+) -> None:
+    outcome = classify(Evidence(launcher_log=log, runner_code=code), plan)
+    assert (outcome.kind, outcome.rank) == (kind, rank)
+    assert words in outcome.cause
+    assert outcome.traceback.startswith("Traceback") == log.startswith("Traceback")
+    if log.startswith(UNKNOWN):
+        assert (outcome.name, outcome.cause.endswith(words)) == ("", True)
 
 
 @pytest.mark.parametrize(
@@ -232,50 +215,13 @@ def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
     assert classify(evidence, plan).kind == "interrupted", "by somebody else, before"
 
 
-@pytest.mark.parametrize(
-    ("log", "name", "words"),
-    [
-        ("node-b: bash: line 1: cd: /runs/x: No such file or directory", "worker_missing", "does not see"),
-        ("node-b: frob: the lock is held\npdsh@node-a: node-b: ssh exited with exit code 1", "", "rank 2 on node-b ended before it wrote a log"),
-        ("[ERROR] ['python'] exits with return code = -9", "killed", "SIGKILL"),
-    ],
-)  # fmt: skip
-def test_a_rank_without_log_and_status_is_explained_by_its_launcher(
-    log: str, name: str, words: str, plan: Plan
-) -> None:
-    outcome = classify(Evidence(exits={2: RankExit(100.0)}, launcher_log=log), plan)
-    assert (outcome.name, outcome.rank) == (name, 2)
-    assert words in outcome.cause
-
-
-def test_a_rank_with_a_status_and_no_word_was_killed(plan: Plan) -> None:
-    evidence = Evidence(exits={2: RankExit(100.0)}, statuses={2: state("training")})
-    assert classify(evidence, plan).name == "killed"
-
-
-def test_an_unknown_failure_shows_its_error_and_not_the_exit(plan: Plan) -> None:
-    log = (
-        "Traceback (most recent call last):\n  File 'x', line 1, in f\nKeyError: 'frobnicate'\n"
-        "[ERROR] [launch.py:325:sigkill_handler] ['python'] exits with return code = 1"
-    )
-    outcome = classify(Evidence(launcher_log=log, runner_code=1), plan)
-    assert outcome.name == ""
-    assert outcome.cause.endswith(": KeyError: 'frobnicate'")
-
-
-@pytest.mark.parametrize(
-    ("code", "log", "words"),
-    [
-        (-9, "step 10\n", "SIGKILL"),
-        (-11, "step 10\n", "SIGSEGV"),
-        (-9, "", "SIGKILL"),
-        (1, "ModuleNotFoundError: No module named 'llmx'\n", "No module named 'llmx'"),
-        (3, "", "rank 2 on node-b exited with code 3 before it wrote a line"),
-    ],
-)
-def test_the_exit_code_of_a_rank_is_known(code: int, log: str, words: str, plan: Plan) -> None:
-    """Where its agent started it."""
-    evidence = Evidence(exits={2: RankExit(100.0, code=code)}, rank_logs={2: log})
-    outcome = classify(evidence, plan)
-    assert (outcome.rank, outcome.host) == (2, "node-b")
-    assert words in outcome.cause
+def test_a_hang_is_a_verdict_of_its_own(plan: Plan) -> None:
+    hang = Hang(100.0, 61.0, 5, 2, "its process has been stopped for 61 s", "stack")
+    outcome = classify(Evidence(statuses={0: state("training")}, hang=hang), plan)
+    assert (outcome.kind, outcome.rank, outcome.host) == ("hang", 2, "node-b")
+    assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in outcome.cause
+    # What the ranks say when they are ended for it does not count; what they said before does.
+    asked = Evidence(statuses={0: state("interrupted", 103.0)}, hang=hang, ended_at=102.0)
+    assert classify(asked, plan).kind == "hang"
+    outcome = classify(Evidence(statuses={1: failed(50.0, "x", step=7)}, hang=hang), plan)
+    assert (outcome.kind, outcome.step) == ("crash", 7)

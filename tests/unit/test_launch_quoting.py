@@ -2,7 +2,6 @@
 
 Each command is rendered as for a launch and run by a real shell, after the real pdsh where
 DeepSpeed uses it; what arrives there is compared with what was set.
-``pytest tests/unit/test_launch_quoting.py``
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from llmx.launch.agents.connection import remote_connection
 from llmx.launch.environment import render_ds_env
 from llmx.launch.files import render_command, rendered_files
 from llmx.launch.ssh_config import ssh_argv
+from llmx.launch.transports import transport_of
 from llmx.run.rundir import RunDir
-from tests.unit.test_launch_render import experiment, spec_of
+from tests.launches import experiment, spec_of
 
 CODE = st.text(st.sampled_from("$`\"'\\\\ ;&|()<>*?~#!{}[]%hun\n\t=-é"), max_size=24)
 """What means something to a shell, to pdsh or to ssh."""
@@ -44,9 +44,16 @@ HOSTILE = [
     "$(touch canary)", "`touch canary`", "'; touch canary; '", '"; touch canary; "', "%h %%u",
     "a\\", "\\$HOME", " blank ", "*", "~", "!!", "-n", "a;b",
 ]  # fmt: skip
+WORDS = st.lists(CODE, max_size=4)
+LINE = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=20)
+NAMES = CODE.filter(lambda name: name not in ("", ".", ".."))
+ENV = st.dictionaries(st.sampled_from(["NCCL_A", "NCCL_B", "HF_HOME"]), CODE, max_size=3)
+HOSTILE_WORDS = [*HOSTILE, "\n touch canary", ""]
+HOSTILE_ENV = {f"NCCL_{number}": value for number, value in enumerate(HOSTILE)}
 FUZZ = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+needs_pdsh = pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
 
 
 @pytest.fixture
@@ -66,8 +73,8 @@ def by_shell(command: str, directory: Path) -> str:
 
 
 @FUZZ
-@given(st.lists(CODE, max_size=4))
-@example([*HOSTILE, "\n touch canary", ""])
+@given(WORDS)
+@example(HOSTILE_WORDS)
 def test_words_of_a_command_for_a_host(empty: Path, words: list[str]) -> None:
     *_, host, command = ssh_argv(Path("/run/ssh_config"), "node-a", ["printf", "%s\\0", "", *words])
     assert host == "node-a"
@@ -75,7 +82,7 @@ def test_words_of_a_command_for_a_host(empty: Path, words: list[str]) -> None:
 
 
 @FUZZ
-@given(CODE.filter(lambda name: name not in ("", ".", "..")))
+@given(NAMES)
 @example("$(touch canary)")
 @example("'; touch canary; '")
 def test_the_python_of_a_host(empty: Path, name: str) -> None:
@@ -91,8 +98,8 @@ def test_the_python_of_a_host(empty: Path, name: str) -> None:
 
 
 @FUZZ
-@given(st.lists(CODE, max_size=3))
-@example([*HOSTILE, "\n touch canary", ""])
+@given(WORDS)
+@example(HOSTILE_WORDS)
 def test_the_command_that_enters_a_container(empty: Path, programs: Path, words: list[str]) -> None:
     enter = [str(programs / "words"), *words]
     connection = remote_connection(
@@ -103,7 +110,19 @@ def test_the_command_that_enters_a_container(empty: Path, programs: Path, words:
 
 
 @FUZZ
-@given(CODE.filter(lambda name: name not in ("", ".", "..")))
+@given(st.lists(LINE, min_size=1, max_size=4), LINE)
+@example([word for word in HOSTILE_WORDS if word.isprintable() and word], HOSTILE[0])
+def test_the_words_of_one_host_in_command_txt(words: list[str], value: str) -> None:
+    exp = experiment("ssh", (1, 1), "cpu")
+    exp.hardware.hosts[1].enter = words
+    exp.hardware.hosts[1].env, exp.hardware.hosts[1].setup = {"ODD": value}, f"/{words[0]}"
+    command = rendered_files(spec_of(exp))["command.txt"]
+    (line, *_) = [part for part in command.split("END") if "node-b" in part]
+    assert shlex.split(line.split("<<")[0])[-1] == shlex.join([*words, "bash", "-s"])
+
+
+@FUZZ
+@given(NAMES)
 @example("$(touch canary)")
 @example("'; touch canary; '")
 def test_the_setup_script_of_a_host(
@@ -155,10 +174,10 @@ def programs(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+@needs_pdsh
 @FUZZ
-@given(st.dictionaries(st.sampled_from(["NCCL_A", "NCCL_B", "HF_HOME"]), CODE, max_size=3))
-@example({f"NCCL_{number}": value for number, value in enumerate(HOSTILE)})
+@given(ENV)
+@example(HOSTILE_ENV)
 def test_variables_through_pdsh(
     empty: Path, programs: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
 ) -> None:
@@ -188,7 +207,7 @@ def through_pdsh(ds_env: str, programs: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in there)
 
 
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+@needs_pdsh
 def test_the_token_through_pdsh(
     empty: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,17 +223,19 @@ def test_the_token_through_pdsh(
 
 
 @FUZZ
-@given(st.dictionaries(st.sampled_from(["NCCL_A", "NCCL_B", "HF_HOME"]), CODE, max_size=3))
-@example({f"NCCL_{number}": value for number, value in enumerate(HOSTILE)})
+@given(ENV)
+@example(HOSTILE_ENV)
 def test_command_txt(empty: Path, env: dict[str, str]) -> None:
-    """Pasted into a shell, up to the command itself."""
+    """Pasted into a shell it gives the program exactly the argv, the variables and the place."""
     env = {name: value for name, value in env.items() if value and is_one_line(value)}
-    spec = spec_of(experiment("local", (1,)), environ=env | {"PATH": "/usr/bin:/bin"})
-    exports = "".join(
-        line
-        for line in render_command(spec).splitlines(keepends=True)
-        if line.startswith("export ")
-    )
-    there = by_shell(f"{exports}env -0", empty).rstrip("\0").split("\0")
-    arrived = dict(line.split("=", 1) for line in there)
+    exp = experiment("local", (1,), "cpu")
+    exp.run_dir = str(empty)
+    spec = spec_of(exp, environ=env | {"PATH": "/usr/bin:/bin"})
+    *head, last = render_command(spec).strip().splitlines()
+    argv = shlex.split(last)
+    assert argv == transport_of("local").argv(spec)
+    there = by_shell("\n".join([*head, "pwd; env -0"]), Path("/")).rstrip("\0")
+    place, _, variables = there.partition("\n")
+    arrived = dict(line.split("=", 1) for line in variables.split("\0"))
+    assert place == str(empty)
     assert {name: arrived.get(name) for name in env} == env

@@ -1,6 +1,6 @@
 """Everything that is rendered before a launch: golden files, properties, and every refusal.
 
-``pytest tests/unit/test_launch_render.py``; ``make golden`` records the golden files.
+``make golden`` records the golden files.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import contextlib
 import dataclasses
 import ipaddress
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmx.config import experiment_from_dict
+from llmx.config import HostConfig, experiment_from_dict
 from llmx.config.addresses import FINGERPRINT, address_problem
+from llmx.config.by_host import KEYS, experiment_on, keys_of, path_on
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
-from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.environment import launcher_env, rank_env
 from llmx.launch.files import (
     check_launch,
@@ -38,103 +38,30 @@ from llmx.launch.files import (
     rendered_files,
     runner_env,
 )
-from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import deepspeed_argv, transport_of
 from llmx.launch.transports.slurm import missing_nodes, share_of_cores, slurm_cores
 from llmx.plan import make_plan
 from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
-
-ENVIRON = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/home/ada",
-    "LANG": "C.UTF-8",
-    "NCCL_DEBUG": "WARN",
-    "HF_HOME": "/data/hf",
-    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
-    "WANDB_API_KEY": "0123456789abcdef",
-    "AWS_SECRET_ACCESS_KEY": "x",
-    "LLMX_PROXY": "http://ada:pw@proxy:3128",
-    "SSH_AUTH_SOCK": "/tmp/agent",
-    "CUDA_VISIBLE_DEVICES": "2,3",
-    "PS1": "$ ",
-}
-
-
-def experiment(
-    transport: str, slots: tuple[int, ...], device: str = "a100", **launch: object
-) -> Experiment:
-    local = transport == "local"
-    hosts = [
-        {
-            "name": "localhost" if local else f"node-{chr(97 + i)}",
-            "address": None if local else f"10.0.0.{i + 1}",
-            "ssh_port": 22 if local else 2201 + i,
-            "user": None if local else "ada",
-            "identity_file": None if local else "/home/ada/.ssh/id cluster",
-            "slots": count,
-            "device": device,
-            "interface": None if local else "eth1",
-        }
-        for i, count in enumerate(slots)
-    ]
-    sheets = {
-        "a100": {"accelerator": "cuda", "precisions": ["fp32", "bf16", "fp16"]},
-        "cpu": {"accelerator": "cpu", "precisions": ["fp32"]},
-    }
-    return experiment_from_dict(
-        {
-            "run_dir": "/runs/demo",
-            "model": {"kind": "llama", "init": "scratch", "config": {"hidden_size": 64}},
-            "task": {"steps": 10},
-            "batch": {"accumulation": 1},
-            "precision": "fp32",
-            "hardware": {
-                "hosts": hosts,
-                "devices": {device: sheets[device]},
-                "env": {"NCCL_IB_DISABLE": "1"},
-            },
-            "launch": {"transport": transport, **launch},
-        }
-    )
-
-
-def spec_of(exp: Experiment, **changes: object) -> LaunchSpec:
-    plan = make_plan(exp)
-    spec = LaunchSpec(
-        exp=exp,
-        plan=plan,
-        run_dir=RunDir(Path(exp.run_dir)),
-        port=29876,
-        token="00c0ffee00c0ffee",
-        python="/opt/venv/bin/python3",
-        code_root="/home/ada/llmx",
-        environ=ENVIRON,
-        cores=16 if plan.transport in ("local", "slurm") else None,
-        interfaces=tuple(host.interface for host in plan.hosts),
-    )
-    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
-
+from tests.launches import ENVIRON, experiment, spec_of
 
 ODD_VALUE = "two words $HOME `id` \"quoted\" 'single' 50%n back\\slash;&|"
 SLOTS = {
     "local": (2,), "ssh": (2, 1), "pdsh": (2, 1), "openmpi": (2, 1), "slurm": (2, 2),
     "external": (2, 1),
 }  # fmt: skip
+TWO = (1, 1)
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
 def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> None:
-    more = {"cpus_per_task": 8} if transport == "slurm" else {}
-    files = rendered_files(spec_of(experiment(transport, SLOTS[transport]), **more))
+    """They are as recorded, and no secret gets into them."""
+    exp = experiment(transport, SLOTS[transport])
+    files = rendered_files(spec_of(exp, **({"cpus_per_task": 8} if transport == "slurm" else {})))
     text = "".join(f"===== {name}\n{content}" for name, content in files.items())
     golden(f"launch/{transport}.txt", text)
-
-
-@pytest.mark.parametrize("transport", sorted(TRANSPORTS.shipped))
-def test_no_secret_gets_through(transport: str) -> None:
-    spec = spec_of(experiment(transport, SLOTS[transport]))
+    spec = spec_of(exp)
     text = "".join(rendered_files(spec).values()) + repr(runner_env(spec))
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "LLMX_PROXY"):
         assert name not in text
@@ -144,13 +71,7 @@ def test_no_secret_gets_through(transport: str) -> None:
         assert spec.token not in " ".join(transport_of(transport).argv(spec))
 
 
-_NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
-
-
-@given(st.dictionaries(_NAMES, st.integers(1, 64), min_size=1))
-def test_hostfile_round_trip(slots: dict[str, int]) -> None:
-    hosts = tuple(HostSlots(name, count) for name, count in slots.items())
-    assert parse_hostfile(render_hostfile(hosts)) == hosts
+NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 
 
 def _plan_hosts() -> st.SearchStrategy[HostPlan]:
@@ -162,11 +83,11 @@ def _plan_hosts() -> st.SearchStrategy[HostPlan]:
         max_size=30,
     ).map(lambda text: f"/keys/my {text}")
     addresses = st.one_of(
-        st.ip_addresses(v=4).map(str), st.ip_addresses(v=6).map(str), _NAMES
+        st.ip_addresses(v=4).map(str), st.ip_addresses(v=6).map(str), NAMES
     ).filter(lambda text: address_problem(text) is None)
     return st.builds(
         HostPlan,
-        name=_NAMES,
+        name=NAMES,
         address=addresses,
         ssh_port=st.integers(1, 65535),
         user=words.filter(lambda text: text.isascii()),
@@ -208,161 +129,6 @@ def test_ssh_reads_what_was_written(host: HostPlan) -> None:
     assert f" sh %f {host.fingerprint} " in read.get("knownhostscommand", " sh %f None ")
 
 
-def test_hostfile_of_a_user() -> None:
-    text = "# my cluster\n\nworker-0 slots=4 # rack 1\n  worker-1\tslots=2 max_slots=2\n"
-    assert parse_hostfile(text) == (HostSlots("worker-0", 4), HostSlots("worker-1", 2))
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("// rack 1", "a comment begins with #"),
-        ("a slots = 2", 'write "a slots=2"'),
-        ("a", "the number of ranks is missing"),
-        ("a slots=0", "at least one slot"),
-        ("a slots=two", 'expected "slots=N"'),
-        ("a:2222 slots=2", "hardware.ssh_port=2222"),
-        ("ada@a slots=2", "hardware.user=ada"),
-        ("node[1-3] slots=2", "one host a line"),
-        ("good slots=1", "is already in line 1"),
-    ],
-)
-def test_hostfile_errors_name_line_and_fix(line: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_hostfile(f"good slots=1\n{line}\n", source="/job/hostfile")
-    assert str(caught.value).startswith("/job/hostfile:2: ")
-    assert expected in str(caught.value)
-
-
-def test_hostfile_reports_all_lines_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_hostfile("a\nb slots=1\nc slots = 3\n")
-    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["1", "3"]
-
-
-def test_empty_hostfile() -> None:
-    with pytest.raises(ConfigError, match="has no hosts"):
-        parse_hostfile("# nothing\n")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "WANDB_MODE", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "API_KEY",
-     "OPENAI_API_KEY", "GIT_AUTH", "MY_CREDENTIALS"],
-)  # fmt: skip
-def test_secrets_in_the_config_are_refused(name: str) -> None:
-    exp = experiment("pdsh", (1, 1), env={name: "value"})
-    with pytest.raises(ConfigError, match=f"launch.env.{name}: looks like a secret"):
-        validate(exp)
-    with pytest.raises(ConfigError, match=f"launch.env.{name}: looks like a secret"):
-        rank_env(spec_of(exp))  # a config.yaml that was edited
-
-
-def test_reserved_names_say_what_to_set_instead() -> None:
-    exp = experiment("pdsh", (1, 1), env={"MASTER_PORT": "1", "RANK": "0"})
-    with pytest.raises(ConfigError) as caught:
-        validate(exp)
-    assert "launch.env.MASTER_PORT" in str(caught.value)
-    assert "launch.master_port" in str(caught.value)
-    assert "launch.env.RANK" in str(caught.value)
-
-
-def test_rank_0_behind_nat() -> None:
-    exp = experiment("ssh", (1, 1), master_port=9527)
-    exp.hardware.reach = "[fd00::7]:30846"
-    environments = [rank_env(spec_of(exp, port=9527), host) for host in (0, 1)]
-    met = [(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments]
-    assert met == [("127.0.0.1", "9527"), ("fd00::7", "30846")]
-    exp.launch.master_port = 0
-    with pytest.raises(ConfigError, match=r"must lead to a port that is known. Set launch.master"):
-        validate(exp)
-    exp.launch.transport = "pdsh"
-    with pytest.raises(
-        ConfigError, match=r"launch.transport=pdsh gives every rank the same address"
-    ):
-        validate(exp)
-
-
-def test_the_config_wins_over_the_environment() -> None:
-    exp = experiment("pdsh", (1, 1), env={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"})
-    env = rank_env(spec_of(exp))
-    assert (env["NCCL_DEBUG"], env["OMP_NUM_THREADS"]) == ("INFO", "3")
-    assert env["NCCL_IB_DISABLE"] == "1"
-
-
-def test_values_that_openmpi_would_change_are_refused() -> None:
-    exp = experiment("openmpi", (1, 1), env={"ODD": "two words"})
-    with pytest.raises(ConfigError, match="ODD='two words'"):
-        rendered_files(spec_of(exp))
-
-
-def test_a_clone_that_openmpi_cannot_reach_is_refused_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("llmx.launch.files.code_root", lambda: "/home/Zoë/my clone")
-    exp = experiment("openmpi", (1, 1))
-    with pytest.raises(ConfigError, match=r"PYTHONPATH='/home/Zoë/my clone.*Move that directory"):
-        rank_environment(exp, make_plan(exp))
-    exp = experiment("pdsh", (1, 1))
-    assert rank_environment(exp, make_plan(exp))["PYTHONPATH"].startswith("/home/Zoë/my clone")
-
-
-def test_interfaces_that_differ() -> None:
-    spec = spec_of(experiment("pdsh", (1, 1)), interfaces=("eth0", "ens5"))
-    env = rank_env(spec)
-    assert "GLOO_SOCKET_IFNAME" not in env
-    assert env["LLMX_INTERFACES"] == "eth0,ens5"
-    (arguments,) = [a for a in transport_of("openmpi").argv(spec) if "launcher_args" in a]
-    assert "oob_tcp_if_include ens5,eth0" in arguments
-
-
-def test_an_exported_interface_is_better_than_a_found_one() -> None:
-    exp = experiment("pdsh", (1, 1))
-    environ = {**ENVIRON, "NCCL_SOCKET_IFNAME": "ib0"}
-    assert rank_env(spec_of(exp, environ=environ))["NCCL_SOCKET_IFNAME"] == "eth1"  # configured
-    for host in exp.hardware.hosts:
-        host.interface = None
-    found = rank_env(spec_of(exp, environ=environ, interfaces=("eth0", "eth0")))
-    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
-
-
-def test_unequal_slots_under_slurm() -> None:
-    exp = experiment("slurm", (2, 1))
-    with pytest.raises(ConfigError, match="node-a 2, node-b 1\\). Use hardware.slots=1"):
-        validate(exp)
-
-
-@pytest.mark.parametrize("letter", [" ", "'", '"', "$", "(", "&", ";", "%", "\\", "*", "{"])
-def test_paths_that_another_shell_would_read(letter: str) -> None:
-    """DeepSpeed writes them into the remote command without quotes; pdsh expands %h."""
-    exp = experiment("pdsh", (1, 1))
-    exp.run_dir = f"/runs/a{letter}b"
-    with pytest.raises(ConfigError, match="run_dir="):
-        check_launch(exp, make_plan(exp))
-    exp = experiment("pdsh", (1, 1), python=f"/opt/py{letter}x/bin/python")
-    with pytest.raises(ConfigError, match="launch.python="):
-        check_launch(exp, make_plan(exp))
-    exp.dry_run = True  # a plan warns, and may be launched from another place
-    check_launch(exp, make_plan(exp))
-    assert [problem.partition("=")[0] for problem in path_problems(exp, make_plan(exp))] == [
-        "launch.python"
-    ]
-    local = experiment("local", (1,))
-    local.run_dir = f"/runs/a{letter}b"
-    check_launch(local, make_plan(local))
-
-
-def test_paths_that_travel() -> None:
-    for run_dir in (
-        "/runs/0_optim.lr-1e-3,x=2@b+c:d~e#f",
-        "/家/运行",
-        "/runs/1_data.columns-[a,b]",
-    ):
-        exp = experiment("pdsh", (1, 1), python="/usr/bin/python3")
-        exp.run_dir = run_dir
-        check_launch(exp, make_plan(exp))
-
-
 def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
     """As ssh itself reads it: what is for a terminal does not hold here, the way there does."""
     own, ours = tmp_path / "own", tmp_path / "ours"
@@ -371,24 +137,116 @@ def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
         "  ControlPath /tmp/master-%r\n  ControlPersist 1h\n  LocalForward 8888 localhost:8888\n"
         "  ProxyJump gate\n  Port 9\n"
     )
-    rendered = rendered_files(spec_of(experiment("pdsh", (1, 1))))["ssh_config"]
+    rendered = rendered_files(spec_of(experiment("pdsh", TWO)))["ssh_config"]
     ours.write_text(rendered.replace("~/.ssh/config", str(own)))
-    done = subprocess.run(
-        ["ssh", "-G", "-F", ours, "node-a", "true"], capture_output=True, text=True, check=True
-    )
+    argv = ["ssh", "-G", "-F", ours, "node-a", "true"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
     values = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert values["controlmaster"] == values["requesttty"] == "false"
     assert "localforward" not in values
-    assert values["clearallforwardings"] == "yes"
-    assert values["proxyjump"] == "gate"
-    assert values["controlpath"] == "/tmp/master-ada"
-    assert (values["hostname"], values["port"]) == ("10.0.0.1", "2201")
+    assert {
+        "controlmaster": "false", "requesttty": "false", "clearallforwardings": "yes",
+        "proxyjump": "gate", "controlpath": "/tmp/master-ada", "hostname": "10.0.0.1",
+        "port": "2201",
+    }.items() <= values.items()  # fmt: skip
 
 
-def test_rsync_under_slurm() -> None:
-    exp = experiment("slurm", (1, 1), sync="rsync")
-    with pytest.raises(ConfigError, match="launch.sync=rsync copies over ssh"):
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "WANDB_MODE", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "API_KEY",
+     "OPENAI_API_KEY", "GIT_AUTH", "MY_CREDENTIALS"],
+)  # fmt: skip
+def test_secrets_in_the_config_are_refused(name: str) -> None:
+    exp = experiment("pdsh", TWO, env={name: "value"})
+    with pytest.raises(ConfigError, match=f"launch.env.{name}: looks like a secret"):
         validate(exp)
+    with pytest.raises(ConfigError, match=f"launch.env.{name}: looks like a secret"):
+        rank_env(spec_of(exp))  # a config.yaml that was edited
+
+
+def test_rank_0_behind_nat() -> None:
+    exp = experiment("ssh", TWO, master_port=9527)
+    exp.hardware.reach = "[fd00::7]:30846"
+    environments = [rank_env(spec_of(exp, port=9527), host) for host in (0, 1)]
+    met = [(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments]
+    assert met == [("127.0.0.1", "9527"), ("fd00::7", "30846")]
+    exp.launch.master_port = 0
+    with pytest.raises(ConfigError, match=r"must lead to a port that is known. Set launch.master"):
+        validate(exp)
+    exp.launch.transport = "pdsh"
+    with pytest.raises(ConfigError, match=r"transport=pdsh gives every rank the same address"):
+        validate(exp)
+
+
+def test_the_config_wins_over_the_environment() -> None:
+    exp = experiment("pdsh", TWO, env={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"})
+    wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "NCCL_IB_DISABLE": "1"}
+    assert wanted.items() <= rank_env(spec_of(exp)).items()
+
+
+def test_values_that_openmpi_would_change_are_refused() -> None:
+    exp = experiment("openmpi", TWO, env={"ODD": "two words"})
+    with pytest.raises(ConfigError, match="ODD='two words'"):
+        rendered_files(spec_of(exp))
+
+
+def test_a_clone_that_openmpi_cannot_reach_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llmx.launch.files.code_root", lambda: "/home/Zoë/my clone")
+    exp = experiment("openmpi", TWO)
+    with pytest.raises(ConfigError, match=r"PYTHONPATH='/home/Zoë/my clone.*Move that directory"):
+        rank_environment(exp, make_plan(exp))
+    exp = experiment("pdsh", TWO)
+    assert rank_environment(exp, make_plan(exp))["PYTHONPATH"].startswith("/home/Zoë/my clone")
+
+
+def test_interfaces_that_differ() -> None:
+    spec = spec_of(experiment("pdsh", TWO), interfaces=("eth0", "ens5"))
+    env = rank_env(spec)
+    assert "GLOO_SOCKET_IFNAME" not in env
+    assert env["LLMX_INTERFACES"] == "eth0,ens5"
+    (arguments,) = [a for a in transport_of("openmpi").argv(spec) if "launcher_args" in a]
+    assert "oob_tcp_if_include ens5,eth0" in arguments
+
+
+def test_an_exported_interface_is_better_than_a_found_one() -> None:
+    exp = experiment("pdsh", TWO)
+    environ = {**ENVIRON, "NCCL_SOCKET_IFNAME": "ib0"}
+    assert rank_env(spec_of(exp, environ=environ))["NCCL_SOCKET_IFNAME"] == "eth1"  # configured
+    for host in exp.hardware.hosts:
+        host.interface = None
+    found = rank_env(spec_of(exp, environ=environ, interfaces=("eth0", "eth0")))
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
+
+
+def at(run_dir: str, transport: str = "pdsh", **launch: object) -> Experiment:
+    exp = experiment(transport, TWO if transport == "pdsh" else (1,), **launch)
+    exp.run_dir = run_dir
+    return exp
+
+
+@pytest.mark.parametrize("letter", [" ", "'", '"', "$", "(", "&", ";", "%", "\\", "*", "{"])
+def test_paths_that_another_shell_would_read(letter: str) -> None:
+    """DeepSpeed writes them into the remote command without quotes; pdsh expands %h."""
+    run_dir = f"/runs/a{letter}b"
+    exp = at("/runs/demo", python=f"/opt/py{letter}x/bin/python")
+    for refused, key in ((at(run_dir), "run_dir"), (exp, "launch.python")):
+        with pytest.raises(ConfigError, match=f"{key}="):
+            check_launch(refused, make_plan(refused))
+    exp.dry_run = True  # a plan warns, and may be launched from another place
+    check_launch(exp, make_plan(exp))
+    problems = [problem.partition("=")[0] for problem in path_problems(exp, make_plan(exp))]
+    assert problems == ["launch.python"]
+    local = at(run_dir, "local")
+    check_launch(local, make_plan(local))
+
+
+@pytest.mark.parametrize(
+    "run_dir", ["/runs/0_optim.lr-1e-3,x=2@b+c:d~e#f", "/家/运行", "/runs/1_data.columns-[a,b]"]
+)
+def test_paths_that_travel(run_dir: str) -> None:
+    exp = at(run_dir, python="/usr/bin/python3")
+    check_launch(exp, make_plan(exp))
 
 
 def test_local_refuses_other_machines() -> None:
@@ -399,38 +257,27 @@ def test_local_refuses_other_machines() -> None:
         check_launch(exp, dataclasses.replace(plan, hosts=(far,)))
 
 
-def test_a_host_name_with_a_port() -> None:
-    exp = experiment("pdsh", (1, 1))
-    plan = make_plan(exp)
-    bad = dataclasses.replace(plan.hosts[1], name="b:22")
-    edited = dataclasses.replace(plan, hosts=(plan.hosts[0], bad))
-    with pytest.raises(ConfigError, match="hardware.ssh_port=22"):
-        rendered_files(spec_of(exp, plan=edited))
-
-
 def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    exp = experiment("pdsh", (1, 1), sync="rsync")
+    exp = experiment("pdsh", TWO, sync="rsync")
     with pytest.raises(LaunchError, match="apt-get install openssh-client pdsh rsync"):
         check_programs(exp.launch, make_plan(exp))
 
 
-def test_chosen_gpus_stay_chosen() -> None:
+@pytest.mark.parametrize("gpus", ["2,3", "GPU-3f3a,GPU-1f"])
+def test_chosen_gpus_stay_chosen(gpus: str) -> None:
     """DeepSpeed would put the ranks of everybody on GPUs 0 and 1."""
-    spec = spec_of(experiment("local", (2,)))
-    assert rank_env(spec)["LLMX_GPUS"] == "2,3"
-    spec = dataclasses.replace(spec, environ={"CUDA_VISIBLE_DEVICES": "GPU-3f3a,GPU-1f"})
-    assert rank_env(spec)["LLMX_GPUS"] == "GPU-3f3a,GPU-1f"
+    spec = spec_of(experiment("local", (2,)), environ={"CUDA_VISIBLE_DEVICES": gpus})
+    assert rank_env(spec)["LLMX_GPUS"] == gpus
 
 
-@pytest.mark.parametrize("transport", ["ssh", "pdsh", "openmpi"])
-def test_the_gpus_of_several_hosts(transport: str) -> None:
+def test_the_gpus_of_several_hosts() -> None:
     """Here, by the hardware file, and by the environment of the host."""
-    exp = experiment(transport, (2, 2, 2, 1))
+    exp = experiment("pdsh", (2, 2, 2, 1))
     exp.hardware.hosts[1].gpus = ["GPU-3f3a", "MIG-77aa"]
     exp.hardware.hosts[2].gpus = ["0", "2"]
-    spec = spec_of(exp, plan=make_plan(exp, local_names=frozenset({"10.0.0.1"})))
-    spec = dataclasses.replace(spec, visible_gpus={"node-b": "0,1", "node-c": "4,5,6"})
+    plan = make_plan(exp, local_names=frozenset({"10.0.0.1"}))
+    spec = spec_of(exp, plan=plan, visible_gpus={"node-b": "0,1", "node-c": "4,5,6"})
     assert rank_env(spec)["LLMX_GPUS"] == "2,3:GPU-3f3a,MIG-77aa:4,6:0"
 
 
@@ -441,12 +288,6 @@ def test_gpus_that_are_too_few(visible: str, count: str) -> None:
         rank_env(spec)
 
 
-def test_slurm_asks_for_gpus_only_where_there_are_some() -> None:
-    for device, wanted in (("a100", True), ("cpu", False)):
-        argv = transport_of("slurm").argv(spec_of(experiment("slurm", (2, 2), device)))
-        assert any("--gpus-per-node=2" in part for part in argv) == wanted
-
-
 def test_slurm_gives_each_rank_its_cores() -> None:
     """Its default is one core for a rank with eight threads; GPUs that are bound one to a rank
     would make LOCAL_RANK a number that is not there."""
@@ -454,6 +295,8 @@ def test_slurm_gives_each_rank_its_cores() -> None:
     (words,) = [part for part in transport_of("slurm").argv(spec) if "launcher_args" in part]
     assert "--cpus-per-task=24 --cpu-bind=cores --gpus-per-node=2 --gpu-bind=none" in words
     assert rank_env(spec)["OMP_NUM_THREADS"] == "8"
+    without = transport_of("slurm").argv(spec_of(experiment("slurm", (2, 2), "cpu")))
+    assert not any("gpus-per-node" in part for part in without)
 
 
 @pytest.mark.parametrize(
@@ -513,21 +356,6 @@ def test_launcher_only_variables_stay_here() -> None:
     assert "SSH_AUTH_SOCK" not in rank_env(spec)
 
 
-def test_command_can_be_pasted(tmp_path: Path) -> None:
-    """A shell that runs command.txt gives the program exactly the argv and the variables."""
-    exp = experiment("local", (2,), "cpu", env={"ODD": 'it\'s $HOME "here"'})
-    exp.run_dir = str(tmp_path)
-    spec = spec_of(exp)
-    command = rendered_files(spec)["command.txt"]
-    *head, last = command.strip().splitlines()
-    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], os.getcwd()]))"
-    argv = shlex.split(last)
-    assert argv == transport_of("local").argv(spec)
-    script = "\n".join([*head, shlex.join([sys.executable, "-c", show, *argv])])
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [argv, 'it\'s $HOME "here"', str(tmp_path)]
-
-
 def test_commands_for_each_host_can_be_pasted(tmp_path: Path) -> None:
     """With ``ssh`` and DeepSpeed's launcher replaced by a program that shows what it is given."""
     show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD']]), flush=True)"
@@ -540,13 +368,8 @@ def test_commands_for_each_host_can_be_pasted(tmp_path: Path) -> None:
     exp = experiment("ssh", (2, 1), "cpu", env={"ODD": ODD_VALUE, "PYTHONPATH": str(tmp_path)})
     exp.run_dir = str(tmp_path)
     spec = spec_of(exp, python=sys.executable, environ={"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    done = subprocess.run(
-        ["sh", "-c", rendered_files(spec)["command.txt"]],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )
+    argv = ["sh", "-c", rendered_files(spec)["command.txt"]]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=spec.environ)
     shown = sorted(json.loads(line) for line in done.stdout.splitlines())
     assert [odd for _, odd in shown] == [ODD_VALUE, ODD_VALUE]
     assert [argv[1] for argv, _ in shown] == ["--node_rank=0", "--node_rank=1"]
@@ -609,3 +432,101 @@ def test_hosts_that_slurm_has_not_allocated() -> None:
     ]
     (unknown,) = missing_nodes(["gpu09"], nodes, job="")
     assert unknown.startswith("gpu09: is not a node of Slurm (nodes: gpu01, gpu02).")
+
+
+OWN: dict[str, Any] = {
+    "python": "/opt/b/bin/python",
+    "root": "/scratch/ada",
+    "env": {"NCCL_IB_HCA": "mlx5_1"},
+    "setup": "/etc/profile.d/my setup.sh",
+    "enter": ["nsenter", "-t", "7", "-m", "--"],
+}
+
+
+def of_two(transport: str = "ssh", **keys: Any) -> Experiment:
+    """A run below /runs, on node-a and on node-b, which has ``keys``."""
+    exp = experiment(transport, (1, 1), "cpu")
+    exp.hardware.root = "/runs"
+    exp.hardware.hosts[1] = dataclasses.replace(exp.hardware.hosts[1], **keys)
+    return exp
+
+
+def test_each_host_gets_a_command_of_its_own() -> None:
+    spec = spec_of(of_two(**OWN), code_root="/runs/code")
+    near, far = (transport_of("ssh").start_message(spec, host) for host in (0, 1))
+    assert near["argv"][0] == "/opt/venv/bin/python3"
+    assert far["argv"] == ["/opt/b/bin/python", "-u", "-m", "llmx.worker", "/scratch/ada/demo"]
+    assert far["env"]["PATH"].startswith("/opt/b/bin:")
+    own = {"PYTHONPATH": "/scratch/ada/code", "NCCL_IB_HCA": "mlx5_1"}
+    assert own.items() <= far["env"].items()
+    assert "NCCL_IB_HCA" not in near["env"]
+    assert "NCCL_IB_HCA" in far["fixed"]
+    command = rendered_files(spec)["command.txt"]
+    entered = "node-b 'nsenter -t 7 -m -- bash -s' <<'END' &\ncd /scratch/ada/demo || exit\n"
+    assert entered in command
+    assert "\n. '/etc/profile.d/my setup.sh'\nexec /opt/b/bin/python -m deepspeed" in command
+
+
+@pytest.mark.parametrize(
+    ("transport", "key"),
+    [*(("pdsh", key) for key in OWN), ("openmpi", "python"), ("slurm", "enter")],
+)
+def test_one_command_for_all_hosts_takes_none_of_them(transport: str, key: str) -> None:
+    exp = of_two(transport, **{key: OWN[key]})
+    with pytest.raises(ConfigError, match=rf"node-b has {key}\. Use launch\.transport=ssh"):
+        validate(exp)
+
+
+def test_this_machine_alone_may_have_them() -> None:
+    exp = experiment("auto", (1,), "cpu")
+    names = frozenset({"10.0.0.1"})
+    assert make_plan(exp, local_names=names).transport == "local"
+    exp.hardware.hosts[0].env = {"A": "1"}
+    assert make_plan(exp, local_names=names).transport == "ssh"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"python": "python3"}, "python=python3: must be an absolute path of this host"),
+        ({"model": "/m"}, "model stands for model.path there, which is not set"),
+        ({"enter": ["-i"]}, "enter=-i: must begin with a program"),
+        ({"env": {"HF_TOKEN": "x"}}, r"\(node-b\)\.env\.HF_TOKEN: looks like a secret"),
+        ({"env": {"RANK": "1"}}, r"\.env\.RANK: is set by llmx"),
+    ],
+)
+def test_mistakes(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(of_two(**keys))
+
+
+def test_all_keys_are_known() -> None:
+    host = HostConfig(**{**OWN, "data": "/d", "model": "/m"})
+    assert keys_of(host) == list(KEYS)
+
+
+def test_paths_of_a_host() -> None:
+    exp = of_two(root="/scratch/ada/")
+    host = exp.hardware.hosts[1]
+    paths = ("/runs/demo", "/runs", "/runs2/x", "/other")
+    there = [path_on(exp.hardware, host, path) for path in paths]
+    assert there == ["/scratch/ada/demo", "/scratch/ada", "/runs2/x", "/other"]
+
+
+def test_what_a_rank_reads() -> None:
+    values = {
+        "run_dir": "/runs/demo",
+        "model": {"kind": "hf", "path": "/runs/m", "tokenizer": "/runs/m"},
+        "data": {"path": "/runs/d.jsonl", "cache_dir": "/runs/cache"},
+        "hardware": {"root": "/runs", "hosts": [{"name": "b", "root": "/x", "data": "/d.jsonl"}]},
+    }
+    exp = experiment_from_dict(values)
+    (host,) = exp.hardware.hosts
+    there = experiment_on(exp, host)
+    read = (there.run_dir, there.data.path, there.data.cache_dir)
+    assert read == ("/x/demo", "/d.jsonl", "/x/cache")
+    assert (there.model.path, there.model.tokenizer) == ("/x/m", "/x/m")
+    assert there.hardware == exp.hardware
+    there = experiment_on(exp, HostConfig(model="/m"))
+    assert (there.model.path, there.model.tokenizer) == ("/m", "/m")
+    assert experiment_on(exp, HostConfig()) == exp

@@ -1,42 +1,46 @@
-"""Whether a run is started again: the decision, hangs, fewer hosts, and the records.
-
-``pytest tests/unit/test_launch_restart.py``
-"""
+"""Whether a run is started again: the decision, hangs, fewer hosts, and the records."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import io
 import json
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from llmx.config.schema import LaunchConfig, TaskConfig
+from llmx.config.schema import Experiment, LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
+from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision import supervisor as supervisor_module
+from llmx.launch.supervision.attempt import local_disk_failure
 from llmx.launch.supervision.backoff import Backoff, HostSelection, without_hosts
-from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
 from llmx.launch.supervision.journal import (
     Journal,
+    append_line,
     read_attempts,
     read_resume,
     supervisor_lock,
     write_resume,
 )
-from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Hang, Outcome
+from llmx.launch.supervision.outcome import AttemptRecord, Outcome
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
+from llmx.launch.supervision.supervisor import Supervisor
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
 from llmx.run.snapshot import run_token, write_identity
-from tests.unit.test_launch_render import experiment, spec_of
+from tests.launches import experiment, spec_of
 
 LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_s=25)
 
@@ -50,6 +54,9 @@ def ended(kind: str, cause: str = "", *, name: str = "", **steps: Any) -> Attemp
 BOOM = ended("crash", "ValueError: boom 17", first_step=0, last_step=57)
 KILLED = ended("crash", "SIGKILL", name="killed", first_step=0, last_step=57)
 LOST = ended("host_lost", "node-b", first_step=0, last_step=3, lost_hosts=("node-b",))
+GONE = ended("host_lost", "node-b: no route", launched=False, lost_hosts=("node-b",))
+START = dataclasses.replace(BOOM, first_step=None, last_step=None)
+NAN = ended("nan", "loss is nan", first_step=50, last_step=56, saved_step=50, step=57)
 
 
 def after(*history: AttemptRecord, launch: LaunchConfig = LAUNCH, **task: Any) -> Decision:
@@ -62,17 +69,43 @@ def at(record: AttemptRecord, last_step: int | None, **outcome: Any) -> AttemptR
     return dataclasses.replace(record, outcome=changed, last_step=last_step)
 
 
-def test_the_good_end_and_the_users_end() -> None:
-    assert after(ended("ok")).action == "finished"
-    assert after(KILLED, ended("interrupted")).action == "stop"
-    assert after(KILLED, launch=LaunchConfig(max_restarts=0)).why == "launch.max_restarts=0"
+OOM_HOST = at(BOOM, 57, kind="oom", name="kernel_oom")
 
 
-@pytest.mark.parametrize("outcome", ["config", "data", "oom"])
-def test_what_would_come_again_stops(outcome: str) -> None:
-    decision = after(at(BOOM, 57, kind=outcome))
-    assert decision.action == "stop"
-    assert "again" in decision.why
+@pytest.mark.parametrize(
+    ("history", "action", "why"),
+    [
+        ([ended("ok")], "finished", ""),
+        ([KILLED, ended("interrupted")], "stop", ""),
+        # It would come again.
+        *(([at(BOOM, 57, kind=kind)], "stop", "again") for kind in ("config", "data", "oom")),
+        # An error before the first step recurs; a killed process or a lost connection does not.
+        ([START], "stop", "before the first step"),
+        *(([at(START, None, kind=k)], "restart", "") for k in ("comm", "host_lost", "orphaned")),
+        ([at(START, None, name="killed")], "restart", ""),
+        # Later, when an earlier attempt has trained, it gets one more try.
+        ([KILLED, START], "restart", ""),
+        ([KILLED, START, START], "stop", "before the first step in 2 attempts"),
+        # Not launched: at first it is the user's to see; later a host may just be away.
+        ([GONE], "stop", ""),
+        # The same failure at the same step; another number is the same one.
+        (
+            [BOOM, at(BOOM, 57, cause="ValueError: boom 18")], "stop",
+            "the same failure at step 57 in 2 attempts: it would occur again",
+        ),
+        ([BOOM, at(BOOM, 58)], "restart", ""),
+        ([BOOM, at(BOOM, 57, cause="KeyError: 'x'")], "restart", ""),
+        ([KILLED, KILLED], "restart", ""),
+        ([LOST, LOST], "restart", ""),
+        # The host's own OOM killer, once.
+        ([OOM_HOST], "restart", ""),
+        ([OOM_HOST, at(OOM_HOST, 90)], "stop", "2 times"),
+    ],
+)  # fmt: skip
+def test_what_follows(history: list[AttemptRecord], action: str, why: str) -> None:
+    decision = after(*history)
+    assert decision.action == action
+    assert why in decision.why
 
 
 @pytest.mark.parametrize("outcome", ["crash", "comm", "host_lost", "hang", "disk_full", "nan"])
@@ -81,39 +114,11 @@ def test_what_may_pass_is_tried_again(outcome: str) -> None:
     assert (decision.action, decision.restart, decision.wait_s) == ("restart", 1, 10)
     wanted = {"host_lost": "hosts", "disk_full": "disk"}.get(outcome, "")
     assert decision.wait_for == wanted
-
-
-def test_before_the_first_step() -> None:
-    """An error there recurs; a killed process or a lost connection does not."""
-    start = dataclasses.replace(BOOM, first_step=None, last_step=None)
-    assert "before the first step" in after(start).why
-    for outcome in ("comm", "host_lost", "orphaned"):
-        assert after(at(start, None, kind=outcome)).action == "restart"
-    assert after(at(start, None, name="killed")).action == "restart"
-    # Later, when an earlier attempt has trained, it gets one more try.
-    assert after(KILLED, start).action == "restart"
-    assert after(KILLED, start, start).action == "stop"
-
-
-def test_not_launched() -> None:
-    """The first time it is the user's to see at once; later a host may just be away."""
-    gone = ended("host_lost", "node-b: no route", launched=False, lost_hosts=("node-b",))
-    assert after(gone).action == "stop"
-    assert (after(KILLED, gone).action, after(KILLED, gone).wait_for) == ("restart", "hosts")
-
-
-def test_the_same_failure_at_the_same_step_twice_stops() -> None:
-    other_address = at(BOOM, 57, cause="ValueError: boom 18")
-    decision = after(BOOM, other_address)
-    assert decision.action == "stop"
-    assert decision.why == "the same failure at step 57 in 2 attempts: it would occur again"
-    assert after(BOOM, at(BOOM, 58)).action == "restart"
-    assert after(BOOM, at(BOOM, 57, cause="KeyError: 'x'")).action == "restart"
-    assert after(KILLED, KILLED).action == "restart"
-    assert after(LOST, LOST).action == "restart"
+    assert (after(KILLED, GONE).action, after(KILLED, GONE).wait_for) == ("restart", "hosts")
 
 
 def test_the_budget_and_the_back_off() -> None:
+    assert after(KILLED, launch=LaunchConfig(max_restarts=0)).why == "launch.max_restarts=0"
     failures = [at(KILLED, step) for step in (10, 20, 30, 40)]
     waits = [after(*failures[:count]).wait_s for count in (1, 2, 3)]
     assert waits == [10, 20, 25]
@@ -134,15 +139,6 @@ def test_a_new_checkpoint_gives_the_budget_back() -> None:
     assert after(*history, at(KILLED, 202)).action == "stop"
 
 
-def test_the_hosts_own_oom_killer_once() -> None:
-    killed = at(BOOM, 57, kind="oom", name="kernel_oom")
-    assert after(killed).action == "restart"
-    assert after(killed, at(killed, 90)).action == "stop"
-
-
-NAN = ended("nan", "loss is nan", first_step=50, last_step=56, saved_step=50, step=57)
-
-
 def test_divergence() -> None:
     assert (after(NAN).action, after(NAN).skip_steps) == ("restart", ())
     stopped = after(NAN, NAN)
@@ -150,8 +146,7 @@ def test_divergence() -> None:
     assert "diverged at step 57 again" in stopped.why
     assert after(NAN, NAN, on_divergence="skip").skip_steps == (57,)
     assert after(NAN, NAN, on_divergence="rollback").skip_steps == tuple(range(51, 58))
-    elsewhere = at(NAN, 56, step=60)
-    assert after(NAN, elsewhere, on_divergence="skip").skip_steps == ()
+    assert after(NAN, at(NAN, 56, step=60), on_divergence="skip").skip_steps == ()
     unknown = at(NAN, 56, step=None)
     assert after(unknown, unknown, on_divergence="skip").action == "stop"
 
@@ -160,13 +155,17 @@ def states(*pairs: tuple[str, int]) -> dict[int, dict[str, Any]]:
     return {rank: {"state": state, "step": step} for rank, (state, step) in enumerate(pairs)}
 
 
+def training(*steps: int) -> dict[int, dict[str, Any]]:
+    return states(*(("training", step) for step in steps))
+
+
 def test_a_hang_is_seen() -> None:
     detector = HangDetector(None)
-    detector.update(states(("training", 4), ("training", 4)), 50.0)
-    detector.update(states(("training", 5), ("training", 5)), 100.0)
+    detector.update(training(4, 4), 50.0)
+    detector.update(training(5, 5), 100.0)
     assert detector.stuck_s(699.0) is None
     assert detector.stuck_s(701.0) == 601.0
-    detector.update(states(("training", 5), ("training", 6)), 702.0)
+    detector.update(training(5, 6), 702.0)
     assert detector.stuck_s(1301.0) is None
     for step_s in (1.0, 100.0, 100.0):
         detector.add_step_time(step_s, 702.0)
@@ -178,24 +177,21 @@ def test_the_first_step_may_take_long() -> None:
     for timeout_s, limit_s in ((None, 600.0), (30.0, 30.0)):
         detector = HangDetector(timeout_s)
         detector.update(states(("loading", 0), ("loading", 0)), 0.0)
-        detector.update(states(("training", 120), ("training", 120)), 50.0)
+        detector.update(training(120, 120), 50.0)
         assert detector.timeout_s() == 6 * limit_s
-        detector.update(states(("training", 121), ("training", 120)), 60.0)
+        detector.update(training(121, 120), 60.0)
         assert detector.timeout_s() == limit_s
     slow = HangDetector(None)
     for step in range(4):
-        slow.update(states(("training", step), ("training", step)), 100.0 + 500.0 * step)
+        slow.update(training(step, step), 100.0 + 500.0 * step)
     assert slow.timeout_s() == 20 * 500.0
 
 
 def test_a_hang_is_not_seen_where_none_can_be() -> None:
-    for first in ("loading", "starting", "failed"):
-        detector = HangDetector(5.0)
+    for timeout_s, first in ((5.0, "loading"), (5.0, "starting"), (5.0, "failed"), (0, "training")):
+        detector = HangDetector(timeout_s)
         detector.update(states((first, 0), ("training", 0)), 0.0)
         assert detector.stuck_s(1e6) is None
-    never = HangDetector(0)
-    never.update(states(("training", 1)), 0.0)
-    assert never.stuck_s(1e6) is None
     saving = HangDetector(5.0)
     saving.update(states(("saving", 9), ("finished", 9)), 0.0)
     assert saving.stuck_s(29.0) is None
@@ -217,43 +213,30 @@ READING = '  File "/x/llmx/data/store.py", line 12 in read'
 def test_who_is_waited_for() -> None:
     waiting, reading = DUMP.format(frames=COLLECTIVE), DUMP.format(frames=READING)
     assert main_stack(reading).splitlines()[1] == READING
-    same = states(("training", 5), ("training", 5))
-    fresh = {0: 1.0, 1: 2.0}
+    same, fresh = training(5, 5), {0: 1.0, 1: 2.0}
     assert find_stuck_rank(same, {0: waiting, 1: waiting}, fresh) == (None, "")
     assert find_stuck_rank(same, {0: waiting}, fresh)[0] == 1  # stopped: it writes no stack
     assert find_stuck_rank(same, {}, {0: 1.0, 1: 61.0})[0] == 1
-    behind = states(("training", 6), ("training", 5))
-    assert find_stuck_rank(behind, {}, fresh) == (1, "it is at step 5, others are at step 6")
+    behind = find_stuck_rank(training(6, 5), {}, fresh)
+    assert behind == (1, "it is at step 5, others are at step 6")
     rank, why = find_stuck_rank(same, {0: reading, 1: waiting}, fresh)
     assert rank == 0
     assert why == "the others wait in a collective, it is in read (/x/llmx/data/store.py:12)"
 
 
-def test_a_hang_is_a_verdict_of_its_own() -> None:
-    plan = make_plan(experiment("ssh", (2, 1)))
-    hang = Hang(100.0, 61.0, 5, 2, "its process has been stopped for 61 s", "stack")
-    outcome = classify(Evidence(statuses=states(("training", 5)), hang=hang), plan)
-    assert (outcome.kind, outcome.rank, outcome.host) == ("hang", 2, "node-b")
-    assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in outcome.cause
-    # What the ranks say when they are ended for it does not count.
-    asked = {0: {"state": "interrupted", "time": 103.0}}
-    evidence = Evidence(statuses=asked, hang=hang, ended_at=102.0)
-    assert classify(evidence, plan).kind == "hang"
-    error = {"type": "ValueError", "message": "x", "category": "crash", "time": 50.0, "step": 7}
-    failed = {1: {"state": "failed", "error": error}}
-    outcome = classify(Evidence(statuses=failed, hang=hang), plan)
-    assert (outcome.kind, outcome.step) == ("crash", 7)
+def two_and_one() -> Experiment:
+    exp = experiment("ssh", (2, 1))
+    exp.model.tokenizer = "demo"
+    return exp
 
 
 def test_fewer_hosts_at_the_same_global_batch() -> None:
-    exp = experiment("ssh", (2, 1))
-    exp.model.tokenizer = "demo"
+    exp = two_and_one()
     plan = make_plan(exp)
     smaller, planned = without_hosts(exp, plan, {"node-a"})
     assert [host.name for host in planned.hosts] == ["node-b"]
-    assert planned.batch.global_batch == plan.batch.global_batch
     assert planned.master_addr == plan.hosts[1].address
-    assert smaller.batch.global_batch == plan.batch.global_batch
+    assert planned.batch.global_batch == smaller.batch.global_batch == plan.batch.global_batch
     with pytest.raises(ConfigError, match="cannot be cut into equal micro steps of 2 ranks"):
         without_hosts(exp, plan, {"node-b"})  # 3 samples; 1 at once is what the user allows
     exp.batch.micro_batch = 2
@@ -265,15 +248,13 @@ def test_fewer_hosts_at_the_same_global_batch() -> None:
 
 @pytest.mark.parametrize("sums", ["fp32", "bf16"])
 def test_fewer_hosts_sum_gradients_as_before(sums: str) -> None:
-    exp = experiment("ssh", (2, 1))
-    exp.model.tokenizer = "demo"
+    exp = two_and_one()
     exp.zero.stage, exp.precision = 2, "auto"
     plan = make_plan(exp)
     assert (plan.precision, plan.grad_accum_dtype) == ("bf16", "fp32")  # auto, with this memory
     plan = dataclasses.replace(plan, grad_accum_dtype=sums)  # as it would be with less
     smaller, planned = without_hosts(exp, plan, {"node-a"})
-    assert planned.grad_accum_dtype == sums
-    assert make_plan(smaller).grad_accum_dtype == sums
+    assert planned.grad_accum_dtype == make_plan(smaller).grad_accum_dtype == sums
     exp.hardware.devices["v100"] = dataclasses.replace(
         exp.hardware.devices["a100"], precisions=["fp32", "fp16"]
     )
@@ -348,45 +329,89 @@ def test_records(tmp_path: Path) -> None:
     assert read_json(run_dir.resume)["attempt"] == 4
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB; root only."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    made = subprocess.run(mount, capture_output=True)
+    if made.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            continue
+
+
+def test_a_full_disk_hides_neither_the_state_nor_an_attempt(small_disk: Path) -> None:
+    run_dir = RunDir(small_disk)
+    journal = Journal(run_dir)
+    journal.state("running", attempt=1)
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "one-more").write_text("text")
+    journal.add_attempt({"attempt": 1, "outcome": "disk_full"})
+    journal.state("waiting", attempt=1, why="a disk was full, ünd more words than before")
+    state = read_json(run_dir.supervisor)
+    assert (state["state"], state["why"][-6:]) == ("waiting", "before")
+    journal.state("waiting", attempt=1)
+    assert read_json(run_dir.supervisor)["why"] == "", "shorter than before"
+    assert read_attempts(run_dir) == []
+    assert (journal.restarts, len(journal.attempts)) == (0, 1)
+    (small_disk / "filler").unlink()
+    journal.state("preparing", attempt=2)
+    journal.add_attempt({"attempt": 2, "outcome": "ok"})
+    assert [line["attempt"] for line in read_attempts(run_dir)] == [1, 2]
+    assert read_json(run_dir.supervisor)["state"] == "preparing"
+
+
+def test_a_line_is_appended_whole_or_not_at_all(small_disk: Path) -> None:
+    path = small_disk / "lines.jsonl"
+    path.write_text('{"n": 0}\n{"torn')
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(path, {"n": 1, "long": "x" * 5000})
+    assert path.read_text() == '{"n": 0}\n{"torn'
+    append_line(path, {"n": 2})  # there is room in its last block
+    assert json.loads(path.read_text().splitlines()[-1]) == {"n": 2}
+
+
 def hosts_of(directory: Path, stream: io.StringIO, **launch: Any) -> HostSelection:
     """node-a is here, node-b refuses every connection."""
-    exp = experiment("ssh", (1, 1), "cpu", **launch)
+    exp = experiment("ssh", (1, 1), "cpu", host_wait_s=0.2, **launch)
     exp.model.tokenizer, exp.run_dir = "demo", str(directory)
     exp.batch.global_batch, exp.batch.accumulation = 4, None
     near, far = exp.hardware.hosts
     near.address, far.address, far.ssh_port = "127.0.0.1", "127.0.0.2", 1
-    run_dir = RunDir(directory)
-    spec = dataclasses.replace(spec_of(exp), run_dir=run_dir)
-    log = RunLog(run_dir.supervisor_log, Console(stream))
-    return HostSelection(spec, Backoff(log, Journal(run_dir), ShutdownRequest()))
+    spec = spec_of(exp)
+    log = RunLog(spec.run_dir.supervisor_log, Console(stream))
+    return HostSelection(spec, Backoff(log, Journal(spec.run_dir), ShutdownRequest()))
 
 
 def test_a_host_that_is_away(tmp_path: Path) -> None:
     """Real ssh, to a port where nobody listens."""
     stream = io.StringIO()
-    waited = hosts_of(tmp_path, stream, host_wait_s=0.2).select()
+    waited = hosts_of(tmp_path, stream).select()
     assert waited is not None
     assert waited.cause == "node-b did not come back within 0:00 (launch.host_wait_s)"
     assert "launch.elastic=true" in waited.fix
     assert stream.getvalue() == "waiting for node-b to answer over ssh, 0:00 at most\n"
 
-    elastic = hosts_of(tmp_path, stream, host_wait_s=0.2, elastic=True)
+    elastic = hosts_of(tmp_path, stream, elastic=True)
     elastic.full_spec.exp.model.kind = "llama"
     elastic.full_spec.exp.model.config = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 256,
+    }  # fmt: skip
     assert elastic.select() is None
     assert elastic.spec.plan.world_size == 1
     assert Plan.from_dict(read_json(elastic.spec.run_dir.plan)) == elastic.spec.plan
-    written = read_json(elastic.spec.run_dir.ds_config)
+    written, exp = read_json(elastic.spec.run_dir.ds_config), elastic.spec.exp
     assert written["train_batch_size"] == 4
-    assert written == ds_config(
-        elastic.spec.exp.model, elastic.spec.exp.zero, elastic.spec.exp.optim, elastic.spec.plan
-    )
+    assert written == ds_config(exp.model, exp.zero, exp.optim, elastic.spec.plan)
     # Buckets follow the model's width, as at the first attempt; without it they would be 4096^2.
     assert written["zero_optimization"]["reduce_bucket_size"] == 2_000_000
     assert stream.getvalue().splitlines()[-1] == (
@@ -397,10 +422,68 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     assert elastic.select() is None
     assert elastic.spec.plan.world_size == 1
 
-    impossible = hosts_of(tmp_path, stream, host_wait_s=0.2, elastic=True)
+    impossible = hosts_of(tmp_path, stream, elastic=True)
     impossible.full_spec.exp.precision = "auto"
     impossible.full_spec.exp.model.tokenizer = None
     gone = impossible.select()
     assert gone is not None
     assert gone.kind == "host_lost"
     assert "the run cannot continue without node-b: model.tokenizer" in stream.getvalue()
+
+
+class Scripted:
+    """An attempt that ends as scripted, and records the step that it was to begin at."""
+
+    script: ClassVar[list[AttemptRecord | OSError]] = []
+    began: ClassVar[list[int | None]] = []
+    monitor = None
+
+    def __init__(self, *_: Any, step: int | None, **__: Any) -> None:
+        self.step = step
+
+    def run(self) -> AttemptRecord:
+        self.began.append(self.step)
+        end = self.script.pop(0)
+        if isinstance(end, OSError):
+            raise end
+        return end
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchSpec:
+    """Of a run whose attempts are scripted; real ones are in ``tests/integration``."""
+    monkeypatch.setattr(supervisor_module, "Attempt", Scripted)
+    Scripted.began = []
+    exp = experiment("local", (1,), "cpu", restart_backoff_s=0.0)
+    exp.run_dir, exp.tracking.kinds = str(tmp_path), []
+    return spec_of(exp)
+
+
+def test_where_it_was_told_to_begin_until_a_checkpoint_comes_after(spec: LaunchSpec) -> None:
+    """Hosts with private disks still have the later ones, which the user went back from."""
+    write_resume(spec.run_dir, step=120, skip_steps=[], attempt=1)
+    killed = dataclasses.replace(KILLED, first_step=120, last_step=125, saved_step=120)
+    saved = dataclasses.replace(killed, last_step=135, saved_step=130, new_checkpoint=True)
+    Scripted.script = [killed, killed, saved, AttemptRecord(Outcome("ok"))]
+    result = Supervisor(spec, stream=io.StringIO()).run()
+    assert (result.outcome, result.restarts) == ("ok", 3)
+    assert Scripted.began == [120, 120, 120, None]
+
+
+def test_a_disk_that_fails_between_two_attempts(spec: LaunchSpec) -> None:
+    """There is a result, whatever happens to this process itself."""
+    Scripted.script = [KILLED, OSError(errno.ESTALE, "Stale file handle", "/mnt/run/ssh_config")]
+    stream, run_dir = io.StringIO(), spec.run_dir
+    Supervisor(spec, stream=stream).run()
+    written = read_json(run_dir.result)
+    assert written["outcome"] == "crash"
+    assert "/mnt/run/ssh_config: Stale file handle" in written["cause"]
+    assert f"python -m llmx resume {run_dir.root}" in stream.getvalue()
+    assert read_json(run_dir.supervisor)["state"] == "finished"
+    assert [line["decision"] for line in read_attempts(run_dir)] == ["restart"]
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y")
+    full = local_disk_failure(error, RunDir(tmp_path))
+    assert (full.kind, full.cause) == ("disk_full", "/x/y: no space left on the disk")

@@ -1,29 +1,38 @@
-"""Which paths are brought to the other hosts.
-
-``pytest tests/unit/test_launch_sync.py``; the copying itself is in ``tests/cluster``.
-"""
+"""What is brought to the other hosts, and what is collected of their checkpoints, by a real rsync
+without ssh. The copying over ssh is in ``tests/cluster``."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmx.config.validate import validate
-from llmx.errors import ConfigError, LaunchError
+from llmx.checkpoint.manifest import Manifest, digest_bytes
+from llmx.checkpoint.selection import list_steps
+from llmx.errors import LaunchError
 from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.agents.connection import AgentError
+from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.console import Console, RunLog
+from llmx.launch.supervision.journal import write_resume
 from llmx.launch.sync import differing, paths_to_push, push, source_of, sync_sizes
 from llmx.run.rundir import RunDir
-from tests.unit.test_launch_render import experiment, spec_of
+from tests.agents import wait_until
+from tests.launches import experiment, spec_of
+
+SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
+"""A remote shell that stays here."""
 
 
 def spec(tmp_path: Path, **data: object) -> LaunchSpec:
@@ -55,6 +64,8 @@ class Host:
 
 
 def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
+    """Of the run directory only what ranks read: all else is written by them, or while files
+    travel (metrics, trackers, the supervisor)."""
     for name in ("model", "cache"):
         (tmp_path / name).mkdir()
     for name in ("a.jsonl", "b.jsonl", "c.txt"):
@@ -65,9 +76,10 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
         model__tokenizer=str(tmp_path / "model"),
         data__path=str(tmp_path / "*.jsonl"),
         launch__sync_extra=[str(tmp_path / "c.txt")],
+        launch__sync_exclude=["*.mp4"],
     )
-    items = {item.path: item.what for item in paths_to_push(made, run_dir=True)}
-    assert items == {
+    items = {item.path: item for item in paths_to_push(made, run_dir=True)}
+    assert {path: item.what for path, item in items.items()} == {
         "/home/ada/llmx/llmx": "code",
         "/runs/demo": "run directory",
         str(tmp_path / "model"): "model",
@@ -75,31 +87,16 @@ def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
         str(tmp_path / "b.jsonl"): "data",
         str(tmp_path / "c.txt"): "launch.sync_extra",
     }
-
-
-def test_only_what_ranks_read_of_the_run_directory(tmp_path: Path) -> None:
-    """All else is written by them, or while files travel (metrics, trackers, the supervisor)."""
-    made = spec(tmp_path)
-    (item,) = (i for i in paths_to_push(made, run_dir=True) if i.what == "run directory")
-    assert set(item.only) == {
+    assert set(items["/runs/demo"].only) == {
         "config.yaml", "plan.json", "ds_config.json", "run.json", "resume.json", "balance.json",
     }  # fmt: skip
+    assert {"*.mp4", ".git", ".venv*", "outputs"} <= set(items["/home/ada/llmx/llmx"].excludes)
 
 
-def test_hub_ids_and_bundled_data_stay(tmp_path: Path) -> None:
+def test_hub_ids_bundled_data_and_installed_code_stay(tmp_path: Path) -> None:
     made = spec(tmp_path, model__path="meta-llama/Llama-2-7b-hf", data__path="demo")
     assert [item.what for item in paths_to_push(made, run_dir=False)] == ["code"]
-
-
-def test_installed_code_stays(tmp_path: Path) -> None:
-    made = dataclasses.replace(spec(tmp_path), code_root=None)
-    assert paths_to_push(made, run_dir=False) == []
-
-
-def test_excludes_of_the_user(tmp_path: Path) -> None:
-    made = spec(tmp_path, launch__sync_exclude=["*.mp4"])
-    (code,) = paths_to_push(made, run_dir=False)
-    assert {"*.mp4", ".git", ".venv*", "outputs"} <= set(code.excludes)
+    assert paths_to_push(dataclasses.replace(made, code_root=None), run_dir=False) == []
 
 
 def test_sync_extra_must_exist(tmp_path: Path) -> None:
@@ -108,12 +105,9 @@ def test_sync_extra_must_exist(tmp_path: Path) -> None:
         paths_to_push(made, run_dir=False)
 
 
-def test_sync_extra_must_be_absolute() -> None:
-    exp = experiment("ssh", (1, 1), sync_extra=["data/x"])
-    with pytest.raises(
-        ConfigError, match=r"launch.sync_extra\[0\]=data/x: must be an absolute path"
-    ):
-        validate(exp)
+def said_by(argv: list[str], stdin: str = "") -> str:
+    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def names_sent(made: LaunchSpec) -> set[str]:
@@ -121,10 +115,8 @@ def names_sent(made: LaunchSpec) -> set[str]:
     sent: set[str] = set()
     for item in paths_to_push(made, run_dir=False):
         arguments, excludes = source_of(item)
-        output = subprocess.run(
-            ["rsync", "-a", "--dry-run", "--out-format=%n", *arguments, "/nowhere/"],
-            input=excludes, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+        argv = ["rsync", "-a", "--dry-run", "--out-format=%n", *arguments, "/nowhere/"]
+        output = said_by(argv, stdin=excludes)
         sent |= {line for line in output.splitlines() if not line.endswith("/")}
     return sent
 
@@ -182,13 +174,11 @@ def test_what_differs_after_the_copy(tmp_path: Path, by_content: bool) -> None:
         subprocess.run(["touch", "-r", here / name, there / name], check=True)
     subprocess.run(["touch", "-d", "yesterday", there / "later"], check=True)
     (there / "mode").chmod(0o600)
-    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    shell.write_text(SHELL)
     shell.chmod(0o755)
     argv = ["rsync", "-a", "-s", "-e", str(shell), "--dry-run", "--itemize-changes"]
     argv += ["--checksum"] if by_content else []
-    said = subprocess.run(
-        [*argv, f"{here}/", f"host:{there}/"], capture_output=True, text=True, check=True
-    ).stdout
+    said = said_by([*argv, f"{here}/", f"host:{there}/"])
     wrong = {line.split()[-1] for line in differing(said, by_content=by_content)}
     assert wrong == {"longer", "new"} | (set() if by_content else {"later"})
 
@@ -202,10 +192,7 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
 
     class Away(Host):
         def request(self, cmd: str, **values: Any) -> dict[str, Any]:
-            deadline = time.monotonic() + 20
-            while not (tmp_path / "began").exists():
-                assert time.monotonic() < deadline, "rsync has not started"
-                time.sleep(0.01)
+            wait_until((tmp_path / "began").exists, timeout_s=20)
             raise AgentError("it is away")
 
     hosts: list[Any] = [Away("node-a", 0), Host("node-b", 1)]
@@ -221,9 +208,9 @@ class Rsync:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log = directory / "rsync.log"
         shell, program = directory / "shell", directory / "bin" / "rsync"
-        real = subprocess.run(["which", "rsync"], capture_output=True, text=True).stdout.strip()
+        real = shutil.which("rsync")
         program.parent.mkdir()
-        shell.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+        shell.write_text(SHELL)
         program.write_text(
             f'#!/bin/sh\n[ "$1" = --server ] && exec {real} "$@"\n'
             f'echo "$*" >> {self.log}\nexec {real} "$@" -e {shell}\n'
@@ -309,3 +296,76 @@ def test_a_stamp_is_of_what_rsync_would_send(
     assert (tree_stamp(str(top), excludes) == before) is same
     assert tree_stamp(str(top), ["runs/*"]) is None, "a pattern that is rsync's own"
     assert tree_stamp(str(top / "nothing"), []) is None
+
+
+class SavingHost:
+    """A host with a disk of its own: a directory, in which paths are as on the host."""
+
+    is_remote, shared, hosts, name = True, False, (0,), "node-b"
+
+    def __init__(self, disk: Path, run: RunDir) -> None:
+        self.disk, self.run = disk, run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.disk / str(self.run.checkpoints).lstrip("/")
+
+    def save(self, step: int, *, num_rollbacks: int = 0) -> None:
+        directory = self.checkpoints / f"step-{step:08d}"
+        directory.mkdir(parents=True)
+        (directory / "rank-00000.safetensors").write_bytes(b"x" * 10)
+        files = {"rank-00000.safetensors": digest_bytes(b"x" * 10)}
+        manifest = Manifest(step, files, hosts={}, run_id="r", num_rollbacks=num_rollbacks)
+        (directory / "manifest.json").write_text(manifest.to_text())
+
+    def request(self, what: str, **words: Any) -> dict[str, Any]:
+        found = self.checkpoints.glob("step-*/manifest.json") if what == "list_files" else ()
+        return {"files": {f"checkpoints/{p.parent.name}/{p.name}": 1 for p in found}}
+
+
+class LocalRsync:
+    """Reads the host's directory where the real one goes over ssh."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def at(self, host: str, path: Path) -> str:
+        return f"{host}:{path}"
+
+    def run(self, arguments: list[str], *, label: str, stdin: str = "", host: str = "") -> str:
+        here = [word.replace("node-b:", str(self.disk)) for word in arguments]
+        return said_by(["rsync", "-a", *here], stdin)
+
+
+def collector(run: RunDir, host: SavingHost) -> CheckpointSync:
+    launch = SimpleNamespace(sync="rsync")
+    plan = SimpleNamespace(hosts=[SimpleNamespace(is_local=False)], ranks=[])
+    spec: Any = SimpleNamespace(run_dir=run, exp=SimpleNamespace(launch=launch), plan=plan)
+    connections: Any = [host]
+    made = CheckpointSync(spec, connections, RunLog(run.root / "log", Console(io.StringIO())))
+    made._pool = LocalRsync(host.disk)  # type: ignore[assignment]
+    return made
+
+
+def test_what_was_given_up_is_not_collected_before_it_is_removed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    host = SavingHost(tmp_path / "disk", run)
+    for step in (40, 50):
+        host.save(step)
+    collector(run, host)._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [50]
+    # Sent back to 40; the host keeps 50 until it saves again, and saves 45 and 50 then.
+    run.checkpoint(50).rename(tmp_path / "aside")
+    write_resume(run, step=40, skip_steps=[], attempt=2, rollbacks=[40])
+    at_work = collector(run, host)
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40]
+    host.save(45, num_rollbacks=1)
+    (host.checkpoints / "step-00000050").rename(tmp_path / "removed")
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40, 45]
+    host.save(50, num_rollbacks=1)
+    at_work._pull_all(limit=False)
+    assert list_steps(run.checkpoints) == [40, 45, 50]
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
