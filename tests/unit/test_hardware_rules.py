@@ -5,36 +5,32 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.user_files import check_user_files
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError
+from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.files import check_launch, make_spec, rendered_files
 from llmx.run.rundir import RunDir
 from tests.composing import composed, values
 
-
-@functools.cache
-def _composition(*overrides: str) -> dict[str, Any]:
-    return values(["hardware=a100x2_v100x2", *overrides])
-
-
-def composition(*overrides: str) -> dict[str, Any]:
-    """The values of a config on two hosts, to be changed."""
-    return copy.deepcopy(_composition(*overrides))
-
-
+composition = functools.cache(lambda *words: values(["hardware=a100x2_v100x2", *words]))
+"""The values of a config on two hosts."""
+NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 A100 = {"device": "a100_80g", "slots": 2}
 
 
 def hardware(*hosts: dict[str, Any], overrides: list[str] | None = None, **more: Any) -> Composed:
     """Composed on these hosts."""
-    given = composition(*(overrides or []))
-    given["hardware"] |= {"hosts": [{**A100, **host} for host in hosts], **more}
+    given = copy.deepcopy(composition(*(overrides or [])))
+    given["hardware"] |= {"hosts": [{**A100, **host} for host in hosts]} | more
     return plan_experiment(*complete(experiment_from_dict(given)))
 
 
@@ -84,22 +80,12 @@ def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("10.0.0.1:29500", "write 10.0.0.1 and launch.master_port: 29500"),
-        ("ada@10.0.0.1", "write 10.0.0.1 and user: ada"),
-        ("127.0.0.1", "other hosts cannot reach rank 0 there"),
-        ("a b", "one word"),
-    ],
-)
-def test_a_master_that_cannot_be(given: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        hardware(*TWO, master_addr=given)
-
-
-@pytest.mark.parametrize(
     ("key", "given", "message"),
     [
+        ("master_addr", "10.0.0.1:29500", "write 10.0.0.1 and launch.master_port: 29500"),
+        ("master_addr", "ada@10.0.0.1", "write 10.0.0.1 and user: ada"),
+        ("master_addr", "127.0.0.1", "other hosts cannot reach rank 0 there"),
+        ("master_addr", "a b", "one word"),
         ("hosts", {"a": {"slots": 2}}, "hardware.hosts=.*must be a list"),
         ("hosts", ["a"], r"hardware.hosts\[0\]=a: must be a mapping"),
         ("env", ["A=1"], "hardware.env=.*must be a mapping"),
@@ -107,33 +93,27 @@ def test_a_master_that_cannot_be(given: str, message: str) -> None:
         ("devices", ["a"], "hardware.devices=.*must be a mapping"),
     ],
 )
-def test_a_value_of_another_type(key: str, given: Any, message: str) -> None:
-    changed = composition()
-    changed["hardware"][key] = given
+def test_a_value_that_cannot_be(key: str, given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_experiment(*complete(experiment_from_dict(changed)))
+        hardware(*TWO, **{key: given})
 
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         hardware({"name": "a:1"}, {"name": "b", "address": "x@y"}, {"name": "c", "device": "no"})
-    assert [line.split(" ")[0] for line in str(caught.value).splitlines()] == [
-        f"hardware.hosts[{index}]" for index in range(3)
-    ]
+    keys = [line.split(" ")[0] for line in str(caught.value).splitlines()]
+    assert keys == [f"hardware.hosts[{index}]" for index in range(3)]
+
+
+def places(done: Composed) -> list[tuple[str, str | None]]:
+    return [(host.name, host.address) for host in done.experiment.hardware.hosts]
 
 
 def test_a_host_has_a_name_or_an_address() -> None:
-    hosts = hardware({"address": "gpu-1.lab"}, {"name": "b"}).experiment.hardware.hosts
-    assert [(host.name, host.address) for host in hosts] == [
-        ("gpu-1.lab", "gpu-1.lab"),
-        ("b", None),
-    ]
-
-
-def test_one_host_without_a_name_is_not_this_machine() -> None:
-    """Once it was: the name's default was localhost."""
+    done = hardware({"address": "gpu-1.lab"}, {"name": "b"})
+    assert places(done) == [("gpu-1.lab", "gpu-1.lab"), ("b", None)]
     (host,) = hardware({"address": "10.0.0.9"}).plan.hosts
-    assert (host.name, host.is_local) == ("10.0.0.9", False)
+    assert (host.name, host.is_local) == ("10.0.0.9", False), "not localhost"
 
 
 def test_containers_behind_one_address() -> None:
@@ -142,17 +122,16 @@ def test_containers_behind_one_address() -> None:
     assert len(hardware(one, {**one, "name": "b", "ssh_port": 2202}).plan.hosts) == 2
 
 
-@pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]", "FD00:0:0::1"])
-@pytest.mark.parametrize("key", ["address", "name"])
+@pytest.mark.parametrize(
+    ("key", "address"), [("address", "fd00::1"), ("name", "[fd00::1]"), ("name", "FD00:0:0::1")]
+)
 def test_ipv6(address: str, key: str) -> None:
     """Understood bare and in brackets, as an address and as a name; bare where it is rendered."""
     names = {"name": "a", "address": address} if key == "address" else {"name": address}
     done = hardware(names, {"name": "b", "address": "[fd00::2]"}, master_addr=None)
     name = "a" if key == "address" else "ipv6-fd00--1"
-    assert [(host.name, host.address) for host in done.plan.hosts] == [
-        (name, "fd00::1"),
-        ("b", "fd00::2"),
-    ]
+    hosts = [(host.name, host.address) for host in done.plan.hosts]
+    assert hosts == [(name, "fd00::1"), ("b", "fd00::2")]
     assert done.plan.master_addr == "fd00::1"
     spec = make_spec(done.experiment, done.plan, RunDir("/runs/test"), port=29500, token="t")
     files = rendered_files(spec)
@@ -162,15 +141,30 @@ def test_ipv6(address: str, key: str) -> None:
     assert "--master_addr=fd00::1 " in files["command.txt"]
 
 
-def test_ipv6_in_a_hostfile(tmp_path) -> None:
+@given(st.dictionaries(NAMES, st.integers(1, 64), min_size=1))
+def test_hostfile_round_trip(slots: dict[str, int]) -> None:
+    hosts = tuple(HostSlots(name, count) for name, count in slots.items())
+    assert parse_hostfile(render_hostfile(hosts)) == hosts
+
+
+def test_hostfile_of_a_user() -> None:
+    text = "# my cluster\n\nworker-0 slots=4 # rack 1\n  worker-1\tslots=2 max_slots=2\n"
+    assert parse_hostfile(text) == (HostSlots("worker-0", 4), HostSlots("worker-1", 2))
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile("a\nb slots=1\nc slots = 3\n", source="/job/hostfile")
+    lines = [line.split(": ")[0] for line in str(caught.value).splitlines()]
+    assert lines == ["/job/hostfile:1", "/job/hostfile:3"], "all of them at once"
+
+
+def of_hostfile(path: Path | str) -> Composed:
+    return composed(["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"])
+
+
+def test_ipv6_in_a_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_text("\ufefffd00::1 slots=2\n[fd00::2] slots=2\n", encoding="utf-8")
-    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
-    hosts = composed(words).experiment.hardware.hosts
-    assert [(host.name, host.address) for host in hosts] == [
-        ("ipv6-fd00--1", "fd00::1"),
-        ("ipv6-fd00--2", "fd00::2"),
-    ]
+    expected = [("ipv6-fd00--1", "fd00::1"), ("ipv6-fd00--2", "fd00::2")]
+    assert places(of_hostfile(path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -182,7 +176,7 @@ def test_ipv6_in_a_hostfile(tmp_path) -> None:
         ("a slots=2\n".encode("utf-16"), "UTF-16. Save it as UTF-8"),
         (b"x" * 2_000_000, "over 1 MiB"),
         (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
-        ("a slots=٢".encode(), "expected \"slots=N\""),
+        ("a slots=٢".encode(), 'expected "slots=N"'),
         (b"a slots=2\nfd00::1:22:33::1 slots=2", "a name has no colon"),
         (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "is already in line 1"),
         (b"fe80::1%eth0 slots=2", "a zone"),
@@ -190,32 +184,27 @@ def test_ipv6_in_a_hostfile(tmp_path) -> None:
         (b"? slots=2\n" * 5000, "and 4980 more invalid lines"),
         (b"", "has no hosts"),
     ],
-)  # fmt: skip
-def test_a_hostfile_that_is_none(content: bytes, message: str, tmp_path) -> None:
+)
+def test_a_file_that_is_no_hostfile(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     path.write_bytes(content)
-    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
     with pytest.raises(ConfigError, match=message) as caught:
-        composed(words)
+        of_hostfile(path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 8000
 
 
 @pytest.mark.parametrize("path", ["/", "/dev/null/x", "/nowhere", "/dev/zero"])
 def test_a_hostfile_that_cannot_be_read(path: str) -> None:
-    words = ["hardware=hostfile", f"hardware.path={path}", "hardware.device=a100_80g"]
     with pytest.raises(ConfigError, match=f"hardware.path={path}: no such file"):
-        composed(words)
+        of_hostfile(path)
 
 
 @pytest.mark.parametrize(
     ("device", "message"),
     [
         ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
-        (
-            {"compute_capability": 8.0, "peak_tflops": {"fp61": 12}},
-            "peak_tflops.fp61: runs compute",
-        ),
+        ({"compute_capability": 8.0, "peak_tflops": {"fp61": 1}}, "tflops.fp61: runs compute"),
         ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be .*from 0"),
         ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
         ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),
