@@ -1,11 +1,19 @@
-"""What the ranks would refuse is said before the launch: task, first rows, files of the model."""
+"""Before and after a launch: what the ranks would refuse is said (task, first rows, files of the
+model); and a run without a terminal: how it is left, shown and ended, and its batch script."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import re
+import secrets
+import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +24,17 @@ from llmx.checkpoint.model_files import check_model_files, damaged_files, seal
 from llmx.cli.target import find_target
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config.tasks import shipped_tasks
-from llmx.errors import ConfigError, DataError
+from llmx.errors import ConfigError, DataError, LaunchError
+from llmx.launch.supervision.journal import supervisor_lock
+from llmx.launch.supervision.outcome import Result
+from llmx.launch.supervision.signals import ShutdownRequest, sender_of
 from llmx.lifecycle import preflight
+from llmx.lifecycle.batch import batch_script, requeue_job
+from llmx.lifecycle.detach import detach
 from llmx.lifecycle.preflight import with_checked_inputs
+from llmx.observe.control import main
+from llmx.run.rundir import RunDir, read_mapping, write_json
+from tests.composing import composed as compose
 from tests.rundirs import experiment
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -77,8 +93,10 @@ def test_a_wrong_first_row_is_named_and_a_later_one_is_left_to_the_ranks(tmp_pat
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     """Of a pretrained model, which does not grow by itself."""
-    small = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
-    small |= {"intermediate_size": 32, "num_attention_heads": 2}
+    small = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1,
+        "intermediate_size": 32, "num_attention_heads": 2,
+    }  # fmt: skip
     model = {"kind": "hf", "init": "pretrained", "config": small, "tokenizer": "demo"}
     given = composed(tmp_path, [ROWS["alpaca"]], model=model)
     given.experiment.model.path = str(tmp_path)
@@ -94,7 +112,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
 def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:
     composed(tmp_path, [ROWS["preference"]])
     program = (
-        "import sys; from pathlib import Path; from tests.unit.test_preflight import *; "
+        "import sys; from pathlib import Path; from tests.unit.test_lifecycle import *; "
         f"with_checked_inputs(composed(Path({str(tmp_path)!r}), [ROWS['preference']], 'dpo')); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
@@ -140,9 +158,7 @@ def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     given = composed(tmp_path, [ROWS["alpaca"]], model={"tokenizer": "somebody/model"})
-    with pytest.raises(
-        ConfigError, match=r"model\.tokenizer=somebody/model: no such directory and not in"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer=somebody/model: no such directory and not"):
         with_checked_inputs(given)
     given.experiment.dry_run = True
     assert "hf download somebody/model" in with_checked_inputs(given).plan.warnings[-1]
@@ -244,3 +260,164 @@ def test_weights_that_are_not_read_may_be_pointers(tmp_path: Path) -> None:
         with_checked_inputs(
             composed(tmp_path, [ROWS["alpaca"]], model={**model, "tokenizer": None})
         )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "config.yaml").write_text("")
+    return RunDir(tmp_path)
+
+
+def supervise(run: RunDir) -> int:
+    """Hold the run until a signal asks for the end."""
+    shutdown = ShutdownRequest()
+    with supervisor_lock(run, "1" * 16), shutdown.handle_signals(print):
+        print("step 1", flush=True)
+        shutdown.event.wait(60)
+        result = {"outcome": "interrupted", "cause": shutdown.source, "exit_code": 130}
+        write_json(run.result, result)
+    return 130
+
+
+def test_a_detached_run_is_shown_and_stopped(
+    run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert detach(run, lambda: supervise(run)) == 0
+    printed = capfd.readouterr().out
+    assert f"python -m llmx stop {run.root}" in printed
+    pid = int(re.search(r"process (\d+)", printed)[1])  # type: ignore[index]
+    assert os.getsid(pid) == pid, "a session of its own"
+    codes: list[int] = []
+    shown = threading.Thread(target=lambda: codes.append(main(["attach", str(run.root)])))
+    shown.start()
+    assert main(["stop", str(run.root)]) == 0
+    shown.join(timeout=20)
+    assert codes == [130], "the code of the run"
+    printed = capfd.readouterr().out
+    assert "step 1\n" in printed
+    assert "interrupted: SIGTERM\n" in printed
+    os.waitpid(pid, 0)
+    assert main(["stop", str(run.root)]) == 2
+    assert "it has ended (interrupted)" in capfd.readouterr().err
+
+
+def test_a_run_that_cannot_be_left(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """What it said before it held the run is said here, with its exit code."""
+
+    def refused() -> int:
+        raise LaunchError("somebody else has it")
+
+    assert detach(run, refused) == LaunchError.exit_code
+    assert "somebody else has it" in capfd.readouterr().err
+
+
+def test_a_run_of_another_machine(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    write_json(run.supervisor_lock, {"host": "login-1", "pid": 1, "time": 0.0})
+    assert main(["stop", str(run.root)]) == 2
+    assert f"python -m llmx stop USER@login-1:{run.root}" in capfd.readouterr().err
+    assert main(["attach", str(run.root / "no-such")]) == 2
+    assert read_mapping(run.supervisor_lock)["pid"] == 1
+
+
+def test_only_the_holder_of_the_lock_is_ended(
+    run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody's run directory may name any process as its supervisor."""
+    with supervisor_lock(run, secrets.token_hex(8)), subprocess.Popen(["sleep", "60"]) as other:
+        for pid in (other.pid, -other.pid, 0, "1"):
+            run.supervisor_lock.write_text(json.dumps({"pid": pid}))
+            assert main(["stop", str(run.root)]) == 2
+            assert f"process {pid} of its supervisor.lock" in capfd.readouterr().err
+        assert other.poll() is None
+        other.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "environ", "kind", "words"),
+    [
+        (signal.SIGTERM, {}, "user", "SIGTERM"),
+        (signal.SIGINT, {"SLURM_JOB_ID": "7"}, "user", "Ctrl-C"),
+        (signal.SIGHUP, {}, "user", "hang-up"),
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "7"}, "scheduler", "Slurm job 7"),
+        (
+            signal.SIGUSR1, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1120"}, "time_limit",
+            "SIGUSR1 before the time limit of Slurm job 7, 2:00 left",
+        ),
+        (
+            signal.SIGTERM, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "8200"}, "scheduler",
+            "preempted or cancelled, 2:00:00 before its limit",
+        ),
+    ],
+)  # fmt: skip
+def test_who_ended_the_run(number: int, environ: dict[str, str], kind: str, words: str) -> None:
+    sender = sender_of(number, environ, now=1000.0)
+    assert sender.kind == kind
+    assert words in sender.words
+
+
+REQUEST = ("hardware=slurm", "hardware.nodes=2", "hardware.slots=4", "hardware.device=a100_80g")
+
+
+def script(tmp_path: Path, *more: str, config_dir: str | None = None) -> str:
+    words = [*REQUEST, "launch.slurm.submit=true", *more]
+    done = compose(words, run_dir=str(tmp_path / "a run"))
+    return batch_script(done.experiment, done.plan, words=words, config_dir=config_dir)
+
+
+def options(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return [word for line in lines for word in shlex.split(line.removeprefix("#SBATCH "))]
+
+
+def test_a_job_asks_for_what_the_plan_has(tmp_path: Path) -> None:
+    more = ["partition=gpu", "time_limit=12:00:00", "sbatch_args=['--mail-type=END']"]
+    words = [f"launch.slurm.{word}" for word in more]
+    asked = options(script(tmp_path, *words, "launch.stop_grace_s=300"))
+    expected = ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--requeue",
+                "--signal=B:USR1@360", "--partition=gpu", "--time=12:00:00", "--mail-type=END",
+                f"--output={tmp_path / 'a run'}/logs/console.log"]  # fmt: skip
+    assert set(expected) <= set(asked)
+    assert not any(option.startswith("--nodelist") for option in asked)
+    assert "--gres=gpu:a100:4" in options(script(tmp_path, "launch.slurm.gres=gpu:a100:4"))
+
+
+def test_the_script_starts_the_run_and_then_continues_it(tmp_path: Path) -> None:
+    """The words reach python as they were typed, in both cases."""
+    text = script(tmp_path, "name='two words'", config_dir="/conf dir")
+    before, _, _ = text.rpartition("exec ")
+    shown = f'{before}printf "%s\\n" "$@"'
+
+    def words() -> list[str]:
+        argv = ["bash", "-c", shown]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    run = RunDir(tmp_path / "a run")
+    first = words()
+    assert first[: len(REQUEST)] == list(REQUEST)
+    assert {"name='two words'", f"run_dir={run.root}", "launch.slurm.requeue=true"} <= set(first)
+    assert "launch.slurm.submit=true" not in first
+    assert first[-2:] == ["--config-dir", "/conf dir"]
+    run.root.mkdir()
+    run.identity.touch()
+    again = ["resume", str(run.root), "hardware=slurm", "hardware.device=a100_80g"]
+    assert words()[: len(again)] == again
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "first_step", "said"),
+    [
+        ("SIGTERM", "7", 0, ""),
+        ("SIGUSR1", "", 0, ""),
+        ("", "7", 0, ""),
+        ("SIGUSR1", "7", 20, "not requeued: job 7 saved no checkpoint after step 20"),
+    ],
+)
+def test_only_the_signal_of_the_script_and_a_new_checkpoint_requeue(
+    name: str, job: str, first_step: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setattr("llmx.lifecycle.batch.ask", lambda argv: pytest.fail(f"ran {argv}"))
+    result, out = Result(stopped_by="time_limit", signal=name), io.StringIO()
+    requeue_job(RunDir(tmp_path), result, first_step=first_step, stream=out)
+    assert said in out.getvalue()
+    assert bool(said) == bool(out.getvalue())
