@@ -1,21 +1,23 @@
-"""Known failures, by the messages as they are really printed.
-
-``pytest tests/unit/test_failures.py``
-"""
+"""Known failures, by the messages as they are really printed; and ``python -m llmx explain``."""
 
 # Messages stand as they are printed, however long.
 # ruff: noqa: E501
 from __future__ import annotations
 
+import io
+import json
 import re
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.explain import HARMLESS
+from benchmarks.explain import HARMLESS, judge, measure
+from llmx.cli.main import main
 from llmx.config import known_keys
 from llmx.failures.catalogue import ROWS
 from llmx.failures.diagnose import (
@@ -33,9 +35,10 @@ from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.outcome import Evidence
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.status import RankStatus
-from tests.unit.test_launch_render import experiment
+from tests import tracked_run
+from tests.launches import experiment
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,22 @@ def plan() -> Plan:
     return make_plan(experiment("pdsh", (2, 1)))
 
 
+TRACEBACK = "Traceback (most recent call last):\n"
+RESET = "[../gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
 MESSAGES = [(row, message) for row in ROWS for message in row.messages]
 
 
+def failed(kind: str, message: str, *, time: float = 1.0, **more: Any) -> dict[str, Any]:
+    """The status of a rank."""
+    trace = f'{TRACEBACK}  File "x.py", line 1\n{kind}: {message}'
+    error = {"type": kind, "message": message, "traceback": trace, "category": "", "time": time}
+    return {"state": "failed", "time": time, "error": {**error, **more}}
+
+
 @pytest.mark.parametrize(("row", "message"), MESSAGES, ids=[row.name for row, _ in MESSAGES])
-def test_known_messages(row: Row, message: str) -> None:
-    """As text, with harmless lines before and after it, and as a rank reports it."""
+def test_known_messages(row: Row, message: str, plan: Plan) -> None:
+    """As text, with harmless lines before and after it, as a rank reports it, and in the file of a
+    rank that failed, while another rank reports what followed from it."""
     kind, _, rest = message.partition(": ")
     noise = "\n".join(HARMLESS)
     for failure in (
@@ -64,45 +77,32 @@ def test_known_messages(row: Row, message: str) -> None:
         assert found.cause
         assert found.fix
         assert not re.search(r"\{\w+\}", found.cause + found.fix)
-
-
-@pytest.mark.parametrize(("row", "message"), MESSAGES, ids=[row.name for row, _ in MESSAGES])
-def test_known_messages_as_they_arrive_in_a_run(row: Row, message: str, plan: Plan) -> None:
-    """In the file of a rank that failed, while another rank reports what followed from it."""
-    error = {"type": message.partition(": ")[0], "message": message.partition(": ")[2],
-             "traceback": f"Traceback (most recent call last):\n  File \"x.py\", line 1\n{message}\n",
-             "category": "", "time": 100.0}  # fmt: skip
-    reset = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
-    lost = {**error, "type": "RuntimeError", "message": reset, "traceback": reset, "time": 99.0}
+    trace = f'{TRACEBACK}  File "x.py", line 1\n{message}\n'
     statuses = {
-        0: {"state": "failed", "time": 99.0, "error": lost},
-        1: {"state": "failed", "time": 100.0, "error": error},
+        0: failed("RuntimeError", RESET, time=99.0),
+        1: failed(kind, rest, time=100.0, traceback=trace),
     }
-    found = classify(Evidence(statuses=statuses, launcher_log="\n".join(HARMLESS)), plan)
+    outcome = classify(Evidence(statuses=statuses, launcher_log=noise), plan)
     if row.weight < Weight.CONSEQUENCE:
-        assert (found.name, found.rank) == (row.name, 1)
+        assert (outcome.name, outcome.rank) == (row.name, 1)
     else:
-        assert found.rank == 0
+        assert outcome.rank == 0
 
 
-def test_what_nccl_prints_before_python_raises(plan: Plan) -> None:
-    """The error of the rank has no more than ``unhandled system error``; its log has the cause."""
-    raised = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error"
-    error = {
-        "type": "DistBackendError",
-        "message": raised,
-        "traceback": f'Traceback (most recent call last):\n  File "x.py"\n{raised}',
-        "category": "",
-        "time": 1.0,
-    }
-    statuses = {0: {"state": "failed", "time": 1.0, "error": error}}
-    for printed, name in (
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
         ("node-a:7:7 [0] bootstrap.cc:37 NCCL WARN Bootstrap : no socket interface found", "interface_missing"),
         ("node-a:7:7 [0] init.cc:99 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000", "gpu_twice"),
         ("node-a:7:7 [0] shm.h:28 NCCL WARN Call to posix_fallocate failed: No space left on device", "shm_full"),
-    ):  # fmt: skip
-        log = f"{printed}\n{error['traceback']}"
-        assert classify(Evidence(statuses=statuses, rank_logs={0: log}), plan).name == name
+    ],
+)  # fmt: skip
+def test_what_nccl_prints_before_python_raises(printed: str, name: str, plan: Plan) -> None:
+    """The error of the rank has no more than ``unhandled system error``; its log has the cause."""
+    raised = "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error"
+    status = failed("torch.distributed.DistBackendError", raised)
+    log = f"{printed}\n{status['error']['traceback']}"
+    assert classify(Evidence(statuses={0: status}, rank_logs={0: log}), plan).name == name
 
 
 def test_rows_are_typed_and_named_once() -> None:
@@ -148,6 +148,13 @@ def test_harmless_lines_alone_are_no_failure() -> None:
     assert find_failure("\n".join(HARMLESS)) is None
 
 
+def known_in(log: str) -> Any:
+    match = find_failure(log)
+    assert match is not None
+    assert match.row is not None
+    return match
+
+
 def test_the_first_error_is_the_cause() -> None:
     """Of several ranks; what another rank saw of it before does not count."""
     log = (
@@ -159,18 +166,36 @@ def test_the_first_error_is_the_cause() -> None:
         "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
         "[rank2]: RuntimeError: CUDA error: device-side assert triggered\n"
     )
-    match = find_failure(log)
-    assert match is not None
-    assert match.row is not None
+    match = known_in(log)
     assert (match.row.name, match.lines[0].number) == ("cuda_oom", 6)
 
 
-def test_what_the_rank_says_stands() -> None:
-    """A message may mention a word of the catalogue and mean something else."""
-    found = diagnose(
-        Failure(error_type="DataError", message="row 3: No space left on device", category="data")
-    )
-    assert (found.outcome, found.name) == ("data", "")
+DAMAGED = (
+    "None of the 1 checkpoints in /runs/x/checkpoints can be used (step 50: "
+    "rank-00001.safetensors: damaged, it has 401 bytes, expected 4001 bytes)."
+)
+LINE_41 = "rows.jsonl, line 41: not JSON (Expecting value). Correct the line."
+SEQ_LEN = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512."
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "outcome", "cause", "fix"),
+    [
+        # A message may mention a word of the catalogue and mean something else.
+        ("DataError", "row 3: No space left on device", "data", "row 3: No space left on device", ""),
+        ("RecordError", LINE_41, "data", LINE_41, ""),
+        # It has the fix.
+        ("ConfigError", SEQ_LEN, "config", SEQ_LEN, ""),
+        ("CheckpointError", DAMAGED, "data", f"CheckpointError: {DAMAGED}", "--check.*good copy.*step=N.*step=0"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_says_of_llmx_stands(
+    kind: str, said: str, outcome: str, cause: str, fix: str
+) -> None:
+    trace = f"{TRACEBACK}  File 'x'\nllmx.errors.{kind}: {said}"
+    found = diagnose(Failure(kind, said, trace, outcome, log=trace))
+    assert (found.outcome, found.cause, found.name) == (outcome, cause, "")
+    assert re.fullmatch(f".*{fix}.*" if fix else "", found.fix)
 
 
 @pytest.mark.parametrize(
@@ -229,37 +254,6 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
     assert found.fix or kind in OWN_ERRORS
 
 
-def test_a_row_of_the_catalogue_does_not_replace_an_error_of_llmx() -> None:
-    said = "rows.jsonl, line 41: not JSON (Expecting value). Correct the line."
-    trace = f"Traceback (most recent call last):\n  File 'x'\nllmx.errors.RecordError: {said}"
-    found = diagnose(Failure("RecordError", said, trace, "data", log=trace))
-    assert (found.outcome, found.cause, found.name) == ("data", said, "")
-
-
-def test_an_error_of_llmx_is_its_message_which_has_the_fix() -> None:
-    said = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512."
-    found = diagnose(Failure(error_type="ConfigError", message=said, category="config"))
-    assert (found.outcome, found.cause, found.fix) == ("config", said, "")
-
-
-def test_damaged_checkpoints_are_named_with_what_can_be_done() -> None:
-    said = (
-        "None of the 1 checkpoints in /runs/x/checkpoints can be used (step 50: "
-        "rank-00001.safetensors: damaged, it has 401 bytes, expected 4001 bytes)."
-    )
-    found = diagnose(
-        Failure(
-            error_type="CheckpointError",
-            message=said,
-            traceback=f"Traceback (most recent call last):\n  ...\nllmx.checkpoint.manifest.CheckpointError: {said}",
-            category="data",
-        )
-    )
-    assert (found.outcome, found.cause) == ("data", f"CheckpointError: {said}")
-    for words in ("--check", "good copy", "step=N", "step=0"):
-        assert words in found.fix
-
-
 @pytest.mark.parametrize(
     ("message", "name"),
     [
@@ -301,7 +295,146 @@ def test_prefixes_of_ranks_hosts_and_times(prefix: str) -> None:
         "    torch.load(path)",
         "OSError: [Errno 28] No space left on device",
     ]
-    match = find_failure("\n".join(f"{prefix.format(n=n)}{line}" for n, line in enumerate(lines)))
-    assert match is not None
-    assert match.row is not None
+    match = known_in("\n".join(f"{prefix.format(n=n)}{line}" for n, line in enumerate(lines)))
     assert (match.row.name, match.line) == ("disk_full", lines[-1])
+
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+TORCHRUN = f"""\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/job/train.py", line 3, in <module>
+[rank1]:     main()
+[rank1]: {OOM}
+W1128 12:00:00.000000 139 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 41 closing signal SIGTERM
+E1128 12:00:01.000000 139 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 1 (pid: 42) of binary: /opt/bin/python
+Traceback (most recent call last):
+  File "/opt/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+Root Cause (first observed failure):
+[0]:
+  exitcode  : 1 (pid: 42)
+  error_file: <N/A>
+============================================================
+"""
+ACCELERATE = f"""\
+Traceback (most recent call last):
+  File "/job/train.py", line 3, in <module>
+    main()
+{OOM}
+  0%|          | 0/100 [00:02<?, ?it/s]
+Traceback (most recent call last):
+  File "/opt/bin/accelerate", line 8, in <module>
+    sys.exit(main())
+  File "/opt/lib/python3.11/site-packages/accelerate/commands/launch.py", line 763, in simple_launcher
+    raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)
+subprocess.CalledProcessError: Command '['/opt/bin/python', 'train.py']' returned non-zero exit status 1.
+"""
+LLAMA_FACTORY = f"""\
+[INFO|2026-01-05 10:00:00] llamafactory.hparams.parser:143 >> Set `ddp_find_unused_parameters` to False in DDP training since LoRA is enabled.
+[WARNING|2026-01-05 10:00:01] llamafactory.extras.misc:154 >> Version checking has been disabled, may lead to unexpected behaviors.
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/job/src/llamafactory/launcher.py", line 23, in <module>
+[rank0]:     launch()
+[rank0]: {OOM}
+"""
+DEEPSPEED = f"""\
+[2026-01-05 10:00:00,123] [WARNING] [runner.py:220:fetch_hostfile] Unable to find hostfile, will proceed with training with local resources only.
+node-b: Traceback (most recent call last):
+node-a: RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer
+node-b:   File "train.py", line 3, in <module>
+node-b: {OOM}
+node-b: [2026-01-05 10:00:09,820] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 1635
+node-b: [2026-01-05 10:00:10,107] [ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python', '-u', 'train.py', '--local_rank=1'] exits with return code = 1
+pdsh@node-a: node-b: ssh exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [(TORCHRUN, 4), (ACCELERATE, 4), (LLAMA_FACTORY, 6), (DEEPSPEED, 5)],
+    ids=["torchrun", "accelerate", "llama_factory", "deepspeed"],
+)
+def test_logs_of_other_programs(
+    log: str, line: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(log)
+    assert main(["explain", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("cause (oom): the GPU's memory is full\n")
+    assert f"  line {line}: {OOM}\n" in shown
+    assert "\nfix: " in shown
+    assert "batch.micro_batch=1" in shown
+    assert shown.endswith("more: docs/failures.md#cuda_oom\n")
+
+
+def test_standard_input_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(TORCHRUN.encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["explain", "-", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["known"], found["name"], found["outcome"]) == (True, "cuda_oom", "oom")
+    assert found["lines"] == [{"number": 4, "text": OOM}]
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "shown"),
+    [
+        ("Traceback (most recent call last):\n  File 'x', line 1\nKeyError: 3\n", 1, "  line 3: KeyError: 3"),
+        ("step 1\nstep 2\n", 1, "unknown: there is no error in it"),
+        (None, 2, "No such file or directory. Give the file of a log"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_shows_its_line(
+    log: str | None, code: int, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    if log is not None:
+        path.write_text(log)
+    assert main(["explain", str(path)]) == code
+    assert shown in "".join(capsys.readouterr())
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+
+
+def failed_run(path: Path, **result: Any) -> RunDir:
+    run = tracked_run.write_start(path)
+    trace = f"{TRACEBACK}  File 'x', line 1\n{OOM}"
+    write_json(run.rank_status(0), {"rank": 0, **failed("OutOfMemoryError", OOM, traceback=trace)})
+    if result:
+        write_json(run.result, tracked_run.result("oom", traceback=trace, **result))
+    return run
+
+
+def test_a_run_shows_its_own_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = failed_run(tmp_path / "run", cause="memory!", fix="less", failure="cuda_oom")
+    assert main(["explain", str(run.root)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "cause (oom): memory!", f"  {OOM}", "fix: less", "more: docs/failures.md#cuda_oom",
+    ]  # fmt: skip
+
+
+def test_a_run_without_a_result_shows_what_its_ranks_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed_run(tmp_path / "run")
+    assert main(["explain", str(run.root)]) == 0
+    assert capsys.readouterr().out.startswith("cause (oom): the GPU's memory is full")
+
+
+def test_real_failures(real_data: Path) -> None:
+    """Those that were held out are explained as well as those that rows were written from."""
+    for held_out, results in measure(real_data / "failures").items():
+        verdicts = [judge(name, row) for name, row, _ in results]
+        behind = [judge(name, row) for name, _, rows in results for row in rows]
+        for found in (verdicts, behind):
+            assert found.count("wrong") == 0
+            assert found.count("right") >= (0.9 if held_out else 1) * len(found)
