@@ -6,17 +6,14 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +35,10 @@ from llmx.rollout.protocol import (
     password_of,
     render_servers,
 )
+from tests import forks
+from tests.agents import wait_until
 from tests.chaos.bit_flips import Flipper, relay
+from tests.programs.rollout_server import serve, serve_below_an_agent
 from tests.small_models import small_model
 from tests.unit.test_models_adapter import adapted, experiment, train_a_little
 from tests.unit.test_models_model import model_of
@@ -49,24 +49,23 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), (13,), (14, 15)]
 
 
 class ServerProcess:
-    """A server, as an agent starts it; ``start`` once more on the same port."""
+    """A server, as an agent starts it (but forked); ``start`` once more on the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Callable[..., None] = serve, *words: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.place = ServerAddress("here", "127.0.0.1", free.getsockname()[1])
+        self.target, self.words = target, words
         self.start()
 
     def start(self) -> None:
-        env = {**os.environ, "LLMX_RUN_TOKEN": TOKEN, LISTEN: render_servers([self.place])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmx.rollout.server", "RUN_DIR"],
-            env=env | {"OMP_NUM_THREADS": "1"},
-        )
+        env = {"LLMX_RUN_TOKEN": TOKEN, LISTEN: render_servers([self.place])}
+        with mock.patch.dict(os.environ, env):
+            self.process = forks.process(self.target, *self.words)
+            self.process.start()
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +81,10 @@ def places(processes: list[ServerProcess]) -> list[ServerAddress]:
     return [process.place for process in processes]
 
 
+def tokens_of(completions: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.tokens for completion in of_prompt] for of_prompt in completions]
+
+
 def policy(adapter: Adapter | None = None, network: Any = None) -> Model:
     model = model_of(network if network is not None else small_model("llama"), "packed")
     model.adapter = adapter
@@ -93,10 +96,8 @@ def ranks(
     model: Model, places: list[ServerAddress], lines: list[str] | None = None, **config: Any
 ) -> Iterator[RolloutServers]:
     """The one rank of a run, connected."""
-    lines = [] if lines is None else lines
-    servers = RolloutServers(
-        model, places, token=TOKEN, config=RolloutConfig(**config), log=lines.append
-    )
+    log = ([] if lines is None else lines).append
+    servers = RolloutServers(model, places, token=TOKEN, config=RolloutConfig(**config), log=log)
     servers.connect()
     model.sampler = servers.sample
     try:
@@ -127,6 +128,21 @@ def change(model: Model) -> None:
         for parameter in model.module.parameters():
             if parameter.requires_grad:
                 parameter.mul_(1.01)
+
+
+def before_samples(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Connection, bytes], bytes]
+) -> None:
+    """Do something before samples are asked for; it gives the request."""
+    original = Connection.request
+
+    def request(
+        self: Connection, method: str, path: str, body: bytes = b"", *more: Any, **named: Any
+    ) -> Any:
+        body = change(self, body) if path == "/sample" else body
+        return original(self, method, path, body, *more, **named)
+
+    monkeypatch.setattr(Connection, "request", request)
 
 
 def test_servers_draw_what_the_ranks_would_have_drawn(places: list[ServerAddress]) -> None:
@@ -181,15 +197,13 @@ def test_samples_that_are_drawn_ahead_say_how_old_their_weights_are(
         servers.at_step(0, [(PROMPTS, seed_of(1))])
         assert drawn(model, 0) == by_ranks(model, 0)
         of_old_weights = by_ranks(model, 1)
-        wait_for(lambda: all(batch.completions for batch in servers.ahead.values()))
+        wait_until(lambda: all(batch.completions for batch in servers.ahead.values()))
         change(model)
         servers.at_step(1, [(PROMPTS, seed_of(2))])
         completions = drawn(model, 1)
         assert {c.age for group in completions for c in group} == {1}
-        assert [[c.tokens for c in group] for group in completions] == [
-            [c.tokens for c in group] for group in of_old_weights
-        ]
-        wait_for(lambda: all(batch.completions for batch in servers.ahead.values()))
+        assert tokens_of(completions) == tokens_of(of_old_weights)
+        wait_until(lambda: all(batch.completions for batch in servers.ahead.values()))
         # Two updates later those of step 2 are too old: they are drawn again.
         change(model)
         for batch in servers.ahead.values():
@@ -212,7 +226,7 @@ def test_a_server_that_dies_and_comes_back(processes: list[ServerProcess]) -> No
         assert drawn(model, 1) == by_ranks(model, 1)
         assert any("the ranks draw 12 samples themselves" in line for line in lines)
         process.start()
-        wait_for(lambda: any("answers again" in line for line in lines))
+        wait_until(lambda: any("answers again" in line for line in lines))
         change(model)
         servers.at_step(2)
         count = len(lines)
@@ -229,23 +243,20 @@ def test_a_batch_of_a_server_that_dies_goes_to_another_one(
     with ranks(model, places, lines) as servers:
         servers.at_step(0)
         drawn(model, 0)
-        original, is_dead = Connection.request, threading.Event()
+        is_dead = threading.Event()
 
-        def dies_first(self: Connection, method: str, path: str, *more: Any, **named: Any) -> Any:
-            if path == "/sample" and self.place == places[1]:
+        def dies_first(connection: Connection, body: bytes) -> bytes:
+            if connection.place == places[1]:
                 processes[1].end()
                 is_dead.set()
-            elif path == "/sample":  # or it would draw everything before the other one begins
+            else:  # or it would draw everything before the other one begins
                 assert is_dead.wait(timeout=120)
-            return original(self, method, path, *more, **named)
+            return body
 
-        monkeypatch.setattr(Connection, "request", dies_first)
+        before_samples(monkeypatch, dies_first)
         servers.at_step(1)
         change(model)
-        completions = drawn(model, 1)
-        assert [[c.tokens for c in g] for g in completions] == [
-            [c.tokens for c in g] for g in by_ranks(model, 1)
-        ]
+        assert tokens_of(drawn(model, 1)) == tokens_of(by_ranks(model, 1))
         assert servers.take_measures()["rollout_returned"] == 1
     assert any("its batch goes to another one" in line for line in lines)
     processes[1].start()
@@ -259,16 +270,15 @@ def test_ranks_draw_what_a_server_has_begun_anew(
     monkeypatch.setattr(client, "shares", lambda rows, **_: [[0], [*range(1, len(rows))]])
     model, lines, process = policy(), [], processes[0]
     with ranks(model, [process.place], lines, wait_s=0.5) as servers:
-        original, requests = Connection.request, []
+        requests: list[bytes] = []
 
-        def dies_second(self: Connection, method: str, path: str, *more: Any, **named: Any) -> Any:
-            if path == "/sample":
-                requests.append(path)
-                if len(requests) == 2:
-                    process.end()
-            return original(self, method, path, *more, **named)
+        def dies_second(_: Connection, body: bytes) -> bytes:
+            requests.append(body)
+            if len(requests) == 2:
+                process.end()
+            return body
 
-        monkeypatch.setattr(Connection, "request", dies_second)
+        before_samples(monkeypatch, dies_second)
         servers.at_step(0)
         assert drawn(model, 0) == by_ranks(model, 0)
     assert any("the ranks draw 12 samples themselves" in line for line in lines)
@@ -279,18 +289,13 @@ def test_a_server_that_always_fails_is_left_out(
     places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, lines = policy(), []
-    original = Connection.request
 
-    def impossible(
-        self: Connection, method: str, path: str, body: bytes = b"", **named: Any
-    ) -> Any:
-        if path == "/sample":
-            request = json.loads(body)
-            request["prompts"] = [[10**6] for _ in request["prompts"]]  # beyond the vocabulary
-            body = json.dumps(request).encode()
-        return original(self, method, path, body, **named)
+    def impossible(_: Connection, body: bytes) -> bytes:
+        request = json.loads(body)
+        request["prompts"] = [[10**6] for _ in request["prompts"]]  # beyond the vocabulary
+        return json.dumps(request).encode()
 
-    monkeypatch.setattr(Connection, "request", impossible)
+    before_samples(monkeypatch, impossible)
     with ranks(model, places[:1], lines, wait_s=0.1) as servers:
         servers.at_step(0)
         assert drawn(model, 0) == by_ranks(model, 0)
@@ -348,7 +353,7 @@ def damaging(to: ServerAddress, flipper: Flipper) -> Iterator[tuple[ServerAddres
                 server = socket.create_connection((to.address, to.port))
                 threading.Thread(target=relay, args=(flipper, peer, server), daemon=True).start()
 
-    wait_for(lambda: answers(to))
+    wait_until(lambda: answers(to))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=accept, daemon=True).start()
         yield ServerAddress("here", "127.0.0.1", listener.getsockname()[1]), flipper
@@ -356,7 +361,7 @@ def damaging(to: ServerAddress, flipper: Flipper) -> Iterator[tuple[ServerAddres
 
 def test_who_has_not_the_password_is_not_answered(places: list[ServerAddress]) -> None:
     url = f"http://127.0.0.1:{places[0].port}/version"
-    wait_for(lambda: answers(places[0]))
+    wait_until(lambda: answers(places[0]))
     for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(urllib.request.Request(url, headers=headers))
@@ -391,20 +396,13 @@ def test_a_request_before_its_weights_is_refused(places: list[ServerAddress]) ->
     assert server.weights is None
 
 
-def test_a_server_ends_with_its_agent() -> None:
+def test_a_server_ends_with_its_agent(tmp_path: Path) -> None:
     """However the agent ends: the server looks for it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = ServerAddress("here", "127.0.0.1", free.getsockname()[1])
-    env = {**os.environ, "LLMX_RUN_TOKEN": TOKEN, LISTEN: render_servers([place])}
-    command = f"'{sys.executable}' -m llmx.rollout.server RUN_DIR & echo $!; wait"
-    agent = subprocess.Popen(["/bin/sh", "-c", command], env=env, stdout=subprocess.PIPE, text=True)
-    assert agent.stdout is not None
-    pid = int(agent.stdout.readline())
-    wait_for(lambda: answers(place))
-    agent.send_signal(signal.SIGKILL)
-    agent.wait()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists() or not answers(place))
-    agent.stdout.close()
+    agent = ServerProcess(serve_below_an_agent, tmp_path / "pid")
+    wait_until(lambda: answers(agent.place))
+    pid = int((tmp_path / "pid").read_text())
+    agent.end()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or not answers(agent.place))
 
 
 def test_places_go_through_a_variable() -> None:
@@ -419,10 +417,3 @@ def answers(place: ServerAddress) -> bool:
         Connection(place, password_of(TOKEN)).greet()
         return True
     return False
-
-
-def wait_for(condition: Any, *, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -4,6 +4,7 @@ an environment that has it, and a module of its name everywhere."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.unit.test_rollout_server import (
     drawn,
     policy,
     ranks,
+    tokens_of,
 )
 
 STAND_IN = """
@@ -89,9 +91,7 @@ def test_weights_and_prompts_reach_the_child_and_samples_come_back(stand_in: Ser
             servers.at_step(step)
             first = model.module.model.norm.weight[0].item()
             samples = drawn(model, step, n=2)
-            assert [[sample.tokens for sample in of_prompt] for of_prompt in samples] == [
-                [(*prompt, 2)[:6]] * 2 for prompt in PROMPTS
-            ]
+            assert tokens_of(samples) == [[(*prompt, 2)[:6]] * 2 for prompt in PROMPTS]
             assert samples[0][0].logps == pytest.approx([-first] * 4, abs=0)
             assert samples[0][0].sampled_logps == samples[0][0].logps
             change(model)
@@ -104,14 +104,11 @@ def test_a_child_that_dies_takes_its_server_along(stand_in: ServerProcess) -> No
     with ranks(model, [stand_in.place], wait_s=0.1) as servers:
         servers.at_step(0)
         before = drawn(model, 0)
-        (child,) = (
-            Path(f"/proc/{stand_in.process.pid}/task/{stand_in.process.pid}/children")
-            .read_text()
-            .split()
-        )
-        os.kill(int(child), 9)
+        pid = stand_in.process.pid
+        os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text()), signal.SIGKILL)
         assert drawn(model, 0) == by_ranks(model, 0) != before
-    assert stand_in.process.wait(10) == 1
+    stand_in.process.join(10)
+    assert stand_in.process.exitcode == 1
 
 
 @pytest.mark.parametrize(
