@@ -108,8 +108,7 @@ def test_a_halving_that_was_killed_goes_on(dies_at: int, trials: Trials) -> None
 
 def test_one_that_fails_is_no_rival(trials: Trials) -> None:
     trials.fails = "3e-4"
-    assert main(["-m", *(w.replace("objective", "sweep.objective", 1) for w in WORDS[:1]),
-                 *WORDS[1:]]) == 1  # fmt: skip
+    assert main(["-m", *WORDS]) == 1
     assert trials.ran[-1] == ("4e-4", 100)
     assert [rate for rate, step in trials.ran if step == 20] == ["2e-4", "4e-4", "5e-4"]
     outcomes = [entry.outcome for entry in only_sweep().trials]

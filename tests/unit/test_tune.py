@@ -11,6 +11,7 @@ import yaml
 from llmx.__main__ import main
 from llmx.cli.arguments import with_searched
 from llmx.cli.sweeps import tune_words
+from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment
 from llmx.errors import ConfigError, RunFailed
 from llmx.run.rundir import RunDir
@@ -80,7 +81,8 @@ def test_it_finds_the_fastest_and_leaves_an_experiment(
     table = (journal.directory / "tune.md").read_text()
     assert table.count("\n|") == 31
     assert f"experiment={journal.directory.relative_to(Path.cwd())}/best" in said
-    exp = composed(with_searched([f"experiment={journal.directory}/best"])).experiment
+    words = with_searched([f"experiment={journal.directory}/best"])
+    exp = composed(check_overrides(words).words).experiment
     assert (exp.zero.stage, exp.batch.micro_batch, exp.batch.global_batch) == (1, 4, 32)
 
 
@@ -226,4 +228,4 @@ def test_failures_that_are_not_memory_end_it(
 
 def test_an_unknown_objective_lists_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"objective=speed: .*Use tokens_per_s .*eval/loss"):
-        tune_words(["objective=speed"])
+        tune_words(["sweep.objective=speed"])
