@@ -63,24 +63,24 @@ class Stage:
 def main(words: Sequence[str]) -> int:
     """Run, or continue, the stages of a recipe; returns the exit code."""
     recipe = words[0] if words else ""
-    own = dict(word.split("=", 1) for word in words if word.startswith(("run_dir=", "dry_run=")))
-    root = Path(own.get("run_dir") or outputs_dir() / "pipelines" / Path(recipe).stem)
+    typed = dict(word.split("=", 1) for word in words if word.startswith(("run_dir=", "dry_run=")))
+    root = Path(typed.get("run_dir") or outputs_dir() / "pipelines" / Path(recipe).stem)
     root = root.expanduser().absolute()
-    overrides = [word for word in words[1:] if word.partition("=")[0] not in own]
+    overrides = [word for word in words[1:] if word.partition("=")[0] not in typed]
     stages = stages_of(recipe, overrides, root)
     check_unchanged(stages, root)
     check_all(stages)
-    left = [stage for stage in stages if not stage.is_finished()]
-    if own.get("dry_run") == "true":
-        for stage in left:
+    unfinished = [stage for stage in stages if not stage.is_finished()]
+    if typed.get("dry_run") == "true":
+        for stage in unfinished:
             print(f"{stage.name}: python -m llmx {shlex.join(stage.command())}")
         print("nothing was started (dry_run=true)")
         return 0
     root.mkdir(parents=True, exist_ok=True)
     write_json(root / RECORD, {"stages": {stage.name: stage.words for stage in stages}})
     code = 0
-    for position, stage in enumerate(left, 1):
-        print(f"[{position}/{len(left)}] {shlex.join(stage.command())}", flush=True)
+    for position, stage in enumerate(unfinished, 1):
+        print(f"[{position}/{len(unfinished)}] {shlex.join(stage.command())}", flush=True)
         if code := run_command(stage.command()):
             break
     print("\n".join(table(stages)))
@@ -132,8 +132,8 @@ def stages_of(recipe: str, overrides: Sequence[str], root: Path) -> list[Stage]:
     stages = []
     for name, line in lines.items():
         filled_in = [_VALUE.sub(filled, word) for word in shlex.split(line)]
-        own = f"{name}."
-        of_stage = [word.removeprefix(own) for word in overrides if word.startswith(own)]
+        prefix = f"{name}."
+        of_stage = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
         last_of_key = {word.partition("=")[0]: word for word in (*filled_in, *shared, *of_stage)}
         stages.append(Stage(name, tuple(last_of_key.values()), RunDir(root / name)))
     return stages
