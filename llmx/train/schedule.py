@@ -51,7 +51,7 @@ def run_length(
         )
     total = task.epochs * num_samples
     if last_batch == "short":
-        # Rounded first: 0.1 epochs of 70 samples are 7, not 7.000000000000001.
+        # Rounded first: 0.07 epochs of 100 samples are 7, not 7.000000000000001.
         samples = max(1, math.ceil(round(total, 6)))
         return RunLength(math.ceil(samples / global_batch), samples, global_batch)
     steps = max(1, math.ceil(total / global_batch))

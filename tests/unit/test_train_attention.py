@@ -111,6 +111,7 @@ def test_lines_that_end_and_begin_with_the_same_number_are_two_segments() -> Non
 
 def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
     method = AttentionMethod("flex_attention", "mask")
+    assert method in methods("flex_attention", "packed")
     batch, inputs, _ = inputs_of(sample(5, 9, 3), method=method)
     places, zero = torch.arange(batch["input_ids"].shape[1]), torch.tensor(0)
     found = inputs["attention_mask"].mask_mod(zero, zero, places[:, None], places[None, :])

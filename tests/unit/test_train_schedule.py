@@ -81,7 +81,7 @@ def test_the_last_batch_wraps_is_dropped_or_is_short() -> None:
     assert length("drop", epochs=2.0) == RunLength(49, 490, 10)
     for kind in ("wrap", "drop", "short"):
         assert length(kind, epochs=1.0, num_samples=250) == RunLength(25, 250, 10)
-    assert length("short", epochs=0.1, num_samples=70).samples == 7
+    assert length("short", epochs=0.07, num_samples=100).samples == 7
     assert length("short", epochs=0.001).samples == 1
     with pytest.raises(ConfigError, match=r"last_batch=drop: 1 epoch of 9 samples do not fill"):
         length("drop", epochs=1.0, num_samples=9)

@@ -181,6 +181,7 @@ def test_the_plan_names_the_attention_of_each_device(device, precision, layout, 
         ([LEAKS, PACKED], ""),
         ([NOT_TRIED, LEAKS], "the loss of a row differs"),
         ([LEAKS, NOT_TRIED], "the loss of a row differs"),
+        ([NOT_SHOWN, LEAKS], "the loss of a row differs"),
         ([NOT_TRIED, NOT_TRIED], "it could not be shown that rows are then isolated: no small"),
     ],
 )
