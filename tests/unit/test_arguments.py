@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from llmx.cli.arguments import (
-    Line,
-    as_meant,
-    read_line,
-    read_words,
-    split_command,
-    sweep_overrides,
-)
+from llmx.cli.arguments import Line, as_meant, read_line, read_words, split_command, sweep_overrides
 from llmx.compose.overrides import resolve_alias
+from llmx.config.yaml_files import dump_yaml, read_values
 from llmx.errors import ConfigError
 from tests.composing import composed
 
@@ -47,19 +43,9 @@ def test_alias(typed: str, meant: str) -> None:
     assert resolve_alias(typed) == meant
 
 
-def test_hydra_reads_letters_beyond_ascii() -> None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    words = ["data.path=/数据/a b=1.jsonl", "+data.columns.text=内容", "data.path=数据1,d2"]
-    parsed = OverridesParser.create().parse_overrides([resolve_alias(word) for word in words])
-    assert parsed[0].value() == "/数据/a b=1.jsonl"
-    assert parsed[1].value() == "内容"
-    first, second = parsed[2].sweep_iterator()
-    assert (first.text, second) == ("数据1", "d2")
-
-
 def test_a_text_is_what_was_typed() -> None:
-    words = ["1_000", "1e5", "1.50", "7", "007", "012", "1:30:00", "0x10", "-3", "+5", "2024-01-01"]
+    words = ["1_000", "1e5", "1.50", "7", "007", "012", "1:30:00", "0x10", "-3", "+5", "2024-01-01",
+             "/数据/a b=1.jsonl", "内容"]  # fmt: skip
     typed = [f"launch.env.X{index}={word}" for index, word in enumerate(words)]
     exp = composed(
         [*typed, "name=7e10", "tracking.tags=['1.10',7]", "sweep.retry=[oom,nan]"]
@@ -80,13 +66,11 @@ def test_a_number_in_brackets_that_would_be_another_text_is_refused(word: str) -
         Line((word,), multirun=True).checked()
 
 
-def test_commands() -> None:
+def test_the_first_word_may_be_a_command() -> None:
     commands = ("train", "plan")
     assert split_command([], commands) == ("train", [])
     assert split_command(["plan", "a=1"], commands) == ("plan", ["a=1"])
     assert split_command(["-m", "a=1"], commands) == ("train", ["-m", "a=1"])
-    with pytest.raises(ConfigError, match='Did you mean "train"'):
-        split_command(["trian"], commands)
 
 
 def test_the_demo_runs_only_when_nothing_else_is_chosen() -> None:
@@ -96,30 +80,27 @@ def test_the_demo_runs_only_when_nothing_else_is_chosen() -> None:
     assert as_meant(["model.init=scratch"])[0] == "experiment=demo"
 
 
-def test_sweep_file(tmp_path) -> None:
+def test_a_sweep_file(tmp_path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(
         "grid: {zero: [stage1, stage2], a.b: [1e-3, null, true]}\noverrides: [seed=1]\n"
     )
     assert sweep_overrides(path) == ["seed=1", "zero=stage1,stage2", "a.b=0.001,null,true"]
-    path.write_text("grid: {zero: stage1}\n")
-    with pytest.raises(ConfigError, match="an axis is a list"):
-        sweep_overrides(path)
-    path.write_text("gird: {}\n")
-    with pytest.raises(ConfigError, match="a sweep has a grid"):
-        sweep_overrides(path)
-
-
-def test_a_text_in_a_sweep_file_is_quoted_where_yaml_reads_a_number(tmp_path) -> None:
-    path = tmp_path / "s.yaml"
     path.write_text("grid:\n  optim.lr: [1e-4, 1.0]\n  model.revision: [7, 1.10]\n")
     with pytest.raises(
         ConfigError, match=r"s\.yaml, line 3: this takes text, and YAML reads 1\.10"
     ):
         sweep_overrides(path)
-    path.write_text("grid:\n  optim.lr: [1e-4, 1.0]\n  model.revision: [7, '1.10']\n")
+    path.write_text(path.read_text().replace("1.10", "'1.10'"))
     words = Line(tuple(sweep_overrides(path)), multirun=True).checked().words
     assert words[-1] == "model.revision=7,'1.10'"
+    # A comma in a value is no other value.
+    path.write_text("""grid: {data.path: ["a, b.txt", 'c"d,e', plain], zero: [3, stage1]}\n""")
+    words = sweep_overrides(path)
+    assert words == ['data.path="a, b.txt","c\\"d,e",plain', "zero=3,stage1"]
+    override = OverridesParser.create().parse_override(words[0])
+    values = [str(value.text) for value in list(override.sweep_iterator())[:2]]
+    assert values == ["a, b.txt", 'c"d,e']
 
 
 @pytest.mark.parametrize(
@@ -138,36 +119,6 @@ def test_a_text_in_a_sweep_file_is_quoted_where_yaml_reads_a_number(tmp_path) ->
 )
 def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
     assert read_line(typed.split()) == line
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("--cfg jbo", "--cfg jbo: must be one of job, hydra, all. Did you mean"),
-        ("--info foo", "--info foo: must be one of all, config"),
-        ("--resolve", "--resolve: only together with --cfg job"),
-        ("--package optim", "--package: only together with --cfg job"),
-        ("--cfg job --package", "--package: names a part of the config"),
-        ("--cfg job -m", "--multirun and --cfg: do not go together"),
-        ("--cfg job --info", "--cfg and --info: do not go together"),
-        ("-cd .", "-cd: no such option."),
-        ("--cfg job --cfg all", "--cfg: is given twice"),
-        ("--experimental-rerun X", "reproduce RUN_DIR"),
-        ("--shell-completion install=bash", "completion bash|zsh|fish"),
-        ("--config-name mine", "--config-dir DIR experiment=NAME"),
-        ("--config-path x", "--config-path: has no use here"),
-        ("--config-dir nowhere", "--config-dir nowhere: no such directory in "),
-        ("--config-dir", "--config-dir: needs a directory"),
-        ("--multi", '--multi: no such option. Did you mean "--multirun"?'),
-        ("--multirun=yes", "--multirun takes no value"),
-        ("a=1 --version", "give it alone"),
-    ],
-)
-def test_options_that_make_no_sense(typed: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_line(typed.split())
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_experiment_file(tmp_path) -> None:
@@ -207,22 +158,23 @@ def test_an_experiment_file(tmp_path) -> None:
 )
 def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path) -> None:
     file, own = tmp_path / "my.yaml", tmp_path / "own" / "experiment" / "mine.yaml"
-    own.parent.mkdir(parents=True)
+    package = tmp_path / "own" / "hardware" / "mine.yaml"
+    for path in (own, package):
+        path.parent.mkdir(parents=True)
     file.write_text(content)
     own.write_text(
         "# @package _global_\n" + re.sub(r"launch\.slurm\.(.*)", r"launch: {slurm: {\1}}", content)
     )
+    package.write_text("# @package launch.slurm\npartition: 007\n")
     line = content.count("\n") + 1
-    rule = f"this takes text, and YAML reads {written} as a number. Quote it: '{written}'."
-    for words, place in (
-        ((str(file),), f"{file}, line {line}"),
-        (
-            (f"experiment={tmp_path}/own/mine",),
-            f"{own}, line {line + 1}",
-        ),
+    rule = "this takes text, and YAML reads {0} as a number. Quote it: '{0}'."
+    for typed, place, number in (
+        (Line((str(file),)), f"{file}, line {line}", written),
+        (Line((f"experiment={tmp_path}/own/mine",)), f"{own}, line {line + 1}", written),
+        (Line(("hardware=mine",), config_dir=str(tmp_path / "own")), f"{package}, line 2", "007"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(f"{place}: {rule}")):
-            Line(words).checked()
+        with pytest.raises(ConfigError, match=re.escape(f"{place}: {rule.format(number)}")):
+            typed.checked()
     file.write_text(content.replace(written, f"'{written}'"))
     assert any(written in word for word in Line((str(file),)).checked().words)
 
@@ -239,19 +191,7 @@ def test_whole_numbers_and_dates_may_be_text(tmp_path) -> None:
     assert exp.data.label_names == {"0": "negative"}
 
 
-def test_a_package_of_ones_own_is_checked(tmp_path) -> None:
-    own = tmp_path / "hardware" / "mine.yaml"
-    own.parent.mkdir()
-    own.write_text("# @package launch.slurm\npartition: 007\n")
-    with pytest.raises(ConfigError, match=r"line 2: this takes text, and YAML reads 007"):
-        Line(("hardware=mine",), config_dir=str(tmp_path)).checked()
-
-
 def test_yaml_is_read_as_omegaconf_reads_it(tmp_path) -> None:
-    from omegaconf import OmegaConf
-
-    from llmx.config.yaml_files import dump_yaml, read_values
-
     texts = ["1e5", "1.5e5", "1e-4", ".5e5", "1_0e5", "2024-01-01", "1_000", "012", "1:30", "0x1f",
              "yes", "08", "1.", ".5", "~", "1e", "e5", "1.2.3", ".inf", "nan"]  # fmt: skip
     file = tmp_path / "a.yaml"
@@ -277,24 +217,13 @@ def test_the_experiment_file_of_the_readme(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("defaults", "line"),
-    [
-        ("\n  - model: tiny\n  - base", 3),
-        ("\n  - data: [a, b]", 2),
-        ("\n  - {model: tiny, zero: stage1}", 2),
-        ("\n  - task:", 2),
-        (" tiny", 1),
-        ("\n  model: tiny", 2),
-    ],
-)
-def test_an_experiment_file_with_an_entry_of_defaults_that_is_not_read(
-    defaults, line, tmp_path
-) -> None:
+    [("\n  - model: tiny\n  - base", 3), ("\n  - data: [a, b]", 2), ("\n  - task:", 2),
+     ("\n  - {model: tiny, zero: stage1}", 2), (" tiny", 1), ("\n  model: tiny", 2)],
+)  # fmt: skip
+def test_an_entry_of_defaults_that_is_not_read_is_named(defaults, line, tmp_path) -> None:
     file = tmp_path / "my.yaml"
+    with pytest.raises(ConfigError, match=r"my\.yaml: no such file"):
+        read_words(file)
     file.write_text(f"defaults:{defaults}\n")
     with pytest.raises(ConfigError, match=rf"my\.yaml, line {line}: write - GROUP: OPTION"):
         read_words(file)
-
-
-def test_an_experiment_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml: no such file"):
-        read_words(Path("nowhere.yaml"))

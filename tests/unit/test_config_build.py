@@ -33,10 +33,6 @@ def problem(**changes: object) -> str:
     return str(caught.value)
 
 
-def test_defaults_survive_the_round_trip() -> None:
-    assert experiment_from_dict(to_dict(Experiment())) == Experiment()
-
-
 @given(
     lr=st.floats(1e-9, 1e3),
     seed=st.integers(0, 2**31),
@@ -55,15 +51,6 @@ def test_sizes_may_be_written_in_scientific_notation(written, meant) -> None:
     exp = experiment_from_dict({"zero": {"reduce_bucket_size": written}})
     assert exp.zero.reduce_bucket_size == meant
     assert isinstance(exp.zero.reduce_bucket_size, int)
-
-
-def test_unknown_key_names_its_neighbour() -> None:
-    message = problem(zero__stag=3)
-    assert 'zero.stag: unknown key. Did you mean "stage"?' in message
-
-
-def test_key_in_the_wrong_group_names_its_home() -> None:
-    assert "It exists as data.seq_len" in problem(seq_len=512)
 
 
 def test_every_problem_is_listed_at_once() -> None:
@@ -86,11 +73,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("optim__betas", 0.9, "=0.9: must be a list. Set e.g. 'optim.betas=[0.9,0.999]'."),
         ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be a number from 0 to below 1."),
         ("optim__betas", [0.9], "optim.betas: must have 2 entries (it has 1)."),
-        (
-            "model__config",
-            [1],
-            "=[1]: must be a mapping. Set e.g. 'model.config={hidden_size: 1024",
-        ),
+        ("model__config", [1], "=[1]: must be a mapping. Set e.g. 'model.config={hidden_size: "),
         ("model__config", {"a": {"b": 10**30}}, "model.config.a.b=1000000"),
         ("model__config", {"a": float("nan")}, "model.config.a=nan: must be a finite number."),
         ("model", "tiny", "model=tiny: must be a mapping with the keys name, kind"),
@@ -108,6 +91,8 @@ def test_every_problem_is_listed_at_once() -> None:
         ("launch__env", ["a"], "launch.env=[a]: must be a mapping. Set e.g. 'launch.env={NCCL"),
         ("launch__slurm", {"time_limit": "soon"}, "must be a time as Slurm writes it"),
         ("checkpoint__metric", "loss", "checkpoint.metric=loss: must be eval/NAME or train/NAME"),
+        ("zero__stag", 3, 'zero.stag: unknown key. Did you mean "stage"?'),
+        ("seq_len", 512, "It exists as data.seq_len"),
         ("seed", 1e40, "must be a whole number from 0 to 9223372036854775807"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,18 @@ from tests.composing import composed
 from tests.fuzz.check import FOREIGN
 
 LINES = [
-    "--cfg jbo", "--info foo", "--resolve", "--cfg job --package", "--cfg job -m", "--cfg job --cfg all",
+    "--cfg jbo", "--info foo", "--resolve", "--package optim", "--cfg job --package", "--cfg job -m", "--cfg job --info", "-cd .", "--cfg job --cfg all",
     "--experimental-rerun X", "--shell-completion install=bash", "--config-name mine", "--config-path x", "--config-dir nowhere", "--config-dir",
-    "--multi", "--multirun=yes", "a=1 --version",
+    "--multi", "--multirun=yes", "a=1 --version", "--lr=1e-4",
 ]  # fmt: skip
 WORDS = [
     "seq_len=3", "zero=stage4", "zreo=stage3", "foo", "plan", "optim.lr=[1", "name='a", "optim.lr=1,2", "hardware=cpu2,a100x8",
     "+task.foo=1", "launch.envv.A=1", "launch.supervisor=first", "optim.lr.x=1", "optim.betas.x=1", "model=null", "model=[a]", "models/x=1",
     "model@x=tiny", "~zero=stage2", "a.=1", "=1", "data.columns={0: é}", "hydra.job.chdir=true",
     "hydra/launcher=3", "name=\ud800", "seed=" + "9" * 5000,
-    "name=" + "x" * 70000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
+    "name=" + "x" * 70000, "name=" + "[" * 3000 + "]" * 3000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
+    "hydra=3", "hydra/job_logging=nope", "hydra.mode=MULTIRUN", "hydra.searchpath=[file:///nowhere]", "experiment=none",
+    "data=[demo,{file: 0.5}]", "hardware.hosts[0].slots=2", "optim.learning_rate=1",
 ]  # fmt: skip
 SWEEPS = [
     ["seed=range(0,1e9)"], ["seed=interval(0,1)"], ["seed=range(0,9000)", "optim.lr=1,2"], ["seed=1,2", "run_dir=x"],
@@ -56,6 +58,10 @@ RULES = [
     ["zero.offload_optimizer=nvme", "zero.nvme_path=/nvme"], ["zero=stage0", "zero.offload_optimizer=cpu"],
     ["optim.kind=fused_adam", "hardware=cpu2"], ["optim.kind=fused_adam", "hardware=a100x8", "zero=stage2_offload"],
     ["launch.transport=slurm", "launch.sync=rsync"], ["model.attention=flash_attention_2", "hardware=cpu2"],
+    ["zero=stage3", "model.compile=true"], ["hardware=a100x8", "zero=stage0", "zero.grad_accum_dtype=fp32"],
+    ["hardware=a100x8", "zero.grad_accum_dtype=fp16"], ["zero.extra={data_types: {grad_accum_dtype: fp32}}"],
+    ["optim=adam8bit", "zero=stage0"], ["optim=adam8bit", "hardware=a100x8"], ["optim=adafactor"],
+    ["optim=muon", "zero=infinity", "hardware=a100x8", "zero.nvme_path=/x"],
     ["data=file", "data.path=rows.jsonl"], ["data=file", "data.path=/nowhere/rows.jsonl"], ["data=file", "data.path='*.json'"],
     ["data=file", "data.path=hub:x"], ["data=file", "data.path=''"], ["data.columns={promt: x}"], ["data.data_map={response: x}"],
     ["launch.env.WANDB_API_KEY=abc"], ["launch.env.MASTER_PORT=1"],
@@ -73,28 +79,16 @@ FILES = {
     "colon": b"kind: a: b\n", "alias": b"kind: *sgd\n", "list": b"- a\n", "mixed": b"lr: 1\n- a\n", "key": b"kidn: sgd\n",
     "latin1": b"kind: caf\xe9\n", "utf16": "lr: 1\n".encode("utf-16"), "bom": b"\xef\xbb\xbflr: 1\n", "zero": b"kind: a\x00b\n",
     "option": b"defaults:\n  - nope\n", "group": b"defaults:\n  - /zero: stage1\n", "defaults": b"defaults: adamw\n",
-    "relative": b"defaults:\n  - zero: stage1\n",
+    "relative": b"defaults:\n  - zero: stage1\n", "equals": b"lr: 1\nbeta2: =\n",
 }  # fmt: skip
 GRIDS = [
-    "grid: 3\n",
-    "a: 1\n",
-    "grid: {zero: stage1}\n",
-    "grid: {zero: [[stage1]]}\n",
-    "grid: {zero: [stage1]}\noverrides: 3\n",
-    "grid: {}\nb: 1\n",
-]
+    "grid: 3\n", "a: 1\n", "grid: {zero: stage1}\n", "grid: {zero: [[stage1]]}\n", "grid: {}\nb: 1\n",
+    "grid: {zero: [stage1]}\noverrides: 3\n", "grid:\n\tzero: [stage1]\n", "grid: {zero: [stage1]\n",
+]  # fmt: skip
 HOSTFILES = [
-    "",
-    "a slots=0\n",
-    "a slots = 2\n",
-    "a:22 slots=2\n",
-    "u@a slots=2\n",
-    "a\n",
-    "a slots=2\na slots=2\n",
-    "a[1-4] slots=2\n",
-    "// x\n",
-    "a b\n",
-]
+    "", "a slots=0\n", "a slots = 2\n", "a:22 slots=2\n", "u@a slots=2\n", "a\n", "a slots=2\na slots=2\n",
+    "a[1-4] slots=2\n", "// x\n", "a b\n",
+]  # fmt: skip
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -131,75 +125,46 @@ def out_of_range(cls: type = Experiment, path: tuple[str, ...] = ()) -> Iterator
             yield said(lambda value=value: experiment_from_dict(value))
 
 
+def rule(words: list[str]) -> None:
+    known = any("hardware=" in word for word in words)
+    composed([*words, *([] if known else ["hardware=cpu2"])])
+
+
+def model(kind: str, config: dict[str, Any]) -> str:
+    small = {"hidden_size": 64, "num_attention_heads": 4, **config}
+    return next(model_config_problems(ModelConfig(kind=kind, config=small)))
+
+
 def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
-    yield "Options", [said(lambda line=line: read_line(line.split())) for line in LINES]
-    split = functools.partial(split_command, commands=tuple(COMMANDS))
-    words = ("trian", "import", "render", "bundle", "queue")
-    yield "Commands", [said(functools.partial(split, [word])) for word in words]
-    yield (
-        "Words",
-        [
-            said(lambda word=word: check_overrides([word], commands=tuple(COMMANDS)))
-            for word in WORDS
-        ],
-    )
-    yield (
-        "Sweeps",
-        [said(lambda words=words: check_overrides(words, multirun=True)) for words in SWEEPS],
-    )
-    own = directory / "own"
-    files = []
-    for name, content in FILES.items():
-        path = own / "optim" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        files.append(
-            said(lambda name=name: check_overrides([f"optim={name}"], config_dirs=[str(own)]))
-        )
-    files.append(said(lambda: check_overrides(["optim=mime"], config_dirs=[str(own)])))
-    yield "Files", files
-    grid = directory / "grid.yaml"
-    grids = []
-    for text in GRIDS:
-        grid.write_text(text)
-        grids.append(said(lambda: sweep_overrides(grid)))
-    yield "Sweep files", grids
-    yield "Hostfiles", [said(lambda text=text: parse_hostfile(text)) for text in HOSTFILES]
-    yield "Values", list(out_of_range())
-    yield (
-        "Models",
-        [
-            next(
-                model_config_problems(
-                    ModelConfig(
-                        kind=kind, config={"hidden_size": 64, "num_attention_heads": 4, **config}
-                    )
-                )
-            )
-            for kind, config in MODELS
-        ],
-    )
+    commands = tuple(COMMANDS)
+    own, grid = directory / "own", directory / "grid.yaml"
     (directory / "hosts").write_text("a slots=2\n")
-    yield (
-        "Rules",
-        [
-            said(
-                lambda words=words: composed(
-                    [
-                        "hardware=cpu2" if not any("hardware=" in w for w in words) else "seed=0",
-                        *words,
-                    ]
-                )
-            )
-            for words in RULES
-        ],
-    )
-    snapshots: list[Any] = [None, {"schema_version": 0}, {"schema_version": 99}]
-    yield (
-        "Snapshots",
-        [said(lambda values=values: experiment_of_snapshot(values)) for values in snapshots],
-    )
+    (own / "optim").mkdir(parents=True)
+    for name, content in FILES.items():
+        (own / "optim" / f"{name}.yaml").write_bytes(content)
+
+    def each(call: Callable[[Any], Any], values: Iterable[Any]) -> list[str]:
+        return [said(functools.partial(call, value)) for value in values]
+
+    def sweep(text: str) -> None:
+        grid.write_text(text)
+        sweep_overrides(grid)
+
+    yield "Options", each(lambda line: read_line(line.split()), LINES)
+    words = ("trian", "import", "render", "bundle", "queue")
+    yield "Commands", each(lambda word: split_command([word], commands), words)
+    yield "Words", each(lambda word: check_overrides([word], commands=commands), WORDS)
+    yield "Sweeps", each(lambda words: check_overrides(words, multirun=True), SWEEPS)
+    names = [*FILES, "mime"]
+    yield "Files", each(lambda n: check_overrides([f"optim={n}"], config_dirs=[str(own)]), names)
+    yield "Sweep files", each(sweep, GRIDS)
+    yield "Hostfiles", each(parse_hostfile, HOSTFILES)
+    yield "Values", list(out_of_range())
+    yield "Models", [model(kind, config) for kind, config in MODELS]
+    yield "Rules", each(rule, RULES)
+    snapshots = [None, {"schema_version": 0}, {"schema_version": 99}]
+    yield "Snapshots", each(experiment_of_snapshot, snapshots)
 
 
 def test_the_corpus_of_messages(golden, tmp_path, monkeypatch) -> None:
