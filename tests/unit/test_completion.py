@@ -18,6 +18,7 @@ import pytest
 from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
 from llmx.cli.completion import SHELLS, candidates, split_line
+from llmx.cli.completion import main as completion
 from llmx.config.groups import GROUPS, options
 from llmx.config.plugins import TRACKERS
 from llmx.config.reference import keys
@@ -32,71 +33,76 @@ def offered(line: str) -> list[str]:
 
 
 def test_first_word_is_a_command_or_an_override() -> None:
-    assert set(COMMANDS) <= set(offered("llmx "))
-    assert {f"{group}=" for group in GROUPS} <= set(offered("llmx "))
-    assert offered("llmx repr") == ["reproduce"]
-    assert offered("llmx optim") == ["optim=", "optim."]
+    assert {*COMMANDS, *(f"{group}=" for group in GROUPS)} <= set(offered("llmx "))
     assert "resume" not in offered("llmx zero=stage3 ")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_options_of_every_group(group: str) -> None:
-    assert offered(f"llmx {group}=") == [f"{group}={name}" for name in options(group)]
-
-
-def test_zero_stage_is_zero() -> None:
-    assert "zero_stage=stage3" in offered("llmx plan zero_stage=st")
-    assert "zero_stage=" in offered("llmx zero_")
-
-
-def test_every_key_is_reached_a_dot_at_a_time() -> None:
-    for key in keys():
-        if key.is_list_item:
-            continue
+def test_every_key_is_reached_a_dot_at_a_time_and_every_closed_set_offered() -> None:
+    for key in [key for key in keys() if not key.is_list_item]:
         part = key.name[: key.name.rfind(".") + 1] or key.name[:2]
         assert f"{key.name}=" in offered(f"llmx {part}"), key.name
+        if not key.type.startswith("list"):
+            values = {f"{key.name}={value}" for value in key.values}
+            assert values <= set(offered(f"llmx {key.name}=")), key.name
 
 
-def test_every_closed_set_is_offered() -> None:
-    for key in keys():
-        if key.is_list_item or key.type.startswith("list"):
-            continue
-        for value in key.values:
-            assert f"{key.name}={value}" in offered(f"llmx {key.name}="), key.name
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("llmx repr", ["reproduce"]),
+        ("llmx optim", ["optim=", "optim."]),
+        ("llmx zero_stage=stage3_z", ["zero_stage=stage3_zeropp"]),
+        ("llmx zero_", ["zero_stage="]),
+        ("llmx optim.schedule=con", ["optim.schedule=constant"]),
+        ("llmx dry_run=", ["dry_run=true", "dry_run=false"]),
+        ("llmx deterministic=", [f"deterministic={v}" for v in ("true", "false", "null")]),
+        ("llmx tracking.kinds=[wandb,c", ["tracking.kinds=[wandb,csv]"]),
+        ("llmx -m zero=stage1,stage3_z", ["zero=stage1,stage3_zeropp"]),
+        ("llmx +optim.sch", ["+optim.schedule="]),
+        ("llmx launch.e", ["launch.env.", "launch.env=", "launch.elastic="]),
+        ("llmx optim.lr=", []),
+        ("llmx export RUN --d", ["--dtype"]),
+        ("llmx export RUN --dtype b", ["bf16"]),
+        ("llmx --cfg ", ["job", "hydra", "all"]),
+        ("llmx data split=", ["split=train", "split=eval"]),
+        ("llmx completion ", list(SHELLS)),
+        *((f"llmx {group}=", [f"{group}={name}" for name in options(group)]) for group in GROUPS),
+    ],
+)
+def test_what_is_offered(line: str, values: list[str]) -> None:
+    assert offered(line) == values
 
 
-def test_values() -> None:
-    assert offered("llmx optim.schedule=con") == ["optim.schedule=constant"]
-    assert offered("llmx dry_run=") == ["dry_run=true", "dry_run=false"]
-    assert offered("llmx deterministic=") == [
-        f"deterministic={v}" for v in ("true", "false", "null")
-    ]
-    assert offered("llmx tracking.kinds=[wandb,c") == ["tracking.kinds=[wandb,csv]"]
-    assert offered("llmx -m zero=stage1,stage3_z") == ["zero=stage1,stage3_zeropp"]
-    assert "hardware.device=a100_80g" in offered("llmx hardware.device=a1")
-    assert offered("llmx +optim.sch") == ["+optim.schedule="]
-    assert offered("llmx launch.e") == ["launch.env.", "launch.env=", "launch.elastic="]
-    assert offered("llmx optim.lr=") == []
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [("plan zero_stage=st", "zero_stage=stage3"), ("status --", "--json"), ("sweep ", "lr"),
+     ("hardware.device=a1", "hardware.device=a100_80g"), ("help optim.", "optim.lr")],
+)  # fmt: skip
+def test_what_is_offered_among_others(line: str, value: str) -> None:
+    assert value in offered(f"llmx {line}")
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to be in, with one of data."""
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a b.jsonl").touch()
-    (tmp_path / ".hidden").touch()
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_paths(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (chats / ".hidden").touch()
     assert offered("llmx data.path=cha") == ["data.path=chats/"]
     assert offered("llmx data.path=chats/") == ["data.path=chats/a b.jsonl"]
-    assert offered(f"llmx model.path={tmp_path}/") == [f"model.path={tmp_path}/chats/"]
-    monkeypatch.setenv("HOME", str(tmp_path))
+    assert offered(f"llmx model.path={chats}/") == [f"model.path={chats}/chats/"]
+    monkeypatch.setenv("HOME", str(chats))
     assert offered("llmx data.eval_path=~/ch") == ["data.eval_path=~/chats/"]
     assert offered("llmx --config-dir ") == ["chats/"]
-
-
-def test_options_of_the_users_own_directory(tmp_path: Path) -> None:
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "lab.yaml").write_text("# Two hosts in the lab.\n")
-    assert "hardware=lab" in offered(f"llmx --config-dir {tmp_path} hardware=")
-    assert "hardware=lab" in offered(f"llmx plan --config-dir={tmp_path} hardware=l")
+    (chats / "hardware").mkdir()
+    (chats / "hardware" / "lab.yaml").write_text("# Two hosts in the lab.\n")
+    assert "hardware=lab" in offered(f"llmx --config-dir {chats} hardware=")
+    assert "hardware=lab" in offered(f"llmx plan --config-dir={chats} hardware=l")
     assert "hardware=lab" not in offered("llmx hardware=")
 
 
@@ -126,17 +132,6 @@ def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert offered("llmx status ") == [str(sweep), str(run)]
 
 
-def test_flags() -> None:
-    assert offered("llmx export RUN --d") == ["--dtype"]
-    assert offered("llmx export RUN --dtype b") == ["bf16"]
-    assert offered("llmx --cfg ") == ["job", "hydra", "all"]
-    assert "--json" in offered("llmx status --")
-    assert offered("llmx data split=") == ["split=train", "split=eval"]
-    assert offered("llmx completion ") == list(SHELLS)
-    assert "lr" in offered("llmx sweep ")
-    assert "optim.lr" in offered("llmx help optim.")
-
-
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
@@ -146,20 +141,14 @@ def test_flags() -> None:
         ("llmx data.path=chats/a", ["chats/a\\ b.jsonl "]),
         ("llmx data.path=chats/a\\ ", ["chats/a\\ b.jsonl "]),
         ('llmx "data.path=chats/a b', ['data.path=chats/a b.jsonl" ']),
-        (
-            "llmx tracking.kinds=",
-            [f"\\[{kind}\\] " for kind in TRACKERS.shipped],
-        ),
+        ("llmx tracking.kinds=", [f"\\[{kind}\\] " for kind in TRACKERS.shipped]),
         ("python -m llmx optim.sch", ["optim.schedule="]),
         (".venv/bin/python -m llmx repo", ["report "]),
     ],
 )
 def test_bash_gets_the_part_that_it_replaces(
-    line: str, answer: list[str], tmp_path: Path, monkeypatch, capsys
+    line: str, answer: list[str], chats: Path, capsys
 ) -> None:
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "a b.jsonl").touch()
-    monkeypatch.chdir(tmp_path)
     assert main(["completion", "--answer", "bash", BREAKS, line]) == 0
     assert capsys.readouterr().out.splitlines() == answer
 
@@ -167,18 +156,18 @@ def test_bash_gets_the_part_that_it_replaces(
 @pytest.mark.parametrize(
     "junk", ["", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."]
 )
-def test_no_line_is_too_odd(junk: str, capsys) -> None:
+def test_no_line_is_too_odd(junk: str) -> None:
     for line in (f"llmx {junk}", f"llmx export {junk}", f"llmx zero={junk}", f"llmx {junk} x"):
         assert main(["completion", "--answer", "bash", BREAKS, line]) == 0
 
 
-def test_unknown_shell() -> None:
-    from llmx.cli.completion import main as completion
-
-    with pytest.raises(ConfigError, match=r"bash, zsh, fish.* Did you mean \"zsh\""):
-        completion(["zshh"])
-    with pytest.raises(ConfigError, match="name one shell"):
-        completion([])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["zshh"], r"bash, zsh, fish.* Did you mean \"zsh\""), ([], "name one shell")],
+)
+def test_unknown_shell(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        completion(words)
 
 
 def test_an_answer_waits_for_no_heavy_library() -> None:
@@ -204,12 +193,9 @@ def with_program(tmp_path: Path) -> dict[str, str]:
     """An environment in which ``llmx`` and ``python`` are these, and a home that is empty."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    shim = programs / "llmx"
-    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmx "$@"\n')
-    python = programs / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for path in (shim, python):
-        path.chmod(0o755)
+    for name, words in (("llmx", "-m llmx "), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (programs / name).chmod(0o755)
     root = Path(__file__).resolve().parents[2]
     return {
         "PATH": f"{programs}:/usr/bin:/bin",

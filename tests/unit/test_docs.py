@@ -24,14 +24,17 @@ from llmx.__main__ import main
 from llmx.cli import sweeps
 from llmx.cli.arguments import split_own
 from llmx.cli.commands import COMMANDS, Runs
+from llmx.cli.help import ENVIRONMENT
 from llmx.compose.complete import complete
-from llmx.config import experiment_from_dict
+from llmx.config import OptimConfig, experiment_from_dict
 from llmx.config.groups import CONF
+from llmx.config.reference import keys, sections
 from llmx.config.validate import validate
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.plan.geometry import position_limit
 from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
+from llmx.train.schedule import lr_at
 from tests import sweepdirs
 from tests.composing import values
 from tests.small_models import small_model
@@ -95,42 +98,38 @@ def test_every_experiment_has_a_card() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the reader is said to have: data, a cluster, a run."""
     place = tmp_path_factory.mktemp("reader")
-    for name in ("chats.jsonl", "clean.jsonl", "questions.jsonl"):
-        (place / name).write_text(CHATS)
-    (place / "PATH").mkdir()
-    for name in ("a.jsonl", "mixed.jsonl", "corpus.txt", "PATH/rows.jsonl"):
-        (place / name).write_text(CHATS)
-    chats = [json.loads(line) for line in CHATS.splitlines()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), place / "b.parquet")
-    (place / "llmx" / "data").mkdir(parents=True)
-    (place / "llmx" / "data" / "support.yaml").write_text(f"path: {place}/chats.jsonl\n")
-    for name in ("train.tsv", "dev.tsv"):
-        (place / name).write_text("label\ttext_a\n1\tgood\n0\tbad\n")
-    (place / "corpus").mkdir()
-    (place / "corpus" / "one.txt").write_text("Some text.\n")
+    tasks = (ROOT / "docs" / "custom-tasks.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (hardware,) = [block for block in blocks if "hosts:" in block]
+    chats = ("chats", "clean", "questions", "a", "mixed", "PATH/rows")
+    tokenizers = ("mine", "bert", "docs")
+    for name, content in {
+        **{f"{name}.jsonl": CHATS for name in chats},
+        **dict.fromkeys(("train.tsv", "dev.tsv"), "label\ttext_a\n1\tgood\n0\tbad\n"),
+        **{f"tokenizers/{name}/tokenizer.json": "{}" for name in tokenizers},
+        "corpus.txt": CHATS,
+        "corpus/one.txt": "Some text.\n",
+        "llmx/data/support.yaml": f"path: {place}/chats.jsonl\n",
+        "clusters/hardware/mine.yaml": hardware,
+        "my.yaml": "grid: {zero: [stage1, stage2]}\n",
+        "my_tasks.py": re.findall(r"^```python\n(.*?)^```", tasks, re.M | re.S)[0],
+        "my_env.py": "class Calculator: pass\n",
+        "my_rewards.py": "def short(prompt, completion, reference): return 1.0\n",
+        "my_metrics.py": "",
+        "mine.jsonl": '{"prompt": "a", "completion": "b"}\n',
+        "rows.jsonl": '{"prompt": "a", "response": "b", "label": true}\n',
+    }.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(content)
+    (place / "run").mkdir()
+    rows = [json.loads(line) for line in CHATS.splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "b.parquet")
     for name in ("first", "sums"):  # models of earlier commands of the tutorials
         model = place / "outputs" / name / "model"
         small_model("llama", vocab_size=1088, max_position_embeddings=1024).save_pretrained(model)
         shutil.copytree(DEMO_DIRECTORY / "tokenizer", model, dirs_exist_ok=True)
-    for name in ("mine", "bert", "docs"):
-        (place / "tokenizers" / name).mkdir(parents=True)
-        (place / "tokenizers" / name / "tokenizer.json").write_text("{}")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    (hardware,) = [block for block in blocks if "hosts:" in block]
-    (place / "clusters" / "hardware").mkdir(parents=True)
-    (place / "clusters" / "hardware" / "mine.yaml").write_text(hardware)
-    (place / "run").mkdir()
     sweepdirs.rates(place / "rates")
-    (place / "my.yaml").write_text("grid: {zero: [stage1, stage2]}\n")
-    tasks = (ROOT / "docs" / "custom-tasks.md").read_text(encoding="utf-8")
-    code = re.findall(r"^```python\n(.*?)^```", tasks, re.MULTILINE | re.DOTALL)[0]
-    (place / "my_tasks.py").write_text(code)
-    (place / "my_env.py").write_text("class Calculator: pass\n")
-    (place / "my_rewards.py").write_text("def short(prompt, completion, reference): return 1.0\n")
-    (place / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    (place / "pairs.jsonl").write_text(json.dumps(PREFERENCE) + "\n")
-    (place / "rows.jsonl").write_text('{"prompt": "a", "response": "b", "label": true}\n')
     return place
 
 
@@ -139,7 +138,6 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setenv("LLMX_OUTPUTS", str(place / "outputs"))
-    (place / "my_metrics.py").touch()
     if not (place / "run" / "config.yaml").exists():
         small = ["hardware=cpu2", f"run_dir={place / 'run'}"]
         assert main(["plan", *small]) == 0
@@ -161,6 +159,9 @@ def test_commands_are_found() -> None:
     assert {page for page, _ in TYPED} >= {"README.md", "data.md", "reproduce.md", "reliability.md"}
     left_out = [words for page, words in ALL if not concrete(list(words))]
     assert len(left_out) < 20, left_out
+    # The first one needs no cluster, no model, no data.
+    first = re.findall(r"^```sh\n(\S.*?)\s*(?:#.*)?$", PAGES[0].read_text(), re.MULTILINE)[0]
+    assert first == "make demo"
 
 
 def is_many(words: tuple[str, ...]) -> bool:
@@ -267,13 +268,6 @@ def test_links_go_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_first_command_runs_anywhere() -> None:
-    """It needs no cluster, no model, no data: it is ``make demo``."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.findall(r"^```sh\n(\S.*?)\s*(?:#.*)?$", readme, re.MULTILINE)[0]
-    assert first == "make demo"
-
-
 def test_every_plan_in_the_readme_fits(here: Path, capsys) -> None:
     for page, words in TYPED:
         if page == "README.md" and words[:1] == ("plan",):
@@ -284,9 +278,6 @@ def test_every_plan_in_the_readme_fits(here: Path, capsys) -> None:
 
 def test_keys_that_are_named_exist() -> None:
     """``optim.lr`` between backquotes in a guide is a key of the schema."""
-    from llmx.cli.help import ENVIRONMENT
-    from llmx.config.reference import keys, sections
-
     names = {key.name for key in keys()} | set(sections())
     mappings = tuple(f"{key.name}." for key in keys() if key.type.startswith("mapping"))
     groups = {name.split(".")[0] for name in names if "." in name}
@@ -295,19 +286,13 @@ def test_keys_that_are_named_exist() -> None:
     for page in [p for p in PAGES if p.name not in ("contracts.md", "config.md")]:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         for name in re.findall(pattern, text):
-            if name.endswith(
-                (".json", ".yaml", ".py", ".md", ".png", ".html", ".jsonl", ".gz", ".onnx", ".csv")
-            ):
-                continue
-            assert name in names or name.startswith(mappings), f"{page.name}: {name}"
+            a_file = re.search(r"\.(json|yaml|py|md|png|html|jsonl|gz|onnx|csv)$", name)
+            assert a_file or name in names or name.startswith(mappings), f"{page.name}: {name}"
         for name in re.findall(r"\bLLMX_[A-Z_]+\b", text):
             assert name in variables, f"{page.name}: {name}"
 
 
 def test_the_schedule_in_the_guide_is_the_one_that_trains() -> None:
-    from llmx.config import OptimConfig
-    from llmx.train.schedule import lr_at
-
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| llmx \| (.*) \|$", text, re.MULTILINE)
     optim = OptimConfig(lr=1.0, warmup_steps=4, schedule="linear")

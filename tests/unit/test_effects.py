@@ -31,12 +31,9 @@ def test_a_key_chooses_the_option_that_reads_it(typed, implied) -> None:
     ]
 
 
-def test_a_model_path_alone_is_the_model() -> None:
+def test_a_model_path_or_hosts_alone_are_the_model_and_the_hardware() -> None:
     model = composed(["model.path=Qwen/Qwen3-8B", "hardware=a100x8"]).experiment.model
     assert (model.kind, model.init, model.path) == ("hf", "pretrained", "Qwen/Qwen3-8B")
-
-
-def test_hosts_alone_are_the_hardware() -> None:
     plan = composed(["hardware.hosts=[{name: g1, slots: 2, device: a100_80g}]"]).plan
     assert [(host.name, host.slots) for host in plan.hosts] == [("g1", 2)]
 
@@ -50,37 +47,26 @@ def test_every_rule_names_keys_that_exist() -> None:
 def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
     """The fix that a message gives makes the key one that is read."""
     fix = rule.fix.split(", or ")[0].split("; ")[0]
-    words = {
-        "model=hf": ["model=hf", "model.path=a/b"],
-        "model.path=...": ["model=hf", "model.path=a/b"],
-        "adapter=lora": ["adapter=lora"],
-        "adapter.quantize=nf4": ["adapter=qlora"],
-        "data=file": ["data=file", "data.path=a.jsonl"],
-        "data=text": ["data=text", "data.path=a.txt"],
-        "data=labelled": ["data=labelled", "data.path=a.csv"],
-        "launch=rsync": ["launch=rsync"],
-    }.get(fix, [fix])
-    if "hardware" in fix or "..." in " ".join(words):
+    beside = {
+        "model=hf": "model.path=a/b", "data=file": "data.path=a.jsonl",
+        "data=text": "data.path=a.txt", "data=labelled": "data.path=a.csv",
+    }  # fmt: skip
+    fix = {"model.path=...": "model=hf", "adapter.quantize=nf4": "adapter=qlora"}.get(fix, fix)
+    if "hardware" in fix or "..." in fix:
         return  # needs hosts, or a file
+    words = [fix, *([beside[fix]] if fix in beside else [])]
     exp = experiment_from_dict(values(["task=sft", *words]))
     assert rule.is_read(exp), words
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["task.steps=5", "task.epochs=2"],
-        ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
-        ["zero=stage2", "zero.prefetch_bucket_size=100"],
-        ["optim=sgd", "optim.betas=[0.9, 0.9]"],
-        ["tracking=none", "tracking.project=mine"],
-        ["sweep.slots_per_trial=1"],
-        ["optim.muon_lr=0.02"],
-        ["adapter=lora", "adapter.double_quant=false"],
-        ["data=demo", "data.eval_samples=5"],
-        ["data=demo", "data.eval_fraction=0.1"],
-    ],
-)
+    [["task.steps=5", "task.epochs=2"], ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
+     ["zero=stage2", "zero.prefetch_bucket_size=100"], ["optim=sgd", "optim.betas=[0.9, 0.9]"],
+     ["tracking=none", "tracking.project=mine"], ["sweep.slots_per_trial=1"],
+     ["optim.muon_lr=0.02"], ["adapter=lora", "adapter.double_quant=false"],
+     ["data=demo", "data.eval_samples=5"], ["data=demo", "data.eval_fraction=0.1"]],
+)  # fmt: skip
 def test_a_word_that_nothing_reads_is_refused(words) -> None:
     exp = experiment_from_dict(values(["hardware=cpu2", *words]))
     with pytest.raises(ConfigError, match="has no effect"):

@@ -15,8 +15,7 @@ from llmx.cli.commands import COMMANDS
 from llmx.cli.help import ENVIRONMENT, EXAMPLES, help_text, markdown, shell_word, topic
 from llmx.config import experiment_from_dict, known_keys
 from llmx.config.groups import GROUPS, options
-from llmx.config.reference import PATHS, Key, keys, sections
-from llmx.errors import ConfigError
+from llmx.config.reference import PATHS, keys, sections
 from tests.composing import composed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +32,7 @@ def test_the_page_of_all_keys_is_current(golden) -> None:
 
 def test_help_names_everything() -> None:
     text = help_text()
-    for name in COMMANDS:
-        assert f"  {name} " in text
+    assert all(f"  {name} " in text for name in COMMANDS)
     for group in GROUPS:
         for option, line in options(group).items():
             assert f"  {option} " in text
@@ -66,19 +64,18 @@ def test_the_reference_has_every_key_of_the_schema() -> None:
     assert {key.name for key in keys()} >= PATHS
 
 
-@pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
-def test_every_key_says_what_it_means_and_takes_its_example(key: Key) -> None:
-    assert len(key.doc) > 10, f"{key.name}: write what it means under the field in the schema"
-    assert key.doc.count("`") % 2 == 0
-    assert key.takes()
-    assert key.example, f"{key.name}: give the field an example, or llmx.config.reference.EXAMPLES"
-    text = topic(key.name)
-    assert text.startswith(f"{key.name}\n") or key.name in COMMANDS
-    if key.is_list_item:
-        value = yaml.safe_load(f"x: {key.example}")["x"]
-    else:  # as typed behind the equal sign on a command line
-        value = OverridesParser.create().parse_override(f"{key.name}={key.example}").value()
-    experiment_from_dict(_nested(key.name, value))
+def test_every_key_says_what_it_means_and_takes_its_example() -> None:
+    for key in keys():
+        assert len(key.doc) > 10, f"{key.name}: write what it means under the field in the schema"
+        assert key.doc.count("`") % 2 == 0, key.name
+        assert key.takes(), key.name
+        assert key.example, f"{key.name}: an example, there or in llmx.config.reference.EXAMPLES"
+        assert topic(key.name).startswith(f"{key.name}\n") or key.name in COMMANDS
+        if key.is_list_item:
+            value = yaml.safe_load(f"x: {key.example}")["x"]
+        else:  # as typed behind the equal sign on a command line
+            value = OverridesParser.create().parse_override(f"{key.name}={key.example}").value()
+        experiment_from_dict(_nested(key.name, value))
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -88,14 +85,24 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def test_a_key_says_where_it_is_set() -> None:
-    text = topic("optim.lr")
-    assert "number, above 0" in text
-    assert "default" in text
-    assert "auto" in text
-    assert "python -m llmx optim.lr=1e-4" in text
-    assert "optim=pretrain (0.0003)" in text
-    assert "experiment=opt_1_3b_sft (9.65e-6)" in " ".join(text.split())
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("optim.lr", ["number, above 0", "default", "auto", "python -m llmx optim.lr=1e-4",
+                      "optim=pretrain (0.0003)", "experiment=opt_1_3b_sft (9.65e-6)"]),
+        ("path", ["model.path", "data.path", "hardware.path"]),
+        ("warmup", ["optim.warmup_fraction"]),
+        ("to the same path on every host", ["launch.sync"]),  # found in the text of a key
+        ("rsync", ["sync: rsync"]),  # an option of one group only
+        ("zero", ["stage3_offload", "zero.hpz_partition_size (whole number"]),
+        ("zero_stage=3", ["stage: 3"]),
+        ("stage3", ["stage: 3"]),
+        ("checkpoint.keep", ["checkpoint.keep.best"]),
+    ],
+)  # fmt: skip
+def test_what_a_topic_says(word: str, parts: list[str]) -> None:
+    text = " ".join(topic(word).split())
+    assert [part for part in parts if part not in text] == []
 
 
 def test_a_part_of_a_name_is_enough() -> None:
@@ -103,23 +110,12 @@ def test_a_part_of_a_name_is_enough() -> None:
     assert topic("data.seq_len=4096") == topic("+data.seq_len") == topic("seq_len")
     assert topic("hosts.slots").startswith("hardware.hosts[].slots\n")
     assert topic("launch.env.NCCL_DEBUG").startswith("launch.env\n")
-    several = topic("path")
-    assert all(name in several for name in ("model.path", "data.path", "hardware.path"))
-    assert "optim.warmup_fraction" in topic("warmup")
-    assert "launch.sync" in topic("to the same path on every host"), "found in the text of a key"
-    assert "sync: rsync" in topic("rsync"), "an option of one group only"
-
-
-def test_groups_and_options(tmp_path: Path) -> None:
-    text = topic("zero_stage")
-    assert text == topic("zero")
-    assert "stage3_offload" in text
-    assert "zero.hpz_partition_size  (whole number" in text
+    assert topic("zero_stage") == topic("zero")
     assert topic("zero=stage3").startswith("zero=stage3  ")
-    assert "stage: 3" in topic("zero_stage=3")
-    assert "stage: 3" in topic("stage3")
     assert topic("experiment=null").startswith("experiment=null: none.")
-    assert "checkpoint.keep.best" in topic("checkpoint.keep")
+
+
+def test_options_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "lab.yaml").write_text("# Two hosts in the lab.\nname: lab\n")
     assert "Two hosts in the lab." in topic("hardware", config_dirs=[tmp_path])
@@ -143,15 +139,12 @@ def test_an_unknown_topic(word: str, says: str, capsys) -> None:
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
-    with pytest.raises(ConfigError):
-        topic(word)
 
 
 def test_several_topics_at_once(capsys) -> None:
     assert main(["help", "optim.lr", "optim.eps"]) == 0
     said = capsys.readouterr().out
-    assert "optim.lr\n" in said
-    assert "optim.eps\n" in said
+    assert said.index("optim.lr\n") < said.index("optim.eps\n")
     assert main(["help"]) == 0
     assert capsys.readouterr().out == help_text() + "\n"
 
@@ -173,20 +166,11 @@ def test_every_command_has_its_own_help(command: str, capsys) -> None:
     for word in COMMANDS[command].words:
         assert f"  {word.name}" in said
         assert all(choice in said or choice == "false" for choice in word.choices)
+    for key in {"data": ["data.packing"], "tokenizer": ["tokenizer.vocab_size"]}.get(command, []):
+        assert key in said
     assert max(len(line) for line in said.splitlines()) <= 100
     assert main(["help", command]) == 0
     assert capsys.readouterr().out.startswith(said.rstrip("\n").partition("\n\nKeys")[0])
-
-
-def test_data_and_tokenizer_list_their_keys(capsys) -> None:
-    assert main(["data", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "preview=N" in said
-    assert "data.packing" in said
-    assert main(["tokenizer", "-h"]) == 0
-    said = capsys.readouterr().out
-    assert "tokenizer.vocab_size" in said
-    assert "tokenizer.character_coverage" in said
 
 
 # --- Environment variables -------------------------------------------------------------------

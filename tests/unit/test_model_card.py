@@ -1,7 +1,4 @@
-"""The model card: what the Hub reads of it, and that nothing of this place is in it.
-
-pytest tests/unit/test_model_card.py
-"""
+"""The model card: what the Hub reads of it, and that nothing of this place is in it."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ def run(tmp_path: Path) -> RunDir:
     config["model"] |= {"path": str(base), "init": "pretrained", "kind": "hf"}
     sources = [SourceConfig(path="hub:acme/rows"), SourceConfig(path="/data/someone/rows.jsonl")]
     config["data"] = to_dict(DataConfig(sources=sources))
-    config["task"]["options"] = {
-        "teacher": "/data/someone/teacher",
-        "api_key": "sk-abcdefghijklmnopq",
-    }
+    secret = "sk-abcdefghijklmnopq"
+    config["task"]["options"] = {"teacher": "/data/someone/teacher", "api_key": secret}
     write_text(made.config, yaml.safe_dump(config))
     tracked_run.append(made, tracked_run.lines())
     return made
@@ -108,13 +103,14 @@ def test_classifiers_and_adapters_say_how_they_load(run: RunDir, tmp_path: Path)
 
 def test_a_card_of_the_user_is_kept(run: RunDir, tmp_path: Path) -> None:
     directory = model_in(tmp_path / "model", architectures=["LlamaForCausalLM"])
+    card = directory / CARD
     write_card(run, directory)
     write_card(run, directory, step=10)
-    assert "step 10." in (directory / CARD).read_text()
-    mine = (directory / CARD).read_text().replace(MARK, "") + "My words."
-    write_text(directory / CARD, mine)
+    assert "step 10." in card.read_text()
+    mine = card.read_text().replace(MARK, "") + "My words."
+    write_text(card, mine)
     write_card(run, directory)
-    assert (directory / CARD).read_text() == mine
+    assert card.read_text() == mine
 
 
 def test_a_run_that_left_little_has_a_card(tmp_path: Path) -> None:
@@ -129,14 +125,8 @@ def test_a_run_that_left_little_has_a_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("acme/model", "acme/model"),
-        ("/home/me/rows.jsonl", "rows.jsonl"),
-        ("/home/John Doe/x.jsonl", "x.jsonl"),
-        ("../x/y.tsv", "y.tsv"),
-        ("['/data/a', '/data/b']", "b']"),
-        ("http://host:5000/x", "(an address)"),
-    ],
-)
+    [("acme/model", "acme/model"), ("/home/John Doe/x.jsonl", "x.jsonl"), ("../x/y.tsv", "y.tsv"),
+     ("['/data/a', '/data/b']", "b']"), ("http://host:5000/x", "(an address)")],
+)  # fmt: skip
 def test_paths_are_their_last_part(text: str, shown: str) -> None:
     assert public(text) == shown

@@ -1,7 +1,5 @@
-"""Stages that build on each other: what each is started with, and what is refused before the first.
-
-``pytest tests/unit/test_pipeline.py``
-"""
+"""Stages that build on each other: what each is started with, and what is refused before the
+first."""
 
 from __future__ import annotations
 
@@ -12,7 +10,15 @@ import pytest
 import yaml
 
 from llmx.cli import pipeline
-from llmx.cli.pipeline import PIPELINES, check_all, check_unchanged, read_recipe, stages_of, table
+from llmx.cli.pipeline import (
+    PIPELINES,
+    Stage,
+    check_all,
+    check_unchanged,
+    read_recipe,
+    stages_of,
+    table,
+)
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir, write_json
 from tests.rundirs import experiment, write_run
@@ -32,30 +38,22 @@ def recipe(tmp_path: Path, text: str = TWO) -> str:
     return str(path)
 
 
-def words_of(tmp_path: Path, *overrides: str, text: str = TWO) -> dict[str, str]:
-    stages = stages_of(recipe(tmp_path, text), overrides, tmp_path / "runs")
-    return {stage.name: shlex.join(stage.words) for stage in stages}
+def staged(tmp_path: Path, *overrides: str, text: str = TWO) -> list[Stage]:
+    return stages_of(recipe(tmp_path, text), overrides, tmp_path / "runs")
 
 
 def test_values_words_for_all_and_words_for_one_stage(tmp_path: Path) -> None:
-    words = words_of(tmp_path, "file=a b.jsonl", "seed=3", "second.optim.lr=0.5", "first.seed=4")
-    assert words == {
+    stages = staged(tmp_path, "file=a b.jsonl", "seed=3", "second.optim.lr=0.5", "first.seed=4")
+    assert {stage.name: shlex.join(stage.words) for stage in stages} == {
         "first": "model=tiny 'data.path=a b.jsonl' optim.lr=1e-3 seed=4",
         "second": "'model.path=${stage.first}/model' data.path=demo "
         "'launch.env.HOME=${oc.env:HOME}' seed=3 optim.lr=0.5",
     }
-
-
-def test_a_value_is_the_text_of_the_file(tmp_path: Path) -> None:
+    # A value is the text of the file.
     text = (
         "values: {revision: 1.10, part: 007}\nstages: {a: 'model.revision=${revision} x=${part}'}"
     )
-    assert words_of(tmp_path, text=text) == {"a": "model.revision=1.10 x=007"}
-
-
-def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pipeline two needs file=\.\.\."):
-        words_of(tmp_path)
+    assert list(staged(tmp_path, text=text)[0].words) == ["model.revision=1.10", "x=007"]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +63,12 @@ def test_a_value_that_is_missing_is_named(tmp_path: Path) -> None:
         ("[1", r"two\.yaml, line 1: the \[ is not closed"),
         ("stages: {a: [x]}", "has no stages"),
         ("stages: {../a: x}", "has no stages.*a name of letters"),
+        (TWO, r"pipeline two needs file=\.\.\."),
     ],
 )
-def test_a_file_that_is_no_recipe(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_recipe_or_lacks_a_value(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_recipe(recipe(tmp_path, text))
-
-
-def test_a_recipe_that_is_not_there() -> None:
+        staged(tmp_path, text=text)
     with pytest.raises(ConfigError, match=r"no pipeline rlfh\. Did you mean .rlhf"):
         read_recipe("rlfh")
 
@@ -96,44 +92,43 @@ def test_every_committed_recipe_can_be_started(
     assert not Path("runs").exists()
 
 
-def test_what_a_later_stage_cannot_start_with_is_found_before_the_first(tmp_path: Path) -> None:
-    text = "stages: {a: model=tiny, b: 'model.path=${stage.a}/model task=grpo optim.lr=-1'}"
-    stages = stages_of(recipe(tmp_path, text), [], tmp_path / "runs")
-    with pytest.raises(ConfigError, match=r"stage b: optim\.lr=-1"):
-        check_all(stages)
-
-
-def test_no_stage_starts_from_an_adapter(tmp_path: Path) -> None:
-    text = """stages:
-        a: model.path=some/model adapter=lora data.path=demo
-        b: model.path=${stage.a}/model data.path=demo"""
-    with pytest.raises(ConfigError, match=r"stage b: \$\{stage\.a\} is no stage .*an adapter has"):
-        check_all(stages_of(recipe(tmp_path, text), [], tmp_path / "runs"))
+ADAPTER = """stages:
+    a: model.path=some/model adapter=lora data.path=demo
+    b: model.path=${stage.a}/model data.path=demo"""
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("stages: {a: model=tiny, b: 'model.path=${stage.a}/model task=grpo optim.lr=-1'}",
+         r"stage b: optim\.lr=-1"),
+        (ADAPTER, r"stage b: \$\{stage\.a\} is no stage .*an adapter has"),
         ("stages: {a: 'model.path=${stage.b}', b: y}", r"stage a: .*stage\.b.*there are: none"),
         ("stages: {a: model=tiny, b: 'model.path=${stage.c}'}", r"b: .*stage\.c.*there are: a\)"),
+        # It would end before its run does.
+        ("stages: {a: launch.detach=true}", r"stage a: launch\.detach"),
     ],
-)
-def test_a_stage_names_only_those_before_it(text: str, message: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_what_a_stage_cannot_start_with_is_found_before_the_first(
+    text: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_all(stages_of(recipe(tmp_path, text), [], tmp_path / "runs"))
+        check_all(staged(tmp_path, text=text))
 
 
-def test_a_stage_that_would_end_before_its_run_is_refused(tmp_path: Path) -> None:
-    stages = stages_of(
-        recipe(tmp_path), ["file=demo", "launch.detach=true"], tmp_path / "runs"
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"stage first: launch\.detach"):
-        check_all(stages)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Of all runs of the stages."""
+    return tmp_path / "runs"
 
 
-def begun(stages: list[pipeline.Stage], root: Path, *, name: str, outcome: str) -> None:
+@pytest.fixture
+def stages(tmp_path: Path) -> list[Stage]:
+    return staged(tmp_path, "file=demo")
+
+
+def begun(stages: list[Stage], root: Path, *, name: str, outcome: str) -> None:
     """Leave what a run of this stage leaves."""
-    words = {stage.name: list(stage.words) for stage in stages}
     run = RunDir(root / name)
     write_run(experiment(run.root))
     write_json(run.result, {"outcome": outcome, "cause": "Ctrl-C", "started": 1, "ended": 61})
@@ -141,18 +136,16 @@ def begun(stages: list[pipeline.Stage], root: Path, *, name: str, outcome: str) 
         '{"kind": "start", "step": 0, "time": 1}\n'
         '{"kind": "eval", "step": 9, "time": 60, "loss": 0.25}\n'
     )
+    words = {stage.name: list(stage.words) for stage in stages}
     write_json(root / pipeline.RECORD, {"stages": words})
 
 
-def test_the_same_command_continues(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+def test_the_same_command_continues(stages: list[Stage], root: Path) -> None:
     begun(stages, root, name="first", outcome="ok")
     check_unchanged(stages, root)
     assert [stage.is_finished() for stage in stages] == [True, False]
     command = stages[1].command()
-    assert command[0] == f"model.path={root}/first/model"
-    assert command[-1] == f"run_dir={root}/second"
+    assert (command[0], command[-1]) == (f"model.path={root}/first/model", f"run_dir={root}/second")
     begun(stages, root, name="second", outcome="interrupted")
     check_unchanged(stages, root)
     assert stages[1].command() == ["resume", f"{root}/second"]
@@ -163,26 +156,18 @@ def test_the_same_command_continues(tmp_path: Path) -> None:
     assert lines[2].split()[:2] == ["second", "interrupted"]
 
 
-def test_other_words_are_refused_for_a_stage_that_has_begun(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
-    begun(stages, root, name="first", outcome="ok")
-    check_unchanged(stages_of(recipe(tmp_path), ["file=demo", "second.seed=1"], root), root)
+def test_other_words_are_refused_for_a_stage_that_has_begun(
+    stages: list[Stage], root: Path, tmp_path: Path
+) -> None:
+    begun(stages, root, name="first", outcome="interrupted")
+    assert not (root / "first" / "model").exists()
+    check_all(stages)  # that of the second stage is not there yet
+    check_unchanged(staged(tmp_path, "file=demo", "second.seed=1"), root)
     with pytest.raises(ConfigError, match=r"first: the stage has begun with other words \(seed=1"):
-        check_unchanged(stages_of(recipe(tmp_path), ["file=demo", "seed=1"], root), root)
+        check_unchanged(staged(tmp_path, "file=demo", "seed=1"), root)
 
 
-def test_a_stage_on_the_model_of_one_that_is_gone_is_named(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
+def test_a_stage_on_the_model_of_one_that_is_gone_is_named(stages: list[Stage], root: Path) -> None:
     begun(stages, root, name="second", outcome="ok")
     with pytest.raises(ConfigError, match="second: the stage has begun, and first before it"):
         check_unchanged(stages, root)
-
-
-def test_a_stage_on_one_that_was_interrupted_is_checked_without_its_model(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    stages = stages_of(recipe(tmp_path), ["file=demo"], root)
-    begun(stages, root, name="first", outcome="interrupted")
-    assert not (root / "first" / "model").exists()
-    check_all(stages)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llmx.text import plural, printable
+from llmx.text import file_name, one_line, plural, printable, wrapped
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,10 @@ def test_writing_of_the_world_stays() -> None:
     text = "中文\n\t\u05d9\u05d5\u05dd العربية 👩\u200d🚀 naïve\u00a0é"
     assert printable(text) == text
     assert printable("a\nb", keep="") == r"a\x0ab"
-
-
-def test_answers_in_a_table_steer_nothing() -> None:
-    from llmx.text import one_line
-
     assert one_line("a\x1b[2J\n b\u202e", limit=40) == r"a\x1b[2J b\u202e"
 
 
 def test_a_long_name_is_that_of_a_file_and_still_tells_two_apart() -> None:
-    from llmx.text import file_name
-
     assert file_name("zero-stage1") == "zero-stage1"
     one, two = file_name("中" * 100 + "1"), file_name("中" * 100 + "2")
     assert one != two
@@ -48,24 +41,15 @@ def test_a_long_name_is_that_of_a_file_and_still_tells_two_apart() -> None:
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [
-        ("data.path-../../a.jsonl", "data.path--a.jsonl"),
-        ("data.path-/x/a.jsonl", "data.path--x-a.jsonl"),
-        ("..", "-"),
-        ("a/..", "a-"),
-        ("a\x1b[2J\nb", "a-[2J-b"),
-    ],
-)
+    [("data.path-../../a.jsonl", "data.path--a.jsonl"), ("..", "-"), ("a/..", "a-"),
+     ("data.path-/x/a.jsonl", "data.path--x-a.jsonl"), ("a\x1b[2J\nb", "a-[2J-b")],
+)  # fmt: skip
 def test_a_name_made_from_a_value_stays_in_its_directory(text: str, name: str) -> None:
-    from llmx.text import file_name
-
     assert re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", file_name(text))
     assert file_name(name) == name, "and is not that of another value"
 
 
 def test_no_line_breaks_inside_a_word_or_a_number() -> None:
-    from llmx.text import wrapped
-
     text = "  Data (train): 145,774 tokens in /a/long/path/that/no/line/has/room/for  next\nstep  0"
     lines = wrapped(text, width=24).split("\n")
     assert [line for line in lines if line.strip() not in text] == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,7 @@ from llmx.run.rundir import RunDir
 from tests.rundirs import experiment, write_run
 from tests.unit.test_serve_command import write_model
 
-EVIL = """
-from pathlib import Path
-Path({marker!r}).touch()
-"""
+EVIL = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
 
 @pytest.fixture(autouse=True)
@@ -45,29 +40,25 @@ def foreign(tmp_path: Path) -> RunDir:
     return run
 
 
-COMMANDS: dict[str, tuple[Callable[..., int], list[str], str]] = {
-    "generate": (partial(run_here, "generate"), ["hello"], "--trust"),
-    "chat": (partial(run_here, "chat"), [], "--trust"),
-    "eval": (partial(run_here, "eval"), [], "--trust"),
-    "serve": (partial(run_here, "serve"), ["--print"], "--trust"),
-    "export": (partial(run_here, "export"), [], "--trust"),
-    "resume": (lambda words: llmx(["resume", *words]), ["dry_run=true"], "trust=true"),
-    "reproduce": (lambda words: llmx(["reproduce", *words]), ["dry_run=true"], "trust=true"),
-}
+COMMANDS = {
+    "generate": ["hello"], "chat": [], "eval": [], "serve": ["--print"], "export": [],
+    "resume": ["dry_run=true"], "reproduce": ["dry_run=true"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_foreign_run_is_refused(
     command: str, foreign: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main, words, say = COMMANDS[command]
-    assert main([str(foreign.root), *words]) == ConfigError.exit_code
+    starts = command in ("resume", "reproduce")
+    words = [str(foreign.root), *COMMANDS[command]]
+    code = llmx([command, *words]) if starts else run_here(command, words)
+    assert code == ConfigError.exit_code
     err = capsys.readouterr().err
     assert "was not started by you on this machine" in err
     assert "model.trust_remote_code=true" in err
-    assert f"add {say}" in err
-    if command in ("eval", "resume", "reproduce"):
-        assert "evil:Task from" in err
+    assert f"add {'trust=true' if starts else '--trust'}" in err
+    assert ("evil:Task from" in err) == (command in ("eval", "resume", "reproduce"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -114,15 +105,12 @@ def test_code_that_was_changed_since_the_start_is_refused(
     assert "it or its code was changed" in capsys.readouterr().err
 
 
-def test_a_run_without_code_has_no_signature(tmp_path: Path) -> None:
-    exp = experiment(tmp_path / "plain", ranks=1)
-    assert trust.code_of(exp) == {}
-    trust.sign(write_run(exp), trust.code_of(exp))
+def test_what_starts_ranks_is_code_too(tmp_path: Path) -> None:
+    plain = experiment(tmp_path / "plain", ranks=1)
+    assert trust.code_of(plain) == {}
+    trust.sign(write_run(plain), trust.code_of(plain))
     assert not RunDir(tmp_path / "plain").signature.exists()
     assert not trust.state_dir().exists()
-
-
-def test_what_starts_ranks_is_code_too(tmp_path: Path) -> None:
     values = to_dict(experiment(tmp_path / "run"))
     values["launch"].update(python="/theirs/python", env={"NCCL_DEBUG": "INFO"})
     values["hardware"]["hosts"][0]["enter"] = ["sh", "-c", "theirs"]
