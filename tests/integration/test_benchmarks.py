@@ -1,15 +1,17 @@
 """Every benchmark still runs, in its smallest form. What they measure there means nothing.
 
 Most of those behind a figure in README.md run for each landing, the others by ``make nightly``.
-``python -m pytest -m deepspeed tests/integration/test_benchmarks.py``
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 NO_BENCHMARKS = {
     "machine.py",  # what results have in common
     "data_corpora.py",
-    "plan_validation.py",  # tests/integration/test_plan_validation.py runs a part of it
+    "plan_validation.py",  # a part of it below
 }
 IN_THE_README = (
     "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
@@ -64,7 +66,7 @@ def nightly(values: tuple[str, ...]) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
-def run(command: str, results: Path, **environment: str) -> None:
+def run(command: str, results: Path, code: Sequence[int] = (0, 1), **environment: str) -> str:
     """0: its targets are met; 1: they are missed, as they may be in so small a form."""
     program, *words = shlex.split(command)
     done = subprocess.run(
@@ -73,13 +75,14 @@ def run(command: str, results: Path, **environment: str) -> None:
         env={**os.environ, "LLMX_BENCHMARK_RESULTS": str(results), **environment},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1500,
         check=False,
     )
     output = done.stdout + done.stderr[-4000:]
-    assert done.returncode in (0, 1), output
+    assert done.returncode in code, output
     assert "Traceback" not in done.stderr, output
     assert list(results.iterdir()) or "accuracy" in done.stdout or "MiB" in done.stdout, output
+    return output
 
 
 @pytest.mark.parametrize("command", [*IN_THE_README, *nightly(OTHERS)])
@@ -106,3 +109,24 @@ def test_no_benchmark_is_left_out() -> None:
     tested = {command.split()[0] for command in (*commands, *WITH_A_CLUSTER)}
     programs = {path.name for path in (REPOSITORY / "benchmarks").glob("*.py")}
     assert programs == tested | NO_BENCHMARKS
+
+
+CASES = (
+    "opt stage 1", "opt stage 3", "llama stage 2 lora", "opt stage 2 offload accumulation 2",
+    "opt stage 3 hpZ",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the allocator's hook needs a C compiler")
+def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
+    """What the plan predicts against what ranks really allocate: a part of the published grid."""
+    out = tmp_path / "found.jsonl"
+    said = run(f"plan_validation.py --cases '{','.join(CASES)}' --out '{out}'", tmp_path, code=[0])
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {one["case"]["name"] for one in found} == set(CASES), said
+    for one in found:
+        name, real = one["case"]["name"], one["measured"]["peak"]
+        error = one["predicted"]["peak"] / real - 1
+        # A bucket that the communication thread gives back late may be in the measured peak.
+        assert -0.06 < error < 0.02, f"{name}: {error:+.1%} of {real / 2**20:.0f} MiB"
+        assert one["predicted"]["host"] == pytest.approx(one["measured"]["host"], rel=0.005), name

@@ -1,16 +1,15 @@
-"""No rank outlives the tests that started it: ``pytest -m deepspeed
-tests/integration/test_forked_ranks.py``."""
+"""No rank outlives the tests that started it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.cluster.host import wait_until
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
 
@@ -36,21 +35,17 @@ def test_a_spinning_rank_ends_when_its_tests_are_killed(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
     command = [sys.executable, "-c", TESTS, str(tmp_path / "spin.py"), str(tmp_path / "pids")]
     root = Path(__file__).parents[2]
+
+    def pids() -> list[int]:
+        texts = [path.read_text() for path in (tmp_path / "pids").iterdir()]
+        return [int(text) for text in texts if text]
+
     with subprocess.Popen(command, cwd=root) as tests:
         try:
-            until(lambda: [path.read_text() for path in (tmp_path / "pids").iterdir()], 2)
+            wait_until(lambda: len(pids()) == 2, timeout_s=300, what="two ranks")
         finally:
             tests.kill()
-    pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
-    until(lambda: [pid for pid in pids if runs(pid)], 0)
-
-
-def until(items: Callable[[], Sequence[object]], count: int) -> None:
-    """Wait until the function gives ``count`` items that are not empty."""
-    deadline = time.monotonic() + 300
-    while len([item for item in items() if item]) != count:
-        assert time.monotonic() < deadline, f"not {count} after 300 s"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(runs, pids())), timeout_s=300, what="their end")
 
 
 def runs(pid: int) -> bool:

@@ -37,11 +37,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("finished") / "base")
 
 
-@pytest.mark.parametrize("chunk", range(1))
-def test_damaged_runs_are_refused_without_a_traceback(
-    chunk: int, finished: Path, tmp_path: Path
-) -> None:
-    for number in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+def test_damaged_runs_are_refused_without_a_traceback(finished: Path, tmp_path: Path) -> None:
+    for number in range(CHUNK):
         case = make_case(1, number, after=True)
         outcome = run_case(case, tmp_path / "case", base=finished)
         assert not outcome.faults, f"--after --case 1:{number}\n{case.argv}\n{outcome.faults}"
