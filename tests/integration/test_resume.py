@@ -1,15 +1,16 @@
 """A run that was killed, asked to end or found its checkpoint damaged goes on bit for bit as if
-nothing had happened: every logged number, and the hash of the weights.
-
-``pytest -m deepspeed tests/integration/test_resume.py``
-"""
+nothing had happened: every logged number, and the hash of the weights."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ import yaml
 from llmx.checkpoint.selection import list_steps, verify
 from llmx.launch.supervision.hang import main_stack
 from llmx.run.rundir import RunDir, read_json, write_json
+from tests.checkpoint_saves import flip_bit
 from tests.forked_ranks import Server
 from tests.resumed_runs import (
     EVERY,
@@ -48,15 +50,14 @@ def undisturbed(ranks: Server, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def assert_same_run(run: RunDir, reference: RunDir) -> None:
-    found, wanted = measurements(run), measurements(reference)
-    assert [(line["kind"], line.get("step")) for line in found] == [
-        (line["kind"], line.get("step")) for line in wanted
-    ]
-    assert found == wanted
+    found = measurements(run)
+    assert found == measurements(reference)
     assert found[-1]["weights_hash"]
 
 
 def test_an_undisturbed_run_saves_what_it_should(undisturbed: dict[str, RunDir]) -> None:
+    for made in undisturbed.values():
+        assert_planned_sizes(made)
     run = undisturbed["stage2-fp32"]
     steps = list(range(EVERY, STEPS + 1, EVERY))
     assert [event["step"] for event in events(run, "saved")] == steps
@@ -66,24 +67,26 @@ def test_an_undisturbed_run_saves_what_it_should(undisturbed: dict[str, RunDir])
     state = read_json(run.checkpoint(STEPS) / "state.json")
     last = measurements(run)[-1]
     assert (state["step"], state["weights_hash"]) == (STEPS, last["weights_hash"])
-    trained = [line for line in measurements(run) if line["kind"] == "train"][-1]
+    trained = lines_of(run, "train")[-1]
     assert state["tokens_seen"] == trained["tokens"]
     assert state["samples"] == trained["samples"] > state["num_samples"]
-    evaluated = [line for line in measurements(run) if line["kind"] == "eval"][-1]
-    assert state["metric"] == {"name": "eval/loss", "value": evaluated["loss"]}
-    assert {path.name for path in (run.checkpoint(STEPS) / "model").iterdir()} >= {
-        "config.json",
-        "tokenizer_config.json",
-    }
+    assert state["metric"] == {"name": "eval/loss", "value": lines_of(run, "eval")[-1]["loss"]}
+    files = {path.name for path in (run.checkpoint(STEPS) / "model").iterdir()}
+    assert files >= {"config.json", "tokenizer_config.json"}
     assert read_json(run.rank_status(1))["saved_step"] == STEPS
     assert not list(run.checkpoints.glob(".*"))
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_checkpoint_is_as_large_as_the_plan_says(
-    kind: str, undisturbed: dict[str, RunDir]
-) -> None:
-    assert_planned_sizes(undisturbed[kind])
+def lines_of(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [line for line in measurements(run) if line["kind"] == kind]
+
+
+def edit_config(run: RunDir, **groups: Any) -> None:
+    """By hand, as between two starts."""
+    config = yaml.safe_load(run.config.read_text())
+    for name, values in groups.items():
+        config[name] = {**config[name], **values} if isinstance(values, dict) else values
+    run.config.write_text(yaml.safe_dump(config))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -141,9 +144,7 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
 
     # One bit of the newest: it is named, left alone, and the one before it is taken.
     victim = run.checkpoint(newest) / "rank-00001.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 4
-    victim.write_bytes(data)
+    flip_bit(victim, -1)
     write_json(run.resume, {"step": None, "skip_steps": [], "attempt": 3})
     before = sorted(list_steps(run.checkpoints))[-2]
     ranks.start(run).finish()
@@ -157,15 +158,10 @@ def test_signals_save_and_a_damaged_checkpoint_is_passed_over(
     # Left alone, but where the run itself came by and saved that step again.
     assert victim.exists() == bool(newest % EVERY)
     assert events(run, "resumed")[-1] | {"time": 0} == {
-        "kind": "event",
-        "event": "resumed",
-        "time": 0,
-        "step": before,
-        "attempt": 3,
-        "world_size": 2,
-        "total_steps": STEPS,
+        "kind": "event", "event": "resumed", "time": 0, "step": before, "attempt": 3,
+        "world_size": 2, "total_steps": STEPS,
         "metrics": {},  # the task of these runs measures nothing beside the loss
-    }
+    }  # fmt: skip
 
 
 def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Path) -> None:
@@ -178,22 +174,17 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     assert lines[-2]["extra"] is True
     assert list_steps(run.checkpoints) == [10]
 
-    text = run.config.read_text()
-    config = yaml.safe_load(text)
-    config["seed"] = 5
-    run.config.write_text(yaml.safe_dump(config))
+    edit_config(run, seed=5)
     refused = ranks.start(run)
     assert refused.wait() == [1, 1]
     error = refused.status(1)["error"]
     assert (error["type"], error["category"]) == ("ConfigError", "config")
     assert "seed is 0 in the checkpoint and 5 in this run" in error["message"]
 
-    config = yaml.safe_load(text)
-    config["task"]["stop_at_step"] = 16
-    run.config.write_text(yaml.safe_dump(config))
+    edit_config(run, seed=0, task={"stop_at_step": 16})
     write_json(run.resume, {"step": 10, "skip_steps": [12, 13], "attempt": 2})
     ranks.start(run).finish()
-    steps = [line["step"] for line in measurements(run) if line["kind"] == "train"]
+    steps = [line["step"] for line in lines_of(run, "train")]
     assert steps == [1, 3, 6, 9, 15, 16], "12 was to be logged, and is passed over"
     assert [event["step"] for event in events(run, "skipped")] == [12, 13]
     state = read_json(run.checkpoint(16) / "state.json")
@@ -254,7 +245,7 @@ def test_saved_by_the_clock_and_in_the_middle_of_an_evaluation(
     first.signal(0, signal.SIGTERM)
     assert first.wait() == [143], logs(run)
     assert first.status(0)["saved_step"] == 2
-    assert [line["step"] for line in measurements(run) if line["kind"] == "eval"] == [0]
+    assert [line["step"] for line in lines_of(run, "eval")] == [0]
     ranks.start(run, ranks=1).finish()
     assert_same_run(run, reference)
 
@@ -275,3 +266,107 @@ def test_a_rank_that_is_asked_for_its_stacks_a_thousand_times_trains_on(
     training.until(lambda: training.status(1)["step"] > step)
     training.signal(1, signal.SIGTERM)
     assert training.wait() == [143, 143], logs(run)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose checkpoints have room for two and a half."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    run = saving_run(tmp_path / "run", checkpoint={"at_end": True})
+    run.checkpoints.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "llmx-test", str(run.checkpoints)]
+    if subprocess.run(mount, check=False).returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    yield run
+    subprocess.run(["umount", str(run.checkpoints)], check=True)
+
+
+def test_a_full_disk_is_survived_until_the_end(
+    small_disk: RunDir, ranks: Server, undisturbed: dict[str, RunDir]
+) -> None:
+    run = small_disk
+    first = ranks.start(run)
+    assert first.wait() == [1, 1]
+    assert [event["step"] for event in events(run, "saved")] == [EVERY, 2 * EVERY]
+    failed = events(run, "save_failed")
+    assert [event["step"] for event in failed] == [3 * EVERY, 4 * EVERY, STEPS]
+    assert all("No space left on device" in event["reason"] for event in failed)
+    assert list_steps(run.checkpoints) == [EVERY, 2 * EVERY]
+    assert all(not verify(run.checkpoint(step)) for step in (EVERY, 2 * EVERY))
+    assert not list(run.checkpoints.glob(".step-*")), "what was begun gives its room back"
+    for rank in range(2):
+        error = first.status(rank)["error"]
+        assert error["category"] == "disk_full"
+        assert "Free some space, then resume with `python -m llmx resume RUN`" in error["message"]
+    assert f"WARNING: the checkpoint of step {3 * EVERY} was not saved" in logs(run)
+
+    subprocess.run(["mount", "-o", "remount,size=60m", str(run.checkpoints)], check=True)
+    ranks.start(run).finish()
+    assert_same_run(run, undisturbed["stage2-fp32"])
+    assert list_steps(run.checkpoints) == [4 * EVERY, STEPS]
+
+
+def test_hosts_without_a_shared_file_system(
+    ranks: Server, undisturbed: dict[str, RunDir], tmp_path: Path
+) -> None:
+    """Each rank has a run directory of its own, as on two hosts with a disk each."""
+    runs = [saving_run(tmp_path / name / "run") for name in ("a", "b")]
+    first = ranks.start(*runs)
+    first.until(lambda: has_saved(runs[0], 2 * EVERY))
+    for rank in range(2):
+        first.signal(rank, signal.SIGKILL)
+    first.wait()
+    newest = max(set(list_steps(runs[0].checkpoints)) & set(list_steps(runs[1].checkpoints)))
+    names = [sorted(path.name for path in run.checkpoint(newest).glob("rank-*")) for run in runs]
+    assert names == [["rank-00000.safetensors"], ["rank-00001.safetensors"]]
+    texts = {(run.checkpoint(newest) / "manifest.json").read_text() for run in runs}
+    assert len(texts) == 1
+
+    # One host loses its newest checkpoint: nobody takes it any more.
+    newest = max(list_steps(runs[1].checkpoints))
+    shutil.rmtree(runs[1].checkpoint(newest))
+    second = ranks.start(*runs)
+    second.until(lambda: events(runs[0], "resumed"))
+    assert events(runs[0], "resumed")[0]["step"] < newest
+    assert events(runs[0], "damaged")[0]["checkpoint"] == newest
+    second.finish()
+    assert_same_run(runs[0], undisturbed["stage2-fp32"])
+    assert [run.checkpoint(STEPS).is_dir() for run in runs] == [True, True]
+
+    # At another ZeRO stage every rank needs every part: what a host lacks is brought to it.
+    for run in runs:
+        edit_config(run, zero={"stage": 0})
+        shutil.rmtree(run.checkpoint(STEPS))
+        text = run.ds_config.read_text().replace('"stage": 2', '"stage": 0')
+        run.ds_config.write_text(text)
+    ranks.start(*runs).finish()
+    last, wanted = measurements(runs[0])[-2:], measurements(undisturbed["stage2-fp32"])[-2:]
+    assert last[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-5)
+    before = STEPS - EVERY
+    for run in runs:
+        assert len(list(run.checkpoint(before).glob("rank-*"))) == 2
+        assert not verify(run.checkpoint(before)), "complete now"
+
+
+def test_a_copy_that_does_not_fit_and_a_loss_that_jumps(ranks: Server, tmp_path: Path) -> None:
+    run = saving_run(
+        tmp_path / "run",
+        ranks=1,
+        checkpoint={"every_steps": 4, "background": "never", "keep": {"best": 1, "every": 12}},
+        optim={"lr": 3.0, "warmup_steps": 12},
+        task={"log_every_steps": 1, "eval_every_steps": 4, "spike_factor": 1.5, "steps": 30},
+    )
+    first = ranks.start(run, ranks=1)
+    assert first.wait() == [1]
+    error = first.status(0)["error"]
+    assert (error["category"], error["type"]) == ("nan", "LossSpike")
+    assert measurements(run)[-1]["step"] == error["step"]
+    saved = events(run, "saved")
+    assert saved
+    assert all(event["background_s"] == 0 < event["stall_s"] for event in saved)
+    losses = {line["step"]: line["loss"] for line in lines_of(run, "eval")}
+    steps = list_steps(run.checkpoints)
+    best = min((loss, -step) for step, loss in losses.items() if step)[1]
+    assert (run.checkpoints / "best").read_text() == f"{run.checkpoint(-best).name}\n"
+    assert -best in steps
