@@ -1,7 +1,4 @@
-"""LoRA as a user trains it: real instructions, ZeRO-3, an interruption, other ranks, the files.
-
-``python -m pytest -m deepspeed tests/integration/test_adapter.py``
-"""
+"""LoRA as a user trains it: real instructions, ZeRO-3, an interruption, other ranks, the files."""
 
 from __future__ import annotations
 
@@ -43,17 +40,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def adapted(directory: Path, base: Path, *, stop: int | None = None, **groups: Any) -> RunDir:
+def adapted(
+    directory: Path, base: Path, *, ranks: int = 2, stop: int | None = None, **groups: Any
+) -> RunDir:
     real = os.environ.get("LLMX_REAL_DATA")
     rows = {"path": f"{real}/alpaca_zh_demo.json", "form": "alpaca"} if real else {}
     values: dict[str, Any] = {
         "model": {
-            "name": "base",
-            "kind": "hf",
-            "init": "pretrained",
-            "path": str(base),
-            "tokenizer": "demo",
-            "activation_checkpointing": "full",
+            "name": "base", "kind": "hf", "init": "pretrained", "path": str(base),
+            "tokenizer": "demo", "activation_checkpointing": "full",
             "config": {**TINY_LLAMA, "model_type": "llama", "vocab_size": 1024},
         },
         "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01},
@@ -61,8 +56,21 @@ def adapted(directory: Path, base: Path, *, stop: int | None = None, **groups: A
         "task": {"steps": STEPS, "stop_at_step": stop, "log_every_steps": 1, "save_model": True},
         "checkpoint": {"every_steps": 2, "at_end": True},
         "zero": {"stage": 3},
-    }
-    return saving_run(directory, **{**values, **groups})
+    }  # fmt: skip
+    merged = {name: {**values.get(name, {}), **group} for name, group in groups.items()}
+    return saving_run(directory, ranks=ranks, **{**values, **merged})
+
+
+def losses(run: RunDir) -> list[float]:
+    return [line["loss"] for line in measurements(run) if line["kind"] == "train"]
+
+
+def exported(run: RunDir, *words: str, **env: str) -> Path:
+    """``llmx export``: its directory."""
+    done = llmx(run.root.parent, "export", str(run.root), *words, **env)
+    assert done.returncode == 0, done.stdout
+    suffix = "-merged" if words else ""
+    return run.root / "export" / f"step-{STEPS:08d}{suffix}"
 
 
 @torch.no_grad()
@@ -80,7 +88,7 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
 
     whole = ranks.start(adapted(tmp_path / "whole", base)).finish()
     train = [line for line in measurements(whole) if line["kind"] == "train"]
-    assert train[-1]["loss"] < train[0]["loss"] - 0.1
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
     assert max(line["lr"] for line in train) == pytest.approx(0.01)  # the adapter's own
     start = measurements(whole)[0]
     assert start["num_trained"] < start["num_parameters"] / 4
@@ -97,16 +105,14 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     assert measurements(half)[-1]["weights_hash"] == measurements(whole)[-1]["weights_hash"]
     alone = adapted(tmp_path / "alone", base, ranks=1, zero={"stage": 2}, batch={"accumulation": 4})
     alone = ranks.start(alone, ranks=1).finish()
-    then = [line["loss"] for line in measurements(alone) if line["kind"] == "train"]
-    assert then == pytest.approx([line["loss"] for line in train], rel=1e-4)
+    assert losses(alone) == pytest.approx(losses(whole), rel=1e-4)
 
     # As on devices of unequal speed: of a step three samples on one and one on the other, twice.
     mixed = adapted(tmp_path / "mixed", base, stop=3)
     split = with_batch(Plan.from_dict(read_json(mixed.plan)), (3, 1), 2)
     write_json(mixed.plan, split.to_dict())
     mixed = ranks.start(mixed).finish()
-    then = [line["loss"] for line in measurements(mixed) if line["kind"] == "train"]
-    assert then == pytest.approx([line["loss"] for line in train[:3]], rel=1e-4)
+    assert losses(mixed) == pytest.approx(losses(whole)[:3], rel=1e-4)
 
     # Its files: the run's own, the exported ones, the merged model.
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
@@ -115,15 +121,12 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     )
     wanted = logits(read)
     assert (wanted - plain).abs().max() > 0.01
-    for words in ((), ("--to", "merged")):
-        done = llmx(tmp_path, "export", str(whole.root), *words)
-        assert done.returncode == 0, done.stdout
-    exported = whole.root / "export" / f"step-{STEPS:08d}"
+    written = exported(whole)
     names = sorted(path.name for path in whole.final_model.iterdir())
-    assert names == sorted(path.name for path in exported.iterdir())
-    same, _, _ = filecmp.cmpfiles(whole.final_model, exported, names, shallow=False)
+    assert names == sorted(path.name for path in written.iterdir())
+    same, _, _ = filecmp.cmpfiles(whole.final_model, written, names, shallow=False)
     assert sorted(same) == names
-    merged = AutoModelForCausalLM.from_pretrained(f"{exported}-merged")
+    merged = AutoModelForCausalLM.from_pretrained(exported(whole, *MERGED))
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
     done = llmx(tmp_path, "generate", str(whole.root), "Hello", "--max-new-tokens", "4", "--json")
     assert done.returncode == 0, done.stdout
@@ -150,34 +153,18 @@ def test_added_tokens_from_zero_3_to_the_exported_model(
     """Their rows are trained, saved by name, resumed on other ranks at another stage, exported."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    groups: dict[str, Any] = {"adapter": {"kind": "none"}} if adapter == "none" else {}
-    model = {
-        "name": "base",
-        "kind": "hf",
-        "init": "pretrained",
-        "path": str(base),
-        "tokenizer": "demo",
-        "config": {**TINY_LLAMA, "model_type": "llama", "vocab_size": 1024},
-        "add_tokens": [COMMON, "<new>"],
-        "add_special_tokens": ["<|call|>"],
-    }
-    tokens = {**groups, "model": model}
+    added = {"add_tokens": [COMMON, "<new>"], "add_special_tokens": ["<|call|>"]}
+    tokens: dict[str, Any] = {"model": added, "adapter": {"kind": adapter}}
     whole = ranks.start(adapted(tmp_path / "whole", base, **tokens)).finish()
     if adapter == "none":
-        losses = [line["loss"] for line in measurements(whole) if line["kind"] == "train"]
         ranks.start(adapted(tmp_path / "half", base, stop=2, **tokens)).finish()
-        alone = adapted(
-            tmp_path / "half", base, ranks=1, zero={"stage": 2}, batch={"accumulation": 4}, **tokens
-        )
-        alone = ranks.start(alone, ranks=1).finish()
-        then = [line["loss"] for line in measurements(alone) if line["kind"] == "train"]
-        assert then == pytest.approx(losses, rel=1e-4)
+        tokens |= {"zero": {"stage": 2}, "batch": {"accumulation": 4}}
+        alone = ranks.start(adapted(tmp_path / "half", base, ranks=1, **tokens), ranks=1).finish()
+        assert losses(alone) == pytest.approx(losses(whole), rel=1e-4)
 
-    done = llmx(tmp_path, "export", str(whole.root), *([] if adapter == "none" else MERGED))
-    assert done.returncode == 0, done.stdout
-    (exported,) = (whole.root / "export").iterdir()
-    network = AutoModelForCausalLM.from_pretrained(exported)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    written = exported(whole, *([] if adapter == "none" else MERGED))
+    network = AutoModelForCausalLM.from_pretrained(written)
+    tokenizer = AutoTokenizer.from_pretrained(written)
     state = read_json(whole.checkpoint(STEPS) / "state.json")
     assert network.config.vocab_size == state["vocab_size"] >= len(tokenizer)
     assert state["padded_vocab_size"] % 64 == 0
@@ -196,18 +183,12 @@ def test_a_base_in_4_bits_resumes_bit_for_bit_and_is_merged(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    lora = {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01}
-    groups: dict[str, Any] = {
-        "adapter": {**lora, "quantize": "nf4"},
-        "zero": {"stage": 2},
-        "checkpoint": {"every_steps": 2, "at_end": True},
-    }
+    groups: dict[str, Any] = {"adapter": {"quantize": "nf4"}, "zero": {"stage": 2}}
     env = {"PYTHONPATH": str(aside)}
     whole = ranks.start(adapted(tmp_path / "whole", base, **groups), **env).finish()
-    lines = measurements(whole)
-    train = [line for line in lines if line["kind"] == "train"]
-    assert train[-1]["loss"] < train[0]["loss"] - 0.1
-    assert lines[0]["num_trained"] < lines[0]["num_parameters"] / 4
+    start = measurements(whole)[0]
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    assert start["num_trained"] < start["num_parameters"] / 4
     state = read_json(whole.checkpoint(STEPS) / "state.json")
     assert all(".lora_" in name for name in state["parameters"])
 
@@ -216,14 +197,11 @@ def test_a_base_in_4_bits_resumes_bit_for_bit_and_is_merged(
     assert measurements(half)[-1]["weights_hash"] == measurements(whole)[-1]["weights_hash"]
 
     # Its files say how the base was kept.
-    done = llmx(tmp_path, "export", str(whole.root), "--to", "merged", **env)
-    assert done.returncode == 0, done.stdout
-    merged = whole.root / "export" / f"step-{STEPS:08d}-merged"
+    merged = AutoModelForCausalLM.from_pretrained(exported(whole, *MERGED, **env))
     monkeypatch.setattr(sys, "path", [*sys.path, str(aside)])
     read = load_adapted(whole.final_model, ModelConfig(kind="hf", path=str(base)))
-    found = logits(AutoModelForCausalLM.from_pretrained(merged))
-    torch.testing.assert_close(found, logits(read), rtol=1e-4, atol=1e-4)
-    plain = AutoModelForCausalLM.from_pretrained(base)
-    assert (
-        found - logits(PeftModel.from_pretrained(plain, str(whole.final_model)))
-    ).abs().max() > 0.01
+    torch.testing.assert_close(logits(merged), logits(read), rtol=1e-4, atol=1e-4)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(whole.final_model)
+    )
+    assert (logits(merged) - logits(plain)).abs().max() > 0.01

@@ -1,7 +1,4 @@
-"""Weights: the same from scratch wherever they are drawn, whole when loaded, right when exported.
-
-``python -m pytest -m deepspeed tests/integration/test_train_models.py``
-"""
+"""Weights: the same from scratch wherever they are drawn, whole when loaded, right in exports."""
 
 from __future__ import annotations
 
@@ -82,55 +79,59 @@ def test_first_weights_depend_on_the_seed_alone(built: Any) -> None:
     assert {model: len(found) for model, found in DIGESTS.items()} == dict.fromkeys(DIGESTS, 1)
 
 
+def exported(out: Path, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What transformers loads, without a complaint, and the index of its files."""
+    from transformers import AutoModelForCausalLM
+
+    directory = out / job["name"]
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", output_loading_info=True
+    )
+    assert not any(loading.values()), (job, loading)
+    return model, json.loads((directory / "model.safetensors.index.json").read_text())
+
+
 @torch.no_grad()
 def test_the_export_is_the_trained_model(built: Any) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     _, out, jobs = built
     for job in jobs:
         directory = out / job["name"]
         trained = torch.load(out / f"{job['name']}.pt")
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", output_loading_info=True
-        )
-        assert not any(loading.values()), (job, loading)
+        model, index = exported(out, job)
         assert model.config.vocab_size == VOCABULARY
         assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[job["precision"]]
         loaded = dict(model.named_parameters())
         assert loaded.keys() == trained.keys()
         for name, value in trained.items():
-            kept = value
-            if name.endswith(BY_VOCABULARY):
-                assert value.shape[0] == 128
-                kept = value[:VOCABULARY]
-            assert torch.equal(loaded[name], kept), (job, name)
+            padded = name.endswith(BY_VOCABULARY)
+            assert not padded or value.shape[0] == 128
+            assert torch.equal(loaded[name], value[:VOCABULARY] if padded else value), (job, name)
         tied = loaded.get("lm_head.weight") is None
         assert tied == (job["kind"] in ("gpt2", "opt") or bool(job["config"]))
-        ids = torch.arange(3, 13)[None]
-        answer = model.generate(ids, max_new_tokens=4, do_sample=False)
+        answer = model.generate(torch.arange(3, 13)[None], max_new_tokens=4, do_sample=False)
         assert answer.shape[1] > 10
         assert AutoTokenizer.from_pretrained(directory)("w5 w6").input_ids == [5, 6]
-
-
-def test_export_files(built: Any) -> None:
-    _, out, jobs = built
-    for job in jobs:
-        directory = out / job["name"]
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        files = sorted({*index["weight_map"].values()})
-        assert len(files) > 1
-        assert files == sorted(path.name for path in directory.glob("*.safetensors"))
-        size = 0
-        for file in files:
-            assert (directory / file).stat().st_mode & 0o777 == 0o644
-            with safe_open(str(directory / file), framework="pt") as opened:
-                assert opened.metadata() == {"format": "pt"}
-                for name in list(opened.keys()):
-                    assert index["weight_map"][name] == file
-                    tensor = opened.get_tensor(name)
-                    size += tensor.numel() * tensor.element_size()
-        assert index["metadata"]["total_size"] == size
+        assert_files(directory, index)
     assert not list(out.glob(".*partial"))
+
+
+def assert_files(directory: Path, index: dict[str, Any]) -> None:
+    """Several, readable by all, with each weight where the index says."""
+    files = sorted({*index["weight_map"].values()})
+    assert len(files) > 1
+    assert files == sorted(path.name for path in directory.glob("*.safetensors"))
+    size = 0
+    for file in files:
+        assert (directory / file).stat().st_mode & 0o777 == 0o644
+        with safe_open(str(directory / file), framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in list(opened.keys()):
+                assert index["weight_map"][name] == file
+                tensor = opened.get_tensor(name)
+                size += tensor.numel() * tensor.element_size()
+    assert index["metadata"]["total_size"] == size
 
 
 @pytest.fixture(scope="module")
@@ -164,16 +165,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 def test_pretrained_weights_arrive_whole(published: Any, tmp_path: Path) -> None:
     jobs = [
-        {
-            "name": f"{name}-{stage}",
-            "kind": name if name in PARITY_MODELS else "llama",  # the files say which it is
-            "precision": "fp32",
-            "stage": stage,
-            "path": str(path),
-        }
+        # Of others the files say which kind it is.
+        {"name": f"{name}-{stage}", "kind": name if name in PARITY_MODELS else "llama",
+         "precision": "fp32", "stage": stage, "path": str(path)}
         for name, (path, _) in published.items()
         for stage in (1, 3)
-    ]
+    ]  # fmt: skip
     start(jobs, tmp_path, world=2)
     for job in jobs:
         report = json.loads((tmp_path / f"{job['name']}.json").read_text())
@@ -185,15 +182,9 @@ def test_pretrained_weights_arrive_whole(published: Any, tmp_path: Path) -> None
 @torch.no_grad()
 def assert_exported(out: Path, job: dict[str, Any]) -> None:
     """What was trained is in files as the Hub has them, for transformers as for llmx."""
-    from transformers import AutoModelForCausalLM
-
     trained = torch.load(out / f"{job['name']}.pt")
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        out / job["name"], dtype="auto", output_loading_info=True
-    )
-    assert not any(loading.values()), (job, loading)
+    model, index = exported(out, job)
     weights = dict(model.named_parameters())
     assert all(torch.equal(weights[name], trained[name]) for name in weights)
-    index = json.loads((out / job["name"] / "model.safetensors.index.json").read_text())
     published = json.loads((Path(job["path"]) / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == published["weight_map"].keys()
