@@ -1,7 +1,4 @@
-"""A real run sent to W&B: one W&B run for it, and the key nowhere but in the tracker process.
-
-pytest -m deepspeed tests/integration/test_tracking_run.py
-"""
+"""A real run sent to W&B: one W&B run for it, and the key nowhere but in the tracker process."""
 
 from __future__ import annotations
 
@@ -16,28 +13,22 @@ import yaml
 
 from llmx.run.metrics.lines import read_metrics, scalars
 from llmx.run.rundir import RunDir, read_json
+from tests.command_runs import train
 from tests.wandb_server import WandbServer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 OVERRIDES = (
-    "experiment=demo",
-    "hardware=cpu2",
-    "tracking=wandb",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "task.steps=6",
-    "task.log_every_steps=1",
+    *("experiment=demo", "hardware=cpu2", "tracking=wandb", "model.config.hidden_size=32"),
+    *("model.config.intermediate_size=64", "task.steps=6", "task.log_every_steps=1"),
     "task.eval_generate=0",
 )
 
 pytestmark = pytest.mark.deepspeed
 
 
-def train(
-    tmp_path: Path, server: WandbServer, *, finish_timeout_s: int
-) -> tuple[RunDir, dict[str, bool], str]:
+def watched(tmp_path: Path, server: WandbServer) -> tuple[RunDir, dict[str, bool]]:
     """``python -m llmx`` with a key; says of every process it started whether it had the key."""
-    patience = f"tracking.finish_timeout_s={finish_timeout_s}"
+    patience = "tracking.finish_timeout_s=120"
     run_dir = tmp_path / "run"
     env = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
     log = tmp_path / "console.log"
@@ -54,9 +45,8 @@ def train(
         while control.poll() is None:
             look(control.pid, seen)
             psutil.wait_procs([psutil.Process(control.pid)], timeout=0.1)
-    text = log.read_text()
-    assert control.returncode == 0, text
-    return RunDir(run_dir), seen, text
+    assert control.returncode == 0, log.read_text()
+    return RunDir(run_dir), seen
 
 
 def look(pid: int, seen: dict[str, bool]) -> None:
@@ -71,7 +61,7 @@ def look(pid: int, seen: dict[str, bool]) -> None:
 
 def test_online(tmp_path: Path) -> None:
     with WandbServer() as server:
-        run, seen, _ = train(tmp_path, server, finish_timeout_s=120)
+        run, seen = watched(tmp_path, server)
     assert len(server.runs) == 1, "one W&B run for one run, not one a rank"
     config = {k: v["value"] for k, v in server.config.items() if isinstance(v, dict)}
     written = yaml.safe_load(run.config.read_text(encoding="utf-8"))
@@ -107,8 +97,9 @@ def test_online(tmp_path: Path) -> None:
 def test_a_server_that_hangs_changes_nothing(tmp_path: Path) -> None:
     with WandbServer() as server:
         server.hang()
-        run, _, text = train(tmp_path, server, finish_timeout_s=12)
-    assert read_json(run.result)["outcome"] == "ok"
-    assert "no answer within" in text
-    assert "wandb sync " in text
-    assert len(list((run.root / "wandb").glob("offline-run-*/*.wandb"))) == 1
+        account = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        run = train(tmp_path, "run", *OVERRIDES, "tracking.finish_timeout_s=12", **account)
+    assert (run.exit_code, run.result["outcome"]) == (0, "ok"), run.said
+    assert "no answer within" in run.said
+    assert "wandb sync " in run.said
+    assert len(list((run.dir.root / "wandb").glob("offline-run-*/*.wandb"))) == 1
