@@ -71,11 +71,16 @@ def hardware_of(
 
 
 class LlmxRun:
-    """One ``python -m llmx`` on the first host."""
+    """One ``python -m llmx`` on the first host, or on this machine."""
 
-    def __init__(self, host: Host, process: subprocess.Popen[Any], run_dir: Path, out: Path):
-        self.host, self.process, self.out = host, process, out
+    def __init__(self, host: Host | None, process: subprocess.Popen[Any], run_dir: Path, out: Path):
+        self._host, self.process, self.out = host, process, out
         self.dir = RunDir(run_dir)
+
+    @property
+    def host(self) -> Host:
+        assert self._host is not None
+        return self._host
 
     def wait(self, *, timeout_s: float) -> int:
         try:
@@ -87,12 +92,12 @@ class LlmxRun:
     def output(self) -> str:
         """What the user saw, then the launcher's log: for a failed assertion."""
         text = self.out.read_text(errors="replace")
-        log = self.host.path(self.dir.launcher_log)
+        log = self.path(self.dir.launcher_log)
         return text + (f"\n--- launcher.log\n{log.read_text()}" if log.exists() else "")
 
     def path(self, path: Path) -> Path:
         """A file of the run directory as the first host sees it."""
-        return self.host.path(path)
+        return self._host.path(path) if self._host else path
 
     def result(self) -> dict[str, Any]:
         return json.loads(self.path(self.dir.result).read_text())
@@ -133,9 +138,9 @@ def start_llmx(
     devices: Sequence[tuple[str, dict[str, Any]]] = (),
     by_host: dict[str, dict[str, Any]] | None = None,
 ) -> LlmxRun:
-    """Start a run on the first host, its run directory under ``directory``. ``devices``: name and
-    description of each used host's device type, where they are not all ``cpu``; ``by_host``:
-    further keys of a host."""
+    """Start a run on the first host, its run directory under ``directory``, or as an override says.
+    ``devices``: name and description of each used host's device type, where they are not all
+    ``cpu``; ``by_host``: further keys of a host."""
     conf = directory / "conf" / "hardware"
     conf.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(cluster, slots, interface=interface, reverse=reverse)
@@ -145,7 +150,8 @@ def start_llmx(
     for host in hardware["hosts"]:
         host |= (by_host or {}).get(host["name"], {})
     (conf / f"{name}.yaml").write_text(yaml.safe_dump(hardware))
-    run_dir = directory / name
+    given = [word.partition("=")[2] for word in overrides if word.startswith("run_dir=")]
+    run_dir = Path(given[-1]) if given else directory / name
     out = directory / f"{name}.out"
     argv = [
         sys.executable, "-m", "llmx", *SMALL, f"run_dir={run_dir}",

@@ -418,8 +418,6 @@ def try_setup(setup: Setup, directory: Path) -> Row:
             overrides=[word.format(dir=directory) for word in words],
             **{**setup.start, **arguments},
         )
-        if setup.private:
-            run.dir = type(run.dir)(runs / "x")  # the run_dir of its words
         try:
             problem = _refusal(setup, run) if setup.refused else _training(run)
             seconds = time.monotonic() - began

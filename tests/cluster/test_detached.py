@@ -1,7 +1,4 @@
-"""Runs that are left on the cluster without a terminal, and wait for each other.
-
-``pytest -m cluster tests/cluster/test_detached.py``
-"""
+"""Runs that are left on the cluster without a terminal, and wait for each other."""
 
 from __future__ import annotations
 

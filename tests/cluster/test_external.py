@@ -1,7 +1,4 @@
-"""Ranks that ``torchrun`` starts on two hosts: one run, continued by the same command.
-
-``pytest -m cluster tests/cluster/test_external.py``
-"""
+"""Ranks that ``torchrun`` starts on two hosts: one run, continued by the same command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pretend cluster is real: hosts are apart, and faults are felt.
-
-``pytest tests/cluster/test_fixture.py``
-"""
+"""The pretend cluster is real: hosts are apart, and faults are felt."""
 
 from __future__ import annotations
 
@@ -30,28 +27,23 @@ Need = Callable[..., None]
 
 
 def test_hosts_have_names_and_reach_each_other_by_ssh(cluster: Cluster) -> None:
-    ports = set()
+    assert len({host.ssh_port for host in cluster.hosts} - {22}) == len(cluster.hosts)
     for host in cluster.hosts:
         assert host.run(["hostname"]).stdout.strip() == host.name
-        assert host.ssh_port != 22
-        ports.add(host.ssh_port)
         for other in cluster.hosts:
-            answer = host.run(["ssh", "-F", cluster.ssh_config, other.name, "hostname"])
-            assert answer.stdout.strip() == other.name
-    assert len(ports) == len(cluster.hosts)
-
-
-def test_ssh_on_port_22_is_refused(cluster: Cluster) -> None:
-    answer = cluster.run("node-a", ["ssh", "-p", "22", "node-b", "true"], check=False)
+            assert _ssh(host, other.name, "hostname").stdout.strip() == other.name
+    answer = cluster.first.run(["ssh", "-p", "22", "node-b", "true"], check=False)
     assert answer.returncode == 255
     assert "Connection refused" in answer.stderr
 
 
-def test_private_disks_are_private(make_cluster: Make, tmp_path: Path) -> None:
+def test_private_disks_are_private_and_a_hidden_checkout_leaves_python(
+    make_cluster: Make, tmp_path: Path
+) -> None:
     work = tmp_path / "work"
     work.mkdir()
     (work / "of-this-machine").touch()
-    cluster = make_cluster(private_paths=[work])
+    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY]})
     for host in cluster.hosts:
         assert host.run(["ls", work]).stdout == ""
         host.run(["sh", "-c", f"hostname > {work}/name"])
@@ -60,15 +52,11 @@ def test_private_disks_are_private(make_cluster: Make, tmp_path: Path) -> None:
         assert host.path(work / "name").read_text() == f"{host.name}\n"
         assert host.path("/dev/shm/name").read_text() == f"{host.name}\n"
     assert [path.name for path in work.iterdir()] == ["of-this-machine"]
-
-
-def test_a_hidden_checkout_leaves_python(make_cluster: Make) -> None:
-    cluster = make_cluster(hidden={"node-b": [REPOSITORY]})
-    there = [sys.executable, "-c", "import numpy"]
-    assert cluster.run("node-a", ["ls", REPOSITORY / "llmx"]).stdout
-    assert cluster.run("node-b", ["ls", REPOSITORY / "llmx"], check=False).returncode != 0
-    cluster.run("node-b", there)
-    cluster["node-b"].add_disk("/mnt", size_mib=1)  # the fixture's scripts are still found
+    first, second = cluster.hosts
+    assert first.run(["ls", REPOSITORY / "llmx"]).stdout
+    assert second.run(["ls", REPOSITORY / "llmx"], check=False).returncode != 0
+    second.run([sys.executable, "-c", "import numpy"])
+    second.add_disk("/mnt", size_mib=1)  # the fixture's scripts are still found
 
 
 def test_signals_and_exit_codes_pass_through(cluster: Cluster) -> None:
@@ -80,15 +68,6 @@ def test_signals_and_exit_codes_pass_through(cluster: Cluster) -> None:
         process.send_signal(number)
         assert process.wait(timeout=10) == -number
         wait_until(lambda: not host.processes(), timeout_s=10, what="sleep has ended")
-
-
-def test_a_cut_host_is_silent_until_restored(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    first, second = cluster.hosts
-    second.cut()
-    assert not _can_connect(first, second)
-    second.restore()
-    wait_until(lambda: _can_connect(first, second), timeout_s=20, what="the link is back")
 
 
 def test_a_killed_host_comes_back_empty(make_cluster: Make, tmp_path: Path) -> None:
@@ -105,24 +84,24 @@ def test_a_killed_host_comes_back_empty(make_cluster: Make, tmp_path: Path) -> N
     assert list(second.path(tmp_path / "work").iterdir()) == []
 
 
-def test_sshd_stops_and_starts(make_cluster: Make) -> None:
+def test_a_line_is_cut_slow_or_short_until_it_is_not(make_cluster: Make) -> None:
     cluster = make_cluster()
     first, second = cluster.hosts
+    second.cut()
+    assert not _can_connect(first, second)
+    second.restore()
+    wait_until(lambda: _can_connect(first, second), timeout_s=20, what="the link is back")
+
     second.stop_sshd()
-    answer = first.run(["ssh", "-F", cluster.ssh_config, "node-b", "true"], check=False)
-    assert "Connection refused" in answer.stderr
+    assert "Connection refused" in _ssh(first, "node-b", "true", check=False).stderr
     second.start_sshd()
-    first.run(["ssh", "-F", cluster.ssh_config, "node-b", "true"])
+    _ssh(first, "node-b", "true")
 
-
-def test_bandwidth_is_limited_in_both_directions(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    first, second = cluster.hosts
     second.limit_bandwidth(40)
-    mebibytes = 4
+    ssh = f"ssh -F {cluster.ssh_config} node-b"
     for command in (
-        f"head -c {mebibytes}M /dev/zero | ssh -F {cluster.ssh_config} node-b 'cat > /dev/null'",
-        f"ssh -F {cluster.ssh_config} node-b 'head -c {mebibytes}M /dev/zero' > /dev/null",
+        f"head -c 4M /dev/zero | {ssh} 'cat > /dev/null'",
+        f"{ssh} 'head -c 4M /dev/zero' > /dev/null",
     ):
         started = time.monotonic()
         first.run(["sh", "-c", command])
@@ -130,54 +109,39 @@ def test_bandwidth_is_limited_in_both_directions(make_cluster: Make) -> None:
         assert time.monotonic() - started > 0.7
     second.limit_bandwidth(None)
 
-
-def test_long_packets_are_lost_and_short_ones_pass(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    first, second = cluster.hosts
-    long_word = f"head -c 20000 /dev/zero | ssh -F {cluster.ssh_config} node-b 'wc -c'"
+    long_word = f"head -c 20000 /dev/zero | {ssh} 'wc -c'"
     second.limit_packets(500)
     assert _can_connect(first, second)
     assert first.run(["timeout", "1", "sh", "-c", long_word], check=False).returncode == 124
     second.limit_packets(None)
     assert first.run(["sh", "-c", long_word]).stdout == "20000\n"
 
+    second.add_latency(100)
+    started = time.monotonic()
+    _ssh(first, "node-b", "true")
+    assert time.monotonic() - started > 0.5
 
-def test_a_full_disk(make_cluster: Make, tmp_path: Path) -> None:
+
+def test_a_host_with_a_full_disk_and_little_of_a_core(make_cluster: Make, tmp_path: Path) -> None:
     host = make_cluster().first
     host.add_disk(tmp_path, size_mib=1)
     answer = host.run(["sh", "-c", f"head -c 2M /dev/zero > {tmp_path}/file"], check=False)
     assert "No space left on device" in answer.stderr
     assert host.path(tmp_path / "file").stat().st_size <= 2**20
 
-
-def test_a_cpu_quota_holds_for_old_and_new_programs(make_cluster: Make) -> None:
-    host = make_cluster().first
-    host.limit_cpu(0.2)
-    spin = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\n"
-    code = f"{spin}print(time.process_time())"
-    used_s = float(host.run([sys.executable, "-S", "-c", code]).stdout)
-    assert used_s < 0.45
-
-
-def test_a_host_on_one_core(make_cluster: Make) -> None:
-    host = make_cluster().first
+    python = [sys.executable, "-S", "-c"]
+    cores = "import os; print(sorted(os.sched_getaffinity(0)))"
     all_cores = os.sched_getaffinity(0)
     last = max(all_cores)
     host.pin_to_core(last)
-    code = "import os; print(sorted(os.sched_getaffinity(0)))"
-    assert host.run([sys.executable, "-S", "-c", code]).stdout.strip() == f"[{last}]"
-    ssh = ["ssh", "-F", host.cluster.ssh_config, host.name, sys.executable, "-S", "-c"]
-    assert host.run([*ssh, f"'{code}'"]).stdout.strip() == f"[{last}]"
+    assert host.run([*python, cores]).stdout.strip() == f"[{last}]"
+    assert _ssh(host, host.name, *python, f"'{cores}'").stdout.strip() == f"[{last}]"
     host.pin_to_core(None)
-    assert host.run([sys.executable, "-S", "-c", code]).stdout.strip() == f"{sorted(all_cores)}"
+    assert host.run([*python, cores]).stdout.strip() == f"{sorted(all_cores)}"
 
-
-def test_latency(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    cluster["node-b"].add_latency(100)
-    started = time.monotonic()
-    cluster.run("node-a", ["ssh", "-F", cluster.ssh_config, "node-b", "true"])
-    assert time.monotonic() - started > 0.5
+    host.limit_cpu(0.2)
+    spin = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\n"
+    assert float(host.run([*python, f"{spin}print(time.process_time())"]).stdout) < 0.45
 
 
 def test_the_machine_itself_can_join(make_cluster: Make) -> None:
@@ -194,7 +158,7 @@ def test_the_machine_itself_can_join(make_cluster: Make) -> None:
 def test_two_clusters_at_once_do_not_meet(make_cluster: Make) -> None:
     one, two = make_cluster(), make_cluster()
     one["node-b"].kill()
-    two.run("node-a", ["ssh", "-F", two.ssh_config, "node-b", "true"])
+    _ssh(two.first, "node-b", "true")
     wrong_key = two.run("node-a", ["ssh", "-F", one.ssh_config, "node-b", "true"], check=False)
     assert "Permission denied" in wrong_key.stderr
 
@@ -252,3 +216,7 @@ def test_slurm_starts_tasks_through_pmix(make_cluster: Make, need: Need) -> None
 def _can_connect(here: Any, there: Any) -> bool:
     command = f"exec 3<>/dev/tcp/{there.address}/{there.ssh_port}"
     return here.run(["timeout", "1", "bash", "-c", command], check=False).returncode == 0
+
+
+def _ssh(here: Any, there: str, *words: str, check: bool = True) -> Any:
+    return here.run(["ssh", "-F", here.cluster.ssh_config, there, *words], check=check)

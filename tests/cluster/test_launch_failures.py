@@ -1,7 +1,4 @@
-"""What a user is told when something is wrong, and that it is told in time.
-
-``pytest tests/cluster/test_launch_failures.py``
-"""
+"""What a user is told when something is wrong, and that it is told in time."""
 
 from __future__ import annotations
 

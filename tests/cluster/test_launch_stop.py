@@ -1,7 +1,4 @@
-"""However a run is ended, nothing of it is left on any host, and others' processes stay.
-
-``pytest tests/cluster/test_launch_stop.py``
-"""
+"""However a run is ended, nothing of it is left on any host, and others' processes stay."""
 
 from __future__ import annotations
 

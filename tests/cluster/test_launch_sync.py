@@ -1,7 +1,4 @@
-"""Without a shared file system: code and data out, train, outputs back.
-
-``pytest tests/cluster/test_launch_sync.py``
-"""
+"""Without a shared file system: code and data out, train, outputs back."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def test_private_disks_and_no_checkout(
     ]  # fmt: skip
     env = {"PYTHONPATH": str(code)}
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides, env=env)
-    run.dir = type(run.dir)(work / "run")
     assert run.wait(timeout_s=240) == 0, run.output()
     said = run.out.read_text()
     assert "node-b: code" in said
@@ -86,7 +82,6 @@ def test_private_disks_and_no_checkout(
     stale.write_text("removed here, still there\n")
     more = [*overrides, f"run_dir={work}/again", "batch.balance=measured"]
     again = start_llmx(cluster, tmp_path, slots=(1, 1), overrides=more, env=env, reverse=True)
-    again.dir = type(again.dir)(work / "again")
     assert again.wait(timeout_s=240) == 0, again.output()
     sent = re.search(r"sync: node-b: (\d+) files? sent", again.out.read_text())
     assert sent is not None

@@ -1,7 +1,4 @@
-"""Hosts that go and come back, and a disk that is full: the run goes on.
-
-``pytest -m cluster tests/cluster/test_restart.py``
-"""
+"""Hosts that go and come back, and a disk that is full: the run goes on."""
 
 from __future__ import annotations
 
@@ -60,7 +57,6 @@ def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, ne
         *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
     ]
     run = start_llmx(cluster, tmp_path, overrides=overrides)
-    run.dir = RunDir(work / "run")
     until_attempt(run, 1, step=EVERY)
     plan = read_json(seen(run, near).plan)
 
@@ -133,7 +129,6 @@ def test_a_supervisor_that_is_away(make_cluster: Make, tmp_path: Path, need: Nee
         *(f"run_dir={work}/run", f"data.cache_dir={work}/cache"),
     ]
     run = start_llmx(cluster, tmp_path, slots=(0, 1), overrides=overrides)
-    run.dir = RunDir(work / "run")
     run.until_step(5)
     ranks = rank_pids(far)
 
@@ -182,7 +177,6 @@ def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path) -> None:
         f"run_dir={disk}/run",
     ]
     run = start_llmx(cluster, tmp_path, slots=[1], overrides=overrides)
-    run.dir = RunDir(disk / "run")
     wait_until(lambda: committed(run, host), timeout_s=120, what="a checkpoint")
 
     def waits() -> bool:

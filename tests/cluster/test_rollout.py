@@ -1,8 +1,5 @@
 """One host trains, others draw its samples, ahead of it. What of it must not change a bit, whatever
-happens to the servers, is tried by ``pytest -m chaos``.
-
-``pytest -m cluster tests/cluster/test_rollout.py``
-"""
+happens to the servers, is tried by ``pytest -m chaos``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llmx.run.rundir import RunDir
 from tests.cluster.launching import nothing_left, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until
 
@@ -40,7 +36,6 @@ def test_drawing_ahead_without_a_shared_file_system(
     words = [*GRPO, "launch=rsync", "rollout.hosts=[node-b,node-c]", "rollout.max_staleness=1"]
     words += [f"run_dir={work}/run", f"data.cache_dir={work}/cache"]
     run = start_llmx(cluster, tmp_path, slots=(1, 1, 1), overrides=words)
-    run.dir = RunDir(work / "run")
     run.until_step(4, timeout_s=TIMEOUT_S)
     lines = [r for r in run.records() if r["kind"] == "train"]
     assert run.records()[0]["world_size"] == 1

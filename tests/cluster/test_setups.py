@@ -1,7 +1,5 @@
 """The set-ups that are refused: each before a rank starts, with the fix, in time.
-
-``pytest tests/cluster/test_setups.py``; ``python -m tests.cluster.setups`` has those that train.
-"""
+``python -m tests.cluster.setups`` has those that train."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``status`` and ``watch`` of a run on another machine, where neither llmx nor a package is.
-
-``pytest -m cluster tests/cluster/test_status_ssh.py``
-"""
+"""``status`` and ``watch`` of a run on another machine, where neither llmx nor a package is."""
 
 from __future__ import annotations
 

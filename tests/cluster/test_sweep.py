@@ -1,7 +1,4 @@
-"""A sweep in which everything goes wrong that can: no memory, a hang, a crash, a power loss.
-
-``pytest -m cluster tests/cluster/test_sweep.py``
-"""
+"""A sweep in which everything goes wrong that can: no memory, a hang, a crash, a power loss."""
 
 from __future__ import annotations
 

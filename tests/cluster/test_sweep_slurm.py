@@ -1,8 +1,5 @@
 """A sweep whose trials are Slurm jobs of their own: a real queue, a job that is cancelled in it,
-and a sweep that is killed and finds its jobs again.
-
-``pytest tests/cluster/test_sweep_slurm.py``
-"""
+and a sweep that is killed and finds its jobs again."""
 
 from __future__ import annotations
 

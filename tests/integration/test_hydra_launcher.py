@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from hydra_plugins.llmx_deepspeed.launcher import DeepSpeedLauncher
 
 from llmx.run.rundir import read_json
 from llmx.run.sweepdir import Sweep, load
+from tests.cluster.host import wait_until
+from tests.command_runs import llmx
 
 # The suite composes without a version_base, of which Hydra warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions")
@@ -37,8 +40,8 @@ def _no_version_base() -> None:
 
 
 def test_discovery() -> None:
-    names = [plugin.__name__ for plugin in Plugins.instance().discover(Launcher)]
-    assert "DeepSpeedLauncher" in names
+    assert DeepSpeedLauncher in Plugins.instance().discover(Launcher)
+    assert DeepSpeedLauncher.__module__ == "hydra_plugins.llmx_deepspeed.launcher"
 
 
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("deepspeed", [])])
@@ -54,36 +57,26 @@ class TestConformanceBatched(BatchedSweeperTestSuite):
 
 
 @pytest.mark.parametrize(
-    ("task_launcher_cfg", "extra_flags"),
-    [({}, ["-m", "hydra/launcher=deepspeed"])],
+    ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/launcher=deepspeed"])]
 )
 class TestConformanceIntegration(IntegrationTestSuite):
     """The same, as processes of their own."""
-
-
-def test_plugin_is_our_class() -> None:
-    assert DeepSpeedLauncher.__module__ == "hydra_plugins.llmx_deepspeed.launcher"
 
 
 SMALL = """
     hardware=cpu2 model.config.num_hidden_layers=1 model.config.hidden_size=64 data.max_rows=64
     sweep.trial_steps=3 task.eval_generate=0 task.log_every_steps=1
 """.split()
-LLMX = [sys.executable, "-m", "llmx"]
-GRID = [*LLMX, "-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *SMALL, "sweep.slots_per_trial=1"]
+GRID = ["-m", "zero=stage1,stage2", "optim.lr=1e-3,-1", *SMALL, "sweep.slots_per_trial=1"]
 
 
-def training(root: Path, *indices: int, limit_s: float) -> Sweep:
-    """The journal of the sweep below ``root`` when all those trials write metrics."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        for path in root.glob("outputs/sweeps/*/sweep.json"):
-            journal = load(path.parent)
-            files = [journal.trials[index].run_dir / "metrics.jsonl" for index in indices]
-            if all(file.is_file() for file in files):
-                return journal
-        time.sleep(0.05)
-    raise AssertionError(f"trials {indices} did not run within {limit_s:.0f} s")
+def training(root: Path, *indices: int) -> Sweep | None:
+    """The journal of the sweep below ``root`` once all those trials write metrics."""
+    for path in root.glob("outputs/sweeps/*/sweep.json"):
+        journal = load(path.parent)
+        if all((journal.trials[i].run_dir / "metrics.jsonl").is_file() for i in indices):
+            return journal
+    return None
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -95,11 +88,11 @@ def losses(run: Path) -> list[tuple[float, float]]:
 def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -> None:
     """Two at a time, and two that are refused; the sweep is killed while both train, and goes on.
     What they trained, each trains alone, bit for bit."""
-    first = subprocess.Popen(
-        GRID, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    words, quiet = [sys.executable, "-m", "llmx", *GRID], subprocess.DEVNULL
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=quiet, stderr=quiet)
     try:
-        journal = training(tmp_path, 0, 2, limit_s=240)
+        journal = wait_until(lambda: training(tmp_path, 0, 2), timeout_s=240, what="trials 0, 2")
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -110,20 +103,16 @@ def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -
     # On a slow machine the first may have ended before the other one's first step.
     assert one.started < other.started < (one.ended or time.time()), "at the same time"
 
-    done = subprocess.run(
-        GRID, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 2, done.stderr
+    done = llmx(tmp_path, *GRID)
+    assert done.returncode == 2, done.stdout
     assert f"Continuing the sweep of {journal.directory}: " in done.stdout
     again = load(journal.directory)
     assert again.complete
     assert [entry.outcome for entry in again.trials] == ["ok", "refused", "ok", "refused"]
     one, other = (again.trials[0], again.trials[2])
     runs = [again.directory / entry.run_dir for entry in (one, other)]
-    ports = [re.search(r"MASTER_PORT=(\d+)", (run / "ds_env").read_text()) for run in runs]
-    assert ports[0] is not None
-    assert ports[1] is not None
-    assert ports[0][1] != ports[1][1]
+    ports = {*re.findall(r"MASTER_PORT=(\d+)", "".join((r / "ds_env").read_text() for r in runs))}
+    assert len(ports) == 2
     for run in runs:
         assert not (run / "model").exists()
         assert not list(run.glob("checkpoints/*"))
@@ -140,11 +129,8 @@ def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -
     best = (again.directory / "experiment" / "best.yaml").read_text()
     assert "best of 2 by tokens_per_s" in best
 
-    alone = subprocess.run(
-        [*LLMX, "reproduce", str(runs[1])],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stdout + alone.stderr
+    alone = llmx(tmp_path, "reproduce", str(runs[1]))
+    assert alone.returncode == 0, alone.stdout
     same = "bitwise identical: 3 logged lines up to step 3, and the hash of the weights at step 3."
     assert same in " ".join(alone.stdout.split())
     assert losses(runs[0]) == losses(runs[1]), "of one rank, ZeRO changes nothing"

@@ -1,7 +1,4 @@
-"""Real DeepSpeed on this machine, from the command line: ends, failures, other runs.
-
-``pytest -m deepspeed tests/integration/test_launch_local.py``
-"""
+"""Real DeepSpeed on this machine, from the command line: ends, failures, other runs."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,47 +14,32 @@ from typing import Any
 import pytest
 
 from llmx.launch.agents.agent import ProcessTable
-from llmx.run.rundir import RunDir
-from tests.cluster.launching import SMALL
+from tests.cluster.launching import SMALL, LlmxRun
 from tests.cluster.netns import wait_until
 from tests.resumed_runs import assert_planned_sizes
 
 pytestmark = pytest.mark.deepspeed
 
 
-class LocalRun:
+class LocalRun(LlmxRun):
     """One ``python -m llmx`` of this machine."""
 
     def __init__(self, directory: Path, *overrides: str, **env: str) -> None:
-        self.dir = RunDir(directory / "run")
-        self.out = directory / "out"
-        argv = [sys.executable, "-m", "llmx", *SMALL, "hardware=cpu2", f"run_dir={self.dir.root}"]
-        with self.out.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [*argv, f"data.cache_dir={directory / 'cache'}", *overrides],
-                cwd=directory,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+        words = [f"run_dir={directory / 'run'}", f"data.cache_dir={directory / 'cache'}"]
+        process = start(directory, *SMALL, "hardware=cpu2", *words, *overrides, **env)
+        super().__init__(None, process, directory / "run", directory / "out")
+
+    def resume(self, *overrides: str) -> None:
+        """``python -m llmx resume`` in the place of the process that is gone."""
+        self.process = start(self.out.parent, "resume", str(self.dir.root), *overrides)
 
     def until(self, condition: Callable[[], Any], *, timeout_s: float = 120.0) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            assert self.process.poll() is None, self.out.read_text()
-            assert time.monotonic() < deadline, self.out.read_text()
-            time.sleep(0.05)
-        return value
+        def reached() -> Any:
+            value = condition()
+            assert value or self.process.poll() is None, self.output()
+            return value
 
-    def until_training(self) -> None:
-        self.until(lambda: self.dir.metrics.exists() and '"train"' in self.dir.metrics.read_text())
-
-    def wait(self, timeout_s: float = 60.0) -> int:
-        return self.process.wait(timeout=timeout_s)
-
-    def result(self) -> dict[str, Any]:
-        return json.loads(self.dir.result.read_text())
+        return wait_until(reached, timeout_s=timeout_s, what="the condition")
 
     def pid_of_rank(self, rank: int) -> int:
         return int(json.loads(self.dir.rank_status(rank).read_text())["pid"])
@@ -76,20 +57,33 @@ class LocalRun:
         return [process.argv for process in ProcessTable(self.token()).find(fresh=True)]
 
 
+def start(directory: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
+    """``python -m llmx WORDS``; what it says is added to the file ``out``."""
+    with (directory / "out").open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "llmx", *words],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+
+
 def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     first = LocalRun(tmp_path / "a", "task.steps=100000")
     second = LocalRun(tmp_path / "b", "task.steps=100000")
-    first.until_training()
-    second.until_training()
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait() == 130
+    first.until_step(1)
+    second.until_step(1)
+    first.signal(signal.SIGINT)
+    assert first.wait(timeout_s=60) == 130
     assert first.result()["outcome"] == "interrupted"
     assert first.left() == []
     assert len(second.left()) == 2, "its ranks"
-    second.process.send_signal(signal.SIGKILL)
-    second.wait()
+    second.kill()
+    second.process.wait()
     wait_until(lambda: not second.left(), timeout_s=30, what="nothing of the second run is left")
 
 
@@ -99,8 +93,8 @@ def test_a_run_that_was_interrupted_says_how_it_goes_on(tmp_path: Path) -> None:
     words = ("task.steps=100000", "checkpoint.every_steps=2")
     run = LocalRun(tmp_path, *words)
     run.until(run.dir.newest_step)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    run.signal(signal.SIGINT)
+    assert run.wait(timeout_s=60) == 130
     newest = f"newest checkpoint: step {run.dir.newest_step()}"
     resume = f"python -m llmx resume {run.dir.root}"
     argv = [sys.executable, "-m", "llmx", "resume", str(run.dir.root)]
@@ -114,7 +108,7 @@ def test_a_run_that_was_interrupted_says_how_it_goes_on(tmp_path: Path) -> None:
         assert newest in rest
         assert f"to resume: {resume}\n" in rest
     run = LocalRun(tmp_path, *words)
-    assert run.wait() == 2
+    assert run.wait(timeout_s=60) == 2
     assert f"already contains a run; a run is never overwritten. Continue it with {resume}," in (
         run.out.read_text()
     )
@@ -127,7 +121,7 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     data.write_text('{"prompt": "a", "response": "b"}\n' * 1200 + "not json\n")
     words = (f"data.path={data}", "data.form=prompt_response", "data.max_rows=null")
     run = LocalRun(tmp_path, *words, "task.steps=5")
-    assert run.wait(120) == 3, run.out.read_text()
+    assert run.wait(timeout_s=120) == 3, run.out.read_text()
     said = run.out.read_text()
     assert f"{data}" in said
     assert "line 1201" in said
@@ -147,7 +141,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     try:
         words = ["model.config.hidden_size=128", "model.config.num_hidden_layers=4"]
         run = LocalRun(tmp_path, *words, "task.steps=6", "checkpoint.every_steps=2")
-        assert run.wait(120) == 2, run.out.read_text()
+        assert run.wait(timeout_s=120) == 2, run.out.read_text()
         said = run.out.read_text()
         assert f"config: {disk} has " in said
         assert "the first one is removed only when the second is complete" in said
@@ -171,7 +165,7 @@ def test_a_defect_shows_its_traceback_once(tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "tokenizers.py").write_text("raise RuntimeError('a broken package')\n")
     run = LocalRun(tmp_path, "task.steps=5", PYTHONPATH=str(broken))
-    assert run.wait(120) == 1, run.out.read_text()
+    assert run.wait(timeout_s=120) == 1, run.out.read_text()
     said = run.out.read_text()
     assert said.count("RuntimeError: a broken package") == 1
     assert said.count("Traceback (most recent call last)") == 2  # the root cause and what it led to

@@ -6,9 +6,7 @@ In a clone of the repository, so that code can be edited and the code of then ch
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from llmx.run import snapshot
 from llmx.run.metrics.equality import compare_runs
 from llmx.run.rundir import RunDir, read_json, write_json
-from tests.command_runs import SMALL
+from tests.command_runs import SMALL, llmx
 from tests.conftest import REPOSITORY
 from tests.resumed_runs import events
 
@@ -36,16 +34,15 @@ class Clone:
         self.root, self.work = root / "clone", root
         subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(self.root)], check=True)
 
-    def llmx(self, *words: str) -> tuple[int, str]:
-        """Exit code and all that was said."""
-        paths = f"{self.root}:{self.root / 'launchers'}"
-        done = subprocess.run(
-            [sys.executable, "-m", "llmx", *words],
-            cwd=self.work, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=300, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout
+    def llmx(self, *words: str, code: int = 0) -> str:
+        """All that was said by a command that ends with this code."""
+        done = llmx(self.work, *words, PYTHONPATH=f"{self.root}:{self.root / 'launchers'}")
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def factor(self, text: str) -> None:
+        """What the module has that git does not know."""
+        (self.root / "llmx" / "train" / "extra.py").write_text(f"FACTOR = {text}\n")
 
     def edit(self, name: str, old: str, new: str) -> None:
         path = self.root / name
@@ -65,7 +62,7 @@ def clone(tmp_path_factory) -> Clone:
 def run(clone: Clone) -> RunDir:
     """12 steps, with a new file that git does not know and that the training needs; the third
     is passed over, as after a divergence. Planned first, and started by ``resume``."""
-    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
+    clone.factor("1.0")
     clone.edit(
         "llmx/train/schedule.py",
         "return optim.lr * (step + 1) / warmup",
@@ -73,37 +70,48 @@ def run(clone: Clone) -> RunDir:
         "        return FACTOR * optim.lr * (step + 1) / warmup",
     )
     made = RunDir(clone.work / "a")
-    code, said = clone.llmx(
-        "plan", *RUN, f"data.cache_dir={clone.work}/cache", f"run_dir={made.root}"
-    )
-    assert code == 0, said
+    clone.llmx("plan", *RUN, f"data.cache_dir={clone.work}/cache", f"run_dir={made.root}")
     write_json(made.resume, {"step": None, "skip_steps": [3], "attempt": 1})
-    code, said = clone.llmx("resume", str(made.root))
-    assert code == 0, said
+    said = clone.llmx("resume", str(made.root))
     assert "was planned and never started" in said
+    recorded = read_json(made.provenance)
+    assert "from llmx.train.extra import FACTOR" in recorded["git"]["diff"]
+    assert recorded["git"]["untracked"]["llmx/train/extra.py"] == "FACTOR = 1.0\n"
+    assert recorded["fingerprints"]["data"]["exact"]
+    assert len(read_json(made.inputs)["data"]) == 64
     return made
 
 
-def test_what_was_recorded(clone: Clone, run: RunDir) -> None:
-    made = read_json(run.provenance)
-    assert "from llmx.train.extra import FACTOR" in made["git"]["diff"]
-    assert made["git"]["untracked"]["llmx/train/extra.py"] == "FACTOR = 1.0\n"
-    assert made["fingerprints"]["data"]["exact"]
-    assert len(read_json(run.inputs)["data"]) == 64
-
-
-def test_other_code_is_named_and_the_first_step_that_differs(clone: Clone, run: RunDir) -> None:
-    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0 + 1e-6\n")
-    code, said = clone.llmx("reproduce", str(run.root), "strict=true")
-    assert code == 1, said
-    assert "code that trains" in said
-    assert "train/extra.py" in said
-    assert "strict=true: 1 difference above may change the numbers" in said
+@pytest.fixture(scope="module")
+def other(clone: Clone, run: RunDir) -> tuple[RunDir, str, str]:
+    """Reproduced with other code: what was said where it must be the same, and where not."""
+    clone.factor("1.0 + 1e-6")
+    refused = clone.llmx("reproduce", str(run.root), "strict=true", code=1)
     assert not list(clone.work.glob("a_reproduced*"))
-
     target = RunDir(clone.work / "other")
-    code, said = clone.llmx("reproduce", str(run.root), "to_step=4", f"run_dir={target.root}")
-    assert code == 0, said
+    said = clone.llmx("reproduce", str(run.root), "to_step=4", f"run_dir={target.root}")
+    clone.factor("1.0")
+    return target, refused, said
+
+
+@pytest.fixture(scope="module")
+def same(clone: Clone, run: RunDir, other: object) -> tuple[RunDir, str]:
+    """Reproduced with the code of then, and what was said."""
+    target = RunDir(clone.work / "same")
+    said = clone.llmx(
+        "reproduce", str(run.root), "to_step=8", "strict=true",
+        f"run_dir={target.root}", "launch.max_restarts=0",
+    )  # fmt: skip
+    return target, said
+
+
+def test_other_code_is_named_and_the_first_step_that_differs(
+    other: tuple[RunDir, str, str],
+) -> None:
+    target, refused, said = other
+    assert "code that trains" in refused
+    assert "train/extra.py" in refused
+    assert "strict=true: 1 difference above may change the numbers" in refused
     made = read_json(target.root / "reproduction.json")
     assert not made["identical"]
     assert (made["first_difference"]["step"], made["first_difference"]["name"]) == (1, "lr")
@@ -114,14 +122,8 @@ def test_other_code_is_named_and_the_first_step_that_differs(clone: Clone, run: 
     assert [row["severity"] for row in made["differences"]] == ["may change"]
 
 
-def test_the_same_code_gives_the_same_bits(clone: Clone, run: RunDir) -> None:
-    target = RunDir(clone.work / "same")
-    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
-    code, said = clone.llmx(
-        "reproduce", str(run.root), "to_step=8", "strict=true",
-        f"run_dir={target.root}", "launch.max_restarts=0",
-    )  # fmt: skip
-    assert code == 0, said
+def test_the_same_code_gives_the_same_bits(run: RunDir, same: tuple[RunDir, str]) -> None:
+    target, said = same
     assert "nothing differs from the recorded code" in said
     assert "bitwise identical: 6 of 9 logged lines up to step 8 of 12, and the hash of" in said
     made = read_json(target.root / "reproduction.json")
@@ -133,16 +135,15 @@ def test_the_same_code_gives_the_same_bits(clone: Clone, run: RunDir) -> None:
     assert read_json(target.identity)["parent"] == snapshot.run_id(run)
 
 
-def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, run: RunDir) -> None:
-    (clone.root / "llmx" / "train" / "extra.py").write_text("FACTOR = 1.0\n")
-    code, said = clone.llmx("resume", str(run.root))
-    assert code == 0, said
+def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(
+    clone: Clone, run: RunDir, same: tuple[RunDir, str], other: tuple[RunDir, str, str]
+) -> None:
+    said = clone.llmx("resume", str(run.root))
     assert "nothing to resume" in said
-    code, said = clone.llmx(
+    said = clone.llmx(
         "resume", str(run.root), "step=8", "task.steps=16", "task.log_every_steps=4",
         "zero=stage3", "tracking=csv",
     )  # fmt: skip
-    assert code == 0, said
     assert "task.steps            12 -> 16  (trains differently from here on)" in said
     assert "zero.stage            2 -> 3  (equal within rounding)" in said
     assert "from      the checkpoint of step 8; 4 steps are trained again" in said
@@ -159,17 +160,12 @@ def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(clone: Clone, ru
     assert steps == [1, 2, 4, 6, 8, 12, 16]
     assert lines[-1]["step"] == 16
     # Up to the step it resumed from, it is still the run it was.
-    former = RunDir(clone.work / "same")
-    assert compare_runs(former, run).identical
-    code, said = clone.llmx("reproduce", str(run.root), "strict=true")
-    assert code == 1, said
+    assert compare_runs(same[0], run).identical
+    said = clone.llmx("reproduce", str(run.root), "strict=true", code=1)
     assert "resumed at step 8" in said
-
-
-def test_compare_tells_the_two_apart(clone: Clone, run: RunDir) -> None:
-    code, said = clone.llmx("compare", str(run.root), str(clone.work / "other"))
-    assert code == 0, said
+    # From the one with other code it differs.
+    said = clone.llmx("compare", str(run.root), str(other[0].root))
     assert "task.stop_at_step" in said
     assert "zero.stage" in said
     assert "They differ from the start" in said
-    assert (clone.work / "other" / "compare_a.png").read_bytes().startswith(b"\x89PNG")
+    assert (other[0].root / "compare_a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,19 +1,12 @@
 """A run that is hit goes on by itself: a killed rank, a rank that hangs, a preemption, a supervisor
-that dies. Real DeepSpeed on this machine; each test is the life of one run.
-
-``pytest -m deepspeed tests/integration/test_restart.py``
-"""
+that dies. Real DeepSpeed on this machine; each test is the life of one run."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,31 +36,13 @@ def until_committed(run: LocalRun, step: int) -> None:
     run.until(lambda: committed(run) >= step, timeout_s=240)
 
 
-def records(run: LocalRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
-
-
 def check_metrics(run: LocalRun, last: int) -> None:
     """Every logged step once, in order; one beginning."""
-    found = records(run)
+    found = run.records()
     steps = [record["step"] for record in found if record["kind"] == "train"]
     wanted = sorted({1, *range(5, last + 1, 5), last})
     assert steps == wanted
     assert [record["kind"] for record in found].count("start") == 1
-
-
-def resume(run: LocalRun, *overrides: str) -> None:
-    """``python -m llmx resume`` in the place of the supervisor that is gone."""
-    argv = [sys.executable, "-m", "llmx", "resume", str(run.dir.root), *overrides]
-    with run.out.open("ab") as stream:
-        run.process = subprocess.Popen(
-            argv,
-            cwd=run.dir.root,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
 
 
 def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
@@ -118,7 +93,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
 
     # As a scheduler does before it takes the machine away.
     until_committed(run, hung["saved_step"] + EVERY)
-    run.process.send_signal(signal.SIGUSR1)
+    run.signal(signal.SIGUSR1)
     assert run.wait(timeout_s=60) == 130, run.out.read_text()
     result = run.result()
     saved = committed(run)
@@ -128,16 +103,16 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     assert read_json(run.dir.rank_status(0))["state"] == "interrupted"
     assert run.left() == []
 
-    resume(run)
+    run.resume()
     until_committed(run, saved + EVERY)
-    run.process.kill()
+    run.kill()
     run.process.wait()
     wait_until(lambda: not run.left(), timeout_s=40, what="nothing of the run is left")
     # The agents let the ranks save when nobody is left to go on.
     newest = committed(run)
     assert newest > saved
 
-    resume(run, f"task.steps={newest + 45}")
+    run.resume(f"task.steps={newest + 45}")
     assert run.wait(timeout_s=240) == 0, run.out.read_text()
     *_, last = read_attempts(run.dir)
     assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 45)
@@ -147,17 +122,13 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
 
 def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     """The first time it may have been the machine; the second time it is that step's samples."""
-    run = LocalRun(
-        tmp_path,
-        "dry_run=true",
-        *("task.steps=12", "checkpoint.every_steps=4", "task.log_every_steps=1"),
-        *("task.on_divergence=skip", "launch.restart_backoff_s=0", "hardware.slots=1"),
-    )
-    assert run.wait() == 0, run.out.read_text()
+    words = ("task.steps=12", "checkpoint.every_steps=4", "task.log_every_steps=1")
+    words += ("task.on_divergence=skip", "launch.restart_backoff_s=0", "hardware.slots=1")
+    run = LocalRun(tmp_path, "dry_run=true", *words)
+    assert run.wait(timeout_s=60) == 0, run.out.read_text()
     exp, plan = snapshot.load(run.dir), Plan.from_dict(read_json(run.dir.plan))
-    spec = make_spec(
-        exp, plan, run.dir, port=0, token=snapshot.run_token(run.dir), worker=DIVERGING
-    )
+    token = snapshot.run_token(run.dir)
+    spec = make_spec(exp, plan, run.dir, port=0, token=token, worker=DIVERGING)
     console = io.StringIO()
     result = supervise(exp, plan, run.dir, launch=spec, stream=console)
     said = console.getvalue()
@@ -169,7 +140,7 @@ def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     assert (second["first_step"], second["skip_steps"]) == (4, [7])
     assert "training diverged at the same step twice; skipping step 7" in said
     assert (third["outcome"], third["first_step"], third["last_step"]) == ("ok", 4, 12)
-    steps = [record["step"] for record in records(run) if record["kind"] == "train"]
+    steps = [record["step"] for record in run.records() if record["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
-    (skipped,) = (record for record in records(run) if record.get("event") == "skipped")
+    (skipped,) = (record for record in run.records() if record.get("event") == "skipped")
     assert skipped["step"] == 7
