@@ -7,7 +7,7 @@ faster, all ranks change to it at the step boundary after that line: the same pu
 ``balance.json`` keeps each change with its step, so that a resumed run and a reproduction repeat it
 there; an event says it in ``metrics.jsonl``. docs/unequal.md.
 
-Tried by ``python -m pytest -m deepspeed tests/integration/test_train_rebalance.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_train_balance.py``.
 """
 
 from __future__ import annotations

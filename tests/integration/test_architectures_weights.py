@@ -1,10 +1,6 @@
 """Causal architectures of ``transformers``, small: their weights are loaded as
 ``from_pretrained`` loads them, written as ``save_pretrained`` writes them, and their auxiliary loss
-is the library's. Every one of them by night, 25 families for each landing.
-
-``python -m pytest -m deepspeed tests/integration/test_architectures_weights.py`` (nothing is
-launched).
-"""
+is the library's. Every one of them by night, 25 families for each landing."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ def directory(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return real_tokenizer_dir(real_data, tmp_path_factory.mktemp("tokenizer"))
 
 
-def experiment(path: Path, directory: Path, cache: Path, **data) -> Experiment:
+def experiment(path: Path, directory: Path, cache: Path, kind: str = "sft", **data) -> Experiment:
     exp = Experiment()
     exp.data.path, exp.data.cache_dir = str(path), str(cache)
-    exp.model.tokenizer = str(directory)
+    exp.model.tokenizer, exp.task.kind = str(directory), kind
     for name, value in data.items():
         setattr(exp.data, name, value)
     return exp
@@ -33,9 +33,7 @@ def rows(store: SampleStore) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def test_the_tokenizer_has_the_real_ids(directory: Path):
-    exp = Experiment()
-    exp.model.tokenizer, exp.task.kind = str(directory), "pretrain"
-    tokenizer = tokenizer_of(exp)
+    tokenizer = tokenizer_of(experiment(directory, directory, directory, "pretrain"))
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert len(tokenizer) == 50265
     assert tokenizer("the the").input_ids[1] == 5  # "Ġthe" in vocab.json
@@ -86,8 +84,7 @@ def test_pairs(real_data: Path, directory: Path, tmp_path: Path):
     path = tmp_path / "excerpt.json"
     source = json.loads((real_data / "dpo_en_demo.json").read_text(encoding="utf-8"))[:50]
     path.write_text(json.dumps(source), encoding="utf-8")
-    exp = experiment(path, directory, tmp_path, seq_len=4096, packing="none")
-    exp.task.kind = "dpo"
+    exp = experiment(path, directory, tmp_path, "dpo", seq_len=4096, packing="none")
     tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     assert store.meta["rows_read"] == 50
@@ -97,8 +94,7 @@ def test_pairs(real_data: Path, directory: Path, tmp_path: Path):
 
 def test_tinyshakespeare_comes_back_byte_for_byte(real_data: Path, directory: Path, tmp_path: Path):
     path = real_data / "tinyshakespeare.txt"
-    exp = experiment(path, directory, tmp_path, seq_len=512, packing="concat")
-    exp.task.kind = "pretrain"
+    exp = experiment(path, directory, tmp_path, "pretrain", seq_len=512, packing="concat")
     tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     tokens = np.concatenate([store[i].tokens for i in range(len(store))])
@@ -115,10 +111,8 @@ def test_tinyshakespeare_comes_back_byte_for_byte(real_data: Path, directory: Pa
 def test_documents(
     real_data: Path, directory: Path, tmp_path: Path, name: str, text_key: str, documents: int
 ):
-    exp = experiment(
-        real_data / name, directory, tmp_path, seq_len=1024, packing="concat", text_key=text_key
-    )
-    exp.task.kind, exp.data.form = "pretrain", "text"
+    values = {"seq_len": 1024, "packing": "concat", "text_key": text_key, "form": "text"}
+    exp = experiment(real_data / name, directory, tmp_path, "pretrain", **values)
     tokenizer = tokenizer_of(exp)
     store = prepare(exp, tokenizer)
     assert store.meta["rows_read"] == documents

@@ -1,8 +1,5 @@
 """task=distill on real text: ZeRO 3 and 2, a teacher whose top tokens are stored and a live one.
-Resume: ``test_tasks_proof``.
-
-Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_distill.py``
-"""
+Resume: ``test_tasks_proof``."""
 
 from __future__ import annotations
 
@@ -50,24 +47,21 @@ def test_a_student_nears_its_teacher(real_data: Path, tmp_path: Path, ranks: Ser
             tmp_path / name,
             model={"tokenizer": str(tokenizer)},
             data={
-                "path": str(real_data / "c4_demo.jsonl"),
-                "packing": "concat",
-                "seq_len": 64,
-                "max_rows": 40,
-                "eval_samples": 8,
+                "path": str(real_data / "c4_demo.jsonl"), "packing": "concat", "seq_len": 64,
+                "max_rows": 40, "eval_samples": 8,
             },
             task={"kind": "distill", "steps": STEPS, "options": {**teacher, **options}, **task},
             zero={"stage": stage},
             optim={"lr": 5e-3},
             batch={"micro_batch": 2},
             checkpoint={"at_end": True},
-        )
+        )  # fmt: skip
 
     stored = {"teacher_logits": "stored", "top_k": TOP}
     whole = ranks.start(write_run(run("whole", stage=3, options=stored))).finish()
     log = whole.rank_log(0).read_text()
-    assert "Precomputing teacher_ids, teacher_logps (train): done in" in log
-    assert "Precomputing teacher_ids, teacher_logps (eval): done in" in log
+    for split in ("train", "eval"):
+        assert f"Precomputing teacher_ids, teacher_logps ({split}): done in" in log
     before, after = lines(whole.root, "eval")
     assert after["divergence"] < before["divergence"]
     assert {"divergence", "agreement", "hard_loss"} <= {*lines(whole.root, "train")[0]}

@@ -1,8 +1,5 @@
 """task=dpo on real preference pairs: ZeRO 2 and 3, a stored and a live reference, export.
-Resume: ``test_tasks_proof``.
-
-Needs LLMX_REAL_DATA. ``python -m pytest -m deepspeed tests/integration/test_dpo.py``
-"""
+Resume: ``test_tasks_proof``."""
 
 from __future__ import annotations
 
@@ -26,31 +23,24 @@ STEPS = 8
 
 
 def test_pairs_are_learned_and_exported(real_data: Path, tmp_path: Path, ranks: Server) -> None:
+    pairs = str(real_data / "dpo_en_demo.json")
+
     def run(
         name: str, *, stage: int, reference: str = "stored", adapter: Any = None, **task: Any
     ) -> Experiment:
         return experiment(
             tmp_path / name,
-            data={
-                "path": str(real_data / "dpo_en_demo.json"),
-                "seq_len": 512,
-                "over_long": "truncate",
-                "max_rows": 60,
-                # What it has seen: how random weights prefer new pairs, a few steps decide not.
-                "eval_path": str(real_data / "dpo_en_demo.json"),
-            },
-            task={
-                "kind": "dpo",
-                "steps": STEPS,
-                "options": {"beta": 0.2, "reference": reference},
-                **task,
-            },
+            # What it has seen: how random weights prefer new pairs, a few steps decide not.
+            data={"path": pairs, "eval_path": pairs, "seq_len": 512, "over_long": "truncate",
+                  "max_rows": 60},
+            task={"kind": "dpo", "steps": STEPS, **task,
+                  "options": {"beta": 0.2, "reference": reference}},
             zero={"stage": stage},
             adapter=adapter or {},
             optim={"lr": 3e-3},
             batch={"micro_batch": 2},
             checkpoint={"at_end": True},
-        )
+        )  # fmt: skip
 
     whole = ranks.start(write_run(run("whole", stage=2))).finish()
     log = whole.rank_log(0).read_text()

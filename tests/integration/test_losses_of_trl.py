@@ -1,7 +1,4 @@
-"""The losses of the first steps are those of ``trl sft`` with the same settings.
-
-``python -m pytest -m deepspeed tests/integration/test_losses_of_trl.py``
-"""
+"""The losses of the first steps are those of ``trl sft`` with the same settings."""
 
 from __future__ import annotations
 

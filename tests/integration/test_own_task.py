@@ -30,15 +30,22 @@ def example(part: str) -> str:
 
 def write_pairs(path: Path) -> None:
     pairs = [
-        {
-            "prompt": f"{topic} {number}?",
-            "chosen": f"I like {topic}.",
-            "rejected": f"No word of {topic}, never.",
-        }
+        {"prompt": f"{topic} {number}?", "chosen": f"I like {topic}.",
+         "rejected": f"No word of {topic}, never."}
         for topic in TOPICS
         for number in range(8)
-    ]
+    ]  # fmt: skip
     path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+
+
+def assert_exported(directory: Path, run: Path) -> None:
+    """The checkpoint gives the same model as the end of the run did, under the names of the Hub."""
+    succeeds(directory, "export", str(run))
+    exported = load_file(next(run.glob("export/*/model.safetensors")))
+    final = load_file(run / "model" / "model.safetensors")
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], final[name]) for name in final)
+    assert not any("score" in name for name in final), "the main model is the policy"
 
 
 def test_the_example_of_the_docs_trains_resumes_and_exports(
@@ -52,16 +59,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     (tasks / "my_tasks.py").write_text(code, encoding="utf-8")
-    pairs = [
-        {
-            "prompt": f"Say something of {topic}, number {number}.",
-            "chosen": f"I like {topic}.",
-            "rejected": f"No word of {topic} from me, never.",
-        }
-        for topic in TOPICS
-        for number in range(8)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    write_pairs(tmp_path / "pairs.jsonl")
     run = tmp_path / "run"
     first = succeeds(
         tasks,
@@ -95,12 +93,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
     (newest,) = (run / "checkpoints").glob("step-*12/state.json")
     state = json.loads(newest.read_text())
     assert all(name.startswith("policy.") for name in state["parameters"])
-    # The checkpoint gives the same model as the end of the run did, under the names of the Hub.
-    succeeds(tmp_path, "export", str(run))
-    exported = load_file(next(run.glob("export/*/model.safetensors")))
-    final = load_file(run / "model" / "model.safetensors")
-    assert exported.keys() == final.keys()
-    assert all(torch.equal(exported[name], final[name]) for name in final)
+    assert_exported(tmp_path, run)
 
 
 EVERYTHING = Path(__file__).parents[1] / "programs" / "own_task.py"
@@ -149,18 +142,12 @@ def test_a_task_that_uses_all_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert len(numbers) == 8
     for mine, theirs in zip(numbers, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    assert measurements(run)[-2]["drift"] == pytest.approx(
-        measurements(undisturbed)[-2]["drift"], rel=1e-3
-    )
+    drift, wanted_drift = (measurements(one)[-2]["drift"] for one in (run, undisturbed))
+    assert drift == pytest.approx(wanted_drift, rel=1e-3)
     provenance = read_json(run.provenance)
     assert list(provenance["task_code"]) == ["my_everything.py"]
 
-    succeeds(tmp_path, "export", str(run.root))
-    exported = load_file(next(run.root.glob("export/*/model.safetensors")))
-    final = load_file(run.final_model / "model.safetensors")
-    assert exported.keys() == final.keys()
-    assert all(torch.equal(exported[name], final[name]) for name in final)
-    assert not any("score" in name for name in final), "the main model is the policy"
+    assert_exported(tmp_path, run.root)
 
 
 def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None:

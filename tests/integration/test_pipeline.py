@@ -1,8 +1,5 @@
 """The bundled pipeline in its smallest form, ended in its second stage and finished by the same
-command.
-
-``pytest -m deepspeed tests/integration/test_pipeline.py``
-"""
+command."""
 
 from __future__ import annotations
 

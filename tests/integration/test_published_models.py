@@ -1,8 +1,5 @@
-"""Model directories in the form in which they are published: planned, trained for a step at a
-vanishing learning rate, exported. The reference is transformers alone.
-
-``python -m pytest -m deepspeed tests/integration/test_published_models.py``
-"""
+"""Model directories in the form in which they are published: trained for a step at a
+vanishing learning rate, exported. The reference is transformers alone."""
 
 from __future__ import annotations
 
@@ -12,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmx.data.store.samples import SampleStore
 from llmx.models.network_config import plain_values
-from tests.command_runs import Finished, llmx, train
+from tests.command_runs import Finished, train
 from tests.published_configs import TYPED, published_model, with_typed
 
 pytestmark = pytest.mark.deepspeed
@@ -46,20 +45,21 @@ def reference_loss(directory: Path, store: SampleStore) -> float:
         labels = ids.masked_fill(~torch.tensor(sample.targets)[None], -100)
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits.float()
-        total += float(
-            torch.nn.functional.cross_entropy(
-                logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
-            )
-        )
+        total += float(cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum"))
         count += int(sample.targets[1:].sum())
     return total / count
 
 
 def store_of(run: Finished) -> SampleStore:
-    (path,) = [
-        p.parent for p in (run.dir.root.parent / "cache").rglob("meta.json") if "train" in str(p)
-    ]
+    found = (run.dir.root.parent / "cache").rglob("meta.json")
+    (path,) = [path.parent for path in found if "train" in str(path)]
     return SampleStore.open(path)
+
+
+def trained(here: Path, *words: str) -> Finished:
+    run = train(here, "run", *words)
+    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    return run
 
 
 TRAINED = (
@@ -73,13 +73,11 @@ TRAINED = (
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_published_directory_with_a_typed_key(name: str, here: Path) -> None:
-    """It is planned, trained and exported as a directory whose file was edited by hand."""
+    """It is trained and exported as a directory whose file was edited by hand."""
     directory = published_model(here / "model", name)
-    words = [f"model.path={directory}", *(f"model.config.{k}={v}" for k, v in typed_words(name))]
-    planned = llmx(here, "plan", *OPTIONS, *words, "hardware=cpu2")
-    assert planned.returncode == 0, planned.stdout
-    run = train(here, "run", *OPTIONS, *words)
-    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    typed = {key: json.dumps(value).replace('"', "") for key, value in TYPED[name].items()}
+    words = [f"model.path={directory}", *(f"model.config.{k}={v}" for k, v in typed.items())]
+    run = trained(here, *OPTIONS, *words)
     published = reference_loss(directory, store_of(run))
     (directory / "config.json").write_text(json.dumps(with_typed(name)))
     edited = reference_loss(directory, store_of(run))
@@ -93,15 +91,10 @@ def eval_loss(run: Finished) -> float:
     return float(run.lines("eval")[-1]["loss"])
 
 
-def typed_words(name: str) -> list[tuple[str, str]]:
-    return [(key, json.dumps(value).replace('"', "")) for key, value in TYPED[name].items()]
-
-
 def test_a_published_directory_alone(here: Path) -> None:
     """The snapshot has what transformers made of the file, and nothing of it as typed."""
     directory = published_model(here / "model", "llama3.1")
-    run = train(here, "run", *OPTIONS, f"model.path={directory}")
-    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
+    run = trained(here, *OPTIONS, f"model.path={directory}")
     assert eval_loss(run) == pytest.approx(reference_loss(directory, store_of(run)), abs=1e-5)
     model = yaml.safe_load(run.dir.config.read_text())["model"]
     assert model["config"] == {}
@@ -112,8 +105,6 @@ def test_a_published_directory_alone(here: Path) -> None:
 def check_export(run: Finished, directory: Path) -> None:
     """Loaded by transformers alone, the export has the same loss and every weight of the
     directory."""
-    from safetensors.torch import load_file
-
     exported = run.dir.root / "model"
     store = store_of(run)
     before, after = reference_loss(directory, store), reference_loss(exported, store)
@@ -127,33 +118,25 @@ def check_export(run: Finished, directory: Path) -> None:
         torch.testing.assert_close(weights[1][key].float(), value.float(), atol=1e-6, rtol=0)
 
 
-PAIRS = {"prompt": "2 + 3 = ", "chosen": "5", "rejected": "7"}
-QUESTIONS = {"prompt": "2 + 3 = ", "completion": "5"}
-
-
 @pytest.mark.parametrize(
-    ("task", "row", "words"),
+    ("task", "row", "options"),
     [
-        ("dpo", PAIRS, ["task.options.reference=live"]),
-        (
-            "grpo",
-            QUESTIONS,
-            ["task.options.beta=0.04", "task.options.rewards=[exact_match]",
-             "task.options.group_size=2", "task.options.max_new_tokens=4"],
-        ),
+        ("dpo", {"prompt": "2 + 3 = ", "chosen": "5", "rejected": "7"}, ["reference=live"]),
+        ("grpo", {"prompt": "2 + 3 = ", "completion": "5"},
+         ["beta=0.04", "rewards=[exact_match]", "group_size=2", "max_new_tokens=4"]),
     ],
 )  # fmt: skip
 def test_experts_beside_a_second_network_at_zero_3(
-    task: str, row: dict[str, str], words: list[str], here: Path
+    task: str, row: dict[str, str], options: list[str], here: Path
 ) -> None:
     """The ranks are forked from a process that has not imported the network's module, and only one
     rank of a host has imported it to try attention."""
     directory = published_model(here / "model", "qwen3-moe")
     (here / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    run = train(
-        here, "run", f"task={task}", *words, "zero=stage3", "model=hf", f"model.path={directory}",
+    words = [f"task.options.{option}" for option in options]
+    run = trained(
+        here, f"task={task}", *words, "zero=stage3", "model=hf", f"model.path={directory}",
         "data=file", "data.path=rows.jsonl", "data.seq_len=128", "batch.global_batch=4",
         "task.steps=1", "task.eval_generate=0",
     )  # fmt: skip
-    assert run.exit_code == 0, run.said[-3000:] + run.logs[-3000:]
     assert len(run.losses) == 1

@@ -1,20 +1,18 @@
 """Ranks of unequal speed, for real: the gradient of the even split, other counts of micro steps,
-a resume that repeats the split bit for bit, and speeds that are measured at the start.
-
-``python -m pytest -m deepspeed tests/integration/test_train_balance.py``
-"""
+a resume that repeats the split bit for bit, speeds that are measured at the start, and a rank that
+gets slower while it trains."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from llmx.config import experiment_from_dict
@@ -22,7 +20,9 @@ from llmx.plan import make_plan
 from llmx.plan.types import MemoryPlan, Plan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.speeds import known_speeds
+from tests.command_runs import lines
 from tests.forked_ranks import Server
+from tests.resumed_runs import events, measurements
 from tests.rundirs import EXPERT_MODELS, TINY_LLAMA, experiment, write_run
 
 pytestmark = pytest.mark.deepspeed
@@ -51,28 +51,13 @@ def with_speeds(run: RunDir, *, same_steps: bool) -> RunDir:
         {"fixed_fs": 10**12, "token_fs": factor * 10**10, "square_fs": factor * 10**6}
         for factor in (1, 4)
     ]
-    write_json(
-        run.balance,
-        {
-            "format": 1,
-            "devices": ["cpu", "cpu"],
-            "seq_len": 64,
-            "precision": "fp32",
-            "limits": [4, 4],
-            "same_steps": same_steps,
-            "speeds": speeds,
-        },
-    )
+    of = {"devices": ["cpu", "cpu"], "seq_len": 64, "precision": "fp32", "limits": [4, 4]}
+    write_json(run.balance, {"format": 1, **of, "same_steps": same_steps, "speeds": speeds})
     return run
 
 
-def num_weights(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
-
-
 def trained(run: RunDir) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return lines(run.root, "train")
 
 
 def numbers(run: RunDir) -> list[tuple[float, float]]:
@@ -107,8 +92,8 @@ def test_unequal_ranks_train_the_same_and_resume_bitwise(
         assert stage == 3 or (0 <= line["idle_share"] < 1 and len(line["forward_s"]) == 2)
     # Where forward passes wait, each rank's own speed is looked at, seldom.
     assert ["probe_s" in line for line in trained(whole)] == [stage == 3, False, False, False]
-    end = [json.loads(run.metrics.read_text().splitlines()[-1]) for run in (again, whole)]
-    assert end[0]["weights_hash"] == end[1]["weights_hash"]
+    ends = [lines(run.root, "end")[-1]["weights_hash"] for run in (again, whole)]
+    assert ends[0] == ends[1]
 
 
 def test_ranks_measure_themselves_once(tmp_path: Path, ranks: Server) -> None:
@@ -142,7 +127,10 @@ def test_ranks_measure_the_blocks_that_have_room(tmp_path: Path, ranks: Server) 
 
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
     network = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **config))
-    whole, block = map(num_weights, (network, network.model.layers[0]))
+    whole, block = (
+        sum(one.numel() for one in module.parameters())
+        for module in (network, network.model.layers[0])
+    )
 
     def tight(name: str, *, room_for: float) -> RunDir:
         """A run of five blocks, with room for the rest of the model and so many of them."""
@@ -183,3 +171,52 @@ def test_experts_are_measured_at_zero_3(tmp_path: Path, ranks: Server) -> None:
     assert ["balance: measured in" in log for log in logs] == [True, False]
     assert "not measured" not in logs[0]
     assert numbers(runs[0]) == numbers(runs[1])
+
+
+DRIFTING = 12
+"""Steps of a run in which a rank gets slower."""
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_drift_is_corrected_and_resume_repeats_it(
+    stage: int, tmp_path: Path, ranks: Server
+) -> None:
+    exp = experiment(
+        tmp_path / "run",
+        data={"seq_len": 64, "max_rows": 60, "packing": "none"},
+        task={
+            "kind": "tests.programs.drifting:Drifting",
+            "code_path": str(Path(__file__).parent.parent.parent),
+            "steps": DRIFTING,
+        },
+        zero={"stage": stage},
+        batch={"global_batch": 12, "micro_batch": 12, "accumulation": None, "rebalance": True},
+        checkpoint={"every_steps": 2, "keep": {"last": 10}},
+    )
+    run = write_run(exp, plan=make_plan(exp))
+    ranks.start(run).finish()
+    whole, (event, *later) = measurements(run), events(run, "rebalanced")
+    assert later == []
+    assert 4 < event["step"] < DRIFTING - 2
+    sizes = event["sizes"]
+    assert sum(map(sum, sizes)) == 12
+    assert sum(sizes[0]) >= 2 * sum(sizes[1])
+    assert stage == 1 or len(sizes[0]) == len(sizes[1])
+    assert "rebalance: a step should take" in run.rank_log(0).read_text()
+    assert read_json(run.plan)["balance"]["method"] == "even"
+    idle = [line["idle_share"] for line in trained(run)]
+    # Of the three lines that decided, and after it: a pause of the machine is in one line.
+    before, after = idle[event["step"] - 3 : event["step"]], idle[event["step"] :]
+    assert statistics.median(before) > max(0.15, statistics.median(after))
+    assert all(len(line["backward_s"]) == len(line["update_s"]) == 2 for line in trained(run))
+    # From a checkpoint after the change, then from one before it.
+    for step, again in ((event["step"] // 2 * 2 + 2, []), (2, [event])):
+        write_run(exp, plan=make_plan(exp))  # what the control process writes on resume
+        write_json(run.root / "resume.json", {"step": step, "skip_steps": [], "attempt": 2})
+        ranks.start(run).finish()
+        assert measurements(run) == whole
+        found = [line for line in events(run, "rebalanced") if line["step"] > step]
+        assert [(one["step"], one["sizes"]) for one in found] == [
+            (one["step"], one["sizes"]) for one in again
+        ]
+        assert len(read_json(run.balance)["changes"]) == 1

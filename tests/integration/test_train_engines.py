@@ -1,7 +1,4 @@
-"""What DeepSpeed computes, by stage and precision, held against what it should.
-
-``python -m pytest -m deepspeed tests/integration/test_train_engines.py``
-"""
+"""What DeepSpeed computes, by stage and precision, held against what it should."""
 
 from __future__ import annotations
 

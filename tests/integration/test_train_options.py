@@ -1,8 +1,5 @@
 """Noise on embeddings, the terms of the loss and early stopping, in real runs: interrupted and not,
-and on another number of ranks.
-
-``pytest -m deepspeed tests/integration/test_train_options.py``
-"""
+and on another number of ranks."""
 
 from __future__ import annotations
 

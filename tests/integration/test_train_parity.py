@@ -1,9 +1,6 @@
 """One loss: gradients and losses are those of the plain mean over the step's target tokens,
 for every split of the same global batch over ranks, micro batches, accumulation, ZeRO stage
-and layout.
-
-``python -m pytest tests/integration/test_train_parity.py``
-"""
+and layout."""
 
 from __future__ import annotations
 
@@ -51,16 +48,11 @@ def jobs(world: int) -> list[dict[str, Any]]:
     found = [{**job, "kind": "llama"} for job in found]
     if world == 2:
         found += [
-            {
-                "stage": stage,
-                "micro_batches": [3, 1],
-                "accumulation": 3,
-                "layout": "packed",
-                "kind": kind,
-            }
+            {"stage": stage, "micro_batches": [3, 1], "accumulation": 3, "layout": "packed",
+             "kind": kind}
             for stage in (1, 3)
             for kind in ("gpt2", "opt", "qwen3", "mixtral")
-        ]
+        ]  # fmt: skip
     return [{"name": f"job{number:02d}", **job} for number, job in enumerate(found)]
 
 
@@ -111,3 +103,16 @@ def test_every_split_is_the_same_training(world: int, tmp_path: Path, reference:
 def norm(tensors: dict[str, torch.Tensor]) -> float:
     """The 2-norm over all tensors together."""
     return float(sum(t.double().pow(2).sum() for t in tensors.values()) ** 0.5)
+
+
+def test_ranks_whose_tokens_need_other_experts_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    done = launch("tests.programs.experts", str(tmp_path), ranks=2)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    first, second = (rank["3"]["experts"] for rank in ranks)
+    assert first != second, "the ranks needed the same experts: nothing was tried"
+    for rank in ranks:
+        sharded, whole = rank["3"], rank["0"]
+        assert sharded["experts"] == whole["experts"]
+        for what in ("losses", "norms"):
+            assert sharded[what] == pytest.approx(whole[what], rel=1e-5)

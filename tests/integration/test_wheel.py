@@ -1,7 +1,5 @@
 """The distributions: built, installed outside of the repository, and used there.
 
-    pytest -m wheel tests/integration/test_wheel.py
-
 Nothing is downloaded: the fresh environment sees the site-packages of this one through a
 ``.pth`` file, which does not pull in this one's editable llmx.
 """
@@ -22,6 +20,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+Installed = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = [pytest.mark.wheel, pytest.mark.xdist_group("wheel")]
 
@@ -43,7 +42,7 @@ def installed(
     request: pytest.FixtureRequest,
     distributions: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+) -> Installed:
     """Runs the Python of a fresh environment, in an empty directory, with llmx installed."""
     home = tmp_path_factory.mktemp(request.param)
     venv.create(home / "venv", with_pip=False)
@@ -104,33 +103,23 @@ def test_sdist_builds_and_tells(distributions: dict[str, Path]) -> None:
     assert not any(name.startswith(("outputs/", ".venv/", "wandb/")) for name in names)
 
 
-def test_is_not_the_repository(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    places = installed(
-        "-c",
+ONCE = pytest.mark.parametrize("installed", ["wheel"], indirect=True)
+
+
+@ONCE
+def test_it_is_not_the_repository_and_hydra_finds_the_launcher(installed: Installed) -> None:
+    code = (
         "import llmx, hydra_plugins.llmx_deepspeed as plugin, json;"
-        "print(json.dumps([llmx.__file__, plugin.__file__]))",
+        "print(json.dumps([llmx.__file__, plugin.__file__]))"
     )
-    for place in json.loads(places.stdout):
+    for place in json.loads(installed("-c", code).stdout):
         assert not Path(place).is_relative_to(REPOSITORY), place
-
-
-def test_hydra_finds_the_launcher(
-    installed: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
     text = installed("-m", "llmx", "--info", "plugins").stdout
-    launchers = text.split("Launcher", 1)[1]
-    assert "DeepSpeedLauncher" in launchers
+    assert "DeepSpeedLauncher" in text.split("Launcher", 1)[1]
 
 
-def test_composes(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    text = installed("-m", "llmx", "--cfg", "job", "hardware=a100x2_v100x2", "zero=stage3").stdout
-    assert "stage: 3" in text
-    assert "v100_32g" in text
-
-
-def test_help_is_the_same_by_both_doors(
-    installed: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+@ONCE
+def test_help_is_the_same_by_both_doors(installed: Installed) -> None:
     by_module = installed("-m", "llmx", "--help").stdout
     assert by_module == installed("llmx", "--help").stdout
     for group in ("model", "hardware", "experiment", "a100x2_v100x2", "stage3_zeropp"):
@@ -142,43 +131,26 @@ def test_help_is_the_same_by_both_doors(
     assert "_llmx" in installed("llmx", "completion", "bash").stdout
 
 
-def test_the_demo_plans(
-    installed: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    text = installed("llmx", "hardware=cpu2", "dry_run=true", f"run_dir={run_dir}").stdout
+def test_the_demo_plans(installed: Installed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    text = installed("llmx", "hardware=cpu2", "dry_run=true", f"run_dir={run}").stdout
     assert "samples" in text
     assert "Nothing was started" in text
-    written = {path.name for path in run_dir.iterdir()}
-    assert {
-        "config.yaml",
-        "overrides.yaml",
-        "provenance.json",
-        "plan.json",
-        "ds_config.json",
-        "hostfile",
-        "ds_env",
-        "command.txt",
-    } <= written
-    assert str(REPOSITORY / "llmx") not in (run_dir / "command.txt").read_text()
+    assert {path.name for path in run.iterdir()} >= {
+        "config.yaml", "overrides.yaml", "provenance.json", "plan.json", "ds_config.json",
+        "hostfile", "ds_env", "command.txt",
+    }  # fmt: skip
+    assert str(REPOSITORY / "llmx") not in (run / "command.txt").read_text()
 
 
+@ONCE
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("installed", ["wheel"], indirect=True)
-def test_the_demo_trains(
-    installed: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
+def test_the_demo_trains(installed: Installed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
     installed(
-        "llmx",
-        "experiment=demo",
-        "hardware=cpu2",
-        "task.steps=2",
-        "task.log_every_steps=1",
-        "task.eval_generate=2",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        f"run_dir={run_dir}",
-    )
-    assert json.loads((run_dir / "result.json").read_text())["outcome"] == "ok"
-    assert (run_dir / "model" / "config.json").is_file()
-    assert (run_dir / "report.html").is_file()
+        "llmx", "experiment=demo", "hardware=cpu2", "task.steps=2", "task.log_every_steps=1",
+        "task.eval_generate=2", f"data.cache_dir={tmp_path / 'cache'}", f"run_dir={run}",
+    )  # fmt: skip
+    assert json.loads((run / "result.json").read_text())["outcome"] == "ok"
+    assert (run / "model" / "config.json").is_file()
+    assert (run / "report.html").is_file()

@@ -1,5 +1,5 @@
 """A task whose second rank gets slower at some step: ``task.kind=tests.programs.drifting:Drifting``
-(``tests/integration/test_train_rebalance.py``)."""
+(``tests/integration/test_train_balance.py``)."""
 
 from __future__ import annotations
 
