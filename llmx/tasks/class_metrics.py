@@ -1,6 +1,6 @@
 """Metrics of classifiers and of regression, exact over ranks: F1, ROC AUC, a confusion matrix.
 
-Equal to scikit-learn's: ``python -m pytest tests/unit/test_tasks_class_metrics.py``.
+Equal to scikit-learn's: ``python -m pytest tests/unit/test_tasks_classify.py``.
 """
 
 from __future__ import annotations

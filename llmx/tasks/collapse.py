@@ -1,6 +1,6 @@
 """Whether rewards or completions have collapsed: learning then stops, or takes a short cut.
 
-Tried by ``python -m pytest tests/unit/test_tasks_collapse.py``.
+Tried by ``python -m pytest tests/unit/test_tasks_grpo.py``.
 """
 
 from __future__ import annotations

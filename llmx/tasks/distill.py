@@ -9,7 +9,7 @@ distributions. The teacher's most likely tokens are computed once, before traini
 beside the data, or all its logits at every step. With ``task.options.on_policy=true`` the data are
 prompts: the student draws the completions of each step, and the loss is the divergence at its own
 tokens. Reports the divergence and how often both find the same token most likely. Tried by
-``python -m pytest tests/unit/test_task_distill.py``.
+``python -m pytest tests/unit/test_tasks_distill.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Rows are preference pairs, or for ``loss=kto`` answers with a verdict each. The 
 model that training begins with. Its log-probabilities are computed once, before training, and
 stored beside the data, so that no second model is in memory. Reports the loss, the rewards of both
 answers, their margin, and how often the better one has the larger reward. Tried by ``python -m
-pytest tests/unit/test_task_dpo.py`` (losses against TRL's).
+pytest tests/unit/test_tasks_dpo.py`` (losses against TRL's).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""task=classify: labels from the data, losses of transformers, and what is wrong with a row."""
+"""task=classify: labels from the data, losses of transformers, metrics of scikit-learn however the
+examples lie on ranks, and what is wrong with a row."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from llmx import data
 from llmx.cli.evaluate import load, measure
 from llmx.cli.target import Target
 from llmx.config import Experiment
@@ -20,41 +20,50 @@ from llmx.errors import ConfigError, DataError
 from llmx.models.model import Models
 from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
+from llmx.tasks.class_metrics import Accumulator, Classes, Labels, Numbers, roc_auc
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
-from tests.rundirs import TINY_LLAMA, experiment
+from tests.given_rows import (
+    Row,
+    assert_rejected,
+    batch_of,
+    experiment_on,
+    prepared,
+    sequences_of,
+    written,
+)
+from tests.rundirs import TINY_LLAMA
 from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_models_classification import model_of
 
-ROWS = [{"text": f"row {n} of {n % 7}", "label": ("good", "bad", "so")[n % 3]} for n in range(30)]
+sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
+
+LABELS: dict[str, Any] = {
+    "single_label": lambda n: ("good", "bad", "so")[n % 3],
+    "multi_label": lambda n: [["a"], ["b", "a"], []][n % 3],
+    "regression": lambda n: n / 7 - 2,
+}
+
+
+def rows_of(problem: str, count: int = 30) -> list[Row]:
+    return [{"text": f"row {n} of {n % 7}", "label": LABELS[problem](n)} for n in range(count)]
+
+
+ROWS = rows_of("single_label")
 
 
 def experiment_of(
-    tmp_path: Path, rows: list[dict[str, Any]], *, eval_rows: list[dict[str, Any]] | None = None,
-    options: dict[str, Any] | None = None, **data: Any,
-) -> Experiment:  # fmt: skip
-    def written(name: str, values: list[dict[str, Any]]) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in values), encoding="utf-8")
-        return str(path)
-
-    more = {"eval_path": written("eval.jsonl", eval_rows)} if eval_rows is not None else {}
-    return experiment(
-        tmp_path / "run",
-        data={
-            "path": written("train.jsonl", rows), "form": "labelled",
-            "data_map": {"prompt": "text", "label": "label"}, "max_rows": None, **more, **data,
-        },
-        task={"kind": "classify", "options": options or {}},
-    )  # fmt: skip
+    directory: Path, rows: list[Row], options: Row | None = None, **data: Any
+) -> Experiment:
+    columns = {"prompt": "text", "label": "label"}
+    return experiment_on(
+        directory, "classify", rows, options, form="labelled", data_map=columns, **data
+    )
 
 
 def seen(exp: Experiment) -> tuple[Classify, SampleStore, list[str]]:
     """The task after it has seen its data, as a rank does it."""
-    tokenizer = tokenizer_of(exp)
-    task = task_of(exp, tokenizer)
-    assert isinstance(task, Classify)
-    store = prepare(exp, tokenizer)
-    held_out = prepare(exp, tokenizer, split="eval") if exp.data.eval_path else None
+    task, store = prepared(exp)
+    held_out = prepare(exp, task.tokenizer, split="eval") if exp.data.eval_path else None
     return task, store, task.see_data(store, held_out)
 
 
@@ -68,28 +77,19 @@ def network_of(task: Classify) -> Any:
     return AutoModelForSequenceClassification.from_config(config).eval()
 
 
-def batch_of(store: SampleStore, *numbers: int) -> dict[str, torch.Tensor]:
-    return collate(
-        [store[number] for number in numbers], seq_len=store.seq_len, pad_id=0, layout="packed",
-        columns=store.batch_columns,
-    )  # fmt: skip
-
-
-LABELS: dict[str, Any] = {
-    "single_label": lambda n: ("good", "bad", "so")[n % 3],
-    "multi_label": lambda n: [["a"], ["b", "a"], []][n % 3],
-    "regression": lambda n: n / 7 - 2,
-}
+def models_of(task: Classify) -> Models:
+    network = network_of(task)
+    give_pooled_forward(network)
+    return Models(policy=model_of(network, "mask", "packed"))
 
 
 @pytest.mark.parametrize("problem", sorted(LABELS))
 def test_the_loss_is_that_of_transformers(problem: str, tmp_path: Path) -> None:
     """Of packed rows here, of each row alone there; metrics of an evaluation beside it."""
-    rows = [{"text": f"row {n} of {n % 7}", "label": LABELS[problem](n)} for n in range(30)]
-    exp = experiment_of(tmp_path, rows, options={"problem": problem})
-    task, store, lines = seen(exp)
+    rows = rows_of(problem)
+    task, store, lines = seen(experiment_of(tmp_path, rows, {"problem": problem}))
     network = network_of(task)
-    batch = batch_of(store, *range(len(store)))
+    batch = batch_of(store)
     names = list(task.labels)
     total = 0.0
     for sample in (store[number] for number in range(len(store))):
@@ -104,8 +104,7 @@ def test_the_loss_is_that_of_transformers(problem: str, tmp_path: Path) -> None:
             ids = torch.from_numpy(tokens.astype(np.int64))[None]
             with torch.no_grad():
                 total += float(network(input_ids=ids, labels=label).loss)
-    give_pooled_forward(network)
-    models = Models(policy=model_of(network, "mask", "packed"))
+    models = models_of(task)
     loss = task.loss(models, batch)
     assert loss.weight == len(rows)
     assert float(loss.sum.detach()) == pytest.approx(total, rel=1e-4)
@@ -139,7 +138,7 @@ def test_labels_are_found_named_and_in_a_stable_order(tmp_path: Path) -> None:
 
 def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     held_out = [{"text": "t", "label": "good"}, {"text": "u", "label": "odd"}]
-    exp = experiment_of(tmp_path, ROWS, eval_rows=held_out)
+    exp = experiment_of(tmp_path, ROWS, eval_path=written(tmp_path / "eval.jsonl", held_out))
     with pytest.raises(
         DataError, match=r"1 row with labels that were not trained: 'odd' .trained: 'bad', 'good'"
     ):
@@ -149,11 +148,8 @@ def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     assert "excluded from the evaluation" in lines[1]
     assert lines[2] == "No row of the evaluation data has the label 'bad', 'so'."
     store = prepare(exp, tokenizer_of(exp), split="eval")
-    network = network_of(task)
-    give_pooled_forward(network)
-    models = Models(policy=model_of(network, "mask", "packed"))
     with torch.no_grad():
-        found = task.evaluate(models, [batch_of(store, *range(len(store)))])
+        found = task.evaluate(models_of(task), [batch_of(store)])
     assert found["loss"].weight == 1
 
 
@@ -169,17 +165,10 @@ def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
         ("regression", None, "a missing label"),
     ],
 )
-def test_wrong_labels_are_rejected_with_the_reason(
-    problem: str, label: Any, reason: str, tmp_path: Path
-) -> None:
-    good = LABELS[problem]
-    rows = [{"text": f"row {n}", "label": good(n)} for n in range(6)]
+def test_wrong_labels_are_rejected_with_the_reason(problem, label, reason, tmp_path) -> None:
+    rows = rows_of(problem, 6)
     rows.insert(2, {"text": "wrong", "label": label})
-    exp = experiment_of(tmp_path, rows, options={"problem": problem})
-    with pytest.raises(DataError, match=r"train\.jsonl, line 3"):
-        seen(exp)
-    exp.data.on_bad_row = "skip"
-    _, store, _ = seen(exp)
+    store = assert_rejected(experiment_of(tmp_path, rows, {"problem": problem}), line=3)
     assert store.meta["rejected"] == {reason: 1}
     assert len(store.values_of("label")) == 6
 
@@ -191,24 +180,15 @@ def test_empty_texts_and_one_class_are_errors(tmp_path: Path) -> None:
         seen(experiment_of(tmp_path, [row for row in ROWS if row["label"] == "good"]))
 
 
-def test_options_that_do_not_go_together(tmp_path: Path) -> None:
-    for options, said in (
-        ({"problem": "regression", "balance": "inverse"}, "has no classes"),
-        ({"balance": "inverse", "class_weights": {"a": 2.0}}, "both weight the classes"),
-        ({"problem": "multi_label", "label_smoothing": 0.1}, "applies to problem=single_label"),
-        ({"class_weights": {"nice": 2.0}}, "names 'nice', which is not a label"),
-        ({"class_weights": {"bad": -2.0}}, "weights must be 0 or more"),
-        ({"los": "focal"}, "Did you mean"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            seen(experiment_of(tmp_path, ROWS, options=options))
+def test_a_weight_is_that_of_a_label(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names 'nice', which is not a label"):
+        seen(experiment_of(tmp_path, ROWS, {"class_weights": {"nice": 2.0}}))
 
 
 def test_several_labels_in_a_text(tmp_path: Path) -> None:
     rows = [{"text": "t", "label": label} for label in ("a; b", "b", "", "c;a")]
-    task, store, _ = seen(
-        experiment_of(tmp_path, rows, options={"problem": "multi_label", "separator": ";"})
-    )
+    options = {"problem": "multi_label", "separator": ";"}
+    task, store, _ = seen(experiment_of(tmp_path, rows, options))
     assert task.labels == ("a", "b", "c")
     assert len(store.values_of("label")) == 4
 
@@ -251,15 +231,16 @@ def test_class_weights() -> None:
 def test_weights_of_classes_do_not_prepare_anew(tmp_path: Path) -> None:
     _, store, _ = seen(experiment_of(tmp_path, ROWS))
     options = {"balance": "class_balanced", "loss": "focal"}
-    _, again, lines = seen(experiment_of(tmp_path, ROWS[:-1] + ROWS[:1], options=options))
+    _, again, lines = seen(experiment_of(tmp_path, ROWS[:-1] + ROWS[:1], options))
     assert lines[-1].startswith("Class weights: bad ")
-    _, same, _ = seen(experiment_of(tmp_path, ROWS, options=options))
+    _, same, _ = seen(experiment_of(tmp_path, ROWS, options))
     assert same.fingerprint == store.fingerprint != again.fingerprint
 
 
 def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     """``python -m llmx eval``: labels are those of the model, not those of the rows."""
-    exp = experiment_of(tmp_path, ROWS, eval_rows=ROWS[:8])
+    held_out = written(tmp_path / "eval.jsonl", ROWS[:8])
+    exp = experiment_of(tmp_path, ROWS, eval_path=held_out)
     task, _, _ = seen(exp)
     network = network_of(task)
     network.config.id2label = dict(enumerate(task.labels))
@@ -283,11 +264,9 @@ def test_texts_are_exactly_what_the_tokenizer_gives(begin: str | None, tmp_path:
     """The head looks at the last token, and `pipeline("text-classification")` adds no EOS token."""
     texts = ["x", "a text", "another text"]
     rows = [{"text": text, "label": str(number % 2)} for number, text in enumerate(texts)]
-    exp = experiment_of(tmp_path, rows)
     tokenizer = byte_tokenizer(begin=begin)
-    store = data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer))
-    trained = [s[0].tolist() for n in range(len(store)) for s in store[n].sequences()]
-    assert sorted(trained) == sorted(tokenizer(texts)["input_ids"])
+    _, store = prepared(experiment_of(tmp_path, rows), tokenizer)
+    assert sorted(sequences_of(store)) == sorted(map(tuple, tokenizer(texts)["input_ids"]))
 
 
 @pytest.mark.parametrize(
@@ -301,18 +280,103 @@ def test_the_cross_entropy_of_an_evaluation_compares_between_runs(
     problem: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The loss has weights of classes, smoothing and gamma; the cross entropy has none of them."""
-    rows = [{"text": row["text"], "label": LABELS[problem](n)} for n, row in enumerate(ROWS)]
     measured = []
     for more in ({}, options):
-        exp = experiment_of(tmp_path, rows, options={"problem": problem, **more})
+        exp = experiment_of(tmp_path, rows_of(problem), {"problem": problem, **more})
         task, store, _ = seen(exp)
-        network = network_of(task)
-        give_pooled_forward(network)
-        models = Models(policy=model_of(network, "mask", "packed"))
         with torch.no_grad():
-            means = task.evaluate(models, [batch_of(store, *range(len(store)))])
+            means = task.evaluate(models_of(task), [batch_of(store)])
         measured.append((means["loss"].value, means["plain_loss"].value))
     (plain_loss, plain), (weighted_loss, weighted) = measured
     assert plain == pytest.approx(plain_loss, rel=1e-6)
     assert weighted == pytest.approx(plain, rel=1e-6)
     assert abs(weighted_loss - plain_loss) > 1e-2
+
+
+# Metrics
+
+RNG = np.random.default_rng(4)
+COUNT = 200
+
+
+def on_ranks(one: Accumulator, *arrays: np.ndarray) -> Accumulator:
+    """Of five micro batches on three ranks, one of which has nothing."""
+    ranks = [one, *(type(one)(**_options(one)) for _ in range(2))]
+    for number, part in enumerate(np.array_split(np.arange(COUNT), 5)):
+        ranks[number % 2].add(*(array[part] for array in arrays))
+    for other in ranks[1:]:
+        one.merge(other)
+    return one
+
+
+def _options(one: Accumulator) -> dict[str, object]:
+    return {key: value for key, value in vars(one).items() if not key.startswith("_")}
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_metrics_of_one_label(classes: int) -> None:
+    labels = RNG.integers(0, classes, COUNT)
+    scores = RNG.random((COUNT, classes)).round(2) + 0.5 * np.eye(classes)[labels]
+    scores = (scores / scores.sum(1, keepdims=True)).astype(np.float32)
+    found = on_ranks(Classes(tuple("abcd"[:classes])), scores, labels)
+    values = found.values()
+    predicted = scores.argmax(1)
+    assert values["accuracy"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
+    macro = sklearn.f1_score(labels, predicted, average="macro")
+    assert values["macro_f1"] == pytest.approx(macro)
+    # One against the rest, of the same numbers: its multi_class="ovr" wants rows that sum to 1 in
+    # float64, where what is equal in float32 may no longer be.
+    each = [1] if classes == 2 else range(classes)
+    area = np.mean([sklearn.roc_auc_score(labels == kind, scores[:, kind]) for kind in each])
+    assert values["auc"] == pytest.approx(area, abs=1e-6)
+    (table,) = found.tables()
+    # The order of the ranks is not that of the rows: the counts are the same.
+    assert np.array_equal(table.values, sklearn.confusion_matrix(labels, predicted))
+    assert table.rows == table.columns == tuple("abcd"[:classes])
+
+
+def test_a_class_that_is_not_there_does_not_count() -> None:
+    """In scikit-learn, too, nor is it predicted."""
+    labels, scores = np.array([0, 0, 1]), np.array([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0, 1, 0]])
+    one = Classes(("a", "b", "never"))
+    one.add(scores.astype(np.float32), labels)
+    wanted = sklearn.f1_score(labels, scores.argmax(1), average="macro")
+    assert one.values()["macro_f1"] == pytest.approx(wanted)
+    assert one.values()["auc"] == pytest.approx(roc_auc(labels == 1, scores[:, 1]))
+    only = Classes(("a", "b"))
+    only.add(np.array([[0.9, 0.1]], np.float32), np.array([0]))
+    assert only.values() == {"accuracy": 1.0, "macro_f1": 1.0, "auc": None}
+    assert Classes(("a", "b")).values() == {"accuracy": None, "macro_f1": None, "auc": None}
+    assert Classes(tuple(map(str, range(60)))).tables() == []
+
+
+def test_ties_of_scores_count_half() -> None:
+    labels = RNG.integers(0, 2, COUNT).astype(bool)
+    scores = RNG.integers(0, 4, COUNT).astype(float)
+    assert roc_auc(labels, scores) == pytest.approx(sklearn.roc_auc_score(labels, scores))
+    assert roc_auc(np.ones(3, bool), np.zeros(3)) is None
+
+
+def test_metrics_of_several_labels() -> None:
+    labels = RNG.random((COUNT, 3)) < 0.3
+    scores = (RNG.random((COUNT, 3)) * 0.6 + 0.4 * labels).astype(np.float32)
+    values = on_ranks(Labels(("a", "b", "c"), 0.5), scores, labels).values()
+    predicted = scores >= 0.5
+    assert values["accuracy"] == pytest.approx(sklearn.accuracy_score(labels, predicted))
+    for average in ("micro", "macro"):
+        wanted = sklearn.f1_score(labels, predicted, average=average)
+        assert values[f"{average}_f1"] == pytest.approx(wanted)
+    assert values["auc"] == pytest.approx(sklearn.roc_auc_score(labels, scores))
+    assert set(Labels(("a",), 0.5).values().values()) == {None}
+
+
+def test_metrics_of_numbers() -> None:
+    wanted = RNG.normal(size=COUNT)
+    found = wanted + RNG.normal(size=COUNT)
+    values = on_ranks(Numbers(), found, wanted).values()
+    assert values["mae"] == pytest.approx(sklearn.mean_absolute_error(wanted, found))
+    assert values["r2"] == pytest.approx(sklearn.r2_score(wanted, found))
+    assert values["pearson"] == pytest.approx(np.corrcoef(wanted, found)[0, 1])
+    constant = Numbers()
+    constant.add(np.ones(3), np.ones(3))
+    assert constant.values() == {"mae": 0.0, "r2": None, "pearson": None}

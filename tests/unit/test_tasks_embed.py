@@ -4,9 +4,9 @@ the exported directory is one of sentence-transformers."""
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,50 +14,24 @@ import torch
 import torch.nn.functional as F
 
 from llmx.checkpoint.export.model import write_description
-from llmx.config import Experiment
 from llmx.data import SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.models.attention import AttentionMethod
 from llmx.models.model import Models
-from llmx.tasks import embed, prepare, task_of, tokenizer_of
+from llmx.tasks import embed
 from llmx.tasks.embed import Embed, Options, Pairs, Retrieval, contrast, number_of
-from tests.rundirs import experiment
+from tests.given_rows import assert_rejected, batch_of, experiment_on, prepared
 from tests.unit.test_models_pooling import backbone, model_of
-from tests.unit.test_tasks_classify import batch_of
 
 PAIRS = [{"question": f"What is {n}?", "answer": f"It is {n * n}."} for n in range(12)]
-
-
-def experiment_of(
-    tmp_path: Path, rows: list[dict[str, Any]], options: dict[str, Any] | None = None, **data: Any
-) -> Experiment:
-    tmp_path.mkdir(exist_ok=True)
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return experiment(
-        tmp_path / "run",
-        data={"path": str(path), "max_rows": None, "form": "auto", **data},
-        task={"kind": "embed", "options": options or {}},
-    )
-
-
-def prepared(exp: Experiment) -> tuple[Embed, SampleStore]:
-    tokenizer = tokenizer_of(exp)
-    task = task_of(exp, tokenizer)
-    assert isinstance(task, Embed)
-    return task, prepare(exp, tokenizer)
 
 
 def texts_of(store: SampleStore, task: Embed) -> set[tuple[str, ...]]:
     """The texts of each example."""
     found = set()
     for number in range(len(store)):
-        sample = store[number]
-        texts = [task.tokenizer.decode(tokens) for tokens, _ in sample.sequences()]
-        at = 0
-        for size in sample.example_sizes():
-            found.add(tuple(texts[at : at + size]))
-            at += size
+        texts = (task.tokenizer.decode(tokens).strip() for tokens, _ in store[number].sequences())
+        found |= {tuple(islice(texts, size)) for size in store[number].example_sizes()}
     return found
 
 
@@ -76,12 +50,10 @@ class Sides(torch.nn.Module):
         return features
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("negatives", [0, 2])
+# Its symmetric loss has no word about negatives of their own.
+@pytest.mark.parametrize(("symmetric", "negatives"), [(False, 0), (False, 2), (True, 0)])
 def test_the_loss_is_that_of_sentence_transformers(symmetric: bool, negatives: int) -> None:
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
-    if symmetric and negatives:
-        pytest.skip("its symmetric loss has no word about negatives of their own")
     outputs, columns = drawn([2 + negatives] * 5)
     found, right = contrast(outputs, Pairs.of(columns), Options(symmetric=symmetric))
     by_side = outputs.view(5, 2 + negatives, -1).unbind(dim=1)
@@ -114,9 +86,7 @@ def naive(outputs: torch.Tensor, sizes: list[int], temperature: float) -> torch.
 
 
 @pytest.mark.parametrize("room", [embed.ROOM, 20])
-def test_pairs_may_have_different_numbers_of_negatives(
-    room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_may_have_different_numbers_of_negatives(room, monkeypatch) -> None:
     """Computed at once or a few rows at a time: values and gradient."""
     monkeypatch.setattr(embed, "ROOM", room)
     sizes = [2, 4, 3, 2, 2]
@@ -211,26 +181,22 @@ def test_a_model_that_says_the_same_of_all_texts_finds_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "data"),
+    ("query", "positive", "more"),
     [
-        (PAIRS, {}),
-        ([{"query": r["question"], "positive": r["answer"]} for r in PAIRS], {}),
-        ([{"anchor": r["question"], "positive": r["answer"]} for r in PAIRS], {}),
-        ([{"sentence1": r["question"], "sentence2": r["answer"], "label": 1} for r in PAIRS], {}),
-        ([{"instruction": r["question"], "output": r["answer"]} for r in PAIRS], {}),
-        ([{"prompt": r["question"], "response": r["answer"]} for r in PAIRS], {}),
-        (
-            [{"title": r["question"], "body": r["answer"]} for r in PAIRS],
-            {"data_map": {"query": "title", "positive": "body"}},
-        ),
+        ("question", "answer", {}),
+        ("query", "positive", {}),
+        ("anchor", "positive", {}),
+        ("sentence1", "sentence2", {"label": 1}),
+        ("instruction", "output", {}),
+        ("prompt", "response", {}),
+        ("title", "body", {}),
     ],
 )
-def test_every_layout_gives_the_same_pairs(
-    rows: list[dict[str, Any]], data: dict[str, Any], tmp_path: Path
-) -> None:
-    task, store = prepared(experiment_of(tmp_path, rows, **data))
-    texts = {tuple(text.strip() for text in one) for one in texts_of(store, task)}
-    assert texts == {(r["question"], r["answer"]) for r in PAIRS}
+def test_every_layout_gives_the_same_pairs(query, positive, more, tmp_path) -> None:
+    rows = [{query: row["question"], positive: row["answer"], **more} for row in PAIRS]
+    named = {"data_map": {"query": query, "positive": positive}} if query == "title" else {}
+    task, store = prepared(experiment_on(tmp_path, "embed", rows, **named))
+    assert texts_of(store, task) == {(r["question"], r["answer"]) for r in PAIRS}
 
 
 def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
@@ -241,9 +207,8 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
         {"query": "j", "positive": "k", "negative_1": "l", "negative_2": None, "negative_3": "m"},
     ]
     options = {"query_prompt": "q: ", "passage_prompt": "p: "}
-    task, store = prepared(experiment_of(tmp_path, rows, options))
-    texts = {tuple(text.strip() for text in one) for one in texts_of(store, task)}
-    assert texts == {
+    task, store = prepared(experiment_on(tmp_path, "embed", rows, options))
+    assert texts_of(store, task) == {
         ("q: a", "p: b", "p: c", "p: d"),
         ("q: e", "p: f"),
         ("q: g", "p: h", "p: i"),
@@ -271,52 +236,38 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
         ({"question": "x", "answer": 3}, "not text"),
     ],
 )
-def test_rows_that_are_no_pair_are_rejected_and_counted(
-    wrong: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    exp = experiment_of(tmp_path, [*PAIRS[:3], wrong, *PAIRS[3:]])
-    with pytest.raises(DataError, match=reason) as caught:
-        prepared(exp)
-    assert "pairs.jsonl, line 4" in str(caught.value)
-    exp.data.on_bad_row = "skip"
-    _, store = prepared(exp)
-    assert sum(store.meta["rejected"].values()) == 1
-    assert store.num_sequences == 24
+def test_rows_that_are_no_pair_are_rejected_and_counted(wrong, reason, tmp_path) -> None:
+    exp = experiment_on(tmp_path, "embed", [*PAIRS[:3], wrong, *PAIRS[3:]])
+    assert assert_rejected(exp, line=4, match=reason).num_sequences == 24
 
 
 def test_columns_without_a_pair_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"question and answer.*data\.data_map\.query=title"):
-        prepared(experiment_of(tmp_path, [{"title": "a", "body": "b"}]))
+        prepared(experiment_on(tmp_path, "embed", [{"title": "a", "body": "b"}]))
 
 
 def test_a_long_text_is_cut_before_the_other(tmp_path: Path) -> None:
     rows = [*PAIRS, {"question": "short", "answer": "word " * 200}]
-    exp = experiment_of(tmp_path, rows, over_long="truncate", seq_len=32, packing="none")
+    exp = experiment_on(tmp_path, "embed", rows, over_long="truncate", seq_len=32, packing="none")
     task, store = prepared(exp)
     assert store.meta["truncated"] == 1
-    (long,) = [one for one in texts_of(store, task) if one[0].strip() == "short"]
-    assert long[1].strip().startswith("word word")
+    (long,) = [one for one in texts_of(store, task) if one[0] == "short"]
+    assert long[1].startswith("word word")
 
 
 def test_nothing_to_tell_apart_is_refused(tmp_path: Path) -> None:
-    task, store = prepared(experiment_of(tmp_path, PAIRS[:1]))
+    task, store = prepared(experiment_on(tmp_path, "embed", PAIRS[:1]))
     with pytest.raises(ConfigError, match="Add more pairs"):
         task.see_data(store, None)
-    exp = experiment_of(tmp_path / "one", PAIRS, packing="none")
+    exp = experiment_on(tmp_path / "one", "embed", PAIRS, packing="none")
     exp.batch.global_batch = 1
     task, store = prepared(exp)
     with pytest.raises(ConfigError, match="batch.global_batch=64"):
         task.see_data(store, None)
 
 
-@pytest.mark.parametrize("dims", [[0], [8, 8]])
-def test_dimensions_that_are_none(dims: list[int], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="matryoshka_dims"):
-        prepared(experiment_of(tmp_path, PAIRS, {"matryoshka_dims": dims}))
-
-
 def test_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
-    task, store = prepared(experiment_of(tmp_path, PAIRS, {"matryoshka_dims": [4096]}))
+    task, store = prepared(experiment_on(tmp_path, "embed", PAIRS, {"matryoshka_dims": [4096]}))
     models = Models(policy=model_of(backbone("llama"), AttentionMethod("sdpa", "mask", "packed")))
     with pytest.raises(ConfigError, match="4096: the vectors of this model have"):
         task.outputs(models, batch_of(store, 0))
@@ -326,7 +277,7 @@ def test_more_dimensions_than_the_model_has(tmp_path: Path) -> None:
 
 
 def test_pooling_follows_from_the_model(tmp_path: Path) -> None:
-    task, _ = prepared(experiment_of(tmp_path, PAIRS))
+    task, _ = prepared(experiment_on(tmp_path, "embed", PAIRS))
     causal = SimpleNamespace(config=SimpleNamespace(_name_or_path=""))
     for published, attention, wanted in (
         (None, True, "last"),
@@ -339,22 +290,20 @@ def test_pooling_follows_from_the_model(tmp_path: Path) -> None:
             causal.config._name_or_path = str(tmp_path)
         causal.attention = SimpleNamespace(causal=attention)
         task._pooling = None
-        assert task.pooling(causal) == wanted  # type: ignore[arg-type]
+        assert task.pooling(causal) == wanted
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
     task._pooling = None
     with pytest.raises(ConfigError, match="pooled by max.*task.options.pooling=mean"):
-        task.pooling(causal)  # type: ignore[arg-type]
+        task.pooling(causal)
     task.options.pooling = "cls"
-    assert task.pooling(causal) == "cls"  # type: ignore[arg-type]
+    assert task.pooling(causal) == "cls"
 
 
 @pytest.mark.parametrize(("kind", "normalize"), [("llama", True), ("bert", False)])
-def test_sentence_transformers_gives_the_same_vectors(
-    kind: str, normalize: bool, tmp_path: Path
-) -> None:
+def test_sentence_transformers_gives_the_same_vectors(kind, normalize, tmp_path) -> None:
     library = pytest.importorskip("sentence_transformers")
     options = {"query_prompt": "query: ", "normalize": normalize}
-    task, store = prepared(experiment_of(tmp_path, PAIRS, options, packing="none"))
+    task, store = prepared(experiment_on(tmp_path, "embed", PAIRS, options, packing="none"))
     network = backbone(kind)
     method = AttentionMethod("sdpa", "mask", "packed", causal=kind == "llama")
     models = Models(policy=model_of(network, method))

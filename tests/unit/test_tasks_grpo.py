@@ -1,4 +1,5 @@
-"""task=grpo: losses, gradients and advantages of TRL's, one gradient for every split, rollouts."""
+"""task=grpo: losses, gradients and advantages of TRL's, one gradient for every split, rollouts;
+warnings of rewards and lengths that collapse."""
 
 from __future__ import annotations
 
@@ -7,22 +8,15 @@ import math
 import textwrap
 import types
 from collections import defaultdict
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from llmx.compose.task_rules import rollout_line, task_problems, task_warnings
-from llmx.config import Experiment
-from llmx.data import Sample, collate
-from llmx.data.examples import Schema
-from llmx.data.store.samples import in_memory
-from llmx.errors import ConfigError
-from llmx.models.model import CLASSIFICATION, Models, ModelSpec
+from llmx.models.model import Models
 from llmx.tasks import Prompt, RolloutKey, task_class
+from llmx.tasks.collapse import STEPS, CollapseWatch
 from llmx.tasks.grpo import Grpo, Options
 from llmx.tasks.policy_loss import (
     group_advantages,
@@ -30,12 +24,22 @@ from llmx.tasks.policy_loss import (
     kl_estimate,
     policy_loss,
 )
-from llmx.train.batches import Step
-from llmx.train.step import StepMetrics, train_updates
-from tests.composing import composed
 from tests.reference import word_tokenizer
-from tests.small_models import small_model
-from tests.unit.test_models_model import model_of
+from tests.rollouts import (
+    PROMPTS,
+    batch_of,
+    descend,
+    even,
+    means_of,
+    models_for,
+    of_task,
+    plain_logps,
+    rolled,
+    samples_of,
+    text_of,
+    trained,
+    trained_for_every_split,
+)
 
 COUNTS = torch.tensor([3, 5, 1, 4])
 LONGEST = int(COUNTS.max())
@@ -43,6 +47,7 @@ MASK = (torch.arange(LONGEST)[None] < COUNTS[:, None]).long()
 SEQUENCES = torch.arange(4)[:, None].expand_as(MASK)[MASK.bool()]
 ADVANTAGES = torch.tensor([1.5, -0.7, -1.1, 0.3])
 BETA = 0.3
+EVEN, BROKEN = "tests.rollouts:even", "tests.rollouts:broken"
 
 
 def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,80 +182,10 @@ def test_kl_estimates() -> None:
 # The task as a whole, on a small network
 
 
-def of_task(**options: Any) -> Experiment:
-    exp = Experiment()
-    exp.task.kind, exp.task.options = "grpo", options
-    exp.data.seq_len, exp.data.packing, exp.batch.micro_batch = 16, "none", 3
-    return exp
-
-
-def even(prompt: str, completion: str, reference: str) -> float:
-    """A reward of this file: the share of words with an even number of letters."""
-    words = completion.split()
-    return sum(len(word) % 2 == 0 for word in words) / max(1, len(words))
-
-
-def broken(prompt: str, completion: str, reference: str) -> float:
-    """A reward that fails for every second completion or so."""
-    if len(completion) % 2:
-        raise RuntimeError("no answer")
-    return math.nan if len(completion) % 3 == 0 else 1.0
-
-
 def task(**options: Any) -> Grpo:
     assert task_class("grpo") is Grpo
-    options = {"rewards": [f"{__name__}:even"], "group_size": 4, "max_new_tokens": 6, **options}
+    options = {"rewards": [EVEN], "group_size": 4, "max_new_tokens": 6, **options}
     return Grpo(of_task(**options), word_tokenizer())
-
-
-def models_for(own: Grpo, layout: str = "packed", *, drift: float = 1.0) -> Models:
-    """Policy and frozen models; ``drift`` times the weights is the policy."""
-    vocab_size = len(own.tokenizer)
-    policy = small_model("llama", vocab_size=vocab_size)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(drift)
-    models = {"policy": model_of(policy, layout)}
-    for name, spec in own.models().items():
-        if name == "reference":
-            network = small_model("llama", vocab_size=vocab_size)
-            models[name] = model_of(network, layout, trained=False)
-        elif spec.head == CLASSIFICATION:
-            models[name] = scorer(vocab_size, layout)
-    return Models(models)
-
-
-def scorer(vocab_size: int, layout: str) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    from tests.architectures import small_config
-
-    config = small_config("llama")
-    config.num_labels, config.pad_token_id, config.vocab_size = 1, 0, vocab_size
-    torch.manual_seed(3)
-    network = AutoModelForSequenceClassification.from_config(config).eval()
-    model = model_of(network, layout)
-    spec = ModelSpec(trained=False, head=CLASSIFICATION, num_labels=1)
-    return replace(model, spec=spec)
-
-
-PROMPTS = [Prompt((5, 6, 7), ((8, 9),)), Prompt((9, 4), ((7, 7, 8),)), Prompt((3,) * 12, ((4,),))]
-
-
-def rolled(own: Grpo, models: Models) -> list[Sample]:
-    """The samples of one rollout, in order."""
-    with torch.no_grad():
-        groups = own.rollout(models, PROMPTS, RolloutKey(1, 0))
-    schema = Schema(own.rollout_columns)
-    return [
-        in_memory(example, schema, task="grpo", vocab_size=len(own.tokenizer))
-        for group in groups
-        for example in group
-    ]
-
-
-def batch_of(own: Grpo, samples: list[Sample], layout: str = "packed") -> dict[str, Any]:
-    return collate(samples, seq_len=16, pad_id=0, layout=layout, columns=own.rollout_columns)
 
 
 def test_a_rollout_has_what_the_policy_gave() -> None:
@@ -270,8 +205,7 @@ def test_a_rollout_has_what_the_policy_gave() -> None:
     # The policy that drew them is the one that is trained: nothing is clipped, ratios are 1.
     with torch.no_grad():
         found = own.loss(models, batch)
-    assert {*found.metrics} == {*own.metrics}
-    means = {name: float(total) / weight for name, (total, weight) in found.metrics.items()}
+    means = means_of(own, found)
     assert means["clipped"] == 0
     assert 0 < means["entropy"] < math.log(len(own.tokenizer))
     assert means["kl"] > 0
@@ -289,98 +223,37 @@ def test_a_rollout_has_what_the_policy_gave() -> None:
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo"])
 def test_one_gradient_for_every_split(loss: str) -> None:
-    """Of micro batches, packed and padded; an empty one adds nothing."""
     own = task(loss=loss, beta=0.1)
-    models = models_for(own)
-    samples = rolled(own, models)
+    samples = rolled(own, models_for(own))
     # Another policy than the one that drew, so that ratios differ.
-    policy = models_for(own, drift=1.05).policy
-    gradients, metrics = [], []
-    for layout, parts in (("packed", (12,)), ("packed", (5, 0, 7)), ("padded", (1, 11))):
-        model = replace(policy, attention=model_of(policy.module, layout).attention)
-        policy.module.zero_grad()
-        first, weight, sums = 0, 0.0, defaultdict(float)
-        for size in parts:
-            batch = batch_of(own, samples[first : first + size], layout)
-            found = own.loss(Models({"policy": model}), batch)
-            found.sum.backward()
-            weight += found.weight
-            first += size
-            for name, (total, _) in found.metrics.items():
-                sums[name] += float(total)
-        gradients.append(
-            [p.grad / weight for p in policy.module.parameters() if p.grad is not None]
-        )
-        metrics.append(sums)
-    for other, sums in zip(gradients[1:], metrics[1:], strict=True):
-        assert sums == pytest.approx(metrics[0], rel=1e-4, abs=1e-5)
-        for mine, theirs in zip(other, gradients[0], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert any(float(gradient.abs().max()) > 0 for gradient in gradients[0])
+    assert trained_for_every_split(own, models_for(own, drift=1.05), samples) == {"policy"}
 
 
-class PlainEngine:
-    """SGD over micro batches of one rank, as ``train_step`` drives an engine."""
-
-    def __init__(self, models: Models, lr: float) -> None:
-        self.models, self.engine, self.device = models, self, torch.device("cpu")
-        self._optimizer = torch.optim.SGD(models.main.module.parameters(), lr=lr)
-        self._done = 0
-
-    def set_micro_steps(self, count: int) -> None:
-        self._count = count
-
-    def loss_scale(self) -> float:
-        return 1.0
-
-    def record_grad_norm(self) -> None:
-        pass
-
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self._count).backward()
-
-    def step(self) -> None:
-        self._done += 1
-        if self._done % self._count == 0:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("parts", [(12,), (5, 7)])
-def test_several_updates_clip_against_the_policy_that_drew(parts: tuple[int, ...]) -> None:
+def test_several_updates_clip_against_the_policy_that_drew() -> None:
     """DAPO's loss in plain PyTorch, one sample after the other, three times with SGD."""
     own, lr = task(updates=3), 0.05
     models, plain = models_for(own), models_for(own).policy.module
     samples = rolled(own, models)
     targets = sum(int(sample.targets.sum()) for sample in samples)
-    ends = np.cumsum([0, *parts]).tolist()
-    batches = tuple(batch_of(own, samples[a:b]) for a, b in pairwise(ends))
-    step = Step(0, batches, float(targets), targets, 0, 0)
-    metrics = StepMetrics(torch.device("cpu"))
-    engine: Any = PlainEngine(models, lr)
-    mean_loss = float(train_updates(engine, step, own, world=1, metrics=metrics)) / targets
+    parameters, mean_loss, metrics = trained(own, models, samples, parts=(5, 7), lr=lr)
 
     losses, num_clipped = [], 0
     for _ in range(3):
         total = torch.zeros(())
         for sample in samples:
-            ids, at = torch.tensor(sample.tokens.astype(np.int64)), sample.targets.nonzero()[0]
-            logps = plain(input_ids=ids[None]).logits[0].log_softmax(-1)[at - 1, ids[at]]
+            ids, at = text_of(sample)
+            logps = plain_logps(plain, ids, at)
             old = torch.from_numpy(np.array(sample.columns["old_logp"]))[at]
             ratios, advantage = (logps - old).exp(), float(sample.columns["advantage"][0])
             gains = torch.minimum(ratios * advantage, ratios.clamp(0.8, 1.28) * advantage)
             num_clipped += int((gains != ratios * advantage).sum())
             total = total - gains.sum()
         losses.append(float(total.detach()) / targets)
-        gradients = torch.autograd.grad(total / targets, list(plain.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
-                parameter -= lr * gradient
-    for ours, theirs in zip(models.main.module.parameters(), plain.parameters(), strict=True):
+        descend(total / targets, list(plain.parameters()), lr=lr)
+    for ours, theirs in zip(parameters, plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert mean_loss == pytest.approx(np.mean(losses), abs=1e-5)
-    values = dict(zip(metrics.names, zip(*[iter(metrics.values())] * 2, strict=True), strict=True))
-    assert [float(value) for value in values["clipped"]] == [num_clipped, 3 * targets]
+    assert metrics["clipped"] == [num_clipped, 3 * targets]
     assert num_clipped > 0
 
 
@@ -392,9 +265,8 @@ def rare(prompt: str, completion: str, reference: str) -> float:
 @pytest.mark.parametrize("tries", [1, 20])
 def test_groups_without_a_signal_are_replaced(tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"rewards": [f"{__name__}:rare"], "group_size": 3}
-    plain, own = task(**options), task(
-        **options, dynamic_sampling=True, dynamic_sampling_tries=tries
-    )  # fmt: skip
+    plain = task(**options)
+    own = task(**options, dynamic_sampling=True, dynamic_sampling_tries=tries)
     models = models_for(own)
     drawn: list[Any] = []
     seeds: list[int] = []
@@ -424,14 +296,7 @@ def test_groups_without_a_signal_are_replaced(tries: int, monkeypatch: pytest.Mo
         )
         assert ours == theirs
     # Measured is all that was drawn.
-    samples = [
-        in_memory(example, Schema(own.rollout_columns), task="grpo", vocab_size=99)
-        for group in after
-        for example in group
-    ]
-    found = own.loss(models, batch_of(own, samples))
-    means = {name: float(total) / weight for name, (total, weight) in found.metrics.items()}
-    assert {*means} == {*own.metrics}
+    means = means_of(own, own.loss(models, batch_of(own, samples_of(own, after))))
     assert means["groups_drawn"] == pytest.approx(len(drawn) / 3)
     assert means["reward"] == pytest.approx(np.mean([group.rewards for group in drawn]))
     silent = sum(len({*group.rewards.ravel()}) == 1 for group in drawn)
@@ -439,7 +304,7 @@ def test_groups_without_a_signal_are_replaced(tries: int, monkeypatch: pytest.Mo
 
 
 def test_a_failing_reward_costs_its_completions(capsys: pytest.CaptureFixture[str]) -> None:
-    own = task(rewards=[f"{__name__}:even", f"{__name__}:broken"], reward_weights=[1, 0.5])
+    own = task(rewards=[EVEN, BROKEN], reward_weights=[1, 0.5])
     models = models_for(own)
     samples = rolled(own, models)
     columns = [sample.columns for sample in samples]
@@ -472,10 +337,8 @@ def test_what_is_truncated_can_be_masked() -> None:
 
 
 def test_kl_in_the_reward_is_that_of_the_samples() -> None:
-    plain, own = (
-        task(rewards=["length"]),
-        task(rewards=["length"], beta=0.5, kl="k1", kl_in="reward"),
-    )
+    plain = task(rewards=["length"])
+    own = task(rewards=["length"], beta=0.5, kl="k1", kl_in="reward")
     models = models_for(own, drift=1.2)
     at = own._measures.index("reward")
     without, samples = rolled(plain, models), rolled(own, models)
@@ -495,15 +358,15 @@ def test_a_reward_model_scores_prompt_and_completion(layout: str) -> None:
     at, total = own._measures.index("reward/reward_model"), own._measures.index("reward")
     for sample in samples:
         with torch.no_grad():
-            ids = torch.tensor(sample.tokens.astype(np.int64))[None]
-            score = float(models["reward_model"].module(input_ids=ids).logits)
+            ids, _ = text_of(sample)
+            score = float(models["reward_model"].module(input_ids=ids[None]).logits)
         measures = sample.columns["measures"][0]
         assert float(measures[at]) == pytest.approx(score, abs=1e-5)
         assert float(measures[total]) == pytest.approx(2 * score, abs=1e-5)
 
 
 def test_eval_completions_have_rewards_too() -> None:
-    own = task(rewards=["exact_match", f"{__name__}:even"], reward_weights=[1, 0.5])
+    own = task(rewards=["exact_match", EVEN], reward_weights=[1, 0.5])
     own.exp.task.eval_generate = 2
     prompts: Any = [types.SimpleNamespace(tokens=(5,), expected="ab c") for _ in range(2)]
     scores = own.score(prompts, ["ab c", "abc"])
@@ -523,74 +386,6 @@ def test_which_models_an_option_needs() -> None:
     assert [*task(reward_model="/x").models()] == ["policy", "reward_model"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "ppo"}, r"must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo"),
-        ({"rewards": ["exactmatch"]}, r"rewards\[0\]=exactmatch: must be exact_match, format"),
-        ({"rewards": []}, r"rewards is empty"),
-        ({"rewards": ["format"]}, r"task\.options\.format is not set"),
-        ({"rewards": ["overlong"]}, r"overlong_buffer is 0"),
-        ({"format": "a"}, r"format=a has no effect without the reward format"),
-        ({"rewards": ["format"], "format": "("}, r"is not a regular expression"),
-        ({"kl": "k1", "beta": 0.1}, r"gradient of mean 0"),
-        ({"dynamic_sampling": True, "beta": 0.1, "kl_in": "reward"}, r"no two rewards are equal"),
-        ({"temperature": 0.5, "top_p": 0.9}, r"temperature=0\.5 with top_k or top_p"),
-        ({"group_size": 1}, r"group_size=1: must be a whole number from 2"),
-    ],
-)
-def test_options_that_are_wrong(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Grpo(of_task(**options), None)
-
-
-@pytest.mark.parametrize(
-    ("words", "packing", "max_new_tokens"),
-    [
-        (["task=grpo"], "none", 64),  # of the demo: data.seq_len=128
-        (
-            ["task=rloo", "data.seq_len=600", "model.config.max_position_embeddings=600"],
-            "none",
-            256,
-        ),
-        (["task=grpo", "task.options.max_new_tokens=9"], "none", 9),
-        (["task=sft"], "best_fit", None),
-    ],
-)
-def test_packing_and_the_length_of_completions_follow_from_the_task(
-    words: list[str], packing: str, max_new_tokens: int | None
-) -> None:
-    done = composed(["experiment=demo", *words])
-    exp = done.experiment
-    assert exp.data.packing == packing
-    assert exp.task.options.get("max_new_tokens") == max_new_tokens
-    line = f"(data.packing=none); at most {max_new_tokens} new tokens"
-    assert (line in rollout_line(exp)) == (packing == "none")
-
-
-def test_packing_that_was_typed_is_not_replaced() -> None:
-    with pytest.raises(ConfigError, match=r"packing=best_fit: .* Set data\.packing=none"):
-        composed(["experiment=demo", "task=grpo", "data.packing=best_fit"])
-
-
-def test_problems_are_said_while_the_config_is_composed() -> None:
-    exp = of_task(max_new_tokens=8)
-    assert task_problems(exp) == []
-    (warning,) = task_warnings(exp)
-    assert "task=grpo generates its samples. The plan leaves out the memory" in warning
-    exp.data.packing, exp.data.seq_len = "best_fit", 8
-    exp.model.config["resid_pdrop"] = 0.1
-    dropout, packing, length = task_problems(exp)
-    assert "model.config.resid_pdrop=0.1: task=grpo trains without dropout" in dropout
-    assert "Set data.packing=none" in packing
-    assert length.startswith("task.options.max_new_tokens=8: prompt and completion are at most")
-    assert length.endswith("Set task.options.max_new_tokens=auto.")
-    exp = of_task(max_new_tokens=8, rewards=["a:b", "c:b"], reward_weights=[1.0])
-    twice, weights = task_problems(exp)
-    assert "two are called b" in twice
-    assert "has 1 values for 2 rewards" in weights
-
-
 def test_a_collapse_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     own = task(rewards=["exact_match"], max_new_tokens=2, group_size=2)
     models = models_for(own)
@@ -600,16 +395,44 @@ def test_a_collapse_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> N
     assert line.startswith("WARNING: step 1: all completions of a prompt had the same reward")
 
 
+def warned(steps: list[tuple[float, float]]) -> dict[int, list[str]]:
+    """The warnings by step, from 1, of (share without signal, tokens)."""
+    watch = CollapseWatch()
+    warnings = {
+        number: watch.see(no_signal=no_signal, reward=0.25, tokens=tokens)
+        for number, (no_signal, tokens) in enumerate(steps, start=1)
+    }
+    return {number: texts for number, texts in warnings.items() if texts}
+
+
+def test_equal_rewards_are_named_once() -> None:
+    silent, other = (1.0, 50.0), (0.9, 50.0)
+    assert warned([*[silent] * (STEPS - 1), other] * 3) == {}
+    warnings = warned([other, *[silent] * 3 * STEPS])
+    assert [*warnings] == [STEPS + 1]
+    assert "the same reward in each of the last 10 steps (mean reward now 0.25)" in str(warnings)
+
+
+def test_completions_that_become_short_are_named_once() -> None:
+    long, short = (0.0, 100.0), (0.0, 15.0)
+    assert warned([*[long] * 20, *[short] * 3, *[long] * 20]) == {}
+    assert warned([(0.0, 25.0 if number > 20 else 100.0) for number in range(60)]) == {}
+    assert warned([short] * 40) == {}, "short from the beginning"
+    warnings = warned([*[long] * 20, *[short] * 40])
+    assert [*warnings] == [20 + STEPS]
+    assert "averaged 15.0 tokens over the last 10 steps, and 100.0 at first" in str(warnings)
+
+
 def test_older_samples_are_weighted_by_how_likely_they_are_now() -> None:
     """Truncated importance sampling, by token and by sequence."""
-    trained = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    policy = torch.tensor([-1.0, -2.0, -0.5, -3.0])
     sampler = torch.tensor([-2.0, -2.0, -0.4, -2.0])
     sequences = torch.tensor([0, 0, 1, 1])
     common: dict[str, Any] = {"count": 3, "cap": 2.0}
-    weights, over = importance_weights("token", trained - sampler, sequences, **common)
+    weights, over = importance_weights("token", policy - sampler, sequences, **common)
     torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, math.exp(-0.1), math.exp(-1.0)]))
     assert over.tolist() == [True, False, False, False]
-    weights, over = importance_weights("sequence", trained - sampler, sequences, **common)
+    weights, over = importance_weights("sequence", policy - sampler, sequences, **common)
     torch.testing.assert_close(weights, torch.tensor([2.0, 2.0, math.exp(-1.1), math.exp(-1.1)]))
     assert over.tolist() == [True, True, False, False]
 

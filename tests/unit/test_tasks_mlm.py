@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +9,27 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModelForMaskedLM, BertConfig, BertTokenizerFast
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertTokenizerFast,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+)
 
-from llmx.config import DataConfig, Experiment, TaskConfig
-from llmx.data import IGNORE, collate
-from llmx.data.examples import Example
-from llmx.data.source.records import Document, Where
+from llmx.data import IGNORE, SampleStore, collate
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import lost_rows
-from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.documents import DocumentEncoder
-from llmx.data.tokenize.truncation import Truncation
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.loss import micro_batch_loss
 from llmx.plan.types import BatchPlan
-from llmx.tasks import SampleKey, prepare, task_of
+from llmx.tasks import SampleKey, task_of
 from llmx.tasks.mlm import Options, Vocabulary, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
-from tests.rundirs import parity_experiment
+from tests.given_rows import prepared, sequences_of
+from tests.rundirs import experiment, parity_experiment
 from tests.small_stores import write_store
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -61,8 +60,6 @@ WHOLE = Vocabulary(bert_tokenizer(), whole_words=True)
 
 def test_the_parts_are_those_of_the_collator_of_transformers() -> None:
     """15 % of what is no special token; of those 80 % hidden, 10 % any token, 10 % as they are."""
-    from transformers import DataCollatorForLanguageModeling
-
     one = sample(*[500] * 400)
     ours = masked(one, SampleKey(0, 3, 7), Options(), VOCABULARY)
     torch.manual_seed(0)
@@ -119,30 +116,9 @@ def test_words_are_hidden_whole() -> None:
     assert hidden.mean() == pytest.approx(0.15, abs=0.02)
     bpe = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     bpe.pre_tokenizer, bpe.normalizer = pre_tokenizers.Whitespace(), normalizers.NFC()
-    from transformers import PreTrainedTokenizerFast
-
     unmarked = PreTrainedTokenizerFast(tokenizer_object=bpe, mask_token="b")
     with pytest.raises(ConfigError, match="does not mark where words begin"):
         Vocabulary(unmarked, whole_words=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mask_probability": 0.0}, "mask_probability=0: must be a number above 0"),
-        ({"mask_token_part": 1.5}, "mask_token_part=1.5: must be a number from 0 to 1"),
-        (
-            {"random_token_part": 0.3},
-            "random_token_part=0.3: the sum with mask_token_part=0.8 is over",
-        ),
-        ({"mask": 0.1}, "mask"),
-    ],
-)
-def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    exp = mlm_experiment(tmp_path)
-    exp.task.options = options
-    with pytest.raises(ConfigError, match=words):
-        task_of(exp, bert_tokenizer())
 
 
 def mlm_experiment(tmp_path: Path) -> Any:
@@ -162,30 +138,30 @@ def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:
     given = [sample(20 + n, 11, seed=n) for n in range(24)]
     store = write_store(tmp_path / "store", given, fingerprint="x", seq_len=128, meta={})
     task = task_of(mlm_experiment(tmp_path), bert_tokenizer())
-    transform = transform_of(task, seed=4)
+    common: dict[str, Any] = {
+        "seed": 4,
+        "layout": Layout(seq_len=128, pad_id=0, layout="packed", pad_to=128),
+        "transform": transform_of(task, seed=4),
+    }
     found = []
     for sizes, accumulation in (((8,), 1), ((2, 2), 2), ((3, 1), 2), ((1, 1, 1, 1), 2)):
         batch = BatchPlan(8, accumulation, sizes, 128)
-        layout = Layout(seq_len=128, pad_id=0, layout="packed", pad_to=128)
-        steps = [
-            make_step(
-                store, 5, batch=batch, rank=rank, seed=4, layout=layout, normaliser="batch",
-                transform=transform,
-            )
+        micro_batches = [
+            micro
             for rank in range(len(sizes))
-        ]  # fmt: skip
+            for micro in make_step(
+                store, 5, batch=batch, rank=rank, normaliser="batch", **common
+            ).micro_batches
+        ]
         lines = [
             (tuple(ids.tolist()), tuple(labels.tolist()))
-            for step in steps
-            for micro in step.micro_batches
+            for micro in micro_batches
             for ids, labels in zip(micro["input_ids"], micro["labels"], strict=True)
         ]
-        weight = sum(task.weight(micro) for step in steps for micro in step.micro_batches)
-        found.append((sorted(lines), weight))
+        found.append((sorted(lines), sum(map(task.weight, micro_batches))))
     assert all(one == found[0] for one in found)
     assert found[0][1] > 0
-    other = make_step(store, 6, batch=BatchPlan(8, 1, (8,), 128), rank=0, seed=4,
-                      layout=layout, transform=transform)  # fmt: skip
+    other = make_step(store, 6, batch=BatchPlan(8, 1, (8,), 128), rank=0, **common)
     assert other.micro_batches[0]["labels"].ne(IGNORE).any()
 
 
@@ -217,13 +193,10 @@ def test_the_loss_is_that_of_bert_for_masked_lm(layout: str) -> None:
     total.backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    method = AttentionMethod(
-        "sdpa", "mask" if layout == "packed" else "padding_mask", layout, causal=False
-    )
+    isolation = "mask" if layout == "packed" else "padding_mask"
+    method = AttentionMethod("sdpa", isolation, layout, causal=False)
     batch = collate(samples, seq_len=64, pad_id=0, layout=layout)
-    inputs, labels = model_inputs(
-        batch, method=method, dtype=torch.float32, device=torch.device("cpu")
-    )
+    inputs, labels = model_inputs(batch, method=method, dtype=torch.float32, device=model.device)
     loss = micro_batch_loss(model, inputs, labels)
     loss.backward()
     assert int((batch["labels"] != IGNORE).sum()) == count > 3
@@ -233,42 +206,31 @@ def test_the_loss_is_that_of_bert_for_masked_lm(layout: str) -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-5)
 
 
-def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut() -> None:
+def stored(tmp_path: Path, texts: list[str], tokenizer: Any, **data: Any) -> SampleStore:
+    """Documents as ``task=mlm`` prepares them."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("".join(f"{text}\n" for text in texts))
+    of_text = {"path": str(path), "form": "text", "text_unit": "line", "max_rows": None}
+    exp = experiment(tmp_path / "run", data={**of_text, **data}, task={"kind": "mlm"})
+    return prepared(exp, tokenizer)[1]
+
+
+def test_documents_begin_and_end_as_the_tokenizer_does_also_where_they_are_cut(tmp_path) -> None:
     tokenizer = bert_tokenizer()
     tokenizer.eos_token = tokenizer.sep_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    renderer = Renderer(tokenizer, verbatim=True)
-    assert (renderer.bos, renderer.eos) == ([2], [3])
-    where = Where(Path("corpus.txt"), 1, "line")
-    texts = ["w1 w2 w3 w4 w5 w6", "w7", ""]
-    documents = [Document(text, where) for text in texts]
-    encoder = DocumentEncoder(tokenizer, bos=renderer.bos, eos=renderer.eos)
-    block = encoder.encode(documents)
-    assert block.tokens.tolist() == [id for text in texts for id in tokenizer(text)["input_ids"]]
-    data = DataConfig(path="corpus.txt", seq_len=5, packing="best_fit", over_long="truncate")
-    cut = Truncation(data, Counter(), bos=[2], eos=[3])
-    found = cut([Example.of(document) for document in documents], block)
-    assert found.lengths.tolist() == [5, 3, 2]
+    texts = ["w1 w2 w3 w4 w5 w6", "w7"]
+    store = stored(tmp_path, texts, tokenizer, seq_len=5, over_long="truncate", packing="none")
     w = len(SPECIAL)
-    assert found.tokens.tolist() == [2, w + 1, w + 2, w + 3, 3, 2, w + 7, 3, 2, 3]
+    assert sorted(sequences_of(store)) == [(2, w + 1, w + 2, w + 3, 3), (2, w + 7, 3)]
 
 
 def test_the_recipe_of_a_bert_loses_no_token(tmp_path: Path) -> None:
-    tokenizer = bert_tokenizer()
     texts = [" ".join(f"w{(n + k) % 90}" for k in range(n)) for n in (3, 40, 700)]
-    (tmp_path / "corpus.txt").write_text("".join(f"{text}\n" for text in texts))
-    exp = dataclasses.replace(
-        Experiment(),
-        task=TaskConfig(kind="mlm"),
-        data=DataConfig(
-            path=str(tmp_path / "corpus.txt"), form="text", text_unit="line", seq_len=64,
-            cache_dir=str(tmp_path / "cache"), num_workers=1,
-        ),
-    )  # fmt: skip
-    store = prepare(exp, tokenizer)
+    store = stored(tmp_path, texts, bert_tokenizer(), seq_len=64)
     assert (store.meta["rows_read"], store.meta["truncated"]) == (3, 0)
-    words = [sum(store[i].tokens >= len(SPECIAL)) for i in range(len(store))]
-    assert sum(words) == 3 + 40 + 700
+    tokens = [token for one in sequences_of(store) for token in one]
+    assert sum(token >= len(SPECIAL) for token in tokens) == 3 + 40 + 700
     assert lost_rows(store.meta) == []

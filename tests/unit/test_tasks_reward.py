@@ -3,27 +3,21 @@ transformers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from llmx import data
-from llmx.config import Experiment
-from llmx.data import SampleStore
 from llmx.errors import DataError
 from llmx.models.model import Models
 from llmx.models.pooling import give_pooled_forward
-from llmx.tasks import prepare, task_of, tokenizer_of
-from llmx.tasks.reward import Reward
 from tests.chat_templates import PUBLISHED
-from tests.rundirs import TINY_LLAMA, experiment
+from tests.given_rows import assert_rejected, batch_of, experiment_on, prepared, sequences_of
+from tests.rundirs import TINY_LLAMA
 from tests.unit.test_models_classification import model_of
-from tests.unit.test_tasks_classify import batch_of
 
 TEXTS = [
     {"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": f"No {n} from me, never."}
@@ -42,52 +36,25 @@ MESSAGES = [
 ]
 
 
-def experiment_of(
-    tmp_path: Path, rows: list[dict[str, Any]], options: dict[str, Any] | None = None
-) -> Experiment:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return experiment(
-        tmp_path / "run",
-        data={"path": str(path), "max_rows": None},
-        task={"kind": "reward", "options": options or {}},
-    )
-
-
-def prepared(exp: Experiment) -> tuple[Reward, SampleStore]:
-    tokenizer = tokenizer_of(exp)
-    task = task_of(exp, tokenizer)
-    assert isinstance(task, Reward)
-    return task, prepare(exp, tokenizer)
-
-
-def network() -> Any:
+def network(vocab_size: int = 2000, pad_token_id: int | None = None) -> Any:
     config = AutoConfig.for_model(
-        "llama", **TINY_LLAMA, vocab_size=2000, num_labels=1, pad_token_id=None
+        "llama", **TINY_LLAMA, vocab_size=vocab_size, num_labels=1, pad_token_id=pad_token_id
     )
     torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config).eval()
-
-
-def scores_of(store: SampleStore, model: Any) -> torch.Tensor:
-    """[pairs, 2]: each sequence alone, as others run the exported model."""
-    found = []
-    for number in range(len(store)):
-        for tokens, _ in store[number].sequences():
-            ids = torch.from_numpy(tokens.astype(np.int64))[None]
-            with torch.no_grad():
-                found.append(float(model(input_ids=ids).logits))
-    return torch.tensor(found).view(-1, 2)
+    return AutoModelForSequenceClassification.from_config(config)
 
 
 @pytest.mark.parametrize("options", [{}, {"margin": 0.3, "center": 0.05}])
 def test_the_loss_is_that_of_the_scores(options: dict[str, float], tmp_path: Path) -> None:
-    """``-log sigmoid(chosen - rejected - margin)``, as TRL's RewardTrainer has it."""
+    """``-log sigmoid(chosen - rejected - margin)``, as TRL's RewardTrainer has it; scores are of
+    each sequence alone, as others run the exported model."""
     rows = [{**row, "margin": 0.5 * (n % 3)} for n, row in enumerate(TEXTS)]
-    task, store = prepared(experiment_of(tmp_path, rows, options))
-    model = network()
-    scores = scores_of(store, model)
-    margins = torch.tensor(np.array(store.values_of("margin")))
+    task, store = prepared(experiment_on(tmp_path, "reward", rows, options))
+    model = network().eval()
+    with torch.no_grad():
+        found = [float(model(input_ids=torch.tensor([t])).logits) for t in sequences_of(store)]
+    scores = torch.tensor(found).view(-1, 2)
+    margins = torch.tensor(store.values_of("margin").tolist())
     assert sorted(margins.tolist()) == sorted(0.5 * (n % 3) for n in range(12))
     wanted = -torch.nn.functional.logsigmoid(
         scores[:, 0] - scores[:, 1] - margins - options.get("margin", 0.0)
@@ -95,7 +62,7 @@ def test_the_loss_is_that_of_the_scores(options: dict[str, float], tmp_path: Pat
     wanted += options.get("center", 0.0) * (scores[:, 0] + scores[:, 1]) ** 2
     give_pooled_forward(model)
     models = Models(policy=model_of(model, "mask", "packed"))
-    loss = task.loss(models, batch_of(store, *range(len(store))))
+    loss = task.loss(models, batch_of(store))
     assert loss.weight == 12
     assert float(loss.sum.detach()) == pytest.approx(float(wanted.sum()), rel=1e-4)
     right = int((scores[:, 0] > scores[:, 1]).sum())
@@ -106,17 +73,9 @@ def test_the_loss_is_that_of_the_scores(options: dict[str, float], tmp_path: Pat
 
 
 def test_both_layouts_give_the_same_pairs(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    _, texts = prepared(experiment_of(tmp_path / "a", TEXTS))
-    _, messages = prepared(experiment_of(tmp_path / "b", MESSAGES))
     ours, theirs = (
-        sorted(
-            tuple(tokens.tolist())
-            for number in range(len(store))
-            for tokens, _ in store[number].sequences()
-        )
-        for store in (texts, messages)
+        sorted(sequences_of(prepared(experiment_on(tmp_path / name, "reward", rows))[1]))
+        for name, rows in (("texts", TEXTS), ("messages", MESSAGES))
     )
     assert ours == theirs
     assert len(ours) == 24
@@ -132,64 +91,40 @@ def test_both_layouts_give_the_same_pairs(tmp_path: Path) -> None:
     ],
     ids=["no chosen", "an empty side", "equal", "no answer"],
 )
-def test_pairs_that_are_none_are_rejected_and_counted(
-    wrong: dict[str, Any], tmp_path: Path
-) -> None:
-    exp = experiment_of(tmp_path, [*TEXTS[:3], wrong, *TEXTS[3:]])
-    with pytest.raises(DataError, match=r"pairs\.jsonl, line 4"):
-        prepared(exp)
-    exp.data.on_bad_row = "skip"
-    _, store = prepared(exp)
-    assert sum(store.meta["rejected"].values()) == 1
-    assert len(store.values_of("margin")) == 12
+def test_pairs_that_are_none_are_rejected_and_counted(wrong, tmp_path) -> None:
+    exp = experiment_on(tmp_path, "reward", [*TEXTS[:3], wrong, *TEXTS[3:]])
+    assert len(assert_rejected(exp, line=4).values_of("margin")) == 12
 
 
 def test_a_margin_that_is_no_number(tmp_path: Path) -> None:
-    exp = experiment_of(tmp_path, [*TEXTS, {**TEXTS[0], "margin": "much"}])
+    rows = [*TEXTS, {**TEXTS[0], "margin": "much"}]
     with pytest.raises(DataError, match="margin\" is 'much'"):
-        prepared(exp)
+        prepared(experiment_on(tmp_path, "reward", rows))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sequences_are_exactly_what_the_template_renders(name: str, tmp_path: Path) -> None:
     """The head looks at the last token, so what follows the answer is there in training, too."""
     tokenizer = PUBLISHED[name].tokenizer()
-    exp = experiment_of(tmp_path, MESSAGES)
-    exp.data.seq_len = 1024
-    store = data.prepare(exp.data, exp.seed, tokenizer, task_of(exp, tokenizer))
-    trained = {
-        tuple(tokens.tolist()) for n in range(len(store)) for tokens, _ in store[n].sequences()
-    }
-    used = {
-        tuple(tokenizer.apply_chat_template(row[side], return_dict=True)["input_ids"])
-        for row in MESSAGES
-        for side in ("chosen", "rejected")
-    }
-    assert trained == used
+    exp = experiment_on(tmp_path, "reward", MESSAGES, seq_len=1024)
+    sides = [row[side] for row in MESSAGES for side in ("chosen", "rejected")]
+    rendered = [tokenizer.apply_chat_template(one, return_dict=True)["input_ids"] for one in sides]
+    assert {*sequences_of(prepared(exp, tokenizer)[1])} == {*map(tuple, rendered)}
 
 
-def test_a_model_that_has_learned_its_pairs_tells_them_apart_where_it_is_used(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_has_learned_its_pairs_tells_them_apart_where_it_is_used(tmp_path) -> None:
     """As docs/tasks.md says: the tokenizer's template, and transformers' own forward; the loss is
     that of TRL's RewardTrainer."""
     trl = pytest.importorskip("trl")
     tokenizer = PUBLISHED["qwen2.5"].tokenizer()
-    exp = experiment_of(tmp_path, MESSAGES)
-    exp.data.seq_len = 1024
-    task = task_of(exp, tokenizer)
-    store = data.prepare(exp.data, exp.seed, tokenizer, task)
+    exp = experiment_on(tmp_path, "reward", MESSAGES, seq_len=1024)
+    task, store = prepared(exp, tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    config = AutoConfig.for_model(
-        "llama", **TINY_LLAMA, vocab_size=len(tokenizer), num_labels=1,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = network(len(tokenizer), tokenizer.pad_token_id)
     forward = model.forward
     give_pooled_forward(model)
     models = Models(policy=model_of(model, "mask", "packed"))
-    batch = batch_of(store, *range(len(store)))
+    batch = batch_of(store)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     first = None
     for _ in range(15):
@@ -207,10 +142,7 @@ def test_a_model_that_has_learned_its_pairs_tells_them_apart_where_it_is_used(
 
     assert all(score(row["chosen"]) > score(row["rejected"]) for row in MESSAGES)
 
-    from datasets import Dataset
-
-    torch.manual_seed(0)
-    untrained = AutoModelForSequenceClassification.from_config(config)
+    untrained = network(len(tokenizer), tokenizer.pad_token_id)
     trainer = trl.RewardTrainer(
         untrained,
         trl.RewardConfig(

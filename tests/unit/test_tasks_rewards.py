@@ -20,15 +20,11 @@ from llmx.tasks.rewards import (
     reward_problems,
 )
 
+SLOW = ("sleeps", "swallows", "backtracks")
 
-def functions(*names: str, **more: Any) -> Any:
-    options = {
-        "max_new_tokens": 20,
-        "overlong_buffer": 10,
-        "pattern": None,
-        **more,
-    }
-    return reward_functions(names, **options)
+
+def functions(*names: str, pattern: str | None = None) -> Any:
+    return reward_functions(names, max_new_tokens=20, overlong_buffer=10, pattern=pattern)
 
 
 def value(name: str, completion: str = "", *, reference: str = "", tokens: int = 0, **more: Any):
@@ -43,7 +39,6 @@ def test_built_in_rewards() -> None:
     assert value("format", "<think>a\nb</think>c", pattern=pattern).value == 1
     assert value("format", "x<think>a</think>c", pattern=pattern).value == 0
     assert value("length", tokens=5).value == 0.25
-    assert [value("overlong", tokens=n).value for n in (3, 10, 15, 20)] == [0, 0, -0.5, -1]
 
 
 def test_overlong_is_that_of_trl() -> None:
@@ -76,25 +71,20 @@ def test_functions_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names = re.findall(r"def (\w+)", (tmp_path / "my_rewards.py").read_text())
     rewards, by_name = functions(*(f"my_rewards:{name}" for name in names)), {}
     for name, reward in rewards.items():
-        limit_s = 0.2 if name in ("sleeps", "swallows", "backtracks") else 60
+        limit_s = 0.2 if name in SLOW else 60
         ((by_name[name],),) = all_outcomes(
             {name: reward}, [Scored("p", "c", "r", 1)], limit_s=limit_s
         )
     assert (by_name["right"].value, by_name["array"].value) == (1.0, 0.5)
     problems = {name: each.problem for name, each in by_name.items() if each.value is None}
-    assert re.match(
-        r"it raised ZeroDivisionError: division by zero \(.*my_rewards.py, line 5\)",
-        problems.pop("raises"),
-    )
+    raised = r"it raised ZeroDivisionError: division by zero \(.*my_rewards.py, line 5\)"
+    assert re.match(raised, problems.pop("raises"))
+    assert "SystemExit: 3" in problems.pop("leaves")
     assert problems == {
         "none": "it returned None, which is not a finite number.",
         "nan": "it returned nan, which is not a finite number.",
-        "leaves": problems["leaves"],
-        "sleeps": "it took more than 0.2 s (task.options.reward_timeout_s).",
-        "swallows": "it took more than 0.2 s (task.options.reward_timeout_s).",
-        "backtracks": "it took more than 0.2 s (task.options.reward_timeout_s).",
+        **dict.fromkeys(SLOW, "it took more than 0.2 s (task.options.reward_timeout_s)."),
     }
-    assert "SystemExit: 3" in problems["leaves"]
     sys.modules.pop("my_rewards")
     with pytest.raises(ConfigError, match="my_rewards:absent cannot be imported: AttributeError"):
         functions("my_rewards:absent")
@@ -108,9 +98,3 @@ def test_math_verify_is_needed_where_it_is_used() -> None:
     assert value(MATH, "so the answer is $\\boxed{0.5}$", reference="$\\frac{1}{2}$").value == 1
     assert value(MATH, "so the answer is $\\boxed{0.6}$", reference="$\\frac{1}{2}$").value == 0
     assert value(MATH, "1", reference="no number").value is None
-
-
-def test_metrics_of_rewards_have_names_of_their_own() -> None:
-    assert list(reward_problems(["a:b", "exact_match"], [1, 2])) == []
-    (problem,) = reward_problems(["my:reward_model"], [])
-    assert "two are called reward_model" in problem

@@ -50,11 +50,14 @@ ALLOWED = {
 }
 
 
+KINDS = shipped_tasks()
+
+
 def test_every_task_is_a_file_that_says_its_name() -> None:
     """And a group file of the same name, which is what ``task=NAME`` takes."""
-    assert shipped_tasks()[0] == "sft"
-    assert {"sft", "pretrain"} <= set(shipped_tasks())
-    for kind in shipped_tasks():
+    assert KINDS[0] == "sft"
+    assert {"sft", "pretrain"} <= set(KINDS)
+    for kind in KINDS:
         assert issubclass(task_class(kind), Task)
         assert task_class(kind).__module__ == f"llmx.tasks.{kind}"
         assert f"kind: {kind}\n" in (ROOT / "conf" / "task" / f"{kind}.yaml").read_text()
@@ -62,8 +65,8 @@ def test_every_task_is_a_file_that_says_its_name() -> None:
 
 def of_one_task() -> set[str]:
     """Kinds, class names, and names of metrics that no other word is like (``exact_match``)."""
-    names = set(shipped_tasks()) | {task_class(kind).__name__ for kind in shipped_tasks()}
-    for kind in shipped_tasks():
+    names = set(KINDS) | {task_class(kind).__name__ for kind in KINDS}
+    for kind in KINDS:
         source = (DIRECTORY / f"{kind}.py").read_text(encoding="utf-8")
         names |= set(re.findall(r'"(\w+_\w+)": Metric\(', source))
     return names
@@ -78,25 +81,21 @@ def named(source: str, names: set[str], *, advising: bool = False) -> Iterator[t
     # A text of its own: the docstring of a module, a class, a function or an attribute.
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        texts: list[str] = []
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            passed = id(node) in docstrings or (advising and node.value not in names)
-            texts = [] if passed else [node.value]
-        elif isinstance(node, ast.Name):
-            texts = [node.id]
-        elif isinstance(node, ast.Attribute):
-            texts = [node.attr]
-        elif isinstance(node, ast.keyword):
-            texts = [node.arg or ""]
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            parts = [getattr(node, "module", None) or "", *(one.name for one in node.names)]
-            texts = [" ".join(parts)]
-        for text in texts:
-            identifier = not isinstance(node, ast.Constant) and "llmx.tasks" not in text
-            for word in re.findall(r"\w+", text):
-                # A function may well be called `classify`.
-                if word in names and not (identifier and word in shipped_tasks()):
-                    yield node.lineno, word
+        match node:
+            case ast.Constant(value=str(text)):
+                passed = id(node) in docstrings or (advising and text not in names)
+                words, is_function = [] if passed else re.findall(r"\w+", text), False
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.keyword(arg=str(word)):
+                words, is_function = [word], True
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                text = f"{getattr(node, 'module', '')} {' '.join(one.name for one in imported)}"
+                words, is_function = re.findall(r"\w+", text), "llmx.tasks" not in text
+            case _:
+                continue
+        for word in words:
+            # A function may well be called `classify`.
+            if word in names and not (is_function and word in KINDS):
+                yield node.lineno, word
 
 
 def test_nothing_that_drives_tasks_names_one() -> None:
@@ -137,29 +136,25 @@ def test_nothing_that_drives_tasks_names_one() -> None:
     ],
 )
 def test_what_names_a_task(source: str, wanted: list[tuple[int, str]]) -> None:
-    assert list(named(source, {"sft", "Sft", "exact_match"})) == wanted
+    assert list(named(source, NAMES)) == wanted
 
 
-@pytest.mark.parametrize(
-    ("source", "wanted"),
-    [
-        ('raise ConfigError("Use task=sft.")', []),
-        ('if task.kind == "sft": pass', [(1, "sft")]),
-        ('CHATS = ("sft", "dpo")', [(1, "sft")]),
-        ("from llmx.tasks.sft import Sft", [(1, "sft"), (1, "Sft")]),
-    ],
-)
-def test_advice_may_name_a_task(source: str, wanted: list[tuple[int, str]]) -> None:
-    assert list(named(source, {"sft", "Sft"}, advising=True)) == wanted
+NAMES = {"sft", "Sft", "exact_match"}
+
+
+def test_advice_may_name_a_task() -> None:
+    assert not list(named('raise ConfigError("Use task=sft.")', NAMES, advising=True))
+    for source in ('if task.kind == "sft": pass', 'CHATS = ("sft", "dpo")'):
+        assert list(named(source, NAMES, advising=True)) == [(1, "sft")]
+    imported = named("from llmx.tasks.sft import Sft", NAMES, advising=True)
+    assert list(imported) == [(1, "sft"), (1, "Sft")]
 
 
 def test_what_a_task_learns_decides_its_chat_template() -> None:
     """Not a list of names, which a task of one's own would be missing from."""
-    learns = {kind: task_class(kind).learns_chats() for kind in shipped_tasks()}
-    for kind, wanted in {"sft": True, "dpo": True, "reward": True, "pretrain": False}.items():
-        assert learns[kind] is wanted
-    assert not learns["mlm"]
-    assert not learns["classify"]
+    learns = {kind for kind in KINDS if task_class(kind).learns_chats()}
+    assert {"sft", "dpo", "reward"} <= learns
+    assert learns.isdisjoint({"pretrain", "mlm", "classify"})
     assert Task.learns_chats(), "by default conversations are taken"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmx.config import DataConfig, Experiment, TaskConfig
-from llmx.errors import ConfigError, DataError
-from llmx.tasks import prepare, task_of
-from llmx.tasks.sft import Sft
+from llmx.config import Experiment
+from llmx.data import SampleStore
+from llmx.errors import DataError
 from tests.data_rows import TEMPLATE
+from tests.given_rows import Row, experiment_on, prepared
 from tests.small_tokenizers import byte_tokenizer
 
 TOKENIZER = byte_tokenizer("<|end|>", chat_template=TEMPLATE)
@@ -31,17 +29,14 @@ def chat(*weights: Any) -> dict[str, Any]:
     return {"messages": turns}
 
 
-def experiment(tmp_path: Path, rows: list[dict[str, Any]], options: Any = None, **data: Any):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return replace(
-        Experiment(),
-        task=TaskConfig(kind="sft", options={"turn_weights": True} if options is None else options),
-        data=DataConfig(
-            path=str(path), seq_len=256, cache_dir=str(tmp_path / "cache"), num_workers=1,
-            packing="none", **data,
-        ),
-    )  # fmt: skip
+def experiment_of(tmp_path: Path, rows: list[Row], options: Any = None, **data: Any) -> Experiment:
+    options = {"turn_weights": True} if options is None else options
+    return experiment_on(tmp_path, "sft", rows, options, packing="none", seq_len=256, **data)
+
+
+def stored(*chosen: Any, **data: Any) -> SampleStore:
+    """Of an experiment with these rows and options."""
+    return prepared(experiment_of(*chosen, **data), TOKENIZER)[1]
 
 
 def weights_of(store: Any) -> list[list[tuple[float, int]]]:
@@ -54,8 +49,7 @@ def weights_of(store: Any) -> list[list[tuple[float, int]]]:
 
 def test_turns_weigh_what_the_data_says(tmp_path: Path) -> None:
     rows = [chat(0.5, 2), chat(None, 0), chat(True, False, 1), chat(None)]
-    exp = experiment(tmp_path, rows)
-    store = prepare(exp, TOKENIZER)
+    store = stored(tmp_path, rows)
     # "answer N" in bytes, and the token that ends the turn.
     wanted = [[(0.5, 9), (2.0, 9)], [(1.0, 9)], [(1.0, 9), (1.0, 9)], [(1.0, 9)]]
     assert weights_of(store) == wanted
@@ -70,56 +64,44 @@ def test_turns_weigh_what_the_data_says(tmp_path: Path) -> None:
 
 
 def test_only_the_last_answer_is_asked_with_loss_on_last(tmp_path: Path) -> None:
-    exp = experiment(tmp_path, [chat(0, 0.25), chat(1, 0)], loss_on="last")
-    store = prepare(exp, TOKENIZER)
+    store = stored(tmp_path, [chat(0, 0.25), chat(1, 0)], loss_on="last")
     assert weights_of(store) == [[(0.25, 9)]]
 
 
 def test_a_row_of_which_nothing_is_learned_is_left_out(tmp_path: Path) -> None:
-    exp = experiment(tmp_path, [chat(0), chat(1)])
-    store = prepare(exp, TOKENIZER)
-    assert len(store) == 1
+    assert len(stored(tmp_path, [chat(0), chat(1)])) == 1
 
 
 @pytest.mark.parametrize("wrong", [-1, "high", 1001, float("nan"), [1]])
 def test_a_wrong_weight_is_a_bad_row(tmp_path: Path, wrong: Any) -> None:
-    exp = experiment(tmp_path, [chat(wrong)])
     with pytest.raises(DataError, match=r'turn 2 of "messages" has the weight .* from 0 to 1000'):
-        prepare(exp, TOKENIZER)
+        stored(tmp_path, [chat(wrong)])
 
 
 def test_a_loss_weight_of_a_turn_is_its_weight(tmp_path: Path) -> None:
-    row = {
-        "messages": [
-            {"role": "user", "content": "q", "loss_weight": 0.0},
-            {"role": "assistant", "content": "a", "loss_weight": 0.5},
-        ]
-    }
-    ((weight, _),) = weights_of(prepare(experiment(tmp_path, [row]), TOKENIZER))[0]
-    assert weight == 0.5
-    row["messages"][1]["weight"] = 1
+    row = chat(None)
+    question, answer = row["messages"]
+    question["loss_weight"], answer["loss_weight"] = 0.0, 0.5
+    assert weights_of(stored(tmp_path, [row])) == [[(0.5, 9)]]
+    answer["weight"] = 1
     with pytest.raises(DataError, match='a "weight" and another "loss_weight": 1 / 0.5'):
-        prepare(experiment(tmp_path, [row]), TOKENIZER)
+        stored(tmp_path, [row])
 
 
 def test_without_the_option_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    exp = experiment(tmp_path, [chat(0.5)], options={})
     with pytest.raises(DataError, match=r'"weight" is 0.5.*task.options.turn_weights=true'):
-        prepare(exp, TOKENIZER)
-    ignoring = experiment(tmp_path, [chat(0.5)], options={}, ignore_columns=["weight"])
-    store = prepare(ignoring, TOKENIZER)
+        stored(tmp_path, [chat(0.5)], {})
+    store = stored(tmp_path, [chat(0.5)], {}, ignore_columns=["weight"])
     assert store[0].weights is None
     assert store[0].targets.any()
 
 
-def test_the_options_are_checked_and_decide_the_store(tmp_path: Path) -> None:
-    exp = experiment(tmp_path, [chat(1)], options={"neftune_alpha": -1})
-    with pytest.raises(ConfigError, match=r"task.options.neftune_alpha=-1: must be .* from 0"):
-        Sft(exp, TOKENIZER)
-    plain = experiment(tmp_path, [chat(1)], options={})
-    noisy = experiment(tmp_path, [chat(1)], options={"neftune_alpha": 5, "dft": True})
-    same = [prepare(one, TOKENIZER).fingerprint for one in (plain, noisy)]
-    assert same[0] == same[1]
-    assert prepare(experiment(tmp_path, [chat(1)]), TOKENIZER).fingerprint != same[0]
-    assert task_of(noisy, TOKENIZER).draws
-    assert not task_of(plain, TOKENIZER).draws
+def test_options_of_the_loss_do_not_decide_the_store(tmp_path: Path) -> None:
+    plain, noisy = (
+        prepared(experiment_of(tmp_path, [chat(1)], options), TOKENIZER)
+        for options in ({}, {"neftune_alpha": 5, "dft": True})
+    )
+    assert plain[1].fingerprint == noisy[1].fingerprint
+    assert stored(tmp_path, [chat(1)]).fingerprint != plain[1].fingerprint
+    assert noisy[0].draws
+    assert not plain[0].draws
