@@ -27,6 +27,7 @@ import torch
 import llmx.train.engine.build as engine_module
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.state.engine_state import (
+    as_buffer,
     capture,
     frozen_fingerprints,
     restore,
@@ -125,11 +126,9 @@ def two_types(ways: list[str]) -> dict[str, Any]:
 
 def task_options(job: dict[str, Any], out: Path) -> dict[str, Any]:
     """``task.options``; a model of one of these names is a directory below ``out``."""
-    options = dict(job.get("options", {}))
-    for name in ("reference", "teacher", "value_model"):
-        if name in options and job["task"] != "dpo":
-            options[name] = str(out / options[name])
-    return options
+    models = () if job.get("task") == "dpo" else ("reference", "teacher", "value_model")
+    options = job.get("options", {})
+    return {name: str(out / of) if name in models else of for name, of in options.items()}
 
 
 def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: int) -> Engine:
@@ -169,13 +168,12 @@ def task_of(exp: Experiment) -> Task:
 
 def store_of(job: dict[str, Any], out: Path) -> Any:
     """What the job's task is trained on."""
-    if job.get("task", "pretrain") == "pretrain" or job["task"].endswith(":Twice"):
+    kind = job.get("task", "pretrain")
+    if kind == "pretrain" or kind.endswith(":Twice"):
         return synthetic_store(out / "store")
-    if job["task"] == "embed":
+    if kind == "embed":
         return text_pairs_store(out / "text-pairs")
-    if job["task"] == "dpo":
-        return preference_store(out / "preferences")
-    return paired_store(out / "pairs")
+    return preference_store(out / "preferences") if kind == "dpo" else paired_store(out / "pairs")
 
 
 @contextlib.contextmanager
@@ -183,21 +181,12 @@ def fp16_allowed(job: dict[str, Any]) -> Iterator[None]:
     """PyTorch computes fp16 on any CPU, if slowly; DeepSpeed allows it on the newest only."""
     from deepspeed.accelerator import get_accelerator
 
-    if job.get("precision") != "fp16":
-        yield
-        return
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
+    allowed = mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True)
+    with allowed if job.get("precision") == "fp16" else contextlib.nullcontext():
         yield
 
 
-def train(
-    engine: Engine,
-    exp: Experiment,
-    plan: Plan,
-    store: Any,
-    *,
-    steps: range,
-) -> list[Any]:
+def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: range) -> list[Any]:
     """The mean loss of each step, and the norm of its gradient."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     losses, task = [], task_of(exp)
@@ -211,15 +200,7 @@ def train(
     return losses
 
 
-def step_of(
-    engine: Engine,
-    task: Task,
-    store: Any,
-    number: int,
-    *,
-    plan: Plan,
-    seed: int,
-) -> Step:
+def step_of(engine: Engine, task: Task, store: Any, number: int, *, plan: Plan, seed: int) -> Step:
     """This rank's part of a step, read or generated. Collective."""
     common: dict[str, Any] = {
         "batch": plan.batch,
@@ -239,7 +220,7 @@ def save(engine: Engine, directory: Path, *, step: int) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     directory.mkdir(parents=True, exist_ok=True)
     fragments = [
-        Fragment(each.key, each.dtype, len(each.tensor), each.tensor.view(torch.uint8).numpy())
+        Fragment(each.key, each.dtype, len(each.tensor), as_buffer(each.tensor))
         for each in capture(engine, world=world)
     ]
     write_tensors(directory / f"rank-{rank:05d}.safetensors", fragments)
@@ -360,13 +341,6 @@ def first_gradient(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, A
     return {"wrong": {}, "losses": losses}
 
 
-def answer(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
-    """What the job asks for."""
-    if job.get("gradient"):
-        return first_gradient(job, out=out, store=store)
-    return (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
-
-
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     join_process_group(make_plan(experiment(out, ranks=jobs[0]["world"])))
@@ -374,7 +348,10 @@ def main() -> None:
     for job in jobs:
         began, store = time.perf_counter(), store_of(job, out)
         with fp16_allowed(job):
-            result = answer(job, out=out, store=store)
+            if job.get("gradient"):
+                result = first_gradient(job, out=out, store=store)
+            else:
+                result = (go_on if "load" in job else train_and_resume)(job, out=out, store=store)
         result["seconds"] = time.perf_counter() - began
         print(job["name"], result, flush=True)
         (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))

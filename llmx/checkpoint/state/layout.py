@@ -4,7 +4,7 @@ Every wrapper of an optimizer lays out the fp32 master values in its own way; he
 list of ``Piece``s, named as in ``module.named_parameters()`` and without padding. They are views
 of live memory, or of DeepSpeed's swap files (``offload_optimizer=nvme``). Tried by
 ``python -m pytest tests/unit/test_train_state.py`` and ``python -m pytest -m deepspeed
-tests/integration/test_state_resume.py tests/integration/test_state_nvme.py``.
+tests/integration/test_state_resume.py``.
 """
 
 from __future__ import annotations
