@@ -114,6 +114,10 @@ def test_words_are_hidden_whole() -> None:
     follows = follows[~np.isin(one.tokens[follows - 1], [2, 3])]
     assert (hidden[follows] == hidden[follows - 1]).all()
     assert hidden.mean() == pytest.approx(0.15, abs=0.02)
+    # A sequence does not continue the one before it: here each is a part of a word.
+    alone = Sample(np.full(2000, 5 + len(WORDS), np.uint32), np.ones(2000, bool), np.arange(2000))
+    hidden = masked(alone, SampleKey(0, 0, 0), options, WHOLE).labels != IGNORE
+    assert hidden.mean() == pytest.approx(0.15, abs=0.03)
     bpe = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     bpe.pre_tokenizer, bpe.normalizer = pre_tokenizers.Whitespace(), normalizers.NFC()
     unmarked = PreTrainedTokenizerFast(tokenizer_object=bpe, mask_token="b")
