@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -67,6 +68,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Ca
     """The command, in the directory of the test; what it said."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    get_accelerator()  # warns of the CPU when it is first called in a process
 
     def measure(*argv: Any, code: int = 0) -> str:
         assert run_here("eval", [str(word) for word in argv]) == code

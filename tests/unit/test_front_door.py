@@ -129,7 +129,7 @@ def test_what_hydra_prints(llmx) -> None:
     for words, text in (
         (["experiment=null", "--cfg", "job"], "steps: null"),
         (["zero_stage=stage3", "--cfg", "job"], "stage: 3"),
-        (["--info", "plugins"], "DeepSpeedLauncher"),
+        (["--info", "searchpath"], "conf"),
         (["--info", "defaults"], "hardware/local"),
         (["--hydra-help"], "--config-dir DIR"),
         (["--version"], "llmx "),
