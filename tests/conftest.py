@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from tests.chromium import Browser
 from tests.forked_ranks import Server, shared
 
 # How long an example takes says how busy the machine is, and nothing about the code.
@@ -103,6 +104,14 @@ def real_data() -> Path:
 def ranks() -> Server:
     """Starts runs at little cost; one for all tests of a process of pytest."""
     return shared()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all pages of a process of pytest."""
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

@@ -21,16 +21,25 @@ class Killed(BaseException):
     """The sweep's process dies here."""
 
 
-class Deaths:
-    """Kills the sweep once, at its trial number ``dies_at``."""
+class Trials:
+    """Stand for launched runs: ``ran`` is what was trained, in the order of time."""
+
+    death: type[BaseException] = Killed
 
     def __init__(self) -> None:
-        self.dies_at = -1
+        self.ran: list[Any] = []
+        self.deaths: set[int] = set()
+        """After how many trials the sweep is killed; each once."""
 
-    def may_die(self, number: int) -> None:
-        if number == self.dies_at:
-            self.dies_at = -1
-            raise Killed
+    def __call__(self, exp: Experiment, run: RunDir) -> int:
+        if len(self.ran) in self.deaths:
+            self.deaths.remove(len(self.ran))
+            raise self.death
+        return self.train(exp, run)
+
+    def train(self, exp: Experiment, run: RunDir) -> int:
+        """Leave what the run would; its exit code."""
+        raise NotImplementedError
 
 
 class InThisProcess:
@@ -45,23 +54,20 @@ class InThisProcess:
 
 
 def enter(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trained: Callable[[Experiment, RunDir], int] | None = None,
-) -> Path:
-    """An empty directory to sweep in; ``trained`` stands for a launched run, and returns its exit
-    code."""
+    directory: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials | None = None
+) -> Trials | None:
+    """Sweep in this empty directory; ``trials`` in the place of launched runs."""
     monkeypatch.chdir(directory)
     monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
-    if trained is not None:
+    if trials is not None:
 
         def supervise(exp: Experiment, plan: Any, run: RunDir, **_: Any) -> SimpleNamespace:
-            return SimpleNamespace(exit_code=trained(exp, run))
+            return SimpleNamespace(exit_code=trials(exp, run))
 
         monkeypatch.setattr("llmx.sweep.sweep.TrialProcess", InThisProcess)
         monkeypatch.setattr("llmx.sweep.sweep.supervise", supervise)
         monkeypatch.setattr("llmx.sweep.sweep.start_report", lambda run: None)
-    return directory
+    return trials
 
 
 def leave(
@@ -74,7 +80,12 @@ def leave(
     return 0 if outcome == "ok" else 1
 
 
-def only_sweep() -> Sweep:
-    """The one sweep of this directory."""
-    (directory,) = (Path.cwd() / "outputs" / "sweeps").iterdir()
+def only_sweep(root: Path | None = None) -> Sweep:
+    """The one sweep of a directory, this one by default."""
+    (directory,) = ((root or Path.cwd()) / "outputs" / "sweeps").iterdir()
     return load(directory)
+
+
+def outcomes(sweep: Sweep) -> list[str]:
+    """How each trial ended."""
+    return [trial.outcome for trial in sweep.trials]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 
 from llmx.cli.main import run_here
 from llmx.launch.supervision.outcome import Result
-from llmx.observe.compare import config_rows
 from llmx.run import snapshot
 from llmx.run.metrics.equality import Gap
 from llmx.run.rundir import RunDir, write_json
@@ -17,102 +17,81 @@ from tests.composing import composed
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs(tmp_path) -> list[RunDir]:
     made = []
     for name, words in (("a", ["zero=stage2"]), ("b", ["zero=stage3", "launch.env.NCCL_X=1"])):
-        done = composed(["hardware=cpu2", *words], run_dir=tmp_path / name)
-        made.append(
-            snapshot.write(
-                done.experiment, done.plan, done.ds_config, overrides=list(words), environment={}
-            )
-        )
+        done = composed(["hardware=cpu2", f"name={name}", *words], run_dir=tmp_path / name)
+        parts = (done.experiment, done.plan, done.ds_config)
+        made.append(snapshot.write(*parts, overrides=list(words), environment={}))
     return made
 
 
-def log(run: RunDir, losses: list[float]) -> None:
+def log(run: RunDir, *losses: float) -> None:
     lines: list[dict] = [{"kind": "start", "total_steps": 90, "time": 1.0}]
-    lines += [
-        {"kind": "train", "step": step, "loss": loss, "time": 1.0 + step}
-        for step, loss in enumerate(losses, start=1)
-    ]
+    for step, loss in enumerate(losses, start=1):
+        lines.append({"kind": "train", "step": step, "loss": loss, "time": 1.0 + step})
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def compared(capsys, *words: object) -> str:
+    assert run_here("compare", [str(word) for word in words]) == 0
+    return capsys.readouterr().out
 
 
 def test_config_environment_outcome_and_curves(runs, capsys) -> None:
     a, b = runs
-    log(a, [3.0, 2.0, 1.5]), log(b, [3.0, 2.5])
-    oom = Result(
-        outcome="oom", cause="CUDA out of memory", started=1, ended=9, attempts=3, restarts=2
-    )
+    log(a, 3.0, 2.0, 1.5), log(b, 3.0, 2.5)
+    oom = Result(outcome="oom", cause="CUDA out of memory", started=1, ended=9, restarts=2)
     write_json(a.result, oom.to_dict())
     record = json.loads(a.provenance.read_text())
     record["packages"]["torch"] = "1.0"
     write_json(a.provenance, record)
-    assert run_here("compare", [str(a.root), str(b.root)]) == 0
-    said = capsys.readouterr().out
-    assert "zero.stage" in said
-    assert "launch.env.NCCL_X  not set  1" in said
+    said = compared(capsys, a.root, b.root)
+    for words in (
+        "zero.stage", "launch.env.NCCL_X  not set  1", "torch", "oom after 3 of 90 steps",
+        "CUDA out of memory", "restarts", "no result.json yet",
+        "2 lines in common, up to step 2. They differ first at step 2 (loss 2 in A, 2.5",
+    ):  # fmt: skip
+        assert words in said
     assert "run_dir" not in said
-    assert "torch" in said
-    assert "oom after 3 of 90 steps" in said
-    assert "CUDA out of memory" in said
-    assert "restarts" in said
-    assert "no result.json yet" in said
-    assert "2 lines in common, up to step 2. They differ first at step 2 (loss 2 in A, 2.5" in said
+    assert not re.search(r"^ *(name|seed) ", said, re.M), "of each run its own, or equal"
     assert (b.root / "compare_a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_that_never_logged_and_are_the_same(runs, tmp_path, capsys) -> None:
-    a, _ = runs
-    shutil.copytree(a.root, tmp_path / "copy")
-    assert run_here("compare", [str(a.root), str(tmp_path / "copy")]) == 0
-    said = capsys.readouterr().out
-    assert "config: no difference" in said
-    assert "environment: no difference" in said
-    assert "no logged step in common" in said
-    assert "no picture" in said
-
-
-def test_identical_curves_are_said_so(runs, tmp_path, capsys) -> None:
+def test_what_is_equal_is_said_so(runs, tmp_path, capsys) -> None:
     a, b = runs
-    log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
-    assert run_here("compare", [str(a.root), str(b.root), "--out", str(tmp_path / "x.png")]) == 0
-    assert "losses: equal over the 2 logged lines up to step 2" in capsys.readouterr().out
+    shutil.copytree(a.root, tmp_path / "copy")
+    said = compared(capsys, a.root, tmp_path / "copy")  # neither has logged anything
+    for words in (
+        "config: no difference", "environment: no difference", "no logged step in common",
+        "no picture",
+    ):  # fmt: skip
+        assert words in said
+    log(a, 3.0, 2.0), log(b, 3.0, 2.0)
+    said = compared(capsys, a.root, b.root, "--out", tmp_path / "x.png")
+    assert "losses: equal over the 2 logged lines up to step 2" in said
     assert (tmp_path / "x.png").is_file()
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(runs, tmp_path, capsys) -> None:
-    a, b = runs
-    log(a, [3.0, 2.0]), log(b, [3.0, 2.0])
-    for out, reason in (
-        ("/dev/null/x.png", "/dev/null is a file"),
-        (str(tmp_path / "none" / "x.png"), "cannot write the picture (No such file"),
-        (str(tmp_path), "is a directory. Set --out to a file"),
-        ("", "is a directory. Set --out to a file"),
-        (str(tmp_path / ("x" * 300)), "the name is too long"),
+def test_what_cannot_be_done_is_one_line(runs, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in runs:
+        log(run, 3.0, 2.0)
+    for words, reason in (
+        (["a", "b", "--out", "/dev/null/x.png"], "/dev/null is a file"),
+        (["a", "b", "--out", "none/x.png"], "cannot write the picture (No such file"),
+        (["a", "b", "--out", "."], "is a directory. Set --out to a file"),
+        (["a", "b", "--out", ""], "is a directory. Set --out to a file"),
+        (["a", "b", "--out", "x" * 300], "the name is too long"),
+        (["a", "a"], "compared with itself"),
+        (["a", "nowhere"], "no such directory"),
     ):
-        assert run_here("compare", [str(a.root), str(b.root), "--out", out]) == 2
+        assert run_here("compare", words) == 2
         said = capsys.readouterr().err
         assert said.startswith("llmx: ")
         assert said.count("\n") == 1
         assert reason in said
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize("words", [["a", "a"], ["a", "nowhere"]])
-def test_what_cannot_be_compared_is_told(words, runs, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_here("compare", words) == 2
-    said = capsys.readouterr().err
-    assert "compared with itself" in said or "no such directory" in said
-
-
-def test_rows_are_values_that_differ_once() -> None:
-    rows = config_rows(
-        {"seed": 1, "name": "a", "launch": {"env": {}, "sync": "none"}},
-        {"seed": 1, "name": "b", "launch": {"env": {"X": "1"}, "sync": "none"}},
-    )
-    assert [(row.key, row.a, row.b) for row in rows] == [("launch.env.X", "not set", "1")]
 
 
 def test_names_that_have_now_in_them_stay_whole() -> None:

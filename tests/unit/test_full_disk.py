@@ -43,15 +43,13 @@ def fill(disk: Path) -> None:
             pass
 
 
-def test_a_full_disk_is_3_with_the_path(
-    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_3_with_the_path(disk: Path, tmp_path: Path, capfd) -> None:
     run = tracked_run.write_start(disk / "run")
     tracked_run.append(run, tracked_run.lines())
     fill(disk)
     words = AutoTokenizer.from_pretrained(Path(llmx.__file__).parent / "assets/demo/tokenizer")
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, vocab_size=len(words)))
-    model.save_pretrained(tmp_path / "model")
+    network = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, vocab_size=len(words)))
+    network.save_pretrained(tmp_path / "model")
     words.save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
@@ -60,31 +58,16 @@ def test_a_full_disk_is_3_with_the_path(
     exp["tokenizer"] |= {"output": str(disk / "tokenizer"), "vocab_size": 400}
     config.write_text(yaml.safe_dump(exp))
     measured = ["data=demo", "data.max_rows=8", f"data.cache_dir={tmp_path}/cache"]
-    place = f"{disk}/out.jsonl"
+    model, place, demo = f"{tmp_path}/model", f"{disk}/out.jsonl", "experiment=demo"
+    texts = ["--prompts", str(prompts), "--max-new-tokens=2", "--out", place]
     for command, expected in (
-        (lambda: main(["plan", "experiment=demo", f"run_dir={disk}/new"]), f"{disk}/new"),
-        (
-            lambda: main(["-m", "experiment=demo", "seed=1,2", f"hydra.sweep.dir={disk}/s"]),
-            f"{disk}/s",
-        ),
+        (lambda: main(["plan", demo, f"run_dir={disk}/new"]), f"{disk}/new"),
+        (lambda: main(["-m", demo, "seed=1,2", f"hydra.sweep.dir={disk}/s"]), f"{disk}/s"),
         (lambda: data.main([str(config)]), f"{disk}/cache"),
         (lambda: tokenizer.main([str(config)]), f"{disk}/tokenizer"),
-        (lambda: run_here("eval", [f"{tmp_path}/model", *measured, "--out", place]), place),
-        (
-            lambda: run_here(
-                "generate",
-                [
-                    f"{tmp_path}/model",
-                    "--prompts",
-                    f"{prompts}",
-                    "--max-new-tokens=2",
-                    "--out",
-                    place,
-                ],
-            ),
-            place,
-        ),
-        (lambda: run_here("report", [str(run.root)]), f"{run.root}"),
+        (lambda: run_here("eval", [model, *measured, "--out", place]), place),
+        (lambda: run_here("generate", [model, *texts]), place),
+        (lambda: run_here("report", [str(run.root)]), str(run.root)),
     ):
         code = command()
         said = "".join(capfd.readouterr())

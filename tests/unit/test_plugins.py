@@ -148,18 +148,13 @@ def test_an_optimizer() -> None:
     assert made.defaults["momentum"] == 0.5
 
 
-def test_a_dataset_format_and_a_type_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_format_and_a_type_of_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
     (tmp_path / "rows.talk").write_text("Q -> A\nq -> a\n")
     data = composed(["data=file", f"data.path={tmp_path}/rows.talk", "data.form=dialogue"])
     source = Source.of(data.experiment.data, SourceConfig(f"{tmp_path}/rows.talk"), split="train")
-    rows = source.rows(refuse)
-    assert [[message.content for message in row.messages] for row in rows] == [
-        ["Q", "A"],
-        ["q", "a"],
-    ]
+    rows = [[message.content for message in row.messages] for row in source.rows(refuse)]
+    assert rows == [["Q", "A"], ["q", "a"]]
 
 
 def test_a_name_that_no_package_has() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,8 @@ def finished(root: Path) -> RunDir:
     tracked_run.append(run, tracked_run.lines())
     write_json(run.samples, SAMPLES)
     write_json(run.result, tracked_run.result())
-    write_json(
-        run.data,
-        {
-            "train": [
-                ["sources", "/data/" + "long/" * 20 + "train.jsonl"],
-                ["truncated", "3 rows"],
-            ],
-            "eval": [["sources", "eval.jsonl"]],
-        },
-    )
+    train = [["sources", "/data/" + "long/" * 20 + "train.jsonl"], ["truncated", "3 rows"]]
+    write_json(run.data, {"train": train, "eval": [["sources", "eval.jsonl"]]})
     return run
 
 
@@ -207,13 +198,6 @@ def test_no_text_of_a_run_ends_the_data_of_its_page(tmp_path: Path) -> None:
 # --- In a browser ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
 GEOMETRY = """({
   page: document.documentElement.scrollWidth, window: document.documentElement.clientWidth,
   headings: [...document.querySelectorAll('h2')].map(h => h.textContent),
@@ -248,9 +232,8 @@ def test_a_sweep_is_drawn(browser: Browser, tmp_path: Path, make: Any, charts: i
         browser.wait(f"document.querySelectorAll('canvas').length == {charts}")
         assert browser.evaluate(GEOMETRY)["page"] == width
         assert browser.errors == []
-    assert browser.evaluate("document.querySelectorAll('polyline').length") == 1 + len(
-        [trial for trial in sweep.trials if trial.outcome != "same"]
-    )
+    lines = browser.evaluate("document.querySelectorAll('polyline').length")
+    assert lines == 1 + len([trial for trial in sweep.trials if trial.outcome != "same"])
     # By keys alone: the picture, from the best trial to the next.
     browser.evaluate("document.querySelector('svg').focus()")
     browser.press("ArrowRight")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -36,10 +34,8 @@ def mixed_plan() -> Plan:
     return Plan(
         hosts=hosts,
         ranks=(
-            RankPlan(0, 0, "a100_40g", 4),
-            RankPlan(1, 0, "a100_40g", 4),
-            RankPlan(2, 1, "v100_32g", 3),
-            RankPlan(3, 1, "v100_32g", 2),
+            *(RankPlan(rank, 0, "a100_40g", 4) for rank in (0, 1)),
+            *(RankPlan(rank, 1, "v100_32g", 5 - rank) for rank in (2, 3)),
         ),
         accelerator="cuda",
         precision="fp16",
@@ -85,13 +81,10 @@ def test_golden(golden) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_fits_the_terminal_and_keeps_the_command_whole(width: int) -> None:
-    text = rendered(mixed_plan(), experiment(steps=600), width=width)
-    assert COMMAND.strip() in text.splitlines(), "the command can be copied"
-    others = [
-        line for line in text.splitlines() if line not in (COMMAND.strip(), text.splitlines()[-1])
-    ]
-    assert max(map(len, others)) <= width
-    assert "8 = 104 samples" in " ".join(text.split())
+    for plan in (mixed_plan(), composed(["hardware=a100x2_v100x2"]).plan):
+        *lines, _ = rendered(plan, experiment(steps=600), width=width).splitlines()
+        assert COMMAND.strip() in lines, "the command can be copied"
+        assert max(len(line) for line in lines if line != COMMAND.strip()) <= width
 
 
 def test_what_is_not_known_is_said() -> None:
@@ -127,26 +120,6 @@ def test_the_batch_line_is_true(sizes: list[int], accumulation: int) -> None:
     assert tokens == f"{total * 128:,} tokens a step"
 
 
-def test_the_control_process_stays_light() -> None:
-    code = (
-        "import io, json, sys\n"
-        "from pathlib import Path\n"
-        "from tests.unit.test_report_plan_table import *\n"
-        "rendered(mixed_plan(), experiment(steps=1), width=80)\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).resolve().parents[2],
-    )
-    modules = set(found.stdout.split('"'))
-    assert "rich.table" in modules
-    assert {"torch", "deepspeed", "transformers", "matplotlib", "wandb"}.isdisjoint(modules)
-
-
 def test_rates_of_layers_and_parts_are_shown() -> None:
     exp = dataclasses.replace(
         experiment(steps=600),
@@ -179,10 +152,3 @@ def test_what_the_time_lacks_is_named() -> None:
     assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
     open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
     assert "per 1,000 steps" in dict(time_rows(open_ended))["whole run"]
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_the_time_fits_the_terminal(width: int) -> None:
-    shown = rendered(composed(["hardware=a100x2_v100x2"]).plan, experiment(), width=width)
-    lines = shown.splitlines()
-    assert max(len(line) for line in lines[:-1] if line != COMMAND.strip()) <= width

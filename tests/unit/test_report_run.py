@@ -1,7 +1,10 @@
-"""The report of whole, failed, unfinished and damaged runs, from their directories only."""
+"""The report of whole, failed, unfinished and damaged runs, from their directories alone.
+
+More damage is done by the fuzz."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -9,17 +12,25 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmx import text as human
 from llmx.cli.main import run_here
 from llmx.data import EvalPrompt
+from llmx.errors import ConfigError
+from llmx.observe.page.run import run_page
 from llmx.observe.report import figure, wording
-from llmx.observe.report.run_data import load_run
+from llmx.observe.report.run_data import RunData, load_run
+from llmx.observe.report.step_time import MAX_RANKS, steps_by_rank
 from llmx.plan.types import MemoryPlan
+from llmx.run.metrics.declared import RESERVED
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
+from llmx.run.tail import SHAPES
 from tests import tracked_run
+from tests.rundirs import experiment, write_run
+from tests.unit.test_serve_command import write_model
 
 SAMPLES = {
     "rows": [
@@ -47,7 +58,14 @@ FAILURE = {
 
 
 @pytest.fixture
+def begun(tmp_path: Path) -> RunDir:
+    """A run that has not logged anything."""
+    return tracked_run.write_start(tmp_path / "run")
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
+    """A run that has ended."""
     run = tracked_run.write_start(tmp_path / "run", kinds=["wandb"])
     tracked_run.append(run, tracked_run.lines())
     write_json(run.samples, SAMPLES)
@@ -64,88 +82,80 @@ def report(run: RunDir, capsys: pytest.CaptureFixture[str], *, width: int = 80) 
     return capsys.readouterr().out
 
 
-def test_golden(run: RunDir, capsys: pytest.CaptureFixture[str], golden) -> None:
+# --- How it ended ----------------------------------------------------------------------------
+
+
+def test_golden(run: RunDir, capsys, golden) -> None:
     text = report(run, capsys).replace(str(run.root), "/runs/tiny")
     golden("report/run_80.txt", "\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_tables_fit_and_places_can_be_copied(
-    run: RunDir, capsys: pytest.CaptureFixture[str], width: int
-) -> None:
+def test_tables_fit_and_places_can_be_copied(run: RunDir, capsys, width: int) -> None:
     text = report(run, capsys, width=width)
     head, places = text.split(" run directory", 1)
     assert all(len(line) <= width for line in head.splitlines())
-    assert str(run.loss_curve) in places
-    assert "wandb sync /runs/x/wandb/o" in places
-    assert f"python -m llmx generate {run.root} " in places
+    for place in (run.loss_curve, "wandb sync /runs/x/wandb/o", f"llmx generate {run.root} "):
+        assert str(place) in places
     assert "\x1b" not in text, "plain where it is no terminal"
 
 
-def test_failed_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_run(run: RunDir, capsys) -> None:
     write_json(run.result, tracked_run.result("oom", **FAILURE))
     text = report(run, capsys, width=100)
     first = text.strip().splitlines()[0]
     assert first.startswith("✗ tiny-演示: oom after 40 steps")
     assert "(rank 3, node-b)" in first
-    assert FAILURE["cause"] in text
-    assert FAILURE["fix"] in text
-    assert "torch.OutOfMemoryError: CUDA out of memory" in text
-    assert "... 20 lines before" in text
-    assert str(run.rank_log(3)) in text
-    assert f"python -m llmx resume {run.root}\n" in text
+    for words in (
+        FAILURE["cause"], FAILURE["fix"], "torch.OutOfMemoryError: CUDA out of memory",
+        "... 20 lines before", run.rank_log(3), f"python -m llmx resume {run.root}\n",
+    ):  # fmt: skip
+        assert str(words) in text
     page = run.report.read_text(encoding="utf-8")
     assert "torch.OutOfMemoryError" in page
     assert FAILURE["fix"] in page
 
 
-def test_run_that_still_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tracked_run.write_start(tmp_path / "run")
-    tracked_run.append(run, tracked_run.lines()[:7])
-    text = report(run, capsys)
-    assert "no result.json yet (10 of 40 steps" in text
-    assert run.loss_curve.is_file()
-    assert "reproduce" in text
-
-
-def test_run_that_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tracked_run.write_start(tmp_path / "run")
-    write_json(run.result, tracked_run.result("config", cause="ssh: connection refused"))
-    text = report(run, capsys)
-    assert "config after 0 steps" in text
-    assert "ssh: connection refused" in text
-    assert not run.loss_curve.exists()
-    assert run.report.is_file()
-
-
-def test_run_that_was_only_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tracked_run.write_start(tmp_path / "run")
-    text = report(run, capsys)
-    assert "planned, not started" in text
-    assert f"python -m llmx resume {run.root}" in text
-    assert "reproduce" not in text
-
-
-def test_interrupted_between_two_logged_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("logged", "result", "says"),
+    [
+        (0, {}, "planned, not started"),
+        (7, {}, "no result.json yet (10 of 40 steps"),
+        (0, {"outcome": "config", "cause": "ssh: refused"}, "config after 0 steps|ssh: refused"),
+    ],
+    ids=["only planned", "still training", "never trained"],
+)
+def test_a_run_without_an_end(
+    begun: RunDir, capsys, logged: int, result: dict[str, str], says: str
 ) -> None:
-    run = tracked_run.write_start(tmp_path / "run")
-    tracked_run.append(run, tracked_run.lines()[:7])  # to step 10
+    if logged:
+        tracked_run.append(begun, tracked_run.lines()[:logged])
+    if result:
+        write_json(begun.result, tracked_run.result(**result))
+    text = report(begun, capsys)
+    for words in says.split("|"):
+        assert words in text
+    assert begun.loss_curve.exists() == bool(logged)
+    assert begun.report.is_file()
+    if not (logged or result):
+        assert f"python -m llmx resume {begun.root}" in text
+    assert ("reproduce" in text) == bool(logged or result)
+
+
+def test_interrupted_between_two_logged_steps(begun: RunDir, capsys) -> None:
     saved = {"kind": "event", "event": "saved", "step": 11, "time": tracked_run.START_S + 3}
-    tracked_run.append(run, [saved])
+    tracked_run.append(begun, [*tracked_run.lines()[:7], saved])  # to step 10
     values = {"cause": "ended by Ctrl-C", "other_fix": "request more time; or fewer steps"}
-    fix = f"to resume: python -m llmx resume {run.root}; {values['other_fix']}"
-    write_json(run.result, tracked_run.result("interrupted", fix=fix, **values))
-    text = report(run, capsys, width=200)
+    fix = f"to resume: python -m llmx resume {begun.root}; {values['other_fix']}"
+    write_json(begun.result, tracked_run.result("interrupted", fix=fix, **values))
+    text = report(begun, capsys, width=200)
     assert "interrupted after 11 of 40 steps" in text
     assert "to resume:" not in text
     assert "request more time; or fewer steps" in text
     assert "python -m llmx resume" in text
 
 
-def test_times_of_a_resumed_run_are_of_the_time_since(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_of_a_resumed_run_are_of_the_time_since(run: RunDir, capsys) -> None:
     """The metrics are of the whole run, ``result.json`` is of its last supervisor."""
     later = tracked_run.START_S + 5000
     event = {"kind": "event", "event": "resumed", "step": 40, "attempt": 2, "total_steps": 44}
@@ -158,9 +168,39 @@ def test_times_of_a_resumed_run_are_of_the_time_since(
     assert "1 min 10 s (training 2.0 s)   (since the resume" in text
 
 
-def test_generated_samples_are_shown_with_each_reward(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_run_directory(tmp_path: Path, capsys) -> None:
+    tracked_run.write_start(tmp_path / "runs" / "mine")
+    for place, says in (
+        (tmp_path / "runs", "not a run directory.* config.yaml.*Runs in it: mine."),
+        (tmp_path / "runs" / "mien", 'Did you mean "mine"?'),
+    ):
+        assert run_here("report", [str(place)]) == 2
+        assert re.search(says, capsys.readouterr().err)
+
+
+def test_forms() -> None:
+    assert [human.count(count) for count in (950, 6_738_415_616)] == ["950", "6.74 B"]
+    times = [human.duration(seconds) for seconds in (0.84, 72, 11_100)]
+    assert times == ["0.8 s", "1 min 12 s", "3 h 5 min"]
+    assert human.percent(0.96875) == "96.9 %"
+    assert [human.number(value) for value in (0.4, math.nan)] == ["0.4000", "nan"]
+
+
+def test_ascii_terminal(run: RunDir) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmx", "report", str(run.root)],
+        env={"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"trained 40 steps" in done.stdout
+
+
+# --- What is shown ---------------------------------------------------------------------------
+
+
+def test_generated_samples_are_shown_with_each_reward(run: RunDir, capsys) -> None:
     from llmx.tasks.base import GeneratedSample
     from llmx.train.evaluation import write_samples
     from llmx.train.rollout import write_rollouts
@@ -188,54 +228,21 @@ def test_generated_samples_are_shown_with_each_reward(
     assert '["prompt","completion","exact_match","short","reward","advantage"]' in page
 
 
-def test_damaged_files_are_named_and_the_rest_is_shown(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.plan.write_text('{"hosts": [')
-    run.samples.write_text("[]")
-    with run.metrics.open("a", encoding="utf-8") as stream:
-        stream.write("garbage\n" + '{"kind": "train", "st')
-    text = report(run, capsys, width=100)
-    assert "trained 40 steps" in text
-    assert "plan.json cannot be read" in text
-    assert "samples.json is not a JSON object" in text
-    assert "metrics.jsonl: unreadable lines are left out (1)." in text
-
-
-def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here("report", [str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "not a run directory" in error
-    assert "config.yaml" in error
-    tracked_run.write_start(tmp_path / "mine")
-    assert run_here("report", [str(tmp_path)]) == 2
-    assert "Runs in it: mine." in capsys.readouterr().err
-    assert run_here("report", [str(tmp_path / "mien")]) == 2
-    assert 'Did you mean "mine"?' in capsys.readouterr().err
-
-
-def test_a_huge_diff_does_not_make_a_huge_page(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_huge_diff_does_not_make_a_huge_page(run: RunDir, capsys) -> None:
     write_json(run.provenance, {"git": {"diff": "+" * 3_000_000}})
     report(run, capsys)
     assert run.report.stat().st_size < 500_000
     assert "whole in provenance.json" in run.report.read_text(encoding="utf-8")
 
 
-def test_a_step_repeated_after_a_restart_counts_once(tmp_path: Path) -> None:
-    run = tracked_run.write_start(tmp_path / "run")
+def test_a_step_repeated_after_a_restart_counts_once(begun: RunDir) -> None:
     again = {**tracked_run.train_line(4), "loss": 1.0}
-    tracked_run.append(run, [*map(tracked_run.train_line, (2, 4, 6)), again])
-    train = load_run(run.root).train
-    assert [(line["step"], line["loss"] == 1.0) for line in train] == [
-        (2, False),
-        (4, True),
-        (6, False),
-    ]
+    tracked_run.append(begun, [*map(tracked_run.train_line, (2, 4, 6)), again])
+    shown = [(line["step"], line["loss"] == 1.0) for line in load_run(begun.root).train]
+    assert shown == [(2, False), (4, True), (6, False)]
 
 
-def test_the_page_is_one_whole_file(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_one_whole_file(run: RunDir, capsys) -> None:
     report(run, capsys)
     page = run.report.read_text(encoding="utf-8")
     assert "\\u003cscript>alert(1)" in page
@@ -258,47 +265,18 @@ def test_picture_shows_the_curves(run: RunDir) -> None:
     assert columns[-1] - columns[0] > pixels.shape[1] / 2
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (human.count(950), "950"),
-        (human.count(6_738_415_616), "6.74 B"),
-        (human.duration(0.84), "0.8 s"),
-        (human.duration(72), "1 min 12 s"),
-        (human.duration(11_100), "3 h 5 min"),
-        (human.percent(0.96875), "96.9 %"),
-        (human.number(0.4), "0.4000"),
-        (human.number(math.nan), "nan"),
-    ],
-)
-def test_forms(found: str, expected: str) -> None:
-    assert found == expected
-
-
-def test_ascii_terminal(run: RunDir) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx", "report", str(run.root)],
-        env={"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"trained 40 steps" in done.stdout
-
-
-def test_predicted_against_measured(tmp_path: Path) -> None:
+def test_predicted_against_measured(begun: RunDir) -> None:
     """Of a run on GPUs the memory, too; nothing where the plan had no prediction."""
-    run = tracked_run.write_start(tmp_path / "run", kinds=[])
-    tracked_run.append(run, tracked_run.lines())
-    before = load_run(run.root)
+    tracked_run.append(begun, tracked_run.lines())
+    before = load_run(begun.root)
     paces = [line["step_time_s"] for line in before.train]
     assert "predicted" not in dict(wording.summary_rows(before))
-    plan = read_json(run.plan)
+    plan = read_json(begun.plan)
     plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
     plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 0, 1, 0, 80))]
-    write_json(run.plan, plan)
-    assert "predicted" not in dict(wording.summary_rows(load_run(run.root), is_brief=True))
-    text = dict(wording.summary_rows(load_run(run.root)))["predicted"]
+    write_json(begun.plan, plan)
+    assert "predicted" not in dict(wording.summary_rows(load_run(begun.root), is_brief=True))
+    text = dict(wording.summary_rows(load_run(begun.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
 
 
@@ -310,11 +288,138 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
         (0.1, "measured 10 % (let fewer hosts draw: rollout.hosts)"),
     ],
 )
-def test_hosts_that_draw_against_the_plan(tmp_path: Path, share: float, expected: str) -> None:
-    run = tracked_run.write_start(tmp_path / "run", kinds=[])
-    lines = [{**line, "rollout_wait_share": share} for line in tracked_run.lines()]
-    tracked_run.append(run, lines)
-    plan = read_json(run.plan)
+def test_hosts_that_draw_against_the_plan(begun: RunDir, share: float, expected: str) -> None:
+    tracked_run.append(begun, [{**x, "rollout_wait_share": share} for x in tracked_run.lines()])
     rollout = {"training_idle": 0.4, "drawing_idle": [["node-b", 0.6]]}
-    write_json(run.plan, plan | {"time": {"step_s": 0.1, "rollout": rollout}})
-    assert wording.predicted(load_run(run.root)).endswith(expected)
+    write_json(begun.plan, read_json(begun.plan) | {"time": {"step_s": 0.1, "rollout": rollout}})
+    assert wording.predicted(load_run(begun.root)).endswith(expected)
+
+
+# --- The timeline of a step by rank ----------------------------------------------------------
+
+
+def timed(root: Path, **last: Any) -> RunData:
+    """A run whose last logged step has these times."""
+    run = tracked_run.write_start(root)
+    lines = tracked_run.lines()
+    lines[-3].update(last)
+    tracked_run.append(run, lines)
+    return load_run(run.root)
+
+
+TIMES = {"forward_s": [0.05, 0.02], "backward_s": [0.10, 0.16], "update_s": [0.03, 0.03]}
+
+
+def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Path) -> None:
+    data = timed(tmp_path, **TIMES, step_time_s=0.22)
+    steps = steps_by_rank(data)
+    assert steps is not None
+    slow, fast = steps.ranks
+    assert (slow.backward, slow.waits) == (pytest.approx(0.10), pytest.approx(0.0))
+    assert (fast.backward, fast.waits) == (pytest.approx(0.04), pytest.approx(0.12))
+    assert (slow.idle, fast.idle) == (0.0, pytest.approx(0.6))
+    assert slow.rest == pytest.approx(0.04)
+    idle = dict(wording.summary_rows(data))["idle"]
+    assert idle == "30 % of the ranks' computing time, most on rank 1 (localhost): 60 %"
+    _, bars, table = run_page(data)["sections"]["One step by rank"]
+    assert bars["bars"]["rows"][1] == ["rank 1", 20.0, 40.0, 120.0, 30.0, 10.0]
+    assert table["table"]["rows"][1][5] == "120.0"
+    assert table["table"]["rows"][1][-1] == "0.43"
+
+
+@pytest.mark.parametrize(
+    "times",
+    [{}, {"forward_s": [0.1, 0.1]}, TIMES | {"update_s": [0.1]}, TIMES | {"forward_s": [0, 0]}],
+)
+def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path, times: dict[str, Any]) -> None:
+    data = timed(tmp_path, **times)
+    assert steps_by_rank(data) is None
+    assert "One step by rank" not in run_page(data)["order"]
+    assert "idle" not in dict(wording.summary_rows(data))
+
+
+def test_of_many_ranks_the_extremes_are_shown(tmp_path: Path) -> None:
+    forward = [0.1 - 0.0001 * rank for rank in range(300)]
+    times = {"forward_s": forward, "backward_s": [0.2] * 300, "update_s": [0.01] * 300}
+    text, _, table = run_page(timed(tmp_path, **times))["sections"]["One step by rank"]
+    assert f"{300 - MAX_RANKS} ranks between them are left out" in text["text"]
+    ranks = [row[0] for row in table["table"]["rows"]]
+    assert (ranks[0], ranks[-1], len(ranks)) == ("0", "299", MAX_RANKS)
+
+
+def test_events_of_the_split_are_told(begun: RunDir) -> None:
+    event = {"kind": "event", "time": tracked_run.START_S, "step": 8}
+    straggler = {"event": "straggler", "rank": 1, "host": "node-b", "factor": 2.1}
+    changed = {"event": "rebalanced", "sizes": [[6, 6], [4]], "time_factor": 0.6}
+    tracked_run.append(begun, [{**event, **straggler}, {**event, **changed}])
+    assert wording.events(load_run(begun.root)) == [
+        "Rank 1 (node-b) computed 2.1 times as long as the others for its share, at step 8.",
+        "Samples were redistributed after step 8 (batch.rebalance), by rank: 12, 4.",
+    ]
+
+
+# --- Damaged files are one line, not a traceback ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), [("report", "trained 40 steps"), ("status", ""), ("compare", "")]
+)
+def test_a_value_of_another_kind(
+    run: RunDir, tmp_path: Path, capsys, command: str, shown: str
+) -> None:
+    plan = read_json(run.plan)
+    write_json(run.plan, {**plan, "batch": {**plan["batch"], "accumulation": "x"}})
+    other = [str(tracked_run.write_start(tmp_path / "other").root)] * (command == "compare")
+    assert run_here(command, [str(run.root), *other]) in (0, 1)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "plan.json has a value that llmx does not write" in printed
+    assert shown in printed, "and the rest is shown"
+    assert "batch.accumulation is 'x'" in printed
+
+
+WRONG_KINDS = {
+    "rows": 5, "outcome": 5, "hosts": 5, "tables": 5, "train": 5, "wandb": 5, "loss": "x",
+    "cause": 5, "name": [], "rewards": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{\n", bytes(range(256)), b"[1, 2]\n", b'"x"\n', json.dumps(WRONG_KINDS).encode() + b"\n"],
+)
+def test_each_damaged_file_is_named_in_one_line(begun: RunDir, content: bytes) -> None:
+    run = begun
+    tracked_run.append(run, tracked_run.lines())
+    for path in (
+        run.config, run.overrides, run.plan, run.samples, run.tables, run.result, run.data,
+        run.tracking, run.metrics, run.attempts, run.rollouts,
+    ):  # fmt: skip
+        former = path.read_bytes() if path.exists() else b""
+        path.write_bytes(content)
+        data = load_run(run.root)
+        named = [warning for warning in data.warnings if path.name in warning]
+        assert len(named) == 1, (path.name, data.warnings)
+        assert "\n" not in named[0]
+        assert run_page(data)["title"]
+        path.write_bytes(former) if former else path.unlink()
+
+
+def test_no_metric_of_a_task_is_taken_for_damage() -> None:
+    assert set(SHAPES["metrics.jsonl"]) <= RESERVED
+
+
+def test_a_place_that_cannot_be_written(run: RunDir, capsys) -> None:
+    run.report.mkdir()
+    assert "not written (Is a directory)" in " ".join(report(run, capsys).split())
+
+
+def test_eval_says_a_wrong_output_and_a_damaged_tokenizer_in_a_line(tmp_path: Path, capsys) -> None:
+    run = write_run(experiment(tmp_path / "run", ranks=1))
+    write_model(run.final_model)
+    assert run_here("eval", [str(run.root), "--out", str(tmp_path)]) == ConfigError.exit_code
+    assert "is a directory. Set --out FILE.json." in capsys.readouterr().err
+    (run.final_model / "tokenizer.json").write_text('{"version": 1, "added_tokens": 7}')
+    of_class = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (run.final_model / "tokenizer_config.json").write_text(of_class)
+    assert run_here("eval", [str(run.root), "data.path=demo"]) == ConfigError.exit_code
+    assert "has no tokenizer that can be loaded" in capsys.readouterr().err

@@ -55,7 +55,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("seen_before", [False, True])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_model_is_refused_in_one_line(
-    model: Path, damage: str, seen_before: bool, capsys: pytest.CaptureFixture[str]
+    model: Path, damage: str, seen_before: bool, capsys
 ) -> None:
     if seen_before:
         assert run_here("serve", ["--print", str(model)]) == 0
@@ -93,9 +93,7 @@ def test_a_directory_without_a_manifest_and_an_edited_card_are_loaded(model: Pat
     assert run_here("serve", ["--print", str(model)]) == 0
 
 
-def test_a_run_names_the_checkpoint_to_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_names_the_checkpoint_to_export(tmp_path: Path, capsys) -> None:
     run = RunDir(tmp_path / "run")
     save_model(run, make_model(), 7)
     directory = export(run)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from llmx.__main__ import main
-from llmx.cli.flags import parse
 from llmx.errors import ConfigError
 from llmx.observe.status import observer as observing
 from llmx.observe.status.remote import parse_location
@@ -58,6 +57,11 @@ def training(root: Path, *, steps: int = 20) -> RunDir:
     return run
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return training(tmp_path / "run")
+
+
 def view_of(run: RunDir, **facts: Any) -> View:
     """``facts``: in the place of those that were observed, such as the time."""
     return interpret({**observing.Observer(str(run.root)).facts(), **facts})
@@ -67,8 +71,7 @@ def ended(**values: Any) -> dict[str, Any]:
     return {**tracked_run.result(), "started": time.time() - 90, "ended": time.time(), **values}
 
 
-def test_training(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
+def test_training(run: RunDir) -> None:
     view = view_of(run)
     assert (view.state, view.why, view.is_over) == ("training", "", False)
     assert (view.name, view.step, view.total) == ("tiny-演示", 24, 40)
@@ -86,8 +89,7 @@ def test_training(tmp_path: Path) -> None:
     assert (view_of(run).state, view_of(run).step) == ("ending", 24)  # not back at the last line
 
 
-def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
+def test_the_time_between_an_end_and_a_resume_does_not_count(run: RunDir) -> None:
     now = time.time()
     write_json(run.identity, {"run_id": "r", "created": now - 10_000})
     attempts = [
@@ -104,8 +106,7 @@ def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path: Path) -> 
     assert view_of(run).took_s == pytest.approx(10_000 - 2_000, abs=5)
 
 
-def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
+def test_what_the_slowest_rank_does(run: RunDir) -> None:
     now = time.time()
     status = {"rank": 1, "state": "loading", "step": 0, "time": now - 50, "error": None}
     write_json(run.rank_status(1), status)
@@ -119,8 +120,7 @@ def test_what_the_slowest_rank_does(tmp_path: Path) -> None:
     assert view_of(run).state == "starting"
 
 
-def test_waiting_and_restarts(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
+def test_waiting_and_restarts(run: RunDir) -> None:
     now = time.time()
     supervised(run, "waiting", why="restart 1 of 3", until=now + 20.5)
     line = {"attempt": 1, "outcome": "crash", "cause": "rank 1 was killed", "last_step": 24}
@@ -132,9 +132,8 @@ def test_waiting_and_restarts(tmp_path: Path) -> None:
     assert view.left_s is None
 
 
-def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dead(run: RunDir, capsys) -> None:
     """The supervisor was killed: no result, and its process is no more."""
-    run = training(tmp_path / "run")
     gone = subprocess.Popen(["true"])
     gone.wait()
     supervised(run, pid=gone.pid)
@@ -157,11 +156,9 @@ def test_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("outcome", "state", "code"),
     [("ok", "finished", 0), ("interrupted", "interrupted", 0), ("oom", "failed", 1)],
 )
-def test_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str, state: str, code: int
-) -> None:
-    run = training(tmp_path / "run")
+def test_the_end(run: RunDir, capsys, outcome: str, state: str, code: int) -> None:
     write_json(run.result, ended(outcome=outcome, cause="rank 1 took too much", fix="batch=1"))
+    assert view_of(run).state == "training", "the result is of an earlier attempt"
     supervised(run, "finished", pid=os.getppid())
     view = view_of(run)
     assert (view.state, view.is_over, view.left_s) == (state, True, None)
@@ -169,12 +166,6 @@ def test_the_end(
     said = capsys.readouterr().out
     assert state in said
     assert ("oom: rank 1 took too much" in said) == (outcome == "oom")
-
-
-def test_a_result_of_an_earlier_attempt_does_not_hide_a_living_one(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
-    write_json(run.result, ended(outcome="crash"))
-    assert view_of(run).state == "training"
 
 
 def test_planned_only(tmp_path: Path) -> None:
@@ -187,9 +178,8 @@ def test_planned_only(tmp_path: Path) -> None:
     assert main(["watch", str(run.root)]) == 1
 
 
-def test_metrics_after_a_resume(tmp_path: Path) -> None:
+def test_metrics_after_a_resume(run: RunDir) -> None:
     """The file is cut back and written anew: no step twice, the events named."""
-    run = training(tmp_path / "run")
     observer = observing.Observer(str(run.root))
     assert len(observer.facts()["metrics"]["losses"]) == 10
     kept = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= 16]
@@ -217,9 +207,7 @@ def test_stuck_is_said(tmp_path: Path) -> None:
     assert view_of(run).why.startswith("no step was logged for 6 min")
 
 
-def test_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
     """All runs, of sweeps too; what lives first, then the newest; long files only at their ends."""
     monkeypatch.chdir(tmp_path)
     old = training(tmp_path / "outputs" / "old")
@@ -247,16 +235,14 @@ def test_table(
     assert facts["runs"][0]["path"] == str(alive.root)
 
 
-def test_json_is_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = training(tmp_path / "run")
+def test_json_is_for_scripts(run: RunDir, capsys) -> None:
     main(["status", str(run.root), "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["supervisor"]["state"] == "running"
     assert interpret(facts).step == 24
 
 
-def test_watch_follows_to_the_end(tmp_path: Path) -> None:
-    run = training(tmp_path / "run")
+def test_watch_follows_to_the_end(run: RunDir) -> None:
     argv = [sys.executable, "-m", "llmx", "watch", str(run.root), "--every", "0.1"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
@@ -273,42 +259,50 @@ def test_watch_follows_to_the_end(tmp_path: Path) -> None:
         assert watching.wait(10) == 0
 
 
-def test_what_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for words, says in (
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
         (["status"], "no such directory: outputs"),
-        (["status", str(tmp_path)], "no runs under"),
+        (["status", "."], "no runs under"),
         (["status", "a", "b"], "too many words: b"),
         (["status", "a", ""], "too many words: "),
         (["watch"], "no run under outputs"),
-    ):
-        assert main(words) == 2, words
-        error = capsys.readouterr().err
-        assert says in error
-        assert "Traceback" not in error
-    for command in ("status", "watch"):
-        assert main([command, "--help"]) == 0
-        text = capsys.readouterr().out
-        assert text.startswith(f"python -m llmx {command} [RUN")
-        assert max(map(len, text.splitlines())) <= 100
-    with pytest.raises(ConfigError, match='Did you mean "--every"'):
-        parse("watch", ["--evry", "2"])
-    with pytest.raises(ConfigError, match="--every: often is not a number of at least 0.1"):
-        parse("watch", ["--every=often"])
+        (["watch", "--evry", "2"], 'Did you mean "--every"'),
+        (["watch", "--every=often"], "--every: often is not a number of at least 0.1"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, monkeypatch, capsys, words: list[str], says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_location("me@gpu:runs/a b").host == "me@gpu"
-    assert parse_location("me@gpu:runs/a b").path == "runs/a b"
-    assert parse_location("gpu:").path == "."
-    assert parse_location("/a/b:c").host == ""
-    with pytest.raises(ConfigError, match="begin with a dash"):
-        parse_location("-oProxyCommand=x:y")
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_help_fits_a_terminal(command: str, capsys) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"python -m llmx {command} [RUN")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("word", "host", "path"),
+    [
+        ("me@gpu:runs/a b", "me@gpu", "runs/a b"),
+        ("gpu:", "gpu", "."),
+        ("/a/b:c", "", "/a/b:c"),
+        ("a:b", "", "a:b"),  # a directory here
+    ],
+)
+def test_places(tmp_path: Path, monkeypatch, word: str, host: str, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:b").mkdir()
-    assert parse_location("a:b").host == ""
+    place = parse_location(word)
+    assert (place.host, place.path) == (host, path)
+    with pytest.raises(ConfigError, match="begin with a dash"):
+        parse_location("-oProxyCommand=x:y")
 
 
 def test_sparkline() -> None:

@@ -6,6 +6,7 @@ their ranks is a function that says when it began and ended.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from llmx.run.rundir import RunDir, write_json
 from llmx.run.sweepdir import Sweep
 from llmx.sweep.process import TrialProcess, end_earlier
 from tests.cluster.netns import wait_until
+from tests.made_up_trials import enter, only_sweep, outcomes
 
 pytestmark = pytest.mark.long
 
@@ -36,8 +38,8 @@ LR = "optim.lr=1e-3,2e-3,3e-3,4e-3"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
+    enter(tmp_path, monkeypatch)
+    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
     return tmp_path
 
 
@@ -72,49 +74,31 @@ def supervised(exp: Any, plan: Any, run: RunDir, *, launch: Any, is_trial: bool)
     return SimpleNamespace(exit_code={"ok": 0, "interrupted": 130}.get(outcome, 1))
 
 
-def sweep_of(root: Path) -> Sweep:
-    return sweepdir.load(max((root / "outputs" / "sweeps").iterdir()))
-
-
-def config_of(journal: Sweep, index: int) -> dict[str, Any]:
+def hardware_of(journal: Sweep, index: int) -> dict[str, Any]:
     path = journal.directory / journal.trials[index].run_dir / "config.yaml"
-    values: dict[str, Any] = yaml.safe_load(path.read_text())
+    values: dict[str, Any] = yaml.safe_load(path.read_text())["hardware"]
     return values
-
-
-@pytest.fixture
-def trials(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
-    return here
 
 
 def at_once(journal: Sweep) -> int:
     """The most trials that ran at a time."""
-    changes = [
-        change
-        for entry in journal.trials
-        for change in ((entry.started or 0.0, 1), (entry.ended or 0.0, -1))
-    ]
-    count = most = 0
-    for _, change in sorted(changes):
-        count += change
-        most = max(most, count)
-    return most
+    begun = [(entry.started or 0.0, 1) for entry in journal.trials]
+    changes = sorted([*begun, *((entry.ended or 0.0, -1) for entry in journal.trials)])
+    return max(itertools.accumulate(change for _, change in changes))
 
 
-def test_trials_run_beside_each_other_on_slots_of_their_own(
-    trials: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["-m", LR, "zero=stage2", *SMALL, "sweep.slots_per_trial=1"]) == 0
-    journal = sweep_of(trials)
-    assert [entry.outcome for entry in journal.trials] == ["ok"] * 4
+def test_trials_run_beside_each_other_on_slots_of_their_own(here: Path, capsys) -> None:
+    words = ["-m", LR, "zero=stage2", *SMALL, "sweep.slots_per_trial=1"]
+    assert main(words) == 0
+    journal = only_sweep()
+    assert outcomes(journal) == ["ok"] * 4
     assert at_once(journal) == 2
     assert {entry.slots for entry in journal.trials} == {"localhost:0", "localhost:1"}
     assert (journal.pid, journal.complete) == (os.getpid(), True)
     for index in range(4):
-        values = config_of(journal, index)
-        assert values["hardware"]["hosts"][0]["slots"] == 1
-        assert values["hardware"]["env"]["LLMX_RANKS_PER_HOST"] == "2"
+        hardware = hardware_of(journal, index)
+        assert hardware["hosts"][0]["slots"] == 1
+        assert hardware["env"]["LLMX_RANKS_PER_HOST"] == "2"
     log = journal.directory / journal.trials[0].run_dir / "logs" / "console.log"
     assert log.read_text() == "in the log\n"
     said = capsys.readouterr().out
@@ -122,46 +106,30 @@ def test_trials_run_beside_each_other_on_slots_of_their_own(
     assert "[3] optim.lr=0.004: ok" in said
     assert "4/4 trials  4 done" in said
     assert (journal.directory / "sweep.html").is_file()
-    again = main(["-m", LR, "zero=stage2", *SMALL, "sweep.slots_per_trial=1",
-                  f"hydra.sweep.dir={journal.directory}"])  # fmt: skip
-    assert again == 0
-    kept = sweep_of(trials)
-    assert [entry.ended for entry in kept.trials] == [entry.ended for entry in journal.trials], (
-        "whatever slots they had, they are the same trials"
-    )
+    assert main([*words, f"hydra.sweep.dir={journal.directory}"]) == 0
+    kept = [entry.ended for entry in only_sweep().trials]
+    assert kept == [entry.ended for entry in journal.trials], "whatever slots they had, the same"
 
 
-def test_a_sweep_that_goes_on_knows_what_did_not_fit(trials: Path) -> None:
+def test_a_sweep_that_goes_on_knows_what_did_not_fit(here: Path) -> None:
     """What ran out of memory on slots of its own spares the larger trials also in the attempt that
     does not run it again."""
-    words = [
-        "batch.micro_batch=1,4,8",
-        "optim.lr=1e-3",
-        "zero=stage2",
-        *SMALL,
-        "sweep.slots_per_trial=2",
-    ]
+    words = ["batch.micro_batch=1,4,8", "optim.lr=1e-3", "zero=stage2", *SMALL]
+    words = ["-m", *words, "sweep.slots_per_trial=2", "hydra.sweep.dir=outputs/sweeps/one"]
     for more in ([], ["sweep.retry=[crash]"]):
-        where = [f"hydra.sweep.dir={sweep_of(trials).directory}"] if more else []
-        assert main(["-m", *words, *more, *where]) != 0
-        journal = sweep_of(trials)
-        assert [entry.outcome for entry in journal.trials] == ["ok", "oom", "pruned"]
+        assert main([*words, *more]) != 0
+        journal = only_sweep()
+        assert outcomes(journal) == ["ok", "oom", "pruned"]
         assert journal.trials[2].cause.startswith("trial 1 ran out of memory and needs no more")
     assert journal.trials[1].slots == "localhost:0,1"
 
 
-def test_without_slots_of_their_own_they_run_in_turn(trials: Path) -> None:
-    assert main(["-m", "optim.lr=1e-3,2e-3", *SMALL]) == 0
-    journal = sweep_of(trials)
-    assert at_once(journal) == 1
-    assert config_of(journal, 0)["hardware"]["hosts"][0]["slots"] == 2
-
-
-@pytest.mark.parametrize(("words", "count"), [
-    ([], 2), (["sweep.slots_per_trial=2"], 2), (["sweep.slots_per_trial=1"], 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "beside", "learned", "slots"),
+    [([], 1, 2, 2), (["sweep.slots_per_trial=2"], 1, 2, 2), (["sweep.slots_per_trial=1"], 2, 0, 1)],
+)
 def test_a_trial_teaches_where_no_other_shares_its_hosts(
-    trials: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], count: int
+    here: Path, monkeypatch, words: list[str], beside: int, learned: int, slots: int
 ) -> None:
     def measured(exp: Any, plan: Any, run: RunDir, **options: Any) -> SimpleNamespace:
         line = {"kind": "train", "step_time_s": 0.5, "tokens_per_s": 4000.0}
@@ -170,17 +138,19 @@ def test_a_trial_teaches_where_no_other_shares_its_hosts(
         return supervised(exp, plan, run, **options)
 
     monkeypatch.setenv("LLMX_LEARNED", "on")
-    monkeypatch.setenv("LLMX_CACHE", str(trials / "cache"))
+    monkeypatch.setenv("LLMX_CACHE", str(here / "cache"))
     monkeypatch.setattr("llmx.sweep.sweep.supervise", measured)
     assert main(["-m", "optim.lr=1e-3,2e-3", "zero=stage2", *SMALL, *words]) == 0
-    assert len(read_observations(learned_file())) == count
+    assert at_once(only_sweep()) == beside
+    assert hardware_of(only_sweep(), 0)["hosts"][0]["slots"] == slots
+    assert len(read_observations(learned_file())) == learned
 
 
-def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_dies_disturbs_no_other(here: Path, capsys) -> None:
     grid = "optim.lr=5e-3,6e-3,7e-3,1e-3"
     assert main(["-m", grid, *SMALL, "sweep.slots_per_trial=1"]) == 1
-    journal = sweep_of(trials)
-    assert [entry.outcome for entry in journal.trials] == ["failed", "failed", "crash", "ok"]
+    journal = only_sweep()
+    assert outcomes(journal) == ["failed", "failed", "crash", "ok"]
     assert "ended by SIGKILL" in journal.trials[0].cause
     assert "ZeroDivisionError('unexpected')" in journal.trials[1].cause
     said = capsys.readouterr()
@@ -188,20 +158,11 @@ def test_one_that_dies_disturbs_no_other(trials: Path, capsys: pytest.CaptureFix
     assert "1 of 4 trials succeeded; 2 failed, 1 crash" in said.out
 
 
-def test_fail_fast_stops_what_runs_beside(trials: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = "optim.lr=9e-3,7e-3,1e-3,2e-3"
-    words = ["-m", grid, *SMALL, "sweep.slots_per_trial=1", "sweep.fail_fast=true"]
-    assert main(words) == 1
-    journal = sweep_of(trials)
-    assert [entry.outcome for entry in journal.trials] == ["interrupted", "crash", "", ""]
+def test_fail_fast_stops_what_runs_beside(here: Path, capsys) -> None:
+    words = ["optim.lr=9e-3,7e-3,1e-3,2e-3", "sweep.slots_per_trial=1", "sweep.fail_fast=true"]
+    assert main(["-m", *SMALL, *words]) == 1
+    assert outcomes(only_sweep()) == ["interrupted", "crash", "", ""]
     assert "trials not started: 2" in capsys.readouterr().err
-
-
-def test_a_part_that_the_cluster_does_not_have(
-    trials: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["-m", "optim.lr=1e-3", *SMALL, "sweep.slots_per_trial=3"]) == 2
-    assert "sweep.slots_per_trial=3, but hardware has 2 slots of cpu" in capsys.readouterr().err
 
 
 RUN = """
@@ -261,8 +222,8 @@ def test_one_signal_stops_every_trial_and_the_sweep(here: Path, number: int) -> 
     os.kill(process.pid, number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    journal = sweep_of(here)
-    assert [entry.outcome for entry in journal.trials] == ["interrupted", "interrupted", ""]
+    journal = only_sweep()
+    assert outcomes(journal) == ["interrupted", "interrupted", ""]
     assert {entry.cause for entry in journal.trials[:2]} == {"interrupted"}
     place = journal.directory.relative_to(here)
     assert "Stopping 2 trials; a second Ctrl-C ends them at once" in said
@@ -270,26 +231,20 @@ def test_one_signal_stops_every_trial_and_the_sweep(here: Path, number: int) -> 
     assert not any(map(alive, holders(here)))
 
 
-def test_trials_die_with_their_sweep_and_it_goes_on(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_die_with_their_sweep_and_it_goes_on(here: Path) -> None:
     """Killed, it can end nothing itself; the next attempt never writes where one still lives."""
     process = start(here, *LONG)
     pids = holders(here)
     process.kill()
     process.communicate()
-    directory = sweep_of(here).directory
+    directory = only_sweep().directory
     assert not sweepdir.is_running(directory), "its trials do not hold it"
-    monkeypatch.setattr("llmx.sweep.sweep.supervise", supervised)
-    monkeypatch.chdir(here)
     # The trials of the first attempt end on their own; shorter ones do in their place.
-    (directory / "sweep.json").write_text(
-        (directory / "sweep.json").read_text().replace("optim.lr=9e-3", "optim.lr=1e-3")
-    )
+    journal = directory / "sweep.json"
+    journal.write_text(journal.read_text().replace("optim.lr=9e-3", "optim.lr=1e-3"))
     assert main(["sweep", "resume", str(directory)]) == 0
     assert not any(map(alive, pids))
-    journal = sweep_of(here)
-    assert [entry.outcome for entry in journal.trials] == ["ok"] * 3
+    assert outcomes(only_sweep()) == ["ok"] * 3
 
 
 def test_an_earlier_attempt_that_does_not_end_is_killed(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from llmx.__main__ import main
 from llmx.cli.main import run_here
 from llmx.observe.page import document
 from llmx.observe.page.sweep import sweep_page
-from llmx.observe.report.sweep_data import axes, load_sweep
+from llmx.observe.report.sweep_data import axes, load_sweep, measure
 from llmx.observe.report.sweep_table import to_csv, to_markdown
 from llmx.observe.status.sweep import progress_line, progress_of, sweep_progress
-from llmx.run.rundir import write_text
+from llmx.run.rundir import RunDir, write_json, write_text
 from llmx.run.sweepdir import Sweep, Trial, is_sweep
 from tests import sweepdirs
 from tests.sweepdirs import START_S
@@ -87,14 +87,11 @@ def test_the_best_ended_ok_and_is_finite() -> None:
         trial(7, tokens_per_s=5.0),
     ]
     best = Sweep(HERE, trials, "tokens_per_s").best
-    assert best is not None
-    assert best.index == 4
-    assert Sweep(HERE, trials[:3], "tokens_per_s").best is None
-    assert Sweep(HERE, [], "eval/loss").best is None
+    assert best is trials[4], "of those that are as fast, the one that takes less memory"
+    for none, objective in ((trials[:3], "tokens_per_s"), ([], "eval/loss"), (trials, "eval/loss")):
+        assert Sweep(HERE, none, objective).best is None
     losses = [trial(0, eval_loss=2.0), trial(1, eval_loss=1.0), trial(2, metrics={"f1/macro": 0.5})]
-    least = Sweep(HERE, losses, "eval/loss").best
-    assert least is not None
-    assert least.index == 1
+    assert Sweep(HERE, losses, "eval/loss").best is losses[1]
     assert losses[2].value("eval/f1/macro") == 0.5
 
 
@@ -144,48 +141,101 @@ def test_odd_grids_are_shown(trials: list[Trial], objective: str) -> None:
 # --- The table -------------------------------------------------------------------------------
 
 
-def test_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Any, capsys: Any) -> None:
+def test_golden(tmp_path: Path, monkeypatch, golden, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     sweepdirs.grid(Path("grid"))
-    assert main_report("grid", "--width", "100") == 0
+    assert run_here("report", ["grid", "--width", "100"]) == 0
     golden("report/sweep.csv", Path("grid/sweep.csv").read_text())
     golden("report/sweep.md", Path("grid/sweep.md").read_text())
     said = capsys.readouterr().out.replace(str(tmp_path), "/here")
     golden("report/sweep_100.txt", "\n".join(line.rstrip() for line in said.splitlines()) + "\n")
 
 
-def main_report(*words: str) -> int:
-    return run_here("report", words)
+def row(index: int, outcome: str = "ok", **values: Any) -> Trial:
+    words = ("experiment=demo", f"zero=stage{index}", "optim.lr=0.001")
+    return trial(index, outcome, overrides=words, **values)
 
 
-def test_what_to_type_is_the_sweeps_own_best_where_it_has_one(tmp_path: Path, capsys: Any) -> None:
+THREE = (
+    row(1, loss=0.5, tokens_per_s=2000.0, memory_gib=4.0, seconds=61.0),
+    row(2, loss=0.5, tokens_per_s=3000.0, memory_gib=3.0, seconds=50.0),
+    row(3, "oom", cause="rank 0: out of memory", fix="batch.micro_batch=4", tokens_per_s=9e9),
+)
+
+
+def test_the_best_of_each_column_is_marked_and_a_tie_is_not() -> None:
+    markdown = to_markdown(THREE)
+    assert "| 1 | zero=stage1 | ok | 0.5000 | 2,000 | 4.00 | 1 min 1 s |" in markdown
+    assert "| 2 | zero=stage2 | ok | 0.5000 | 3,000* | 3.00* | 50 s |" in markdown
+    assert "| 3 | zero=stage3 | oom |" in markdown, "a failed trial is never the best"
+    assert "optim.lr" not in markdown, "what all trials share is not repeated"
+    markdown = to_markdown([row(1, loss=math.nan), row(2, loss=2.0), row(3, loss=1.0)])
+    assert "| nan |" in markdown
+    assert "| 1.000* |" in markdown
+    alone = to_markdown([row(1)])
+    assert "eval loss" not in alone
+    assert "*" not in alone
+    assert axes([row(1)]) == ["experiment", "zero", "optim.lr"]
+
+
+def test_a_trial_is_read_from_its_run_directory(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "0")
+    run.root.mkdir()
+    write_text(run.config, "name: x\n")
+    declared = {"exact_match": {"format": "percent", "higher_is_better": True}}
+    train = {"kind": "train", "loss": 3.0, "tokens_per_s": 10.0, "memory_gib": [1.0, 2.0]}
+    later = {"loss": 2.0, "tokens_per_s": 20.0, "memory_gib": [1.5, 2.5]}
+    lines: list[dict[str, Any]] = [
+        {"kind": "start", "time": 1.0, "total_steps": 4, "metrics": declared},
+        {**train, "step": 2, "time": 2.0},
+        {**train, **later, "step": 4, "time": 3.0},
+        {"kind": "eval", "step": 4, "time": 3.5, "loss": 2.2, "exact_match": 0.5},
+    ]
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    found = Trial(0, ["zero=stage1"], run.root, started=10.0)
+    measure(found)
+    assert (found.outcome, found.steps, found.seconds) == ("", 4, None)
+    write_json(run.result, {"outcome": "ok", "started": 0.0, "ended": 9.0})
+    measure(found)
+    assert found.outcome == "", "the result is of an earlier start"
+    measure(found, has_ended=True)
+    assert (found.outcome, found.steps, found.loss, found.eval_loss) == ("ok", 4, 2.0, 2.2)
+    assert (found.tokens_per_s, found.memory_gib, found.seconds) == (20.0, 2.5, 9.0)
+
+
+def test_what_to_type_is_the_sweeps_own_best_where_it_has_one(tmp_path: Path, capsys) -> None:
     directory = sweepdirs.rates(tmp_path / "rates")
-    assert main_report(str(directory)) == 0
+    assert run_here("report", [str(directory)]) == 0
     assert "to train with it: python -m llmx reproduce" in capsys.readouterr().out
     write_text(directory / "experiment" / "best.yaml", "# @package _global_\n")
-    assert main_report(str(directory)) == 0
+    assert run_here("report", [str(directory)]) == 0
     assert re.search(r"python -m llmx experiment=\S*rates/best\n", capsys.readouterr().out)
     # best.yaml is by the objective of the sweep.
-    assert main_report(str(directory), "--objective", "train/loss") == 0
+    assert run_here("report", [str(directory), "--objective", "train/loss"]) == 0
     assert "reproduce" in capsys.readouterr().out
 
 
-def test_mistakes_of_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    directory, run = sweepdirs.rates(tmp_path / "rates"), tmp_path / "rates" / "0_optim.lr-1e-4"
-    assert main_report(str(directory), "--objective", "eval/exact") != 0
-    assert 'Did you mean "eval/exact_match"?' in capsys.readouterr().err
-    assert main_report(str(directory), str(run)) != 0
-    assert f"report: too many words: {run}" in capsys.readouterr().err
-    assert main_report(str(run), "--out", str(tmp_path)) != 0
-    assert "--out is for sweeps" in capsys.readouterr().err
-    assert main_report(str(tmp_path / "nothing")) != 0
-    assert "no such directory" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("SWEEP --objective eval/exact", 'Did you mean "eval/exact_match"?'),
+        ("SWEEP RUN", "report: too many words: RUN"),
+        ("RUN --out SWEEP", "--out is for sweeps"),
+        ("SWEEP/nothing", "no such directory"),
+    ],
+)
+def test_mistakes_of_the_command_line(tmp_path: Path, capsys, words: str, says: str) -> None:
+    directory = str(sweepdirs.rates(tmp_path / "rates", ("1e-4",)))
+    run = f"{directory}/0_optim.lr-1e-4"
+    typed = words.replace("SWEEP", directory).replace("RUN", run).split()
+    assert run_here("report", typed) != 0
+    assert says.replace("RUN", run) in capsys.readouterr().err
 
 
-def test_a_disk_that_cannot_be_written_still_prints(tmp_path: Path, capsys: Any) -> None:
+def test_a_disk_that_cannot_be_written_still_prints(tmp_path: Path, capsys) -> None:
     directory = sweepdirs.rates(tmp_path / "rates")
     write_text(tmp_path / "file", "")
-    assert main_report(str(directory), "--out", str(tmp_path / "file" / "out")) == 0
+    assert run_here("report", [str(directory), "--out", str(tmp_path / "file" / "out")]) == 0
     said = capsys.readouterr().out
     assert "not written" in said
     assert "best by eval loss: [3]" in said
@@ -270,7 +320,7 @@ def shown(trials: list[Trial], **values: Any) -> str:
     return stream.getvalue()
 
 
-def test_the_live_table(golden: Any) -> None:
+def test_the_live_table(golden) -> None:
     trials = [
         *running(8, done=3, at_once=2),
         trial(8, "oom", cause="rank 0: out of memory", overrides=("zero=stage8",), ended=900.0),
@@ -302,7 +352,7 @@ def live(directory: Path, **values: Any) -> Path:
     return directory
 
 
-def test_status_of_a_sweep(tmp_path: Path, capsys: Any) -> None:
+def test_status_of_a_sweep_that_runs(tmp_path: Path, capsys) -> None:
     directory = live(tmp_path / "one", pid=os.getpid(), host=os.uname().nodename)
     assert main(["status", str(directory)]) == 0
     said = capsys.readouterr().out
@@ -314,7 +364,7 @@ def test_status_of_a_sweep(tmp_path: Path, capsys: Any) -> None:
     assert facts["trials"][1]["state"] == "running"
 
 
-def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys: Any) -> None:
+def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys) -> None:
     """Its process is gone: nothing is shown as running, and the command that goes on is named."""
     directory = live(tmp_path / "one", pid=2**22 + 5, host=os.uname().nodename)
     assert main(["status", str(directory)]) == 1
@@ -325,7 +375,7 @@ def test_status_of_a_sweep_that_was_killed(tmp_path: Path, capsys: Any) -> None:
     assert "running" not in said
 
 
-def test_without_a_process_its_files_tell(tmp_path: Path, capsys: Any) -> None:
+def test_without_a_process_its_files_tell(tmp_path: Path, capsys) -> None:
     directory = live(tmp_path / "one")
     assert main(["status", str(directory)]) == 0, "the journal has just been written"
     old = time.time() - 1000
@@ -335,7 +385,7 @@ def test_without_a_process_its_files_tell(tmp_path: Path, capsys: Any) -> None:
     assert "last update 16 min" in capsys.readouterr().out
 
 
-def test_watch_ends_with_the_sweep(tmp_path: Path, capsys: Any) -> None:
+def test_watch_ends_with_the_sweep(tmp_path: Path, capsys) -> None:
     directory = sweepdirs.rates(tmp_path / "rates")
     assert main(["watch", str(directory)]) == 0
     said = capsys.readouterr().out

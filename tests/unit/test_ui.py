@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -43,14 +44,22 @@ def outputs(tmp_path: Path) -> Path:
     return base
 
 
-@pytest.fixture
-def server(outputs: Path) -> Iterator[Server]:
-    with Server(outputs) as server:
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[Server]:
+    with Server(directory) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def server(outputs: Path) -> Iterator[Server]:
+    with serving(outputs) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def get(server: Server, path: str) -> http.client.HTTPResponse:
@@ -75,10 +84,6 @@ def test_the_table_has_every_run_with_its_sweep(outputs: Path) -> None:
     assert (rows["done"]["state"], rows["done"]["step"]) == ("finished", "40/40")
     assert (rows["done"]["hosts"], rows["done"]["sweep"]) == ("localhost", "")
     assert rows["sweeps/rates/0_optim.lr-1e-4"]["sweep"] == "sweeps/rates"
-
-
-def test_tags_of_a_run_are_shown(outputs: Path) -> None:
-    rows = Views(outputs).view({})["runs"]
     assert (rows["done"]["tags"], rows["going"]["tags"]) == ("first try, 1", "")
 
 
@@ -105,10 +110,8 @@ def test_two_runs_are_drawn_together_and_compared(outputs: Path) -> None:
 def test_a_sweep_links_to_its_runs(outputs: Path) -> None:
     content = Views(outputs).view({"sweep": ["sweeps/rates"]})
     first = content["sections"]["Trials"][0]["table"]["rows"][0][1]
-    assert first == {
-        "text": "3_optim.lr-3e-3",
-        "href": "#run=sweeps%2Frates%2F3_optim.lr-3e-3",
-    }
+    href = "#run=sweeps%2Frates%2F3_optim.lr-3e-3"
+    assert first == {"text": "3_optim.lr-3e-3", "href": href}
 
 
 @pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", "sweeps", "nothing", "link"])
@@ -144,26 +147,24 @@ def test_only_what_is_new_is_sent(server: Server, outputs: Path) -> None:
     assert "charts" not in curve
 
 
-def test_what_cannot_be_shown_is_refused(outputs: Path, capsys: Any, server: Server) -> None:
-    assert run_here("ui", ["me@node-a:outputs"]) == ConfigError.exit_code
-    assert "ssh -t -L 8170:localhost:8170 me@node-a python -m llmx ui" in capsys.readouterr().err
-    assert run_here("ui", [str(outputs / "nothing")]) == ConfigError.exit_code
-    assert "no such directory" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("me@node-a:outputs", "ssh -t -L 8170:localhost:8170 me@node-a python -m llmx ui"),
+        ("OUTPUTS/nothing", "no such directory"),
+        ("OUTPUTS --port PORT", "127.0.0.1:PORT: cannot listen there (Address already in use)"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    outputs: Path, server: Server, capsys, words: str, says: str
+) -> None:
     port = str(server.server_address[1])
-    assert run_here("ui", [str(outputs), "--port", port]) == ConfigError.exit_code
-    assert f"127.0.0.1:{port}: cannot listen there (Address already in use)" in (
-        capsys.readouterr().err
-    )
+    typed = words.replace("OUTPUTS", str(outputs)).replace("PORT", port).split()
+    assert run_here("ui", typed) == ConfigError.exit_code
+    assert says.replace("PORT", port) in capsys.readouterr().err
 
 
 # --- In a browser ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
 
 
 def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> None:
@@ -231,9 +232,7 @@ def test_a_thousand_runs_are_listed(browser: Browser, tmp_path: Path) -> None:
         root.mkdir()
         for path in (first.config, first.plan, first.metrics, first.result):
             (root / path.name).hardlink_to(path)
-    with Server(tmp_path / "many") as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(tmp_path / "many") as server:
         browser.open(server.url, width=DESK)
         browser.wait("document.querySelectorAll('tbody tr').length == 1000")
         browser.evaluate(
@@ -242,6 +241,4 @@ def test_a_thousand_runs_are_listed(browser: Browser, tmp_path: Path) -> None:
         )
         browser.wait("document.querySelectorAll('tbody tr').length == 11")
         assert browser.errors == []
-        server.shutdown()
-        thread.join()
     shutil.rmtree(tmp_path / "many")

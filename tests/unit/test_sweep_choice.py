@@ -1,0 +1,303 @@
+"""What a sweep decides: which trials need not run, on which slots one runs, what ``tune`` tries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmx.config import Experiment, HardwareConfig, HostConfig, known_keys
+from llmx.errors import ConfigError
+from llmx.run.sweepdir import Trial
+from llmx.sweep.prune import NO_MEMORY, OutOfMemory, impossible, key_of, needs_more
+from llmx.sweep.search import Axis, Candidate, Search
+from llmx.sweep.slots import Placed, Slots, first_of, placed_on
+from tests.composing import composed
+
+# --- What need not run -----------------------------------------------------------------------
+
+TWO_TYPES = ["model=llama2_7b", "data=demo", "hardware=a100x2_v100x2"]
+SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "batch.global_batch=32"]
+SPLIT = ["zero=stage2", "batch.micro_batch=4"]
+
+
+@functools.cache
+def ran_out() -> OutOfMemory:
+    """The trial of SPLIT."""
+    made = composed([*SMALL, *SPLIT])
+    return OutOfMemory(0, made.experiment, made.plan)
+
+
+def test_names_and_settings_of_the_sweep_make_no_other_trial() -> None:
+    one = key_of(composed([*SMALL, *SPLIT], run_dir="/runs/a").experiment)
+    for words, same in (("sweep.fail_fast=true", True), ("zero=stage3", False), ("seed=1", False)):
+        exp = composed([*SMALL, *SPLIT, words], run_dir="/runs/b").experiment
+        assert (key_of(exp) == one) is same
+
+
+@pytest.mark.parametrize(
+    ("words", "is_left_out"),
+    [
+        ("zero=stage2 batch.micro_batch=4", True),
+        ("zero=stage2 batch.micro_batch=8", True),
+        ("zero=stage1 batch.micro_batch=4", True),
+        ("zero=stage0 batch.micro_batch=16", True),
+        ("zero=stage1 batch.micro_batch=8 optim.lr=0.5 tracking.project=other", True),
+        ("zero=stage2 batch.micro_batch=2", False),
+        ("zero=stage3 batch.micro_batch=4", False),
+        ("zero=stage3 batch.micro_batch=16", False),
+        ("zero=stage1 batch.micro_batch=2", False),
+        ("zero=stage1 batch.micro_batch=8 model.activation_checkpointing=full", False),
+        ("zero=stage1 batch.micro_batch=8 data.seq_len=64", False),
+        ("zero=stage1 batch.micro_batch=8 seed=1", False),
+        ("zero=stage1 batch.micro_batch=8 optim=sgd", False),
+    ],
+)
+def test_what_needs_as_much_or_more_is_left_out(words: str, is_left_out: bool) -> None:
+    made = composed([*SMALL, *words.split()])
+    said = needs_more(made.experiment, made.plan, [ran_out()])
+    assert said.startswith("trial 0 ran out of memory and needs no more" if is_left_out else "")
+    assert bool(said) is is_left_out
+
+
+def test_a_smaller_micro_batch_is_run_also_where_the_plan_knows_no_memory() -> None:
+    known = ran_out()
+    known = dataclasses.replace(known, plan=dataclasses.replace(known.plan, memory=()))
+    for micro_batch, runs in ((2, True), (8, False)):
+        made = composed([*SMALL, "zero=stage2", f"batch.micro_batch={micro_batch}"])
+        plan = dataclasses.replace(made.plan, memory=())
+        assert (needs_more(made.experiment, plan, [known]) == "") is runs
+
+
+def test_fewer_micro_steps_may_need_less_although_the_micro_batch_is_larger() -> None:
+    """One micro step sums no gradients in fp32: the plan says that it needs less."""
+    made = composed([*SMALL, "zero=stage2", "batch.micro_batch=8"])
+    (part,) = made.plan.memory
+    less = dataclasses.replace(part, gradients_gib=0.0, activations_gib=0.0, logits_gib=0.0)
+    plan = dataclasses.replace(made.plan, memory=(less,))
+    assert needs_more(made.experiment, made.plan, [ran_out()])
+    assert needs_more(made.experiment, plan, [ran_out()]) == ""
+
+
+def test_only_model_states_that_no_device_holds_are_never_started() -> None:
+    made = composed([*TWO_TYPES, "zero=stage0", "precision=fp32"])
+    said = impossible(made.experiment, made.plan)
+    assert said.startswith("parameters, gradients and optimizer states alone take")
+    assert "v100" in said or "a100" in said
+    # The plan's prediction of activations is no proof.
+    words = ["zero=stage3", "zero.offload_optimizer=cpu", "batch.micro_batch=64",
+             "batch.balance=even", "batch.global_batch=256", "data.seq_len=4096"]  # fmt: skip
+    made = composed([*TWO_TYPES, *words])
+    assert not all(part.fits for part in made.plan.memory), "the plan itself says it does not fit"
+    assert impossible(made.experiment, made.plan) == ""
+
+
+def test_every_key_that_takes_no_memory_exists() -> None:
+    names = known_keys(Experiment)
+    for pattern in NO_MEMORY:
+        stem = pattern.removesuffix("*").removesuffix(".").removesuffix("_")
+        assert any(name.startswith(stem) for name in names), pattern
+
+
+# --- On which slots --------------------------------------------------------------------------
+
+
+def hosts(*slots: int, device: str = "a100_40g", first: str = "a") -> list[HostConfig]:
+    names = (chr(ord(first) + at) for at in range(len(slots)))
+    return [
+        HostConfig(name=name, slots=count, device=device, memory_gib=64.0)
+        for name, count in zip(names, slots, strict=True)
+    ]
+
+
+TYPES = HardwareConfig(hosts=[*hosts(2), *hosts(2, device="v100_32g", first="b")])
+
+
+@pytest.mark.parametrize(
+    ("slots", "count", "placed"),
+    [
+        ((2, 2), 1, ["a:0", "a:1", "b:0", "b:1"]),
+        ((4, 2), 2, ["b:0,1", "a:0,1", "a:2,3"]),  # the fullest first
+        ((2, 3), 2, ["a:0,1", "b:0,1"]),  # on one host, where one has so many
+        ((2, 2, 2), 4, ["a:0,1 b:0,1"]),  # several, where none has so many
+        ((2, 2, 2, 2), 3, ["a:0,1 b:0", "c:0,1 d:0"]),  # all of one shape
+        (TYPES, 1, ["a:0", "a:1", "b:0", "b:1"]),
+        (TYPES, 2, ["a:0,1", "b:0,1"]),  # of one type
+    ],
+)
+def test_trials_share_no_slot(slots: object, count: int, placed: list[str]) -> None:
+    pool = HardwareConfig(hosts=hosts(*slots)) if isinstance(slots, tuple) else slots
+    free, first, taken = Slots(), first_of(pool, count), []
+    while (one := free.take(pool.hosts, count, first)) is not None:
+        taken.append(one)
+    assert [str(one) for one in taken] == placed
+    free.give_back(taken[0])
+    assert str(free.take(pool.hosts, count, first)) == placed[0]
+
+
+def test_a_trial_larger_than_any_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2 slots of a100_40g, 2 slots of v100_32g.* at most 2"):
+        first_of(TYPES, 3)
+
+
+def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
+    exp = composed(TWO_TYPES).experiment
+    node_b = exp.hardware.hosts[1]
+    found = placed_on(exp, Placed(((node_b, (1,)),)))
+    (host,) = found.hardware.hosts
+    assert (host.name, host.slots, host.gpus) == ("node-b", 1, ["1"])
+    assert host.memory_gib == 128, "its share of the RAM"
+    assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
+    mine = dataclasses.replace(node_b, gpus=["4", "6"])
+    (host,) = placed_on(exp, Placed(((mine, (1,)),))).hardware.hosts
+    assert host.gpus == ["6"], "of those that the user chose"
+    cpu = composed(["hardware=cpu2"]).experiment
+    found = placed_on(cpu, Placed(((cpu.hardware.hosts[0], (1,)),)))
+    assert found.hardware.hosts[0].gpus == [], "a CPU rank has no device"
+    assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("name: localhost, slots: 2, device: a100_40g, gpus: [1]", "slots=2"),
+        ("name: localhost, slots: 2, device: a100_40g, gpus: [1, 1]", "twice"),
+        ("name: localhost, slots: 1, device: cpu, gpus: [0]", "is for hosts with GPUs"),
+        ("name: node-a, slots: 1, device: a100_40g, gpus: [1]", "slurm chooses the GPUs"),
+    ],
+)
+def test_mistakes_in_the_choice_of_devices(host: str, said: str) -> None:
+    words = ["hardware.kind=static", "model=tiny", f"hardware.hosts=[{{{host}}}]"]
+    with pytest.raises(ConfigError, match=said):
+        composed([*words, *(["launch.transport=slurm"] if "slurm" in said else [])])
+
+
+# --- What tune tries next: surfaces whose fastest point is known -----------------------------
+
+STAGES = Axis("zero", ("stage1", "stage2", "stage3", "stage3_offload"))
+MICRO = Axis("batch.micro_batch", ("1", "2", "4", "8", "16", "32", "64"))
+CHECKPOINTING = Axis("model.activation_checkpointing", ("none", "selective", "full"))
+AXES = (STAGES, MICRO, CHECKPOINTING)
+CAPACITY = 80.0
+AT_MOST = {"none": 1.0, "selective": 0.97, "full": 0.85, "stage3_offload": 0.9}
+
+Place = tuple[int, ...]
+
+
+def memory(place: Place, *, scale: float = 1.0) -> float:
+    """Of states and activations, GiB."""
+    stage, micro, checkpointing = place
+    states = (40.0, 30.0, 12.0, 4.0)[stage]
+    kept = (2.0, 1.0, 0.25)[checkpointing] * 2**micro
+    return scale * (states + kept)
+
+
+def speed(place: Place, *, saturates: int = 99) -> float:
+    """Rises with the micro batch, up to one, beyond which it falls; falls along the other axes."""
+    stage, micro, checkpointing = place
+    fixed = (1.0, 1.02, 1.15, 2.0)[stage] * (1.0, 1.08, 1.33)[checkpointing]
+    size = 2.0 ** min(micro, saturates)
+    beyond = 1.0 - 0.1 * max(0, micro - saturates)
+    return 1000.0 * beyond * size / (size + 2.0) / fixed
+
+
+def candidates(
+    *, capacity: float = CAPACITY, plan: Callable[[Place], float] = memory
+) -> list[Candidate]:
+    found = []
+    for place in itertools.product(*(range(len(axis.values)) for axis in AXES)):
+        chosen = [axis.values[at] for axis, at in zip(AXES, place, strict=True)]
+        words = tuple(f"{axis.key}={value}" for axis, value in zip(AXES, chosen, strict=True))
+        stage, micro, checkpointing = (AT_MOST.get(value, 1.0) for value in chosen)
+        found.append(
+            Candidate(
+                place, words, speed=speed(place), memory_gib=plan(place), capacity_gib=capacity,
+                at_most=stage * micro * checkpointing,
+            )
+        )  # fmt: skip
+    return found
+
+
+def searched(
+    search: Search,
+    *,
+    truth: Callable[[Place], float] = speed,
+    needed: Callable[[Place], float] = memory,
+    capacity: float = CAPACITY,
+) -> list[Place]:
+    """The trials, in order."""
+    trials: list[Place] = []
+    while (step := search.next()) is not None and len(trials) < 100:
+        place = step.candidate.place
+        assert place not in trials
+        assert step.why
+        trial = Trial(len(trials), [], Path(), "oom")
+        if needed(place) <= capacity:
+            measured = {"tokens_per_s": truth(place), "memory_gib": needed(place)}
+            trial = Trial(len(trials), [], Path(), "ok", **measured)
+        search.tell(step.candidate, trial)
+        trials.append(place)
+    return trials
+
+
+def fastest(truth: Callable[[Place], float] = speed, capacity: float = CAPACITY) -> float:
+    places = [candidate.place for candidate in candidates()]
+    return max(truth(place) for place in places if memory(place) <= capacity)
+
+
+@pytest.mark.parametrize("capacity", [8.0, 20.0, 34.0, 48.0, 80.0, 640.0])
+@pytest.mark.parametrize("saturates", [0, 1, 2, 3, 4, 5, 99])
+def test_the_fastest_point_is_found_in_few_of_84_trials(saturates: int, capacity: float) -> None:
+    """Whatever the device has, and where the plan is 30 % off."""
+    truth = functools.partial(speed, saturates=saturates)
+    for wrong in (0.7, 1.0, 1.3):
+        planned = candidates(capacity=capacity, plan=functools.partial(memory, scale=wrong))
+        search = Search(AXES, planned)
+        trials = searched(search, truth=truth, capacity=capacity)
+        assert search.best is not None
+        assert truth(search.best.place) >= 0.95 * fastest(truth, capacity)
+        assert len(trials) <= 14
+        assert sum(search.counts().values()) == 84
+
+
+def test_from_below_where_nothing_is_known_of_memory() -> None:
+    search = Search(AXES, candidates(capacity=0.0), config_place=(0, 2, 0))
+    trials = searched(search)
+    assert trials[0] == (0, 2, 0)
+    assert search.best is not None
+    assert speed(search.best.place) == fastest()
+    assert len(trials) <= 14
+
+
+def test_nothing_that_fits_ends_the_search() -> None:
+    search = Search(AXES, candidates())
+    assert len(searched(search, needed=lambda place: 1000.0)) <= 16
+    assert search.best is None
+    assert "no remaining candidate could fit" in search.ended
+
+
+def test_failures_of_another_kind_end_it_early() -> None:
+    search = Search(AXES, candidates())
+    for trial in range(3):
+        step = search.next()
+        assert step is not None
+        search.tell(step.candidate, Trial(trial, [], Path(), "crash"))
+    assert search.next() is None
+    assert "not for memory" in search.ended
+
+
+def test_recomputing_is_not_tried_where_memory_is_no_limit() -> None:
+    search = Search(AXES, candidates(capacity=640.0))
+    assert all(place[2] == 0 for place in searched(search, capacity=640.0))
+    assert "not worth trying" in search.counts()
+
+
+def test_what_a_limit_left_out_is_said_to_be_not_tried() -> None:
+    search = Search(AXES, candidates())
+    search.limit, search.ended = "sweep.max_trials", "sweep.max_trials=1 was reached"
+    assert "not tried (sweep.max_trials)" in search.counts()
+    assert "not worth trying" not in search.counts()
