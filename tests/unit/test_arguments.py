@@ -216,6 +216,21 @@ def test_the_experiment_file_of_the_readme(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("data.path=a.jsonl", ["data=file", "data.path=a.jsonl"]),
+        ("model.path=m data.path=a", ["model=hf", "data=file", "model.path=m", "data.path=a"]),
+        ("data=hub data.path=a", ["data=hub", "data.path=a"]),
+        ("hardware.hosts=[a]", ["experiment=demo", "hardware=static", "hardware.hosts=[a]"]),
+        ("data.path=null", ["experiment=demo", "data.path=null"]),
+        ("experiment=demo data.path=a", ["experiment=demo", "data.path=a"]),
+    ],
+)
+def test_a_path_chooses_the_option_that_reads_it(typed: str, meant: list[str]) -> None:
+    assert as_meant(typed.split()) == meant
+
+
+@pytest.mark.parametrize(
     ("defaults", "line"),
     [("\n  - model: tiny\n  - base", 3), ("\n  - data: [a, b]", 2), ("\n  - task:", 2),
      ("\n  - {model: tiny, zero: stage1}", 2), (" tiny", 1), ("\n  model: tiny", 2)],

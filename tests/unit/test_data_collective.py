@@ -55,8 +55,7 @@ class Ranks:
             queue.put(experiments[place])
 
     def errors(self) -> list[str]:
-        """Of the ranks that prepare; the others wait, and would be ended by the supervisor. These
-        ranks cannot be used again."""
+        """Of the ranks that prepare; the others wait, and would be ended by the supervisor."""
         return [self.results[host.leader].get(timeout=240) for host in HOSTS]
 
     def end(self) -> None:
@@ -173,8 +172,10 @@ def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
     assert [meta for _, meta in ranks.prepare(exp, caches)] == [there.meta] * 4
 
 
-def test_hosts_with_other_data_are_refused(ranks: Ranks, tmp_path: Path):
+def test_hosts_with_other_data_are_refused(tmp_path: Path):
     one, two = one_large_file(tmp_path), one_text(tmp_path)
+    ranks = Ranks()  # own ones: those that were refused cannot be used again
     ranks.begin([one, one, two])
     for error in ranks.errors():
         assert "node-c would train on other data than node-a: different there: sources" in error
+    ranks.end()

@@ -474,6 +474,10 @@ def test_chats_beside_texts_do_not_count_for_the_proof_of_a_fast_encoder(
     monkeypatch.setattr(
         blocks.DocumentEncoder, "choose", lambda self, texts: proven_on.append(list(texts))
     )
+    proven_chats: list[int] = []
+    monkeypatch.setattr(
+        blocks.ConversationEncoder, "choose", lambda self, chats: proven_chats.append(len(chats))
+    )
     texts = [{"text": f"{number} " + "x" * 100} for number in range(num_texts)]
     chats = [{"prompt": f"q{number}", "response": "y" * 90} for number in range(90)]
     sources = [
@@ -481,6 +485,6 @@ def test_chats_beside_texts_do_not_count_for_the_proof_of_a_fast_encoder(
         for name, rows in (("texts", texts), ("chats", chats))
     ]
     prepared(experiment(tmp_path, [], path="", form="auto", sources=sources), Anything)
-    # That of the chats is proven with pieces of their own.
     proofs = [proof for proof in proven_on if "x" * 100 in proof[0]]
     assert [len(proof) for proof in proofs] == ([] if num_texts == 2 else [num_texts])
+    assert proven_chats

@@ -3,6 +3,7 @@ several processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_parts_are_removed(tmp_path
     with locked(tmp_path / "s"):
         assert [path.name for path in tmp_path.iterdir()] == ["s.lock"]
         with (tmp_path / "s.lock").open() as another, pytest.raises(BlockingIOError):
-            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 # Precomputed columns
@@ -214,6 +215,20 @@ def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path:
     spans = [store.span("target", index, index + 1) for index in (1, 4)]
     numbers = [number + 1 for span in spans for number in range(span.start, span.stop)]
     assert found[:, 0].tolist() == numbers
+
+
+def test_a_column_by_token_of_samples_without_a_target_is_empty(tmp_path: Path) -> None:
+    prompts = [
+        dataclasses.replace(sample, targets=np.zeros_like(sample.targets))
+        for sample in pairs(tmp_path / "pairs")
+    ]
+    store = write_store(tmp_path / "data-train-v3", prompts, fingerprint="p", seq_len=64, meta={})
+    one = wanted(store)
+    publish(one, one.zeros(0, len(prompts)))
+    opened = one.open()
+    assert opened is not None
+    top = opened.values_of("top")
+    assert (top.shape, top.dtype) == ((0, 2), np.int16)
 
 
 def test_a_file_that_was_cut_is_not_used(tmp_path: Path) -> None:
