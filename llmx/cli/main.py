@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, Command, Runs
 from llmx.cli.hydra_app import run_hydra, run_module
@@ -45,7 +46,12 @@ def _dispatch(words: list[str]) -> int:
         print(OPTIONS_HELP, end="")
         return 0
     from llmx.cli.arguments import check_spelling, split_command, split_own
+    from llmx.errors import ConfigError
 
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("The working directory was deleted. Go to another one: cd.") from error
     name, arguments = split_command(words, tuple(COMMANDS))
     command = COMMANDS[name]
     check_spelling(name, arguments)

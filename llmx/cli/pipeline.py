@@ -25,7 +25,7 @@ from llmx.cli.hydra_app import outputs_dir
 from llmx.cli.main import main as run_command
 from llmx.cli.plan import composed_line
 from llmx.config.build import shown
-from llmx.config.groups import PIPELINES
+from llmx.config.groups import PIPELINES, key_problem
 from llmx.config.yaml_files import read_yaml
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.errors import ConfigError, LlmxError, did_you_mean
@@ -79,8 +79,9 @@ def main(words: Sequence[str]) -> int:
     root.mkdir(parents=True, exist_ok=True)
     write_json(root / RECORD, {"stages": {stage.name: stage.words for stage in stages}})
     code = 0
-    for position, stage in enumerate(unfinished, 1):
-        print(f"[{position}/{len(unfinished)}] {shlex.join(stage.command())}", flush=True)
+    for stage in unfinished:
+        position = stages.index(stage) + 1
+        print(f"[{position}/{len(stages)}] {shlex.join(stage.command())}", flush=True)
         if code := run_command(stage.command()):
             break
     print("\n".join(table(stages)))
@@ -122,6 +123,12 @@ def stages_of(recipe: str, overrides: Sequence[str], root: Path) -> list[Stage]:
         if key in defaults:
             values[key] = value
         elif not word.startswith(tuple(f"{name}." for name in lines)):
+            stage, _, inside = key.partition(".")
+            if key_problem(key) and inside and not key_problem(inside):
+                raise ConfigError(
+                    f"{word}: no such stage.{did_you_mean(stage, lines)} Stages: "
+                    f"{', '.join(lines)}."
+                )
             shared.append(word)
     if missing := [f"{name}=..." for name, value in values.items() if value == "null"]:
         raise ConfigError(f"pipeline {Path(recipe).stem} needs {' '.join(missing)}")

@@ -47,6 +47,9 @@ MAX_JOBS = 10_000
 
 _SEARCHED = f"{SET}hydra.searchpath=['file://"
 
+_MIXTURE = (
+    "Mix data sets with data.sources: 'data.sources=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]'."
+)
 _NESTED = ("hardware/devices",)
 """Groups inside a group."""
 
@@ -104,11 +107,17 @@ def check_overrides(
     config_dirs: Sequence[str] = (),
     commands: Sequence[str] = (),
 ) -> Checked:
-    """The words as Hydra takes them; ConfigError for the first that it would refuse.
+    """The words as Hydra takes them; ConfigError with all that it would refuse.
 
     ``commands``: the meanings that a word without ``=`` may have.
     """
-    parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
+    problems: list[str] = []
+    parsed: list[tuple[str, Any]] = []
+    for word in map(resolve_alias, words):
+        try:
+            parsed.append((word, _parsed(word, commands)))
+        except ConfigError as error:
+            problems.append(str(error))
     directories = [Path(directory).expanduser().absolute() for directory in config_dirs]
     for word, override in parsed:
         if is_searched(word):
@@ -119,7 +128,11 @@ def check_overrides(
         key = override.key_or_group
         if not key.startswith("hydra") and not word.startswith(SET):
             word = word.lstrip("+")  # nothing can be added that is not there
-        options = _check(word, override, multirun=multirun, directories=directories)
+        try:
+            options = _check(word, override, multirun=multirun, directories=directories)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
         if options == [None]:
             continue
         choices += [(key, name) for name in options]
@@ -127,6 +140,8 @@ def check_overrides(
         place = (key, "-" if override.is_delete() else "")
         accepted.pop(place, None)
         accepted[place] = (word, override)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     if directories:
         check_user_files([(group, shown(name)) for group, name in choices], directories)
     if multirun:
@@ -195,8 +210,15 @@ def _unreadable(word: str) -> str:
             return f"A {unmatched} has no {other}; text with brackets is quoted: '{key}=\"...\"'."
     if re.search(r"\d{4000}", value):
         return "A number has more than 4000 digits."
+    if value.endswith("\r"):
+        return "It ends with a carriage return, as lines of Windows do: tr -d '\\r' < FILE."
+    if "#" in value and not re.search(r"[\[{]", value):
+        return f"A # is quoted: '{key}=\"{shown(value)}\"'."
+    if re.search(r"""[{,]\s*["'][^"']*["']\s*:""", value):
+        return f"The keys of a mapping have no quotes: '{key}={{a: \"text\"}}'."
     if not value.isascii():
-        return f"Letters beyond ASCII inside brackets are quoted: '{key}={{0: \"é\"}}'."
+        quoted = re.sub(r"""[^\s,:'"\[\]{}()]*[^\x00-\x7f][^\s,:'"\[\]{}()]*""", r'"\g<0>"', value)
+        return f"Letters beyond ASCII inside brackets are quoted: '{shown(f'{key}={quoted}')}'."
     if value.strip().endswith(","):
         return "Nothing follows the comma at its end; leave it out."
     return (
@@ -222,9 +244,11 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     key = override.key_or_group
     if override.is_sweep_override() and not multirun:
         written = f" A list is written '{key}=[a,b]', text with a comma '{key}=\"a, b\"'."
+        if key == "tracking":
+            written = f" Several trackers of one run: 'tracking.kinds=[{word.partition('=')[2]}]'."
         raise ConfigError(
             f"{shown(word)}: several values are for a sweep: add -m."
-            f"{'' if key in GROUPS else written}"
+            f"{written if key == 'tracking' or key not in GROUPS else ''}"
         )
     if override.package is not None:
         raise ConfigError(f"{shown(word)}: @ is not supported here. Write {shown(key)}=...")
@@ -245,6 +269,8 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     hint, problem = lookup(key)
     if problem:
         raise ConfigError(problem)
+    if key == "data.path" and isinstance(override.value(), list):
+        raise ConfigError(f"{shown(word)}: takes one path. {_MIXTURE}")
     _check_numbers(word, override, hint)
     return []
 
@@ -304,10 +330,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
             return [None]
         if isinstance(value, list | dict):
             if group == "data":
-                raise ConfigError(
-                    f"{shown(word)}: data takes one option. Mix data sets with data.sources: "
-                    "'data.sources=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]'."
-                )
+                raise ConfigError(f"{shown(word)}: data takes one option. {_MIXTURE}")
             names = option_names(group, directories)
             raise ConfigError(
                 f"{shown(word)}: {group} takes one option: {group}={names[0]}. Options of "

@@ -88,6 +88,8 @@ def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
 
 def no_such_option(group: str, name: str, directories: Sequence[Path] = ()) -> str:
     """The message for an option that a group does not have."""
+    if group in ("model", "data") and Path(name).exists():
+        return f"{group}={shown(name)}: is a path, not an option. Write {group}.path={shown(name)}."
     names = option_names(group, directories)
     # zero=4 is read as zero=stage4.
     typed = f"stage{name}" if group == "zero" and name.isdecimal() else name

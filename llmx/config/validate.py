@@ -116,7 +116,7 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         yield "model.tokenizer is empty and there is no model.path to take it from. Set it."
     if position_limit is not None and data.seq_len > position_limit:
         yield (
-            f"data.seq_len={data.seq_len}, but {model.name or model.path} takes at most "
+            f"data.seq_len={data.seq_len}, but {model.path or model.name} takes at most "
             f"{position_limit} positions. Set data.seq_len={position_limit}."
         )
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")

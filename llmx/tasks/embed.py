@@ -1,6 +1,6 @@
 """``task=embed``: vectors of texts, from pairs that belong together (contrastive, InfoNCE).
 
-    python -m llmx task=embed data=file data.path=pairs.jsonl model=hf model.path=BAAI/bge-m3
+    python -m llmx task=embed data=file data.path=queries.jsonl model=hf model.path=BAAI/bge-m3
 
 The other passages of the whole step are what a query is told apart from, whatever the ranks and
 micro batches. The exported model loads with ``SentenceTransformer``.

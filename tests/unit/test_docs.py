@@ -102,7 +102,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     (hardware,) = [block for block in blocks if "hosts:" in block]
-    chats = ("chats", "clean", "questions", "a", "mixed", "PATH/rows")
+    chats = ("chats", "clean", "questions", "benchmark", "prompts", "a", "mixed", "PATH/rows")
     tokenizers = ("mine", "bert", "docs")
     for name, content in {
         **{f"{name}.jsonl": CHATS for name in chats},
@@ -118,6 +118,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "my_rewards.py": "def short(prompt, completion, reference): return 1.0\n",
         "my_metrics.py": "",
         "mine.jsonl": '{"prompt": "a", "completion": "b"}\n',
+        "pairs.jsonl": json.dumps(PREFERENCE) + "\n",
+        "queries.jsonl": '{"query": "a", "positive": "b"}\n',
         "rows.jsonl": '{"prompt": "a", "response": "b", "label": true}\n',
     }.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -192,12 +194,6 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
     typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
-    pair = (
-        {"query": "a", "positive": "b"}
-        if {"task=embed", "experiment=embed"} & {*typed}
-        else PREFERENCE
-    )
-    (here / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     command = typed[0] if typed and typed[0] in COMMANDS else "train"
     rest = typed[1:] if typed and typed[0] in COMMANDS else typed
     rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it: another program's words

@@ -127,6 +127,25 @@ def test_a_tilde_needs_no_quotes(llmx, monkeypatch) -> None:
     assert said.startswith("model.path=~/nothing: no such file or directory")
 
 
+def test_all_wrong_keys_are_listed(llmx) -> None:
+    code, _, err = llmx("plan", "optim.lrr=1", "zero.stagee=2", "seed=1", "[=1")
+    assert code == 2
+    assert re.findall(r"(\S+): (?:no such key|cannot be read)", err) == [
+        "[=1",
+        "optim.lrr",
+        "zero.stagee",
+    ]
+
+
+def test_a_working_directory_that_is_gone(llmx, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, err = llmx("plan")
+    assert (code, err) == (2, "llmx: The working directory was deleted. Go to another one: cd.\n")
+
+
 def test_what_hydra_prints(llmx) -> None:
     for words, text in (
         (["experiment=null", "--cfg", "job"], "steps: null"),

@@ -36,6 +36,7 @@ WORDS = [
     "hydra/launcher=3", "name=\ud800", "seed=" + "9" * 5000,
     "name=" + "x" * 70000, "name=" + "[" * 3000 + "]" * 3000, "checkpoint=1", "hydra.sweeper.x=choice(1,2)",
     "hydra=3", "hydra/job_logging=nope", "hydra.mode=MULTIRUN", "hydra.searchpath=[file:///nowhere]", "experiment=none",
+    "tracking=wandb,csv", "model=./", "data.path=[a,b]", "task.steps=3\r", "name=a#b", 'launch.env={"A": "b"}', "tracking.tags=[中文]",
     "data=[demo,{file: 0.5}]", "hardware.hosts[0].slots=2", "optim.learning_rate=1",
 ]  # fmt: skip
 SWEEPS = [

@@ -69,6 +69,8 @@ def test_values_words_for_all_and_words_for_one_stage(tmp_path: Path) -> None:
 def test_a_file_that_is_no_recipe_or_lacks_a_value(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         staged(tmp_path, text=text)
+    with pytest.raises(ConfigError, match=r'no such stage\. Did you mean "second"\? Stages: first'):
+        staged(tmp_path, "file=a", "secnd.optim.lr=1")
     with pytest.raises(ConfigError, match=r"no pipeline rlfh\. Did you mean .rlhf"):
         read_recipe("rlfh")
 
