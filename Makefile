@@ -81,6 +81,7 @@ site: venv ## the documentation as pages with a search: build/site/index.html
 	rm -rf build/pages && mkdir -p build/pages
 	git ls-files '*.md' ':!tests' | xargs cp --parents --target-directory=build/pages
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
+	@echo 'build/site/index.html opens from disk. The search wants a server: python3 -m http.server -d build/site'
 
 golden: venv ## record the golden files anew, on purpose
 	LLMX_RECORD_GOLDEN=1 $(PYTEST) -q tests/unit

@@ -66,15 +66,16 @@ def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.Cap
     rows += [{"prompt": "word " * 300, "response": "lost"}, {"prompt": "q", "response": ""}]
     path = write_rows(here / "chats.jsonl", rows)
     words = ["model=tiny", "model.tokenizer=demo", f"data.path={path}"]
-    code, said = main(["data", *words, "data.seq_len=64", "preview=1"]), capfd.readouterr()
+    code, said = main(["data", *words, "data.seq_len=256", "preview=1"]), capfd.readouterr()
     assert code == 0, said.err
     assert "22 read, 20 in samples" in said.out
     assert "without an answer (1), without an answer in the first seq_len tokens (1)" in said.out
     assert "format prompt_response" in " ".join(said.out.replace("│", " ").split())
     (picture,) = (here / "cache" / "data").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for shown_of_the_sample in ("── example 1", "«", "⟨<|end|>⟩"):
+    for shown_of_the_sample in ("── example 6", "«", "⟨<|end|>⟩", "\n... and "):
         assert shown_of_the_sample in said.out
+    assert "── example 7" not in said.out
     # Nothing but the store: preparing is no run.
     assert not list(here.rglob("plan.json"))
 

@@ -245,6 +245,8 @@ def draw_histogram(meta: dict[str, Any], path: Path) -> None:
 TARGET, TARGET_ODD = "bold green", "green"
 PLAIN, PLAIN_ODD = "", "dim"
 SPECIAL, TARGET_SPECIAL = "black on yellow", "black on green"
+SHOWN_SEQUENCES = 6
+"""Of each sample; a packed one may have hundreds."""
 BYTES_OF_A_CHARACTER = 4
 """A character may be so many tokens, none of which can be shown alone."""
 
@@ -274,11 +276,14 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
             f"\nsample {index}: {plural(len(sample.tokens), 'token')}, "
             f"{plural(int(sample.targets.sum()), 'target token')}, {contents}"
         )
-        for line in sample_lines(sample, tokenizer, colour=colour):
+        lines = sample_lines(sample, tokenizer, colour=colour)  # two of each sequence
+        for line in lines[: 2 * SHOWN_SEQUENCES]:
             text = Text()
             for piece, style in line:
                 text.append(piece, style=style)
             console.print(text, soft_wrap=True)
+        if (more := len(lines) // 2 - SHOWN_SEQUENCES) > 0:
+            console.print(f"... and {more} more")
         for column in store.columns:
             if column.per != "token":
                 values = _values(sample.columns[column.name])
