@@ -175,10 +175,10 @@ class Runner:
         finally:
             self._screen.close()
         left = jobs.keys() - self.ends.keys()
-        if self.ending and left:
+        if self.ending and (left or self.stopped_by):
             print(
                 f"The sweep ends here; trials not started: {len(left)}. To go on: python -m llmx "
-                f"sweep resume {near(self.sweep.directory)}",
+                f"sweep resume {near(self.sweep.directory)}, or the same command again",
                 file=sys.stderr,
                 flush=True,
             )
