@@ -112,8 +112,6 @@ def test_a_finished_sweep_is_started_anew(here: Path) -> None:
         ("sweep resume nowhere", "not a sweep directory: it has no sweep.json"),
         ("sweep resume DIR seed=3", "seed=3: would make it a different sweep"),
         ("-m seed=1,2 hydra.sweep.dir=DIR", "contains another sweep"),
-        ("-m sweep.prune=true,false", "sweep.prune: must be the same for all trials"),
-        ("-m sweep.slots_per_trial=3 seed=1", "sweep.slots_per_trial=3, but hardware has 2 slots "),
         ("-m optim.cycles=3 optim.lr=1e-3,1e-4", "optim.cycles=3: has no effect"),
     ],
 )
@@ -124,6 +122,20 @@ def test_what_cannot_be_swept_is_said_once_before_the_first_trial(
     assert main([*typed, *(PLAN_ONLY if typed[0] == "-m" else [])]) == 2
     assert capsys.readouterr().err.count(message) == 1
     assert not list(here.rglob("config.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sweep.prune=true,false", "sweep.prune: must be the same for all trials"),
+        ("sweep.slots_per_trial=3 seed=1", "sweep.slots_per_trial=3, but hardware has 2 slots "),
+    ],
+)
+def test_a_trial_that_cannot_be_started_says_why(
+    here: Path, words: str, message: str, capsys
+) -> None:
+    assert main(["-m", *words.split(), *PLAN_ONLY]) == 2
+    assert message in capsys.readouterr().err
 
 
 # --- What is run -----------------------------------------------------------------------------
