@@ -71,7 +71,7 @@ RIGHT: dict[str, str] = {
     # Held out.
     "007": "ib_memlock", "012": "launcher_missing", "021": "cuda_linker", "026": "loss_scale",
     "032": "zero3_partitioned", "044": "cuda_oom", "050": "gpu_lost", "056": "port_in_use",
-    "061": "weights_only", "068": "hub_login", "077": "wandb_unreachable", "084": "worker_killed",
+    "061": "weights_only", "068": "hub_login", "077": "wandb_unreachable", "084": "kernel_oom_log",
     "096": "open_files", "104": "peft_target", "108": "dataset_columns", "115": "deepspeed_old",
     "121": "ds_no_sync", "125": "p2p_rtx4000", "132": "slurm_pmi", "140": "process_limit",
     "149": "arrow_types", "157": "illegal_memory", "161": "read_only",

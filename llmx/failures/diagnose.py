@@ -74,12 +74,9 @@ def find_failure(text: str) -> Match | None:
             if shape in shapes:
                 continue
             shapes.add(shape)
-        hits = list(_rows_of(block, in_context))
-        for order, row, groups in hits:
-            matches.append(
-                ((row.weight, block.kind, block.start, order), Match(row, block, groups))
-            )
-        if not hits and not logs.is_wrapper(block):
+        found = _matches_of(block, in_context)
+        matches += found
+        if not found and not logs.is_wrapper(block):
             unmatched.append(block)
     unknown = next((block for block in unmatched if block.kind == Kind.TRACEBACK), None)
     if unknown is not None:
@@ -87,8 +84,9 @@ def find_failure(text: str) -> Match | None:
         matches = [m for m in matches if m[1].block.kind != Kind.PLAIN]
     best = min(matches, key=lambda match: match[0], default=None)
     if best is not None and unknown is not None:
-        weight, is_earlier = best[0][0], unknown.start < best[1].block.start
-        if weight >= Weight.SIGNAL or (weight == Weight.SYMPTOM and is_earlier):
+        weight, line = best[0][0], best[1].block.lines[0]
+        is_other = unknown.start < line.number or unknown.lines[0].source != line.source
+        if weight >= Weight.SIGNAL or (weight == Weight.SYMPTOM and is_other):
             return Match(None, unknown, {})
     if best is not None:
         return best[1]
@@ -111,6 +109,28 @@ def _compiled() -> tuple[tuple[Row, re.Pattern[str], re.Pattern[str] | None], ..
     )  # fmt: skip
 
 
+def _matches_of(
+    block: Block, in_context: Callable[[str], bool]
+) -> list[tuple[tuple[int, int, int, int], Match]]:
+    """The rows that match a block, each with how well it explains the log.
+
+    Of chained exceptions the last decides; that before it only where the last says nothing.
+    """
+    found: list[tuple[tuple[int, int, int, int], Match]] = []
+    part: Block | None = block
+    while part is not None:
+        hits = [
+            ((row.weight, part.kind, part.start, order), Match(row, part, groups))
+            for order, row, groups in _rows_of(part, in_context)
+        ]
+        found += hits
+        says_nothing = not hits and not part.is_direct and not logs.is_wrapper(part)
+        if says_nothing or any(rank[0] <= Weight.SYMPTOM for rank, _ in hits):
+            break
+        part = part.earlier
+    return found
+
+
 def _rows_of(
     block: Block, in_context: Callable[[str], bool]
 ) -> Iterator[tuple[int, Row, dict[str, str]]]:
@@ -130,7 +150,7 @@ NOTES = {
     "nan": "a lower optim.lr, a longer warm-up, or precision=bf16 where the devices can",
     "comm": "the logs of all ranks are in RUN_DIR/logs; the first one to fail is named here",
     "disk_full": DISK_FULL,
-    "config": "see the traceback; `python -m llmx resume RUN_DIR KEY=VALUE` changes a setting",
+    "config": "see the traceback; `python -m llmx resume RUN_DIR key=value` changes a setting",
     "data": "repair the file that the cause names, then: python -m llmx resume RUN_DIR",
     "crash": "see the traceback; the whole log of the rank is in RUN_DIR/logs",
 }

@@ -45,7 +45,11 @@ class Block:
 
     kind: Kind
     lines: tuple[Line, ...]
-    """Of a traceback only the messages of its exceptions, not its frames."""
+    """Of a traceback only the message of its last exception, not its frames."""
+    earlier: Block | None = None
+    """What the last exception of a traceback was raised from, or raised while handling."""
+    is_direct: bool = False
+    """It names ``earlier`` as its cause (``raise ... from``)."""
 
     @property
     def text(self) -> str:
@@ -70,12 +74,12 @@ _PREFIX = re.compile(
     r"|\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]? "  # ts, screen
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ \S+\[\d+\]: "  # journald
     r"|[\w.-]+ +\| "  # docker compose
+    r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[[\w./]+:\d+\] "  # vLLM
 )
 _EXCEPTION = re.compile(r"^[\w.]*[A-Z]\w*(?:Error|Exception|Timeout|Interrupt|Usage)\b(?::|$)")
-_TIME = re.compile(r"\[?\d{4}-\d\d-\d\d[T ][\d:.Z+-]+\]?|[A-Z][a-z]{2} [ \d]\d [\d:]+")
-_CHAIN = re.compile(
-    r"The above exception was the direct cause|During handling of the above exception"
-)
+_TIME = re.compile(r"\[?(?:\d{4}-)?\d\d-\d\d[T ][\d:.Z+-]+\]?|[A-Z][a-z]{2} [ \d]\d [\d:]+")
+_DIRECT = "The above exception was the direct cause"
+_CHAIN = re.compile(rf"{_DIRECT}|During handling of the above exception")
 _IGNORED = re.compile(r"^Exception ignored in|^Error in (sys\.excepthook|atexit)")
 _IN_THREAD = re.compile(r"^Exception in thread")
 _LEVEL = r"(?:INFO|DEBUG|TRACE|NOTICE|WARN|WARNING)"
@@ -125,12 +129,13 @@ ERROR = re.compile(
     r"|not found|[Pp]ermission denied|refused|No route to host"
     r"|Could not resolve|verif\w+ failed"
     r"|[Nn]o such file|cannot (?:find|open|stat)|[Ss]egmentation fault|[Bb]us error|core dumped"
-    r"|oom[-_ ]?kill|OOMKilled|Evicted|CANCELLED|\bXid\b|No space left|fatal\b|[Uu]nable to"
+    r"|oom[-_ ]?kill|OOMKilled|Evicted|CANCELLED|\bXid\b|[Nn]o space left|fatal\b|[Uu]nable to"
     r"|[Ff]ailed"
 )
 _WRAPPER = re.compile(
     r"(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException"
-    r"|RayTaskError|SystemExit|InstantiationException|DatasetGenerationError)\b"
+    r"|RayTaskError|SystemExit|InstantiationException|DatasetGenerationError|EngineDeadError)\b"
+    r"|Engine core initialization failed|[Ss]ee (?:the )?(?:root cause|stack trace)"
 )
 
 
@@ -197,12 +202,10 @@ def _blocks_of(lines: list[Line]) -> Iterator[Block]:
     while at < len(lines):
         line = lines[at]
         if line.text.startswith(TRACEBACK) or line.text.lstrip().startswith(TRACEBACK):
-            messages, at = _traceback(lines, at)
-            if messages:
-                kind = Kind.IGNORED if ignored else Kind.ERROR if in_thread else Kind.TRACEBACK
-                if kind == Kind.TRACEBACK and EXIT.search(messages[-1].text):
-                    kind = Kind.EXIT if len(messages) == 1 else kind
-                yield Block(kind, tuple(messages))
+            kind = Kind.IGNORED if ignored else Kind.ERROR if in_thread else Kind.TRACEBACK
+            block, at = _traceback(lines, at, kind)
+            if block is not None:
+                yield block
             ignored = in_thread = False
             continue
         if line.text.strip():
@@ -224,21 +227,27 @@ def _blocks_of(lines: list[Line]) -> Iterator[Block]:
         at += 1
 
 
-def _traceback(lines: list[Line], at: int) -> tuple[list[Line], int]:
-    """The messages of a traceback with those that it is chained to, and where it ends."""
-    messages: list[Line] = []
+def _traceback(lines: list[Line], at: int, kind: Kind) -> tuple[Block | None, int]:
+    """The last exception of a traceback with those that it is chained to, and where it ends."""
+    block: Block | None = None
+    is_direct = False
+    # pip prints those of what it builds indented.
+    indent = lines[at].text[: -len(lines[at].text.lstrip())]
     while at < len(lines):
-        text = lines[at].text
+        text = lines[at].text.removeprefix(indent)
         is_frame = not text.strip() or text[0] in " \t" or text.startswith("...")
         if is_frame or text.startswith(TRACEBACK) or _CHAIN.search(text):
+            is_direct = _DIRECT in text or (is_direct and not _CHAIN.search(text))
             at += 1
             continue
-        message, at = _messages(lines, at)
-        messages += message
+        messages, at = _messages(lines, at)
+        is_exit = kind == Kind.TRACEBACK and block is None and len(messages) == 1
+        is_exit = is_exit and EXIT.search(messages[0].text) is not None
+        block = Block(Kind.EXIT if is_exit else kind, tuple(messages), block, is_direct)
         after = [line.text for line in lines[at : at + 3] if line.text.strip()][:1]
         if not (after and _CHAIN.search(after[0])):
             break
-    return messages, at
+    return block, at
 
 
 def _messages(lines: list[Line], at: int) -> tuple[list[Line], int]:

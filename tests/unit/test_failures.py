@@ -21,10 +21,12 @@ from llmx.cli.main import main
 from llmx.config import known_keys
 from llmx.failures.catalogue import ROWS
 from llmx.failures.diagnose import (
+    NOTES,
     OUTCOMES,
     OWN_ERRORS,
     Failure,
     diagnose,
+    fill,
     find_failure,
     signal_in_log,
     signal_of_silent_death,
@@ -35,6 +37,7 @@ from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.outcome import Evidence
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
+from llmx.redact import redact
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.status import RankStatus
 from tests import tracked_run
@@ -48,6 +51,7 @@ def plan() -> Plan:
 
 
 TRACEBACK = "Traceback (most recent call last):\n"
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 RESET = "[../gloo/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
 MESSAGES = [(row, message) for row in ROWS for message in row.messages]
 
@@ -124,6 +128,66 @@ def test_keys_of_llmx_that_rows_name_exist() -> None:
 def test_the_page_of_all_failures_is_current(golden) -> None:
     """docs/failures.md: ``make docs`` (or recording the golden files) writes it anew."""
     golden("../../docs/failures.md", markdown())
+
+
+def test_what_the_catalogue_says_is_no_credential() -> None:
+    """Its texts are shown through ``redact``."""
+    texts = [*NOTES.values(), *(text for row in ROWS for text in (row.cause, row.fix, row.llmx))]
+    for text in map(fill, texts):
+        assert redact(text) == text
+
+
+POOL = "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max retries exceeded with url: /x"
+DIRECT = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+HANDLING = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+FRAME = f"{TRACEBACK}  File 'x.py', line 3, in f\n"
+GPU_2 = "CUDA out of memory. Tried to allocate 448.00 MiB. GPU 2 has a total capacity of 79.15 GiB of which 301.00 MiB is free. Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated."
+NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.26.2"
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "said"),
+    [
+        # Of chained exceptions the last decides, unless it only wraps or names the one before.
+        (f"{FRAME}KeyError: 'question'{HANDLING}{FRAME}TypeError: unsupported operand", "", "TypeError: unsupported operand"),
+        (f"{FRAME}FileNotFoundError: [Errno 2] No such file or directory: 'c.pt'{HANDLING}{FRAME}{OOM}", "cuda_oom", OOM),
+        (f"{FRAME}pyarrow.lib.ArrowInvalid: JSON parse error: Column(/x) changed from string to array in row 4{DIRECT}{FRAME}datasets.exceptions.DatasetGenerationError: An error occurred", "arrow_types", "ArrowInvalid"),
+        (f"{FRAME}socket.gaierror: [Errno -3] Temporary failure in name resolution{DIRECT}{FRAME}{POOL.format('data.example.org')}", "network", "outside of this network"),
+        ("  x error: subprocess-exited-with-error\n      Traceback (most recent call last):\n        File 'setup.py', line 22\n      ModuleNotFoundError: No module named 'torch'\n      [end of output]", "build_isolation", "--no-build-isolation"),
+        # The lines of a vLLM engine have a prefix; what waits for it says less.
+        (f"(EngineCore_DP0 pid=9) ERROR 02-08 14:20:12 [core.py:946] {TRACEBACK}(EngineCore_DP0 pid=9) ERROR 02-08 14:20:12 [core.py:946]   File 'x.py', line 9\n(EngineCore_DP0 pid=9) ERROR 02-08 14:20:13 [core.py:946] ZeroDivisionError: division by zero\n{FRAME}RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}", "", "ZeroDivisionError: division by zero"),
+        # A refusal belongs to the host that answered.
+        ("wandb.errors.errors.CommError: failed to upsert bucket: returned error 401 Unauthorized: {}", "wandb_login", "Weights & Biases"),
+        ("ValueError: API key must be 40 characters long, yours was 86", "wandb_login", "40 characters"),
+        ("botocore.exceptions.ClientError: An error occurred (403) when calling the HeadObject operation: Forbidden", "access_denied", "object store"),
+        ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://mlflow.corp.local/api", "access_denied", "mlflow.corp.local refuses"),
+        ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://huggingface.co/x/y", "hub_login", "on the Hub"),
+        ("openai.RateLimitError: Error code: 429 - {'error': 'x'}", "hub_limit", "a server limits"),
+        # A private address is not the internet.
+        (POOL.format("192.168.10.15"), "local_server", "192.168.10.15:443"),
+        (POOL.format("wandb.corp.internal"), "local_server", "wandb.corp.internal:443"),
+        (POOL.format("data.example.org"), "network", "outside of this network"),
+        (f"{TRACEBACK}  File '/x/trl/extras/vllm_client.py', line 9\nrequests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected('Remote end closed'))", "vllm_server", "or it ended"),
+        # Fragmented is what lies idle in a large part of the GPU.
+        (f"torch.OutOfMemoryError: {GPU_2.format('76.92 GiB', '512.25 MiB')}", "cuda_oom", "is full"),
+        (f"torch.OutOfMemoryError: {GPU_2.format('44.10 GiB', '31.85 GiB')}", "oom_fragmented", "fragmented"),
+        # What NCCL names, and what another rank raised, comes before its general error.
+        (f"{FRAME}{NCCL}\nLast error:\nCuda failure 2 'out of memory'", "cuda_oom", "is full"),
+        (f"[rank0]: {TRACEBACK}[rank0]: {NCCL}\n[rank1]: {TRACEBACK}[rank1]: KeyError: 'expert-9'", "", "KeyError: 'expert-9'"),
+        (f"^C{TRACEBACK}  File '/x/torch/utils/file_baton.py', line 49, in wait\nKeyboardInterrupt", "extension_lock", "lock file"),
+        ("docker: Error response from daemon: manifest for x not found: manifest unknown.", "docker", "docker cannot"),
+        ("docker: Error response from daemon: Bind for 0.0.0.0:8000 failed: port is already allocated.", "port_in_use", "a port"),
+        ("docker: Error response from daemon: failed to create task: unknown\nnvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update", "driver_old", "too old"),
+        # What is like a known failure in one word only.
+        ("OSError: [Errno 11] Resource temporarily unavailable", "", "OSError"),
+        ("RuntimeError: torch.cat(): expected a non-empty list of Tensors", "", "RuntimeError"),
+        ("FileExistsError: [Errno 17] File exists: 'results/run1'", "", "FileExistsError"),
+        ("google.api_core.exceptions.ResourceExhausted: Quota exceeded for GPUs", "", "Quota exceeded"),
+    ],
+)  # fmt: skip
+def test_which_error_decides(log: str, name: str, said: str) -> None:
+    found = diagnose(Failure(log=log))
+    assert (found.name, said in found.cause + found.fix) == (name, True)
 
 
 def test_groups_are_filled_in() -> None:
@@ -257,7 +321,7 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
 @pytest.mark.parametrize(
     ("message", "name"),
     [
-        ("NCCL error in: ../NCCLUtils.hpp:133, invalid argument, NCCL version 2.14.3\nInvalid config blocking attribute value -2147483648", "nccl_two_builds"),
+        ("NCCL error in: ../NCCLUtils.hpp:133, invalid argument, NCCL version 2.14.3\nInvalid config blocking attribute value -2147483648", "nccl_versions"),
         ("[enforce fail at ../gloo/transport/tcp/device.cc:208] ifa != nullptr. Unable to find address for: eth0", "interface_missing"),
         ("NCCL error in: ProcessGroupNCCL.cpp:1691, invalid usage, NCCL version 2.19.3\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000", "gpu_twice"),
         ("NCCL error in: ProcessGroupNCCL.cpp:400, internal error\nLast error:\nBootstrap : no socket interface found", "interface_missing"),
@@ -299,7 +363,6 @@ def test_prefixes_of_ranks_hosts_and_times(prefix: str) -> None:
     assert (match.row.name, match.line) == ("disk_full", lines[-1])
 
 
-OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 TORCHRUN = f"""\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/job/train.py", line 3, in <module>
