@@ -4,10 +4,10 @@ from, and of others.
     LLMX_REAL_DATA=DIR python benchmarks/explain.py [-v]
 
 ``DIR/failures`` holds texts ``NNN-slug.txt``: a header (``# cause: ...``), an empty line, the log.
-Of the files sorted by name, those whose position modulo 14 is in ``HELD_OUT`` (of those after
-number 200, ``HELD_OUT_LATER``) were not opened before the rows were written. ``RIGHT`` says which row agrees with the cause in the header, by
-reading; a text that stands in no table is not judged. Each text is also explained behind five of
-``HARMLESS``, in ten draws.
+Of the files sorted by name, those whose position modulo 14 is in ``HELD_OUT`` were not opened
+before the rows were written; of those after number 200, the ones in ``HELD_OUT_LATER``. ``RIGHT``
+says which row agrees with the cause in the header, by reading; a text that stands in no table is
+not judged. Each text is also explained behind five of ``HARMLESS``, in ten draws.
 """
 
 from __future__ import annotations
