@@ -70,7 +70,7 @@ RIGHT: dict[str, str] = {
     "138": "token_index", "141": "no_grad", "143": "pad_token", "155": "weights_damaged",
     "156": "weights_damaged", "159": "wandb_unreachable",
     "201": "vllm_memory", "205": "vllm_server", "209": "slurm_busy", "213": "precision",
-    "217": "numpy_abi", "221": "permission", "225": "slurm_config", "229": "gpu_busy",
+    "217": "numpy_abi", "221": "not_executable", "225": "slurm_config", "229": "gpu_busy",
     # Held out.
     "007": "ib_memlock", "012": "launcher_missing", "021": "cuda_linker", "026": "loss_scale",
     "032": "zero3_partitioned", "044": "cuda_oom", "050": "gpu_lost", "056": "port_in_use",

@@ -16,7 +16,7 @@ MEMORY_LADDER = (
 )
 REBUILD = "rm -r ~/.cache/torch_extensions (or TORCH_EXTENSIONS_DIR) on that host, and start again"
 NO_EXTENSION = "or optim=adamw without offload, which needs no extension"
-NO_GPU = r"requires CUDA|cuda\.is_available\(\)|Torch not compiled with CUDA|No CUDA GPUs|no CUDA-capable|CUDA (is|was) not available|driver initialization failed|fp16|bf16|without (CUDA|GPU|a GPU)|cpu_adam|type cpu"
+NO_GPU = r"requires CUDA|cuda\.is_available\(\)|Torch not compiled with CUDA|No CUDA GPUs|no CUDA-capable|CUDA (is|was) not available|driver initialization failed|Found no NVIDIA driver|fp16|bf16|without (CUDA|GPU|a GPU)|cpu_adam|type cpu"
 """How programs end that have warned before why they have no GPU."""
 FEWER = "offload less, zero.pin_memory=false, fewer ranks on the host, zero=stage3 (which loads the model in shards), or zero=infinity"
 
@@ -119,9 +119,11 @@ ROWS: tuple[Row, ...] = (
     Row("file_system", "crash", r"Stale (NFS )?file handle|\[Errno 116\]|\[Errno 5\] Input/output error|OSError: Input/output error|Transport endpoint is not connected|Remote I/O error|Structure needs cleaning",
         ("OSError: [Errno 116] Stale file handle", "OSError: [Errno 5] Input/output error"),
         "the (network) file system failed", "look at the mount and `dmesg` on that host, mount it anew, and resume"),
-    Row("permission", "config", r"PermissionError: \[Errno 13\][^\n]*?'(?P<path>[^']+)'|PermissionError: \[Errno 1\]|(bash|sh|line \d+): (?P<path2>[~./]\S*): Permission denied",
-        ("PermissionError: [Errno 13] Permission denied: '/runs/x'", "train.sh: line 22: /opt/venv/bin/deepspeed: Permission denied"),
-        "no permission for {path|a file}", "give the user the right to it (chmod +x for a program), or point caches and outputs to places of their own (HF_HOME, TRITON_CACHE_DIR, TMPDIR)", "give the user the right to it, or set run_dir and data.cache_dir to places of their own"),
+    Row("permission", "config", r"PermissionError: \[Errno 13\][^\n]*?'(?P<path>[^']+)'|PermissionError: \[Errno 1\]",
+        ("PermissionError: [Errno 13] Permission denied: '/runs/x'",),
+        "no permission for {path|a file}", "give the user the right to it, or point caches and outputs to places of their own (HF_HOME, TRITON_CACHE_DIR, TMPDIR)", "give the user the right to it, or set run_dir and data.cache_dir to places of their own"),
+    Row("not_executable", "config", r"(bash|sh|line \d+): (?P<path>[~./]\S*): Permission denied", ("train.sh: line 22: /opt/venv/bin/deepspeed: Permission denied",),
+        "the shell may not execute {path}", "chmod +x it (the bit is lost where files are copied), or mount its file system without noexec", weight=Weight.SIGNAL),
     Row("nvme", "config", r"libaio|fatal error: libaio\.h|JIT load the async_io op|cannot find -laio|aio_handle|async_swapper|nvme.{0,60}(does not exist|not support|assert)",
         ("RuntimeError: Unable to JIT load the async_io op due to it not being compatible due to hardware/software issue.",
          "/usr/bin/ld: cannot find -laio: No such file or directory"),

@@ -178,6 +178,8 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unh
         ("docker: Error response from daemon: manifest for x not found: manifest unknown.", "docker", "docker cannot"),
         ("docker: Error response from daemon: Bind for 0.0.0.0:8000 failed: port is already allocated.", "port_in_use", "a port"),
         ("docker: Error response from daemon: failed to create task: unknown\nnvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update", "driver_old", "too old"),
+        # What a shell says of its own start-up does not explain a traceback.
+        (f"/etc/profile.d/x.sh: line 12: /etc/modulefiles/list: Permission denied\n{FRAME}TypeError: build() missing 1 argument", "", "TypeError"),
         # What is like a known failure in one word only.
         ("OSError: [Errno 11] Resource temporarily unavailable", "", "OSError"),
         ("RuntimeError: torch.cat(): expected a non-empty list of Tensors", "", "RuntimeError"),
