@@ -184,6 +184,7 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unh
         ("OSError: [Errno 11] Resource temporarily unavailable", "", "OSError"),
         ("RuntimeError: torch.cat(): expected a non-empty list of Tensors", "", "RuntimeError"),
         ("FileExistsError: [Errno 17] File exists: 'results/run1'", "", "FileExistsError"),
+        ("ImportError: cannot import name 'helper' from 'utils' (/job/utils.py)", "", "ImportError"),
         ("google.api_core.exceptions.ResourceExhausted: Quota exceeded for GPUs", "", "Quota exceeded"),
     ],
 )  # fmt: skip
