@@ -84,9 +84,11 @@ def find_failure(text: str) -> Match | None:
         matches = [m for m in matches if m[1].block.kind != Kind.PLAIN]
     best = min(matches, key=lambda match: match[0], default=None)
     if best is not None and unknown is not None:
-        weight, line = best[0][0], best[1].block.lines[0]
-        is_other = unknown.start < line.number or unknown.lines[0].source != line.source
-        if weight >= Weight.SIGNAL or (weight == Weight.SYMPTOM and is_other):
+        weight, kind, line = best[0][0], best[1].block.kind, best[1].block.lines[0]
+        is_later = unknown.start < line.number
+        is_other = is_later or unknown.lines[0].source != line.source
+        is_said_after = is_later and kind != Kind.TRACEBACK and not logs.DECIDES.search(line.text)
+        if weight >= Weight.SIGNAL or is_said_after or (weight == Weight.SYMPTOM and is_other):
             return Match(None, unknown, {})
     if best is not None:
         return best[1]

@@ -107,9 +107,9 @@ HARMLESS = re.compile(
     r"|^\s*\d+%\|.*(?:it/s|s/it|\?it)|^\s*(?:Downloading|Loading|Map|Generating)\b.*\d%"
 )
 """Warnings by level or type, progress, retries, and lines that look bad and are not."""
-_DECIDES = re.compile(
+DECIDES = re.compile(
     r"NCCL WARN|\bNVRM: |\bWarning +(?:Evicted|Failed\w*|BackOff|OOMKilling|Unhealthy)|"
-    r"\[E \w|slurmstepd|srun: error|step creation"
+    r"\[E \w|slurmstepd|srun: error|step creation|Out of memory: Kill"
 )
 """What decides although it is said at a harmless level."""
 EXIT = re.compile(
@@ -187,7 +187,7 @@ def true_error(block: Block) -> str:
 @lru_cache(maxsize=1 << 14)
 def _kind_of(text: str) -> Kind:
     """The kind of a line, in which numbers do not matter."""
-    if _DECIDES.search(text):
+    if DECIDES.search(text):
         return Kind.EXIT if EXIT.search(text) else Kind.ERROR
     if HARMLESS.search(text):
         return Kind.EXIT if EXIT.search(text) and "exit" in text.lower() else Kind.HARMLESS
@@ -260,8 +260,8 @@ def _messages(lines: list[Line], at: int) -> tuple[list[Line], int]:
             or text.lstrip().startswith(TRACEBACK)
             or _CHAIN.search(text)
             or EXIT.search(text)
-            or (HARMLESS.search(text) and not _DECIDES.search(text))
-            or re.match(r"\[\d{4}-|\d{4}-\d\d-\d\d|\d+%\|", text.lstrip())
+            or (HARMLESS.search(text) and not DECIDES.search(text))
+            or re.match(r"\[\d{4}-|\d{4}-\d\d-\d\d|\d+%\||Exception i[ng]", text.lstrip())
         ):
             break
         messages.append(line)

@@ -174,6 +174,8 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unh
         # What NCCL names, and what another rank raised, comes before its general error.
         (f"{FRAME}{NCCL}\nLast error:\nCuda failure 2 'out of memory'", "cuda_oom", "is full"),
         (f"[rank0]: {TRACEBACK}[rank0]: {NCCL}\n[rank1]: {TRACEBACK}[rank1]: KeyError: 'expert-9'", "", "KeyError: 'expert-9'"),
+        (f"{NCCL}\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer gpu-2<51412>", "peer_died", "broke"),
+        (f"{FRAME}TypeError: unsupported format\nException in thread NetStatThr:\n{TRACEBACK}  File 'site-packages/wandb/x.py', line 2\nBrokenPipeError: [Errno 32] Broken pipe", "", "TypeError"),
         (f"^C{TRACEBACK}  File '/x/torch/utils/file_baton.py', line 49, in wait\nKeyboardInterrupt", "extension_lock", "lock file"),
         ("docker: Error response from daemon: manifest for x not found: manifest unknown.", "docker", "docker cannot"),
         ("docker: Error response from daemon: Bind for 0.0.0.0:8000 failed: port is already allocated.", "port_in_use", "a port"),
