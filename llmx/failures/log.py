@@ -261,7 +261,7 @@ def _messages(lines: list[Line], at: int) -> tuple[list[Line], int]:
             or _CHAIN.search(text)
             or EXIT.search(text)
             or (HARMLESS.search(text) and not DECIDES.search(text))
-            or re.match(r"\[\d{4}-|\d{4}-\d\d-\d\d|\d+%\||Exception i[ng]", text.lstrip())
+            or re.match(r"\[\d{4}-|\d{4}-\d\d-\d\d|\d+%\||Exception (?:in|ignored)", text.lstrip())
         ):
             break
         messages.append(line)
