@@ -38,6 +38,7 @@ def outcomes(directory: Path) -> dict[str, dict]:
 
 
 @pytest.mark.deepspeed
+@pytest.mark.nightly
 def test_every_part_runs_to_its_end_with_shrunken_sizes(tmp_path) -> None:
     # Forked ranks: what starts them otherwise is tested elsewhere (test_launch_local).
     done = bench(tmp_path, "--tiny", python=shared().python)

@@ -99,6 +99,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
 EVERYTHING = Path(__file__).parents[1] / "programs" / "own_task.py"
 
 
+@pytest.mark.nightly
 def test_a_task_that_uses_all_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Pairs stored and generated, a frozen reference, a second trained network with a head, float
     weights, metrics: stopped, 2 -> 3 ranks, export, all by the commands of a user."""
