@@ -61,13 +61,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_terminal() -> None:
+    """Tables are as wide as off a terminal, whatever the caller (or xdist) exports; before a
+    fixture of a module runs a command."""
+    os.environ.pop("COLUMNS", None)
+
+
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
     """What a test (or what it calls) sets ends with it: with a LOCAL_RANK that stays, libraries
-    take the process of the next one for a rank. Tables are as wide as off a terminal, whatever
-    the caller (or xdist) exports."""
+    take the process of the next one for a rank."""
     with mock.patch.dict(os.environ):
-        os.environ.pop("COLUMNS", None)
         yield
 
 
