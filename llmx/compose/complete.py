@@ -585,7 +585,7 @@ def shortened(exp: Experiment) -> Experiment:
     task = replace(
         exp.task,
         stop_at_step=min(steps, exp.task.stop_at_step or steps),
-        log_every_steps=max(1, min(exp.task.log_every_steps, steps // LINES)),
+        log_every_steps=max(1, min(exp.task.log_every_steps or steps, steps // LINES)),
         evaluate=evaluates,
         eval_every_steps=steps if evaluates else 0,
         eval_generate=exp.task.eval_generate if evaluates else 0,

@@ -381,8 +381,9 @@ class TaskConfig:
     """Optimizer steps. If set, it overrides ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)
     """Passes over the data; fractions are allowed. Used if ``steps`` is null."""
-    log_every_steps: int = number(10, minimum=1, maximum=MAX_STEPS)
-    """Log a line every N steps: on the console, in ``metrics.jsonl`` and in trackers."""
+    log_every_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=10)
+    """Log a line every N steps: on the console, in ``metrics.jsonl`` and in trackers. null is every
+    10 steps, and more often in a run of fewer than 500, so that its curves have 50 points."""
     evaluate: bool = True
     """Evaluate on the held-out data before and after training, and every ``eval_every_steps``.
     False holds out the same rows and evaluates nothing."""

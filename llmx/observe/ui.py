@@ -28,18 +28,19 @@ import yaml
 from llmx import text as human
 from llmx.errors import ConfigError, LlmxError
 from llmx.observe.compare import difference_of
-from llmx.observe.page import Json, block, changes, document, page, plain, table
-from llmx.observe.page.run import MAX_POINTS, curves, run_page
+from llmx.observe.page import Json, block, changes, document, page, plain, table, thinned
+from llmx.observe.page.run import MAX_POINTS, curves, has_steps, run_page
 from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import SweepReader
 from llmx.observe.status import outputs
 from llmx.observe.status.observer import Observer, find_runs
 from llmx.observe.status.remote import parse_location
-from llmx.observe.status.show import rows_of, short_loss, time_text
+from llmx.observe.status.show import activity_rows, cells_of, progress_rows
 from llmx.observe.status.sweep import look
-from llmx.observe.status.view import LIVE, View, interpret
+from llmx.observe.status.view import LIVE, Facts, interpret
 from llmx.redact import redact
+from llmx.run.metrics import declared_in, measured, metric_of
 from llmx.run.rundir import RunDir
 from llmx.run.sweepdir import Trial, is_sweep
 from llmx.run.tail import read_records
@@ -50,6 +51,8 @@ READ_S = 1.0
 MANY = 8
 POINTS_OF_MANY = 500
 """Lines of the curves of each run, where more than MANY are drawn over each other."""
+POINTS_OF_ROW = 48
+"""Losses of the small curve of a run in the table."""
 LOG_BYTES = 32_768
 """Of the end of a log."""
 Query = Mapping[str, list[str]]
@@ -215,26 +218,35 @@ class Views:
             stamp = _stamp(Path(root))
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
-                view = interpret(Observer(root, brief=True).facts())
-                cached = self._rows[name] = (stamp, plain(self._row(view, Path(root))))
+                row = self._row(Observer(root, brief=True).facts(), Path(root))
+                cached = self._rows[name] = (stamp, plain(row))
             rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
         title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
         order = sorted(rows, key=lambda name: rows[name]["state"] not in LIVE)
         return {**page(title, "", {}), "runs": rows, "order_of_runs": order}
 
-    def _row(self, view: View, root: Path) -> Json:
-        step = "" if view.step is None else f"{view.step:,}"
+    def _row(self, facts: Facts, root: Path) -> Json:
+        """The cells of a run; a list has the text of a cell and the value that sorts it."""
+        view, started = interpret(facts), ""
+        if view.started is not None:
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(view.started))
+        tags, metric = _settings(root)
+        state, step, loss, speed, took = cells_of(view)
         return {
-            "state": view.state,
-            "step": f"{step}/{view.total:,}" if step and view.total else step,
-            "loss": short_loss(view),
-            "speed": "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
-            "time": time_text(view),
+            "name": view.name,
+            "state": state,
+            "step": [step, view.step],
+            "loss": [loss, view.loss],
+            "curve": thinned(facts["metrics"]["losses"], lambda point: point[1], POINTS_OF_ROW),
+            "evaluation": _evaluation(facts, metric),
+            "started": [started, view.started],
+            "time": [took, view.took_s if view.left_s is None else view.left_s],
+            "speed": [speed, view.tokens_per_s],
             "hosts": ", ".join(name for name, _ in view.hosts[:3])
             + (f" and {len(view.hosts) - 3} more" if len(view.hosts) > 3 else ""),
             "sweep": self._id(root.parent) if is_sweep(root.parent) else "",
-            "tags": ", ".join(_tags(root)),
+            "tags": ", ".join(tags),
             "why": view.why,
         }
 
@@ -245,11 +257,18 @@ class Views:
         observer = self._observers.setdefault(name, Observer(str(root)))
         view = interpret(observer.facts())
         content = self._cached("run", name, lambda: run_page(load_run(root)))
-        content = {**content, "order": ["Now", *content["order"]]}
-        content["sections"] = {"Now": [table(rows_of(view))], **content["sections"]}
+        activity = {"Checkpoints, hosts and events": [table(activity_rows(view))]}
+        run, sections = RunDir(root), {**content["sections"], **activity}
+        order, folded = [*content["order"]], [*content["folded"]]
+        if run.result.is_file() and view.state not in LIVE:
+            folded += activity
+            order += activity
+        else:
+            sections["Now"] = [table(progress_rows(view))]
+            order = ["Now", *order[: len(order) - len(folded)], *activity, *folded]
+        content = {**content, "sections": sections, "order": order, "folded": folded}
         if view.state in LIVE:
-            content |= {"title": f"{view.name}: {view.state}", "state": view.state}
-        run = RunDir(root)
+            content |= {"title": f"{content['name']}: {view.state}", "state": view.state}
         # That of the launcher has the environment of the ranks.
         logs = sorted(path.name for path in run.logs.glob("*.log") if path != run.launcher_log)
         content["logs"] = logs
@@ -277,7 +296,11 @@ class Views:
             title = "A: {}, B: {}".format(*roots)
         unread = len(roots) - len(drawn)
         title += f" ({unread} not yet read)" if unread else ""
-        return {**page(title, "", sections, curves=drawn), "unread": unread}
+        empty = [name for name, columns in drawn.items() if not has_steps(columns)]
+        text = f"No step is logged yet, so no curve is drawn: {', '.join(empty)}" if empty else ""
+        sections = {"Not drawn": [block("text", text)], **sections}
+        curves_of = drawn if len(empty) < len(drawn) else {}
+        return {**page(title, "", sections, curves=curves_of), "unread": unread}
 
     def _cached(self, kind: str, name: str, make: Any) -> Json:
         stamp = [_stamp(self._inside(part)) for part in name.split("\n")]
@@ -317,14 +340,30 @@ def _difference(a: Path, b: Path) -> Json:
     return page("", "", {**sections, "Notes": [block("list", difference.notes)]})
 
 
-def _tags(root: Path) -> list[str]:
-    """``tracking.tags`` of a run. Only their lines are parsed: a table may have 1,000 runs."""
+def _settings(root: Path) -> tuple[list[str], str]:
+    """``tracking.tags`` of a run, and the metric of ``checkpoint.metric``. Only their lines are
+    parsed: a table may have 1,000 runs."""
     try:
         text = RunDir(root).config.read_text(encoding="utf-8", errors="replace")
         lines = re.search(r"^  tags:\n((?:  - .*\n)+)", text, re.M)
-        return [str(tag) for tag in yaml.safe_load(lines[1])] if lines else []
+        metric = re.search(r"^  metric: eval/(\S+)$", text, re.M)
+        tags = [str(tag) for tag in yaml.safe_load(lines[1])] if lines else []
+        return tags, metric[1] if metric else ""
     except (OSError, yaml.YAMLError):
-        return []
+        return [], ""
+
+
+def _evaluation(facts: Facts, name: str) -> list[Any]:
+    """The newest value of the metric ``name``, else of the first one that the task measures, else
+    of the loss: its text, and the value. Without an evaluation, of what is measured in training."""
+    line, declared = facts["metrics"]["eval"] or {}, declared_in(facts["metrics"]["start"] or {})
+    values = measured(line or facts["metrics"]["last"] or {}, declared)
+    if values:
+        name = name if name in values else next(iter(values))
+        metric = metric_of(name, declared)
+        return [f"{metric.title} {metric.shown(values[name])}", values[name]]
+    loss = line.get("loss")
+    return ["", None] if loss is None else [f"loss {human.number(loss)}", loss]
 
 
 def _stamp(root: Path) -> list[int]:

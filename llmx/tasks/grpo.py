@@ -443,7 +443,7 @@ class Grpo(Task):
         rewards = np.concatenate([group.rewards for group in groups])
         totals = rewards @ np.array(self._weights)
         totals, signals = self._signals(models, drawn, totals)
-        if key.step % self.exp.task.log_every_steps == 0:
+        if key.step % (self.exp.task.log_every_steps or 10) == 0:
             self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
         prompt_texts = [self.decode(list(group.drawn[0].prompt.tokens)) for group in groups]
         self.generated = [

@@ -13,7 +13,7 @@ from typing import Any
 from llmx.checkpoint.export.model import export_adapter, export_model
 from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.collectives import all_gather
-from llmx.config import Experiment
+from llmx.config import Experiment, TaskConfig
 from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
 from llmx.run.card import user_card, write_card
@@ -129,7 +129,7 @@ def train(session: Session) -> None:
                     timed=step_log.timed,
                 )
                 step_log.add(step, loss_sum)
-                due = done % exp.task.log_every_steps == 0 or done in (1, total)
+                due = done % log_interval(exp.task, total) == 0 or done in (1, total)
                 if due or done == last:
                     measured = step_log.write(step, extra=not due)
             if done < last and rebalance(session, done, measured):
@@ -154,6 +154,11 @@ def train(session: Session) -> None:
     if session.stop.disable():
         exit_interrupted(session.status)
     session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
+
+
+def log_interval(task: TaskConfig, total: int) -> int:
+    """Steps between two logged lines: by default 10, or fewer where a run then has 50 lines."""
+    return task.log_every_steps or max(1, min(10, total // 50))
 
 
 def early_stop(session: Session) -> EarlyStop | None:

@@ -48,7 +48,7 @@ def test_config_environment_outcome_and_curves(runs, capsys) -> None:
     write_json(a.provenance, record)
     said = compared(capsys, a.root, b.root)
     for words in (
-        "zero.stage", "launch.env.NCCL_X  not set  1", "torch", "oom after 3 of 90 steps",
+        "zero.stage", "launch.env.NCCL_X  not set  1", "torch", "failed (oom) after 3 of 90 steps",
         "CUDA out of memory", "restarts", "no result.json yet",
         "2 lines in common, up to step 2. They differ first at step 2 (loss 2 in A, 2.5",
     ):  # fmt: skip

@@ -127,14 +127,14 @@ def saved(make: Any, root: Path) -> str:
 def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
     content = run_page(load_run(failed(tmp_path / "run").root))
     assert content["order"] == [
-        "Outcome", "Summary", "Curves", "Completions", "Warnings", "Attempts", "Data", "Config",
-        "Plan", "Files and commands", "Evaluations", "Files",
+        "Outcome", "Summary", "Curves", "Warnings", "Traceback", "Completions", "Attempts", "Data",
+        "Config", "Plan", "Files and commands", "Evaluations", "Files",
     ]  # fmt: skip
     text = json.dumps(content)
     for words in (
         "rank 1 on ", "restart after 10 s", "step 20", "11 to 23",
         "The checkpoint of step 30 could not be used", "Changed by resume", "optim.lr",
-        "3 rows", "training split", "task.steps",
+        "3 rows", "training split", "task.steps", "= 32 samples of 128", "optimizer, master",
     ):  # fmt: skip
         assert words in text, words
     assert content["curves"]["tiny-演示"]["marks"] == {"resumed": [10, 20]}
@@ -207,6 +207,14 @@ GEOMETRY = """({
 })"""
 
 
+FIRST_SCREEN = """(() => {
+  const charts = [...document.querySelectorAll('.chart')];
+  const [large, next] = charts.map(chart => chart.getBoundingClientRect());
+  const loss = document.querySelector('.large canvas').getBoundingClientRect();
+  return [document.documentElement.scrollHeight, loss.bottom, Number(next.top === large.top)];
+})()"""
+
+
 @pytest.mark.parametrize("make", [finished, failed, long_config])
 def test_the_page_is_as_wide_as_the_screen(browser: Browser, tmp_path: Path, make: Any) -> None:
     address = saved(make, tmp_path / "run")
@@ -214,6 +222,9 @@ def test_the_page_is_as_wide_as_the_screen(browser: Browser, tmp_path: Path, mak
     for width, dark in ((PHONE, True), (DESK, False)):
         browser.open(address, width=width, dark=dark)
         browser.wait("document.querySelectorAll('canvas').length >= 4")
+        height, loss, beside = browser.evaluate(FIRST_SCREEN)
+        assert width == PHONE or (loss <= 900 and beside == 1), "the loss, and a chart beside it"
+        assert height < (3000 if width == PHONE else 2000), "the sections are folded"
         browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         geometry = browser.evaluate(GEOMETRY)
         assert (geometry["page"], geometry["window"]) == (width, width)
@@ -282,6 +293,7 @@ def test_many_numbers_of_a_key_are_put_together(tmp_path: Path) -> None:
 
 def test_nothing_that_a_run_contains_is_run(browser: Browser, tmp_path: Path) -> None:
     browser.open(saved(hostile, tmp_path / "run"))
+    browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert browser.text().count("onerror=hacked=1") >= 8, "shown as text"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert browser.evaluate("typeof hacked") == "undefined"

@@ -104,7 +104,7 @@ def test_failed_run(run: RunDir, capsys) -> None:
     write_json(run.result, tracked_run.result("oom", **FAILURE))
     text = report(run, capsys, width=100)
     first = text.strip().splitlines()[0]
-    assert first.startswith("✗ tiny-演示: oom after 40 steps")
+    assert first.startswith("✗ tiny-演示: failed (oom) after 40 steps")
     assert "(rank 3, node-b)" in first
     for words in (
         FAILURE["cause"], FAILURE["fix"], "torch.OutOfMemoryError: CUDA out of memory",
@@ -121,7 +121,7 @@ def test_failed_run(run: RunDir, capsys) -> None:
     [
         (0, {}, "planned, not started"),
         (7, {}, "no result.json yet (10 of 40 steps"),
-        (0, {"outcome": "config", "cause": "ssh: refused"}, "config after 0 steps|ssh: refused"),
+        (0, {"outcome": "config", "cause": "ssh: refused"}, "failed (config) after 0 steps|ssh:"),
     ],
     ids=["only planned", "still training", "never trained"],
 )

@@ -235,6 +235,18 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
     assert facts["runs"][0]["path"] == str(alive.root)
 
 
+@pytest.mark.parametrize("count", [100, 160, 170, 200, 5000])
+def test_a_long_file_is_read_in_parts(tmp_path: Path, count: int) -> None:
+    """Some lines of the whole run, none twice or torn, and all of the newest."""
+    run = tracked_run.write_start(tmp_path / "run")
+    tracked_run.append(run, [tracked_run.train_line(step) for step in range(1, count + 1)])
+    observer = observing.Observer(str(run.root), brief=True)
+    steps = [step for step, _ in observer.facts()["metrics"]["losses"]]
+    assert steps == sorted(set(steps))
+    assert steps[-20:] == list(range(count - 19, count + 1))
+    assert len([step for step in steps if step <= count / 2]) >= 14
+
+
 def test_json_is_for_scripts(run: RunDir, capsys) -> None:
     main(["status", str(run.root), "--json"])
     facts = json.loads(capsys.readouterr().out)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import llmx.train.step_log as module
-from llmx.config import AdapterConfig, OptimConfig
+from llmx.config import AdapterConfig, OptimConfig, TaskConfig
 from llmx.tasks import Loss
 from llmx.train import step_times
+from llmx.train.loop import log_interval
 from llmx.train.step_log import StepLog
 
 
@@ -161,3 +162,18 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(recorded, mon
     assert "rank 1 0.2 s, rank 0 0.1 s" in warning
     session.exp.batch.balance = "off"
     assert not recorded.open().probe.active
+
+
+@pytest.mark.parametrize(
+    ("key", "total", "every"),
+    [
+        (None, 8, 1),
+        (None, 120, 2),
+        (None, 499, 9),
+        (None, 500, 10),
+        (None, 10**6, 10),
+        (20, 60, 20),
+    ],
+)
+def test_a_short_run_logs_fifty_lines(key: int | None, total: int, every: int) -> None:
+    assert log_interval(TaskConfig(log_every_steps=key), total) == every

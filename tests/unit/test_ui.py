@@ -7,6 +7,7 @@ import http.client
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from llmx.run.rundir import RunDir, write_json, write_text
 from tests import sweepdirs, tracked_run
 from tests.chromium import DESK, PHONE, Browser
 
+LONG_NAME = (
+    "a-run-of-a-model-with-a-name-that-is-90-characters-long-and-ends-with-what-differs-seed-7"
+)
+
 
 def write_finished(root: Path) -> RunDir:
     run = tracked_run.write_start(root)
@@ -32,7 +37,8 @@ def write_finished(root: Path) -> RunDir:
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """A run that is done, one whose supervisor is gone, and a sweep."""
+    """A run that is done, one whose supervisor is gone, one that failed before its first step,
+    and a sweep."""
     base = tmp_path / "outputs"
     write_finished(base / "done")
     config = (base / "done" / "config.yaml").read_text()
@@ -40,6 +46,8 @@ def outputs(tmp_path: Path) -> Path:
     write_text(base / "done" / "config.yaml", config.replace("  tags: []\n", tags))
     run = tracked_run.write_start(base / "going")
     tracked_run.append(run, tracked_run.lines()[:7])
+    failed = tracked_run.write_start(base / LONG_NAME)
+    write_json(failed.result, tracked_run.result("data", cause="row 3 has no prompt", steps=0))
     sweepdirs.rates(base / "sweeps" / "rates")
     return base
 
@@ -79,9 +87,15 @@ def events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 def test_the_table_has_every_run_with_its_sweep(outputs: Path) -> None:
     content = Views(outputs).view({})
-    assert content["title"] == "8 runs in outputs, 0 running"
+    assert content["title"] == "9 runs in outputs, 0 running"
     rows = content["runs"]
-    assert (rows["done"]["state"], rows["done"]["step"]) == ("finished", "40/40")
+    assert (rows["done"]["state"], rows["done"]["step"]) == ("finished", ["40/40", 40])
+    assert rows["done"]["evaluation"] == ["exact match 96.9 %", 0.96875]
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(tracked_run.START_S))
+    assert (rows["done"]["started"][0], rows["done"]["name"]) == (began, "tiny-演示")
+    assert (rows["done"]["curve"][0][0], rows["done"]["curve"][-1][0]) == (2, 40)
+    assert (rows[LONG_NAME]["state"], rows[LONG_NAME]["curve"]) == ("failed", [])
+    assert rows[LONG_NAME]["why"] == "data: row 3 has no prompt"
     assert (rows["done"]["hosts"], rows["done"]["sweep"]) == ("localhost", "")
     assert rows["sweeps/rates/0_optim.lr-1e-4"]["sweep"] == "sweeps/rates"
     assert (rows["done"]["tags"], rows["going"]["tags"]) == ("first try, 1", "")
@@ -89,8 +103,16 @@ def test_the_table_has_every_run_with_its_sweep(outputs: Path) -> None:
 
 def test_a_run_has_its_page_its_state_and_its_logs(outputs: Path) -> None:
     content = Views(outputs).view({"run": ["done"], "log": ["rank-000.log"]})
-    assert content["order"][:3] == ["Now", "Summary", "Curves"]
-    assert dict(content["sections"]["Now"][0]["table"]["rows"])["step"].startswith("40 of 40")
+    assert content["title"] == "done (tiny-演示): trained 40 steps in 1 min"
+    assert content["order"][:2] == ["Summary", "Curves"]
+    assert "Checkpoints, hosts and events" in content["folded"]
+    going = Views(outputs).view({"run": ["going"]})
+    assert going["order"][:3] == ["Now", "Summary", "Curves"]
+    assert dict(going["sections"]["Now"][0]["table"]["rows"])["step"].startswith("10 of 40")
+    assert "Checkpoints, hosts and events" not in going["folded"]
+    failed = Views(outputs).view({"run": [LONG_NAME]})
+    assert "failed (data) after 0 steps" in failed["title"]
+    assert failed["order"][:2] == ["Outcome", "Summary"]
     assert content["logs"] == ["rank-000.log"]
     assert content["log"] == "first line\nDB_PASS=***\nlast line\n"
     assert "log" not in Views(outputs).view({"run": ["done"], "log": ["../config.yaml"]})
@@ -105,6 +127,9 @@ def test_two_runs_are_drawn_together_and_compared(outputs: Path) -> None:
     assert next(row for row in rows if row[0] == "train loss")[1].startswith("4.7")
     three = Views(outputs).view({"run": ["done", "going", "sweeps/rates/0_optim.lr-1e-4"]})
     assert (three["title"], three["order"]) == ("3 runs", ["Curves"])
+    empty = Views(outputs).view({"run": ["done", LONG_NAME, "going"]})
+    (said,) = empty["sections"]["Not drawn"]
+    assert said["text"].endswith(f"no curve is drawn: {LONG_NAME}")
 
 
 def test_a_sweep_links_to_its_runs(outputs: Path) -> None:
@@ -170,8 +195,12 @@ def test_what_cannot_be_shown_is_refused(
 def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> None:
     """From the table to a run, whose new step is drawn, to its log, and to two runs together."""
     browser.open(server.url, width=PHONE, dark=True)
-    browser.wait("document.querySelectorAll('tbody tr').length == 10")  # with two heads of groups
+    browser.wait("document.querySelectorAll('tbody tr').length == 11")  # with two heads of groups
     assert browser.evaluate("document.documentElement.scrollWidth") == PHONE
+    cells = "document.querySelectorAll('tr.run td:is(.of-state, .of-step, .of-loss)')"
+    ends = browser.evaluate(f"[...{cells}].map(cell => cell.getBoundingClientRect().right)")
+    assert len(ends) == 27
+    assert 0 < min(ends) <= max(ends) <= PHONE, "state, step and loss are on a phone"
     browser.evaluate("location.hash = 'run=going'")
     browser.wait("document.querySelectorAll('canvas').length >= 3")
     opened = "document.querySelector('details').open"
@@ -192,8 +221,8 @@ def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> No
 def test_the_table_is_used_by_keys_alone(browser: Browser, server: Server, outputs: Path) -> None:
     """Typed into the filter while rows change, from row to row, ticked, shown together."""
     browser.open(server.url)
-    browser.wait("document.querySelectorAll('tr.run').length == 8")
-    focus = "document.activeElement.closest('tr')?.querySelector('a').textContent"
+    browser.wait("document.querySelectorAll('tr.run').length == 9")
+    focus = "document.activeElement.closest('tr')?.querySelector('a').title"
     browser.press("Tab")
     assert browser.evaluate("document.activeElement.type") == "search"
     browser.press(*"first 1")
@@ -201,10 +230,12 @@ def test_the_table_is_used_by_keys_alone(browser: Browser, server: Server, outpu
     assert browser.evaluate("document.activeElement.value") == "first 1"
     for _ in "first 1":
         browser.press("Backspace")
-    browser.wait("document.querySelectorAll('tr.run').length == 8")
-    browser.press("Tab", "Tab", "Tab", "Tab")  # grouping, the button, the sweep, the first box
+    browser.wait("document.querySelectorAll('tr.run').length == 9")
+    for _ in range(20):  # grouping, the button, the columns, the heads, the sweep, the first box
+        if not browser.evaluate("Boolean(document.activeElement.closest('tr.run'))"):
+            browser.press("Tab")
     first, second, *_ = browser.evaluate(
-        "[...document.querySelectorAll('tr.run')].map(row => row.cells[1].innerText)"
+        "[...document.querySelectorAll('tr.run a')].map(link => link.title)"
     )
     assert browser.evaluate(focus) == first
     outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
@@ -212,7 +243,7 @@ def test_the_table_is_used_by_keys_alone(browser: Browser, server: Server, outpu
     browser.press(" ", "ArrowDown", " ")
     assert browser.evaluate("[...chosen]") == [first, second]
     browser.press("k", "Tab")
-    assert browser.evaluate("document.activeElement.textContent") == first
+    assert browser.evaluate("document.activeElement.title") == first
     browser.press("j")
     assert browser.evaluate(focus) == second
     # A changed row is drawn anew, and has the focus still.
@@ -222,6 +253,37 @@ def test_the_table_is_used_by_keys_alone(browser: Browser, server: Server, outpu
     assert browser.evaluate(focus) == second
     browser.press("Enter")
     browser.wait(f"location.hash == {json.dumps('#' + urlencode({'run': second}))}")
+    assert browser.errors == []
+
+
+def test_the_table_is_sorted_and_shows_what_is_chosen(browser: Browser, server: Server) -> None:
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('tr.run').length == 9")
+    names = "[...document.querySelectorAll('tr.run a')].map(link => link.textContent)"
+    assert "0_optim.lr-1e-4" in browser.evaluate(names), "without the name of the sweep above it"
+    (cut,) = [name for name in browser.evaluate(names) if "…" in name]
+    assert len(cut) < 50
+    assert LONG_NAME.startswith(cut.partition("…")[0])
+    assert LONG_NAME.endswith(cut.partition("…")[2])
+    click = "document.querySelector('th.of-loss button').click()"
+    losses = "[...document.querySelectorAll('tr.run .of-loss')].map(cell => cell.innerText)"
+    browser.evaluate("options.group = false; render()")
+    for sign in (1, -1):
+        browser.evaluate(click)
+        shown = "document.querySelector('th.of-loss').ariaSort"
+        browser.wait(f"{shown} == '{'ascending' if sign > 0 else 'descending'}'")
+        values = [float(text) for text in browser.evaluate(losses)[:7]]
+        assert values == sorted(values, key=lambda value: sign * value)
+        assert browser.evaluate(losses)[7:] == ["nan", ""] or sign < 0, "those without a loss last"
+    before = browser.evaluate(losses)
+    browser.evaluate(click)
+    browser.wait(f"JSON.stringify({losses}) != {json.dumps(json.dumps(before))}")
+    box = "[...document.querySelectorAll('details label')].find(l => l.innerText.includes('hosts'))"
+    browser.evaluate("document.querySelector('.controls details').open = true")
+    browser.evaluate(f"{box}.querySelector('input').click()")
+    browser.wait("document.querySelector('td.of-hosts')?.innerText == 'localhost'")
+    browser.evaluate(f"{box}.querySelector('input').click()")
+    browser.wait("!document.querySelector('td.of-hosts')")
     assert browser.errors == []
 
 

@@ -5,11 +5,12 @@ Python says what is shown, as JSON (``run.py``, ``sweep.py``); ``app.js`` (with 
 pictures of a sweep) draws it. A page is::
 
     {"title": "demo: trained 40 steps", "state": "ok|failed|open", "order": ["Summary", "Curves"],
-     "sections": {"Summary": [block, ...]}, "curves": {name of a run: columns}}
+     "sections": {"Summary": [block, ...]}, "folded": ["Config"],
+     "curves": {name of a run: columns}}
 
-A block is an object of one key: ``table``, ``text``, ``code``, ``list``, ``fold``, ``heading``,
-``charts``, ``bars`` or ``trials``. The page inserts every value as text, and its policy lets no
-script run but the two of this package, whose hashes it names.
+A block is an object of one key: ``table``, ``tiles``, ``text``, ``code``, ``list``, ``fold``,
+``heading``, ``charts``, ``bars`` or ``trials``. The page inserts every value as text, and its
+policy lets no script run but the two of this package, whose hashes it names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -112,17 +114,20 @@ def page(
     state: str,
     sections: Mapping[str, Sequence[Block | None]],
     *,
+    folded: Mapping[str, Sequence[Block | None]] | None = None,
     curves: Mapping[str, Any] | None = None,
 ) -> Json:
     """A page of the sections that are not empty, in their order; ``Curves`` stands where the
-    ``curves`` of runs are drawn."""
-    blocks = {name: [block for block in content if block] for name, content in sections.items()}
+    ``curves`` of runs are drawn. The ``folded`` sections follow, and a click opens one."""
+    contents = {**sections, **(folded or {})}
+    blocks = {name: [block for block in content if block] for name, content in contents.items()}
     order = [name for name, content in blocks.items() if content or (name == "Curves" and curves)]
     return {
         "title": title,
         "state": state,
         "order": order,
         "sections": {name: blocks[name] for name in order if name != "Curves"},
+        "folded": [name for name in order if folded and name in folded],
         "curves": curves or {},
     }
 
@@ -146,6 +151,12 @@ def table(
     if not rows:
         return None
     return {"table": {"rows": rows, "kinds": kinds, "heads": heads, "best": best}}
+
+
+def tiles(rows: Sequence[tuple[str, str]]) -> Block | None:
+    """Small figures beside each other: names, values, and the brackets that a value ends with."""
+    parts = [[name, *re.split(r" +(?=\(.*\)$)", text, maxsplit=1)] for name, text in rows]
+    return block("tiles", parts)
 
 
 def block(kind: str, value: Any) -> Block | None:

@@ -9,8 +9,15 @@ const GRAY = '#888888', RED = '#c9302c';
 const LOG_FROM = 20;        // Largest by smallest value from which an axis is logarithmic by itself.
 const SMOOTHED_FROM = 40;   // Points from which on a smoothed line helps.
 const MAX_LEGEND = 24;
+const LONGEST_NAME = 44;
+// Of the table of runs: key of a row, head, class, and whether it is shown before anybody chooses.
+const COLUMNS = [
+  ['run', 'run', 'words', true], ['state', 'state', 'short', true], ['step', 'step', 'number', true], ['loss', 'loss', 'number', true],
+  ['curve', 'curve', 'short', true], ['evaluation', 'evaluation', 'short', true], ['started', 'started', 'short', true], ['time', 'time', 'number', true],
+  ['speed', 'tokens/s', 'number', true], ['tags', 'tags', 'words', false], ['hosts', 'hosts', 'short', false], ['name', 'name', 'words', false],
+];
 
-const options = { x: 'step', y: 'auto', smooth: 'auto', filter: '', group: true };
+const options = { x: 'step', y: 'auto', smooth: 'auto', filter: '', group: true, sort: null, columns: columnsOfBrowser() };
 const main = document.querySelector('main');
 const embedded = JSON.parse(document.getElementById('data').textContent);
 let state = {}, source = null, scheduled = false;
@@ -22,6 +29,11 @@ function el(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...children.filter(child => child !== null && child !== undefined));
   return node;
+}
+
+function columnsOfBrowser() {
+  // What this browser has chosen before; a page from disk may not ask for it.
+  try { return new Set(JSON.parse(localStorage.columns)); } catch { return new Set(COLUMNS.filter(column => column[3]).map(([key]) => key)); }
 }
 
 // --- Data ------------------------------------------------------------------------------------
@@ -97,13 +109,14 @@ function kept(key, value, make) {
   const former = sections.get(key);
   if (former && former.json === json) return former.node;
   const node = make();
+  if (former && node.tagName === 'DETAILS') node.open = former.node.open;
   sections.set(key, { json, node });
   return node;
 }
 
 function section(title, blocks) {
   return kept(`section ${title}`, blocks, () => {
-    const node = el('section', {}, el('h2', {}, title));
+    const node = state.folded.includes(title) ? folded(title) : el('section', {}, el('h2', {}, title));
     for (const block of blocks) {
       const [kind] = Object.keys(block);
       node.append(BLOCKS[kind](block[kind]));
@@ -112,7 +125,13 @@ function section(title, blocks) {
   });
 }
 
+function folded(title, ...children) {
+  return el('details', { className: 'section' }, el('summary', {}, el('h2', {}, title)), ...children);
+}
+
 const BLOCKS = {
+  tiles: rows => el('div', { className: 'tiles' }, ...rows.map(([name, value, note]) =>
+    el('div', { className: value.length > 30 ? 'wide' : '' }, el('div', { className: 'muted' }, name), el('strong', {}, value), el('small', { className: 'muted' }, note)))),
   text: text => el('p', {}, text),
   heading: text => el('h3', {}, text),
   code: text => el('pre', {}, text),
@@ -192,7 +211,11 @@ function choice(label, name, values) {
 
 function runsTable() {
   const ids = state.order_of_runs.filter(id => state.runs[id]);
-  const hasSweeps = ids.some(id => state.runs[id].sweep), hasTags = ids.some(id => state.runs[id].tags);
+  const hasSweeps = ids.some(id => state.runs[id].sweep);
+  // A list has the text of a cell and the value that sorts it.
+  const text = (id, key) => key === 'run' ? id : Array.isArray(state.runs[id][key]) ? state.runs[id][key][0] : state.runs[id][key];
+  const value = (id, key) => Array.isArray(state.runs[id][key]) ? state.runs[id][key][1] : text(id, key);
+  const hasValue = ([key]) => key === 'curve' || ids.some(id => text(id, key));
   const controls = kept('controls of runs', hasSweeps, () => {
     const filter = el('input', { type: 'search', placeholder: 'filter: name, state, host, tag', value: options.filter });
     filter.setAttribute('aria-label', 'filter');
@@ -203,15 +226,30 @@ function runsTable() {
     compare.addEventListener('click', () => {
       location.hash = new URLSearchParams([...chosen].map(id => ['run', id])).toString();
     });
+    const columns = COLUMNS.slice(1).map(([key, head]) => {
+      const box = el('input', { type: 'checkbox', checked: options.columns.has(key) });
+      box.addEventListener('change', () => {
+        if (box.checked) options.columns.add(key); else options.columns.delete(key);
+        render();
+        localStorage.columns = JSON.stringify([...options.columns]);
+      });
+      return el('label', {}, box, ` ${head}`);
+    });
     return el('div', { className: 'controls' }, filter,
-      hasSweeps ? el('label', {}, group, ' group by sweep') : null, compare);
+      hasSweeps ? el('label', {}, group, ' group by sweep') : null, compare,
+      el('details', {}, el('summary', {}, 'Columns'), el('div', { className: 'controls' }, ...columns)));
   });
   const words = options.filter.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = id => {
-    const text = [id, ...Object.values(state.runs[id])].join(' ').toLowerCase();
-    return words.every(word => text.includes(word));
+    const texts = [id, ...Object.entries(state.runs[id]).map(([key, cell]) => key === 'curve' ? '' : cell)].join(' ').toLowerCase();
+    return words.every(word => texts.includes(word));
   };
   let listed = ids.filter(matches);
+  if (options.sort) {
+    const { key, sign } = options.sort, isMissing = v => v === null || v === undefined || v === '';
+    const order = (a, b) => isMissing(a) || isMissing(b) ? isMissing(a) - isMissing(b) : sign * (typeof a === 'string' ? a.localeCompare(b, 'en', { numeric: true }) : a - b);
+    listed.sort((a, b) => order(value(a, key), value(b, key)));
+  }
   if (options.group && hasSweeps) {
     const first = new Map();
     listed.forEach((id, at) => { const s = state.runs[id].sweep; if (s && !first.has(s)) first.set(s, at); });
@@ -219,33 +257,55 @@ function runsTable() {
     const places = new Map(listed.map((id, at) => [id, place(id, at)]));
     listed = listed.map((id, at) => [id, at]).sort((a, b) => places.get(a[0]) - places.get(b[0]) || a[1] - b[1]).map(([id]) => id);
   }
-  const table = kept('table of runs', [listed.map(id => state.runs[id]), listed, options.group, hasTags], () => {
-    const heads = ['', 'run', 'state', 'step', 'loss', 'tokens/s', 'time', 'hosts', 'sweep', ...(hasTags ? ['tags'] : [])];
-    const kinds = ['name', 'words', 'short', 'number', 'number', 'number', 'number', 'short', 'short', 'words'];
+  const columns = COLUMNS.filter(column => (column[0] === 'run' || options.columns.has(column[0])) && hasValue(column));
+  const table = kept('table of runs', [listed.map(id => state.runs[id]), listed, options.group, options.sort, columns], () => {
     const body = el('tbody');
     let former = null;
     for (const id of listed) {
-      const run = state.runs[id];
-      if (options.group && hasSweeps && run.sweep !== former) {
-        const title = run.sweep ? sweepLink(run.sweep, `sweep ${run.sweep}`) : 'other runs';
-        if (run.sweep || former !== null) body.append(el('tr', { className: 'group' }, el('td', { colSpan: heads.length }, title)));
+      const run = state.runs[id], isGrouped = options.group && hasSweeps;
+      if (isGrouped && run.sweep !== former) {
+        const title = run.sweep ? link(`#${new URLSearchParams({ sweep: run.sweep })}`, `sweep ${run.sweep}`) : 'other runs';
+        if (run.sweep || former !== null) body.append(el('tr', { className: 'group' }, el('td', { colSpan: columns.length + 1 }, title)));
         former = run.sweep;
       }
       const box = el('input', { type: 'checkbox', checked: chosen.has(id) });
       box.setAttribute('aria-label', `tick ${id}`);
       box.dataset.keep = `tick ${id}`;
       box.addEventListener('change', () => { if (box.checked) chosen.add(id); else chosen.delete(id); });
-      const name = link(`#${new URLSearchParams({ run: id })}`, id);
-      name.title = run.why;
-      const cells = [box, name, run.state, run.step, run.loss, run.speed, run.time, run.hosts,
-        run.sweep ? sweepLink(run.sweep, run.sweep) : '', ...(hasTags ? [run.tags] : [])];
-      body.append(el('tr', { className: 'run' }, ...cells.map((value, at) =>
-        el('td', { className: at === 2 ? `${kinds[at]} ${run.state}` : kinds[at] }, value))));
+      const cellOf = key => key === 'run' ? nameOfRun(id, run, isGrouped) : key === 'curve' ? smallCurve(run.curve) : text(id, key);
+      body.append(el('tr', { className: 'run' }, el('td', {}, box), ...columns.map(([key, , kind]) =>
+        el('td', { className: `${kind} of-${key} ${key === 'state' ? run.state : ''}` }, cellOf(key)))));
     }
-    return el('div', { className: 'scroll' }, el('table', {},
-      el('thead', {}, el('tr', {}, ...heads.map((head, at) => el('th', { className: kinds[at] }, head)))), body));
+    return el('div', { className: 'scroll' }, el('table', { className: 'runs' },
+      el('thead', {}, el('tr', {}, el('th'), ...columns.map(headOfColumn))), body));
   });
   return [controls, table];
+}
+
+function nameOfRun(id, run, isGrouped) {
+  const name = isGrouped && run.sweep ? id.slice(run.sweep.length + 1) : id, half = LONGEST_NAME / 2;
+  const node = link(`#${new URLSearchParams({ run: id })}`, name.length > LONGEST_NAME ? `${name.slice(0, half)}…${name.slice(1 - half)}` : name);
+  node.title = id;
+  return el('div', {}, node, run.why ? el('div', { className: 'why', title: run.why }, run.why) : null);
+}
+
+function headOfColumn([key, head, kind]) {
+  const isSorted = options.sort && options.sort.key === key, sign = isSorted ? options.sort.sign : 0;
+  const button = el('button', { type: 'button' }, `${head}${{ 1: ' ▲', '-1': ' ▼', 0: '' }[sign]}`);
+  button.dataset.keep = `sort ${key}`;
+  // A click sorts upwards, the next one downwards, the third as before.
+  button.addEventListener('click', () => { options.sort = sign < 0 ? null : { key, sign: sign ? -1 : 1 }; render(); });
+  const node = el('th', { className: `${kind} of-${key}` }, key === 'curve' ? head : button);
+  if (sign) node.ariaSort = sign > 0 ? 'ascending' : 'descending';
+  return node;
+}
+
+function smallCurve(points) {
+  const known = points.filter(point => point[1] !== null), width = 80, height = 22;
+  if (known.length < 2) return '';
+  const place = scale(known.map(point => point[1])), first = known[0][0], last = known.at(-1)[0];
+  const places = known.map(([step, loss]) => [width * (step - first) / (last - first || 1), 1 + (height - 2) * (1 - place(loss))].map(x => x.toFixed(1)));
+  return svg('svg', { width, height, 'aria-hidden': true }, svg('polyline', { points: places.join(' '), fill: 'none', stroke: COLOURS[0], 'stroke-width': 1.5 }));
 }
 
 function moveInTable(event) {
@@ -261,8 +321,6 @@ function moveInTable(event) {
   event.preventDefault();
 }
 
-function sweepLink(id, text) { return el('a', { href: `#${new URLSearchParams({ sweep: id })}` }, text); }
-
 function logSection() {
   const selected = query().get('log') || '';
   const node = kept('log', [state.logs, selected], () => {
@@ -275,8 +333,9 @@ function logSection() {
       history.replaceState(null, '', `#${parameters}`);
       connect();
     });
-    return el('section', {}, el('h2', {}, 'Logs'), el('div', { className: 'controls' }, select),
-      el('pre', { className: 'log', hidden: true }));
+    const details = folded('Logs', el('div', { className: 'controls' }, select), el('pre', { className: 'log', hidden: true }));
+    details.open = Boolean(selected);
+    return details;
   });
   const log = node.querySelector('pre');
   log.hidden = !state.log;
@@ -292,8 +351,8 @@ function logSection() {
 function curvesSection() {
   const runs = Object.entries(state.curves);
   const hasTime = runs.every(([, run]) => run.train && run.train.time);
-  const node = kept('curves', hasTime, () => el('section', {}, el('h2', {}, 'Curves'),
-    el('div', { className: 'controls' },
+  const node = kept('curves', hasTime, () => el('section', {},
+    el('div', { className: 'controls' }, el('h2', {}, 'Curves'),
       hasTime ? choice('over', 'x', { step: 'optimizer steps', time: 'hours since the start' }) : null,
       choice('values', 'y', { auto: 'linear or logarithmic', linear: 'linear', log: 'logarithmic' }),
       choice('smoothing', 'smooth', { auto: 'where it helps', 0: 'none', 60: '1/30 of the run', 12: '1/6 of the run' })),
@@ -400,7 +459,7 @@ function spread(values) {
 
 class Chart {
   constructor(title, large) {
-    this.height = large ? 320 : 150;
+    this.height = large ? 330 : 150;
     this.legend = el('div');
     this.readout = el('div', { className: 'readout' });
     this.holder = el('div');
@@ -453,7 +512,7 @@ class Chart {
     const grid = { stroke: '#88888833', width: 1 };
     const font = '12px system-ui, sans-serif';
     const everyName = names && names.length ? Math.ceil(names.length * Math.max(...names.map(name => name.length)) * 8 / (width - 60)) : 1;
-    const axisX = { stroke: ink, grid: { show: false }, ticks: grid, font, values: (plot, splits) => labels(splits) };
+    const axisX = { stroke: ink, size: 32, grid: { show: false }, ticks: grid, font, values: (plot, splits) => labels(splits) };
     if (names && names.length)
       Object.assign(axisX, { splits: names.map((_, at) => at), values: (plot, splits) => splits.map(at => at % everyName ? '' : names[at]) });
     else if (!names && !time) axisX.incrs = [1, 2, 5].flatMap(n => [...Array(12).keys()].map(power => n * 10 ** power)).sort((a, b) => a - b);

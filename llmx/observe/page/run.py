@@ -6,6 +6,7 @@ the terminal.
 
 from __future__ import annotations
 
+import io
 import math
 import shlex
 import time
@@ -14,19 +15,21 @@ from typing import Any
 
 from llmx import text as human
 from llmx.config import Experiment, to_dict
-from llmx.observe.page import Block, Json, block, page, table, thinned
-from llmx.observe.report import step_time, wording
+from llmx.observe.page import Block, Json, block, page, table, thinned, tiles
+from llmx.observe.report import plan_table, step_time, wording
 from llmx.observe.report.run_data import RunData, last_of_each_step
+from llmx.observe.report.screen import open_console, pairs_table
+from llmx.plan.types import Plan
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_of, measured, metric_of
 from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import Record, scalars, step_of
 from llmx.run.provenance.differences import flattened, short_value
-from llmx.text import plural
 
 MAX_POINTS = 2_000
 """Lines of the curves; beyond, those of the least and the largest loss of each stretch are kept."""
 MAX_COMPLETIONS = 50
+PLAN_WIDTH = 110
 LONGEST_COMPLETION = 1_500
 """Characters; ``samples.json`` has the whole."""
 LONGEST_FILE = 60_000
@@ -46,18 +49,24 @@ def run_page(data: RunData) -> Json:
     columns = curves(data.records)
     files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
     step, samples = _generated(data)
-    return page(
-        f"{data.name}: {headline.line}",
+    # Many runs have the name of their experiment; the directory is the run's own.
+    own = data.run.root.name
+    name = own if data.name in own else f"{own} ({data.name})"
+    content = page(
+        f"{name}: {headline.line}",
         headline.state,
         {
-            "Outcome": [table(reasons), block("code", wording.traceback_excerpt(data))],
-            "Summary": [table(wording.summary_rows(data))],
+            "Outcome": [table(reasons)],
+            "Summary": [tiles(wording.summary_rows(data))],
             "Curves": [],
+            "Warnings": [block("list", wording.warnings(data))],
+        },
+        folded={
+            "Traceback": [block("code", wording.traceback_excerpt(data))],
             "One step by rank": step_time.steps_blocks(data),
             "Evaluation": _tables(data),
             "Completions": _completions(data),
             f"Samples of step {step:,}": [samples],
-            "Warnings": [block("list", wording.warnings(data))],
             "Attempts": [_attempts(data), block("list", wording.events(data))],
             "Data": _data(data),
             "Config": _config(data),
@@ -70,8 +79,14 @@ def run_page(data: RunData) -> Json:
                 if (text := _text_of(data, name))
             ],
         },
-        curves={data.name: columns} if columns["train"]["step"] or columns["eval"]["step"] else {},
+        curves={data.name: columns} if has_steps(columns) else {},
     )
+    return {**content, "name": name}
+
+
+def has_steps(columns: Json) -> bool:
+    """Whether a step is logged in the curves of a run."""
+    return bool(columns["train"]["step"] or columns["eval"]["step"])
 
 
 def curves(records: Sequence[Record], *, limit: int = MAX_POINTS) -> Json:
@@ -260,35 +275,26 @@ def _evaluations(data: RunData) -> Block | None:
     return table(cells, heads=["step", *names], kinds=["number"] * (len(names) + 1))
 
 
-def _plan(plan: dict[str, Any]) -> list[Block | None]:
-    hosts, batch = plan.get("hosts") or [], plan.get("batch") or {}
-    names = {index: host["name"] for index, host in enumerate(hosts)}
-    rows = [
-        [
-            str(rank["rank"]),
-            names.get(rank["host"], ""),
-            rank["device"],
-            str(rank["micro_batch"]),
+def _plan(values: Mapping[str, Any]) -> list[Block | None]:
+    """What ``dry_run=true`` prints of hosts, batch, memory and time; nothing without a plan that
+    this version of llmx can read."""
+    try:
+        plan = Plan.from_dict(dict(values))
+        facts = [
+            ("precision", f"{plan.precision}: {plan.precision_reason}"),
+            ("batch", plan_table.batch_line(plan)),
+            ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
         ]
-        for rank in plan.get("ranks") or []
-    ]
-    if not rows:
+        parts: list[Any] = [plan_table.hosts_table(plan), pairs_table(facts)]
+        if plan.memory:
+            parts += [f"\n{plan_table.memory_title(plan, None)}", plan_table.memory_table(plan)]
+        if plan.time:
+            parts += ["Predicted time of a step", pairs_table(plan_table.time_rows(plan))]
+        console = open_console(stream := io.StringIO(), width=PLAN_WIDTH)
+        console.print(*parts, sep="\n")
+    except (AttributeError, LookupError, TypeError, ValueError):
         return []
-    size = plan.get("num_parameters") or 0
-    facts = [
-        ("precision", f"{plan.get('precision')}: {plan.get('precision_reason')}"),
-        (
-            "global batch",
-            f"{plural(batch.get('global_batch') or 0, 'sample')} of "
-            f"{plural(batch.get('seq_len') or 0, 'token')}",
-        ),
-        ("accumulation", plural(batch.get("accumulation") or 0, "micro step")),
-        ("parameters", human.count(size) if size else "not known before the model is built"),
-        ("transport", str(plan.get("transport"))),
-    ]
-    kinds = ["number", "short", "short", "number"]
-    heads = ["rank", "host", "device", "micro batch"]
-    return [table(facts), table(rows, heads=heads, kinds=kinds)]
+    return [block("code", stream.getvalue())]
 
 
 def _text_of(data: RunData, name: str) -> str:

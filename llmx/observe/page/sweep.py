@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llmx import text as human
-from llmx.observe.page import Block, Json, block, document, page, table, thinned
+from llmx.observe.page import Block, Json, block, document, page, table, thinned, tiles
 from llmx.observe.report.sweep_data import axes, value_of
 from llmx.observe.report.sweep_table import (
     best_command,
@@ -82,7 +82,7 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
         state,
         {
             "Best": [block("text", note), *_best(sweep)],
-            "Summary": [table(_summary(sweep))],
+            "Summary": [tiles(_summary(sweep))],
             "Objective": [block("text", objective if charts else ""), block("charts", charts)],
             "Settings and metrics": [block("trials", settings_and_metrics(sweep))],
             "Curves": [],

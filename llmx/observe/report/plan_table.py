@@ -120,7 +120,7 @@ def render_plan(
     facts = facts_table(plan, exp, traces, overrides)
     parts: list[RenderableType] = [title, hosts_table(plan), facts]
     if plan.memory:
-        table = _memory(plan)
+        table = memory_table(plan)
         parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
         parts += choice_tables(plan, options)
     elif traces is not None and traces.problem:
@@ -410,7 +410,7 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
     return f"{next(iter(kinds.values())) if is_uniform else listed}; {rows}"
 
 
-def _memory(plan: Plan) -> Table:
+def memory_table(plan: Plan) -> Table:
     """Parts as rows, device types as columns: stays narrow with many parts."""
     from rich.text import Text
 

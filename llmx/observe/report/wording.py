@@ -73,9 +73,10 @@ def headline(data: RunData) -> Headline:
     at = f" ({', '.join(where)})" if where else ""
     # The command that resumes an interrupted run is among the places.
     fix = data.result.get("other_fix" if outcome == "interrupted" else "fix") or ""
+    word = outcome if outcome == "interrupted" else f"failed ({outcome})"
     return Headline(
         "failed",
-        f"{outcome} after {of}{took}{at}",
+        f"{word} after {of}{took}{at}",
         cause=data.result.get("cause") or "",
         fix=fix,
     )

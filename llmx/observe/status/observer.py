@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     Facts = dict[str, Any]  # at run time an old Python on a host must do
 MAX_LOSSES = 240
 MAX_EVENTS = 12
-BRIEF_BYTES = 1 << 16
+BRIEF_BYTES, BRIEF_LINES = 1 << 16, 32
 DEEPEST = 4
 
 
 class Observer:
     """Facts of one run, again and again; of ``metrics.jsonl`` only what is new is read.
 
-    ``brief`` reads only its end: enough for a line of a table, whatever its size.
+    ``brief`` reads its end and a few lines before: enough for a row of a table, whatever its size.
     """
 
     def __init__(self, root: str, brief: bool = False) -> None:
@@ -238,18 +238,22 @@ def main(argv: list[str]) -> int:
 
 
 def _head_and_end(path: str) -> list[Facts]:
-    """The first line and the last ones of a file that may be long."""
+    """The first line of a file that may be long, some of its middle, and the last ones."""
     try:
         with open(path, "rb") as stream:
-            first = stream.readline()
-            size = os.fstat(stream.fileno()).st_size
-            if size - len(first) > BRIEF_BYTES:
-                stream.seek(size - BRIEF_BYTES)
-                stream.readline()
-            lines = stream.read().split(b"\n")[:-1]
+            lines = [stream.readline()]
+            skipped = max(0, os.fstat(stream.fileno()).st_size - len(lines[0]) - BRIEF_BYTES)
+            for part in range(1, BRIEF_LINES + 1) if skipped else ():
+                begin = len(lines[0]) + skipped * part // BRIEF_LINES
+                if begin > stream.tell():
+                    stream.seek(begin)
+                    stream.readline()
+                if part < BRIEF_LINES:
+                    lines.append(stream.readline())
+            lines += stream.read().split(b"\n")[:-1]
     except OSError:
         return []
-    return records_of([first, *lines])
+    return records_of(lines)
 
 
 def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:

@@ -28,6 +28,7 @@ SHOWN_RESTARTS = 4
 SHOWN_EVENTS = 4
 WIDTH = 44
 """Columns of the loss curve."""
+Rows = list[tuple[str, str]]
 
 
 def panel(view: View, *, blocks: str = BLOCKS) -> Group:
@@ -44,21 +45,30 @@ def panel(view: View, *, blocks: str = BLOCKS) -> Group:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
-    for name, value in [*rows_of(view, blocks), *_places(view)]:
+    rows_of_view = [*progress_rows(view, blocks), *_figures(view, blocks), *activity_rows(view)]
+    for name, value in [*rows_of_view, *_places(view)]:
         rows.add_row(f"  {name}", Text(value))
     return Group(Text(""), head, rows)
 
 
-def rows_of(view: View, blocks: str = BLOCKS) -> list[tuple[str, str]]:
-    """Name and value of what is known of a run now: step, loss, speed, memory, hosts, events."""
-    rows = [("why", view.why), ("do", view.fix)]
-    rows += [("step", _progress(view, blocks)), ("loss", _loss(view, blocks))]
-    rows += [("metrics", ", ".join(f"{title} {value}" for title, value in view.train_metrics))]
-    rows += [("eval", _evaluation(view)), ("speed", _speed(view)), ("memory", _memory(view))]
-    rows += [("saved", _saved(view)), ("restarts", _restarts(view))]
-    rows += [(name, activity) for name, activity in view.hosts]
-    rows += [("events", "\n".join(_events(view)))]
-    rows += [("damaged", "\n".join(view.damage))]
+def progress_rows(view: View, blocks: str = BLOCKS) -> Rows:
+    """Name and value of why a run stands where it does, what helps, and its step."""
+    rows = [("why", view.why), ("do", view.fix), ("step", _progress(view, blocks))]
+    return [(name, value) for name, value in rows if value]
+
+
+def _figures(view: View, blocks: str) -> Rows:
+    """Name and value of loss, metrics, speed and memory."""
+    metrics = ", ".join(f"{title} {value}" for title, value in view.train_metrics)
+    rows = [("loss", _loss(view, blocks)), ("metrics", metrics), ("eval", _evaluation(view))]
+    rows += [("speed", _speed(view)), ("memory", _memory(view))]
+    return [(name, value) for name, value in rows if value]
+
+
+def activity_rows(view: View) -> Rows:
+    """Name and value of checkpoints, restarts, hosts and events."""
+    rows = [("saved", _saved(view)), ("restarts", _restarts(view)), *view.hosts]
+    rows += [("events", "\n".join(_events(view))), ("damaged", "\n".join(view.damage))]
     return [(name, value) for name, value in rows if value]
 
 
@@ -165,18 +175,8 @@ def table(views: list[View], *, num_runs: int) -> list[Text]:
     rows = [("state", "step", "loss", "tokens/s", "time", "restarts", "saved")]
     ordered = sorted(views, key=lambda view: view.state not in LIVE)
     for view in ordered:
-        step = "" if view.step is None else f"{view.step:,}"
-        rows.append(
-            (
-                view.state,
-                f"{step}/{view.total:,}" if step and view.total else step,
-                short_loss(view),
-                "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
-                time_text(view),
-                str(view.restarts or ""),
-                "" if view.saved_step is None else f"{view.saved_step:,}",
-            )
-        )
+        saved = "" if view.saved_step is None else f"{view.saved_step:,}"
+        rows.append((*cells_of(view), str(view.restarts or ""), saved))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     head, *texts = [
         "  ".join(
@@ -197,18 +197,24 @@ def table(views: list[View], *, num_runs: int) -> list[Text]:
     return lines
 
 
+def cells_of(view: View) -> tuple[str, str, str, str, str]:
+    """State, step, loss, tokens per second, and the time that is left or else that it took."""
+    step = "" if view.step is None else f"{view.step:,}"
+    took = "" if view.took_s is None else duration_text(view.took_s)
+    return (
+        view.state,
+        f"{step}/{view.total:,}" if step and view.total else step,
+        short_loss(view),
+        "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
+        took if view.left_s is None else f"{duration_text(view.left_s)} left",
+    )
+
+
 def short_loss(view: View) -> str:
     """The last logged loss in a few digits."""
     if view.lost:
         return "nan"
     return "" if view.loss is None else human.number(view.loss)
-
-
-def time_text(view: View) -> str:
-    """The time that is left, else that it took."""
-    if view.left_s is not None:
-        return f"{duration_text(view.left_s)} left"
-    return "" if view.took_s is None else duration_text(view.took_s)
 
 
 def plain_line(view: View) -> str:
