@@ -107,23 +107,19 @@ def check_overrides(
     config_dirs: Sequence[str] = (),
     commands: Sequence[str] = (),
 ) -> Checked:
-    """The words as Hydra takes them; ConfigError with all that it would refuse.
+    """The words as Hydra takes them; ConfigError for the first that cannot be read, or with all
+    that Hydra would refuse.
 
     ``commands``: the meanings that a word without ``=`` may have.
     """
-    problems: list[str] = []
-    parsed: list[tuple[str, Any]] = []
-    for word in map(resolve_alias, words):
-        try:
-            parsed.append((word, _parsed(word, commands)))
-        except ConfigError as error:
-            problems.append(str(error))
+    parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
     directories = [Path(directory).expanduser().absolute() for directory in config_dirs]
     for word, override in parsed:
         if is_searched(word):
             directories += [Path(place.removeprefix("file://")) for place in override.value()]
     accepted: dict[tuple[str, str], tuple[str, Any]] = {}
     choices: list[tuple[str, Any]] = []
+    problems: list[str] = []
     for word, override in parsed:
         key = override.key_or_group
         if not key.startswith("hydra") and not word.startswith(SET):

@@ -128,13 +128,9 @@ def test_a_tilde_needs_no_quotes(llmx, monkeypatch) -> None:
 
 
 def test_all_wrong_keys_are_listed(llmx) -> None:
-    code, _, err = llmx("plan", "optim.lrr=1", "zero.stagee=2", "seed=1", "[=1")
+    code, _, err = llmx("plan", "optim.lrr=1", "zero.stagee=2", "seed=1")
     assert code == 2
-    assert re.findall(r"(\S+): (?:no such key|cannot be read)", err) == [
-        "[=1",
-        "optim.lrr",
-        "zero.stagee",
-    ]
+    assert re.findall(r"(\S+): no such key", err) == ["optim.lrr", "zero.stagee"]
 
 
 def test_a_working_directory_that_is_gone(llmx, tmp_path, monkeypatch) -> None:

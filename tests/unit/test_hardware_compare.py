@@ -415,7 +415,7 @@ def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:
     assert found["nvme"]["writable"]
 
 
-def test_the_cuda_of_torch_without_importing_it(tmp_path, monkeypatch) -> None:
+def test_the_cuda_of_torch_without_importing_it(tmp_path) -> None:
     write(tmp_path / "torch/__init__.py", "raise SystemExit('imported')\n")
     version = (
         "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None"
@@ -423,11 +423,12 @@ def test_the_cuda_of_torch_without_importing_it(tmp_path, monkeypatch) -> None:
     write(tmp_path / "torch/version.py", version)
     found = surveyed(str(tmp_path), PYTHONPATH=str(tmp_path))
     assert found["torch_build"] == {"cuda": "13.0"}
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
     write(tmp_path / "torch/version.py", "cuda = None\nhip: str = '6.4.43482-0f2d60242'\n")
-    toolkits = [program.toolkit_of_torch(kind) for kind in ("cuda", "hip")]
-    assert toolkits == [None, "6.4.43482"]
+    text = "from llmx.hardware.survey import toolkit_of_torch as of; print(of('cuda'), of('hip'))"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    argv = [sys.executable, "-c", text]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "None 6.4.43482\n"
 
 
 def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
