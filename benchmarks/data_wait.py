@@ -83,7 +83,12 @@ def trained(words: list[str], run_dir: Path, options: argparse.Namespace) -> lis
     """One run; its lines of ``metrics.jsonl`` for the steps that are judged, one a step."""
     command = [sys.executable, "-m", "llmx", *words, "model=tiny", "tracking=none"]
     command += ["++model.config.vocab_size=50304", f"hardware={options.hardware}"]
-    command += ["data.seq_len=256", "batch.micro_batch=2", "batch.accumulation=1"]
+    command += [
+        "data.seq_len=256",
+        "task.max_lost=1",
+        "batch.micro_batch=2",
+        "batch.accumulation=1",
+    ]
     command += ["batch.global_batch=null", "task.log_every_steps=1"]
     command += [f"task.steps={options.steps}", "task.save_model=false", f"run_dir={run_dir}"]
     command += ["data.eval_samples=0", "task.eval_generate=0", "checkpoint=none"]

@@ -130,6 +130,7 @@ class Bench:
             "data=alpaca",
             f"data.path={self.rows}",
             f"data.seq_len={SEQ_LEN}",
+            "task.max_lost=1",
             "model=tiny",
             f"model.tokenizer={self.tokenizer}",
             *model,

@@ -142,6 +142,7 @@ class Bench:
             # What is computed once is computed of what is trained, and no more.
             f"data.max_rows={RANKS * self.options.rows_per_rank * self.options.steps}",
             f"data.seq_len={SEQ_LEN}",
+            "task.max_lost=1",
             "model=hf",
             f"model.path={self.model}",
             "model.init=pretrained",

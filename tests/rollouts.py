@@ -45,6 +45,11 @@ def broken(prompt: str, completion: str, reference: str) -> float:
     return math.nan if len(completion) % 3 == 0 else 1.0
 
 
+def nothing(prompt: str, completion: str, reference: str) -> list[float]:
+    """No reward."""
+    return []
+
+
 def of_task(kind: str = "grpo", **options: Any) -> Experiment:
     exp = Experiment()
     exp.task.kind, exp.task.options = kind, options

@@ -26,6 +26,7 @@ from llmx.data import SampleStore, has_eval
 from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
+from llmx.plan.geometry import position_limit
 from llmx.run.rundir import load_yaml
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.text import printable
@@ -96,7 +97,7 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     table.add_row("lengths", Text(printable(str(picture))))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
-    for warning in lost_rows(store.meta):
+    for warning in lost_rows(store.meta, longest=position_limit(exp.model.network)):
         console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store
 

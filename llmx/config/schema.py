@@ -420,6 +420,10 @@ class TaskConfig:
     spike_factor: float | None = number(None, above=1, maximum=10**6, example=3)
     """A logged loss of more than this many times the median of the last 50 counts as divergence.
     Null: only a loss that is not finite counts."""
+    max_lost: float = number(0.2, minimum=0, maximum=1)
+    """The largest part that may be lost of the rows (left out or rejected), of their tokens (cut
+    off), and of the rewards of completions (they fail). A run that loses more of them, and at least
+    12, is refused or ends with the reason. 1 allows everything."""
 
 
 @dataclass

@@ -30,7 +30,6 @@ from llmx.data.examples import Encoding
 from llmx.data.store.build import find_store, prepare, prepare_spec
 from llmx.data.store.samples import SampleStore, cannot_write, locked
 from llmx.data.store.spec import DatasetSpec, dataset_spec
-from llmx.data.store.summary import lost_rows, summary
 from llmx.errors import DataError
 
 FOREVER = timedelta(days=365)
@@ -60,7 +59,7 @@ def prepare_together(
     host: int,
 ) -> list[SampleStore]:
     """The stores of these splits on every rank. Collective; ``encoding`` is the task, ``host`` this
-    rank's place in ``hosts``. Waiting has no time-out. Rank 0 prints what became of the rows."""
+    rank's place in ``hosts``. Waiting has no time-out."""
     rank = int(os.environ["RANK"])
     call = next(_CALLS)
     stores: list[SampleStore] = []
@@ -87,9 +86,6 @@ def prepare_together(
                 values.set("sent")
             values.get("sent")
         stores.append(prepare(data, seed, tokenizer, encoding, split=split))
-        if rank == 0:
-            for line in (f"Data ({split}): {summary(stores[-1])}", *lost_rows(stores[-1].meta)):
-                print(line, flush=True)
     return stores
 
 

@@ -26,6 +26,7 @@ from llmx.launch.supervision.signals import BEFORE_LIMIT_S
 from llmx.launch.transports.slurm import chosen_options, gpus_option
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, write_text
+from llmx.run.snapshot import failed_before_a_step
 
 SCRIPT = "job.sh"
 SIGNAL_S = 120
@@ -43,7 +44,7 @@ def submit(
             f"launch.slurm.submit=true inside the allocation of job {job}: leave it out to start "
             "there, or submit from a shell outside of it."
         )
-    if run.config.exists():
+    if run.config.exists() and not failed_before_a_step(run):
         raise ConfigError(
             f"run_dir={run.root} already contains a run. To continue it as a job: sbatch "
             f"{shlex.quote(str(run.root / SCRIPT))}; else choose another directory."

@@ -23,7 +23,7 @@ from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.config.model_rules import added_tokens
 from llmx.config.tasks import shipped_tasks
-from llmx.config.user_code import code_roots
+from llmx.config.user_code import code_roots, user_code
 from llmx.errors import ConfigError, DataError
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
 from llmx.plan.adapter import trained_parameters
@@ -57,13 +57,13 @@ def with_checked_inputs(composed: Composed) -> Composed:
         raise ConfigError("\n".join(problems))
     if problem := _vocabulary_problem(exp):
         raise ConfigError(problem)
-    _check_first_rows(exp)
-    if not all(host.is_local for host in plan.hosts):
-        return composed  # a cache of the Hub on the other hosts is not seen from here
-    unreached = list(_unreached(exp))
+    all_here = all(host.is_local for host in plan.hosts)
+    notes = [text.removeprefix("WARNING: ") for text in _check_first_rows(exp, all_here=all_here)]
+    # A cache of the Hub on other hosts is not seen from here.
+    unreached = list(_unreached(exp)) if all_here else []
     if unreached and not exp.dry_run:
         raise ConfigError("\n".join(unreached))
-    return replace(composed, plan=replace(plan, notes=(*plan.notes, *unreached)))
+    return replace(composed, plan=replace(plan, notes=(*plan.notes, *notes, *unreached)))
 
 
 def _models(exp: Experiment) -> dict[str, str]:
@@ -132,21 +132,30 @@ def _unreached(exp: Experiment) -> Iterator[str]:
         )
 
 
-def _check_first_rows(exp: Experiment) -> None:
+def _check_first_rows(exp: Experiment, *, all_here: bool = True) -> list[str]:
+    """Check the task and the first rows of each source; warnings of what is lost of these rows.
+    ``all_here``: the ranks run on this machine, and have what it has."""
     if exp.task.kind in shipped_tasks():
         try:
             # By name: this process does not depend on what the ranks import.
             module = importlib.import_module(PROGRAM)
         except ImportError:  # a launching machine without what the ranks have
-            return
-        module.check_first_rows(exp)
-        return
+            return []
+        if not module.check_first_rows(exp)[1]:
+            return []
     if exp.model.trust_remote_code:  # code of the Hub, which only the ranks run
-        return
-    request, roots = snapshot.dump_config(exp), code_roots(exp.task)
-    answer = ask(PROGRAM, request, timeout_s=TIME_LIMIT_S, python_path=roots)
-    if answer and (problem := answer.get("problem")):
+        return []
+    # Other hosts may have packages that this machine has not.
+    roots = [str(code.root) for code in user_code(exp.task)] if all_here else code_roots(exp.task)
+    answer = ask(PROGRAM, snapshot.dump_config(exp), timeout_s=TIME_LIMIT_S, python_path=roots)
+    if answer is None:
+        return []
+    if problem := answer["problem"]:
         raise (ConfigError if answer["is_config"] else DataError)(problem)
+    if all_here and answer["code_problem"]:
+        raise ConfigError(answer["code_problem"])
+    warnings: list[str] = answer["warnings"]
+    return warnings
 
 
 DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"

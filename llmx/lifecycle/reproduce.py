@@ -82,7 +82,7 @@ def reproduce(words: RunCommand) -> int:
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
-    if target.config.exists():
+    if target.config.exists() and not snapshot.failed_before_a_step(target):
         raise ConfigError(
             f"run_dir={target.root} already contains a run. Continue it with python -m llmx resume "
             f"{shlex.quote(str(target.root))}, or choose another directory."

@@ -106,6 +106,28 @@ def add_adapter(
     )
 
 
+def reach_line(network: nn.Module) -> str:
+    """Which share of the weights an adapter reaches, where experts are not among them: it adapts
+    linear layers, and fused experts are none. Empty without such."""
+    lora = _peft().tuners.lora.LoraLayer
+    layers: list[Any] = [module for module in network.modules() if isinstance(module, lora)]
+    others = {
+        name: parameter
+        for name, parameter in network.named_parameters()
+        if ".lora_" not in name and ".base_layer." not in name
+    }
+    frozen = [name for name, parameter in others.items() if not parameter.requires_grad]
+    if not any("experts" in name.split(".") for name in frozen):
+        return ""
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in others.items()}
+    adapted = sum(layer.in_features * layer.out_features for layer in layers)
+    reached = adapted + sum(sizes.values()) - sum(sizes[name] for name in frozen)
+    return (
+        f"The adapter reaches {reached / (adapted + sum(sizes.values())):.1%} of the weights: it "
+        "adapts linear layers, and the experts of this model stay frozen"
+    )
+
+
 def lora_config(
     network: nn.Module,
     model: ModelConfig,

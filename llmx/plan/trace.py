@@ -66,6 +66,8 @@ class StepTrace:
     """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
     num_beside: int = 0
     """Those of ``parameters`` that are in frozen networks beside the trained one."""
+    reach: str = ""
+    """What an adapter reaches of the weights, where it leaves the experts out."""
 
     @property
     def num_parameters(self) -> int:
@@ -104,6 +106,7 @@ class StepTrace:
             mixed(self.flops, other.flops),
             self.num_packed,
             self.num_beside,
+            self.reach,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,6 +122,7 @@ class StepTrace:
             "flops": self.flops,
             "num_packed": self.num_packed,
             "num_beside": self.num_beside,
+            "reach": self.reach,
         }
 
     @classmethod
@@ -133,6 +137,7 @@ class StepTrace:
             values["flops"],
             values["num_packed"],
             values["num_beside"],
+            values.get("reach", ""),
         )
 
 

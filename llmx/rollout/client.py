@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ class Connection:
     """None while it answers."""
     failures: int = 0
     """Requests in a row that it could not do."""
+    reason: str = "it has not answered"
+    """Why it draws nothing."""
     share: Share = field(default_factory=Share)
 
     def request(
@@ -189,11 +192,13 @@ class RolloutServers:
         token: str,
         config: RolloutConfig,
         log: Callable[[str], None],
+        logs: Path | None = None,
         before_gather: Callable[[], None] = lambda: None,
     ) -> None:
-        """``before_gather``: called by all ranks before weights are gathered."""
+        """``before_gather``: called by all ranks before weights are gathered. ``logs``: the
+        directory with the logs of the servers, where it is on this host."""
         self.model, self.config, self.log = model, config, log
-        self.before_gather = before_gather
+        self.before_gather, self.logs = before_gather, logs
         distributed = torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world = torch.distributed.get_world_size() if distributed else 1
@@ -211,7 +216,7 @@ class RolloutServers:
         """Of later steps: the prompts, and the seeds of their samples."""
         self.changed = threading.Condition()
         """Guards all of these, and the connections."""
-        self.closed = False
+        self.closed = self.has_drawn = False
         self.threads: list[threading.Thread] = []
         self.wait_s, self.dropped, self.returned, self.measured_at = 0.0, 0, 0, time.perf_counter()
 
@@ -219,7 +224,7 @@ class RolloutServers:
         """Wait for the servers and look at them. Collective.
 
         Raises:
-            ConfigError: one of them does not fit.
+            ConfigError: one of them does not fit, or none answers.
         """
         problems: list[str] = []
         deadline = time.monotonic() + START_S
@@ -232,13 +237,15 @@ class RolloutServers:
                     f"{server.place.address}:{server.place.port}; the others go on without it"
                 )
             elif problem := server.problem() or self._other_names(server):
-                problems.append(problem)
+                problems.append(problem + self._log_end(server))
             else:
                 torch_version, vllm = server.info["torch"], server.info.get("vllm")
                 alike = torch_version == versions()["torch"]
                 note = "" if alike else ", another one than the ranks': samples may differ in bits"
                 engine = f"vLLM {vllm}" if vllm else f"torch {torch_version}{note}"
                 self.log(f"rollout server {server.place.name}: {server.info['device']}, {engine}")
+        if self.servers and all(server.lost_since is not None for server in self.servers):
+            problems.append(self._why_none())
         problems = all_gather(problems)[0] if self.world > 1 else problems
         if problems:
             raise ConfigError("\n".join(problems))
@@ -246,6 +253,26 @@ class RolloutServers:
             thread = threading.Thread(target=self._serve, args=(server,), daemon=True)
             thread.start()
             self.threads.append(thread)
+
+    def _why_none(self) -> str:
+        """Why no server draws: what each has answered, and where its log ends."""
+        reasons = [
+            f"{server.place.name}: {server.reason.rstrip('.')}.{self._log_end(server)}"
+            for server in self.servers
+        ]
+        return (
+            f"No rollout server draws. {' '.join(reasons)} Correct it (logs/rollout-*.log have "
+            "more), or leave out rollout.hosts: the ranks then draw."
+        )
+
+    def _log_end(self, server: Connection) -> str:
+        """The last line of the log of a server, where it is on this host."""
+        files = sorted(self.logs.glob("rollout-*.log")) if self.logs is not None else []
+        for file in files[self.servers.index(server) :][:1]:
+            lines = file.read_text(errors="replace").splitlines()
+            if last := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+                return f" Its log ends: {last}."
+        return ""
 
     def _other_names(self, server: Connection) -> str:
         """Why vLLM cannot take the weights under the names that they have here; empty if it can."""
@@ -262,7 +289,9 @@ class RolloutServers:
     def _try_greet(self, server: Connection) -> bool:
         try:
             server.greet()
-        except (OSError, ValueError, KeyError, http.client.HTTPException, Refused):
+        except (OSError, ValueError, KeyError, http.client.HTTPException, Refused) as error:
+            if not server.failures:
+                server.reason = f"{type(error).__name__}: {error}"
             return False
         server.lost_since = None
         return True
@@ -286,7 +315,11 @@ class RolloutServers:
     def sample(
         self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]
     ) -> list[Completion]:
-        """``Model.sampler``: completions drawn on the servers. Collective."""
+        """``Model.sampler``: completions drawn on the servers. Collective.
+
+        Raises:
+            ConfigError: none has ever drawn any.
+        """
         keys: list[Key] = [
             (tuple(map(int, prompt)), int(seed))
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -295,9 +328,12 @@ class RolloutServers:
         began = time.perf_counter()
         drawn = self._draw_all(keys, sampling) if self.rank == 0 else {}
         self.wait_s += time.perf_counter() - began
+        problem = self._why_none() if self.rank == 0 and not self.has_drawn else ""
         if self.world > 1:
-            drawn = all_gather(drawn)[0]
+            drawn, problem = all_gather((drawn, problem))[0]
         if any(key not in drawn for key in keys):
+            if problem:
+                raise ConfigError(problem)
             self.log(
                 f"WARNING: step {self.step + 1}: no rollout server answers; the ranks draw "
                 f"{plural(len(keys), 'sample')} themselves"
@@ -385,14 +421,16 @@ class RolloutServers:
             self.changed.notify_all()
 
     def _wait_for(self, batches: set[Batch]) -> bool:
-        """Until the batches are drawn; or, false, until no server has answered for
-        ``rollout.wait_s``, when those that are left are taken out of the queue. By rank 0."""
+        """Until the batches are drawn; or, false, until all servers are left out, or none has
+        answered for ``rollout.wait_s``: those that are left are taken out of the queue. By rank 0.
+        """
         with self.changed:
             while any(batch.completions is None for batch in batches):
                 lost = [server.lost_since for server in self.servers]
                 alive = [since for since in lost if since is None]
                 last = max((since for since in lost if since is not None), default=0.0)
-                if not alive and time.monotonic() - last > self.config.wait_s:
+                are_out = all(server.failures == FAILURES for server in self.servers)
+                if are_out or (not alive and time.monotonic() - last > self.config.wait_s):
                     self.queue = deque(batch for batch in self.queue if batch not in batches)
                     return False
                 self.changed.wait(timeout=RETRY_S)
@@ -476,6 +514,7 @@ class RolloutServers:
             raise ValueError(f"{len(completions)} completions of {len(batch.keys)} prompts")
         server.failures = 0
         with self.changed:
+            self.has_drawn = True
             batch.weights, batch.completions = answer["weights"], completions
             server.share.tokens += sum(len(completion.tokens) for completion in completions)
             server.share.busy_s += answer["seconds"]
@@ -490,6 +529,7 @@ class RolloutServers:
             forgot = isinstance(error, Refused) and error.kind in (NO_MODEL, OTHER_WEIGHTS)
             server.model = server.weights = None
             server.failures += isinstance(error, Refused) and error.kind == FAILED
+            server.reason = str(error) if isinstance(error, Refused) else repr(error)
             if not forgot:
                 server.lost_since = time.monotonic()
             self.changed.notify_all()

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from llmx.config import Experiment, experiment_of_snapshot, to_dict
+from llmx.config.schema import FAILURES
 from llmx.config.yaml_files import dump_yaml, read_yaml
 from llmx.errors import ConfigError, disk_is_full
 from llmx.plan.types import Plan
@@ -49,13 +50,16 @@ def write(
     parent: RunDir | None = None,
 ) -> RunDir:
     """Write the snapshot into ``exp.run_dir``; refuses a directory that already contains a run.
+    One that failed before its first step is put aside.
 
     ``environment``: of the ranks; ``parent``: the run that this one repeats.
     """
     run = RunDir(Path(exp.run_dir))
     try:
-        is_taken = run.config.exists()
+        is_taken = run.config.exists() and not failed_before_a_step(run)
         if not is_taken:
+            if run.config.exists():
+                put_aside(run.root)
             run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(run, error) from error
@@ -73,6 +77,43 @@ def write(
     except OSError as error:
         raise _unwritable(run, error) from error
     return run
+
+
+def failed_before_a_step(run: RunDir) -> bool:
+    """Whether the run in a directory is over, and has trained nothing that could be lost."""
+    result = read_mapping(run.result)
+    if result.get("outcome") not in set(FAILURES) - {"interrupted"} or result.get("steps"):
+        return False
+    with contextlib.suppress(OSError):
+        return run.newest_step() == 0 and '"kind": "train"' not in run.metrics.read_text()
+    return True  # without metrics.jsonl
+
+
+def put_aside(run_dir: Path) -> Path | None:
+    """Rename the directory of an attempt that did not end well: ``NAME.attempt-1``, ``-2``, ...
+    Where it is now; None where nothing is in it.
+
+    Raises:
+        ConfigError: it is not of a run of llmx, or cannot be renamed.
+    """
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return None
+    if run_id(RunDir(run_dir)) is None:
+        raise ConfigError(
+            f"{run_dir}: has files, and is no run of llmx (it has no run.json). The run is "
+            "written there. Move it away."
+        )
+    number = 1
+    while (target := run_dir.with_name(f"{run_dir.name}.attempt-{number}")).exists():
+        number += 1
+    try:
+        run_dir.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir}: cannot be renamed ({error.strerror}) to make room for another "
+            "attempt. Move it away."
+        ) from error
+    return target
 
 
 def _unwritable(run: RunDir, error: OSError) -> ConfigError:

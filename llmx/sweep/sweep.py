@@ -43,7 +43,7 @@ from llmx.observe.report.sweep_table import (
 )
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
-from llmx.run.snapshot import run_id
+from llmx.run.snapshot import put_aside
 from llmx.run.sweepdir import RUNNING, Sweep, Trial, identity, is_sweep, load, lock
 from llmx.sweep.best import write_best
 from llmx.sweep.halving import Halving, prepare_rung
@@ -593,33 +593,6 @@ class Runner:
 
 class NotRunAgain(RunFailed):
     """A trial failed in an earlier attempt at the sweep (``sweep.retry``)."""
-
-
-def put_aside(run_dir: Path) -> Path | None:
-    """Rename the directory of an attempt that did not end well: ``NAME.attempt-1``, ``-2``, ...
-    Where it is now; None where nothing is in it.
-
-    Raises:
-        ConfigError: it is not of a run of llmx, or cannot be renamed.
-    """
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
-        return None
-    if run_id(RunDir(run_dir)) is None:
-        raise ConfigError(
-            f"{run_dir}: has files, and is no run of llmx (it has no run.json). This trial is "
-            "written there. Move it away."
-        )
-    number = 1
-    while (target := run_dir.with_name(f"{run_dir.name}.attempt-{number}")).exists():
-        number += 1
-    try:
-        run_dir.rename(target)
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir}: cannot be renamed ({error.strerror}) to make room for another attempt at "
-            "this trial. Move it away."
-        ) from error
-    return target
 
 
 def _placed(on_cluster: Experiment, typed: Experiment, placed: Placed) -> Experiment:

@@ -215,6 +215,10 @@ class Task:
     """Whether a document of more than ``data.seq_len`` tokens may become several sequences
     (``data.over_long=split``). Its example has no columns then."""
 
+    asks_tokenizer: bool = False
+    """Whether the task may refuse a tokenizer, or runs code of the user's: before a launch it is
+    then made with the tokenizer, and ``load`` is called, in a process of its own."""
+
     normaliser: Normaliser = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""
@@ -348,6 +352,9 @@ class Task:
 
     def check_source(self, split: DatasetSplit) -> None:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
+
+    def load(self) -> None:
+        """Import what the options name. Raises ConfigError for what cannot be used."""
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
         """Called once on every rank, when the data is prepared and before the models are built:

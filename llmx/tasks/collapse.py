@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from llmx.errors import ConfigError
+
 STEPS = 10
 """In a row; a few steps without a signal, or with short completions, are not a collapse."""
+STOP_STEPS = 20
+"""In a row without a signal, after which a run ends."""
 SHORT = 0.2
 """Of the length that completions had at first."""
 
@@ -16,14 +20,16 @@ SHORT = 0.2
 class CollapseWatch:
     """Says once of each kind what has collapsed. It begins anew with each attempt of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_stop: bool) -> None:
+        """``may_stop``: a run that learns nothing ends (``task.max_lost``)."""
+        self._may_stop = may_stop
         self._silent_steps = 0
         self._first_lengths: list[float] = []
         self._last_lengths: deque[float] = deque(maxlen=STEPS)
         self._reported: set[str] = set()
 
     def see(self, *, no_signal: float, reward: float, tokens: float) -> list[str]:
-        """Warnings after a step.
+        """Warnings after a step. Raises ConfigError where nothing is learned any more.
 
         Args:
             no_signal: the share of the groups whose rewards are all equal.
@@ -34,11 +40,14 @@ class CollapseWatch:
         self._silent_steps = self._silent_steps + 1 if no_signal == 1 else 0
         if self._silent_steps >= STEPS:
             warnings["reward"] = (
-                f"all completions of a prompt had the same reward in each of the last {STEPS} "
-                f"steps (mean reward now {reward:.3g}), so nothing is learned from them. Read some "
-                "completions (rollouts.jsonl). Use prompts that are solved sometimes, a reward "
-                "with more levels, or a larger task.options.temperature or group_size."
+                f"all completions of a prompt had the same reward in each of the last "
+                f"{self._silent_steps} steps (mean reward now {reward:.3g}), so nothing is learned "
+                "from them. Read some completions (rollouts.jsonl). Use prompts that are solved "
+                "sometimes, a reward with more levels, or a larger task.options.temperature or "
+                "group_size."
             )
+            if self._silent_steps >= STOP_STEPS and self._may_stop:
+                raise ConfigError(f"{warnings['reward']} task.max_lost=1 trains on.")
         if len(self._first_lengths) < STEPS:
             self._first_lengths.append(tokens)
         self._last_lengths.append(tokens)

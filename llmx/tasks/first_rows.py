@@ -1,8 +1,9 @@
 """Asks before a launch what the ranks would refuse minutes later: whether the task can be made with
 its options, and whether it takes the first rows of each source.
 
-Called where an experiment is about to run; of a task of the user's own, which may import torch, by
-``python -m llmx.tasks.first_rows CONFIG.yaml ANSWER.json``, a process of its own.
+Called where an experiment is about to run. Where code of the user's may import torch, or only the
+tokenizer tells, by ``python -m llmx.tasks.first_rows CONFIG.yaml ANSWER.json``, a process of its
+own.
 """
 
 from __future__ import annotations
@@ -15,22 +16,37 @@ from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.data.examples import check_task, encoded
-from llmx.data.source.records import OnBad, RecordError, refuse
+from llmx.data.source.records import OnBad, RecordError, Row, refuse
 from llmx.data.split import DatasetSplit, Source, has_eval
+from llmx.data.store.build import fates_of
+from llmx.data.store.spec import over_long_of
+from llmx.data.store.summary import check_lost, lost_rows
 from llmx.errors import ConfigError, LlmxError
+from llmx.plan.geometry import position_limit
 from llmx.run.rundir import load_yaml, write_json
 from llmx.tasks import task_class, task_of, tokenizer_of
+from llmx.tolerance import too_much
 
 FIRST = 1000
 """Rows that are read, from all sources of a split together."""
 FIRST_OF_EACH = 20
 """Rows of each source that are read at least."""
+TOKENIZED_BYTES = 4 << 20
+"""Of the text of these rows that are tokenized."""
 
 
-def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
-    """Raise the ConfigError or DataError that the ranks would raise. ``tokenizer``: tasks of llmx
-    need none for it."""
-    task = task_of(exp, tokenizer)
+def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str], bool]:
+    """Raise the ConfigError or DataError that the ranks would raise.
+
+    Args:
+        tokenizer: without one, neither it nor the length of rows is checked.
+
+    Returns:
+        Warnings of what is lost of the rows; and whether a check with the tokenizer may say more.
+    """
+    task, max_lost = task_of(exp, tokenizer), exp.task.max_lost
+    longest = position_limit(exp.model.network)
+    warnings, asks_tokenizer = list[str](), task.asks_tokenizer
     for split in ["train", "eval"] if has_eval(exp.data) else ["train"]:
         dataset_split = DatasetSplit.of(
             exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights
@@ -39,12 +55,36 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> None:
             continue  # on other hosts, or streamed from the Hub: the ranks read it
         check_task(task, dataset_split)
         rejected: list[RecordError] = []
-        bad: OnBad = rejected.append if exp.data.on_bad_row == "skip" else refuse
+        skips = exp.data.on_bad_row == "skip"
+        bad: OnBad = rejected.append if skips else refuse
         num_rows = max(FIRST_OF_EACH, FIRST // len(dataset_split.sources))
+        sample: list[Row | None] = []
+        num_read, num_long, size, are_read = 0, 0, 0, True
         for source in dataset_split.sources:
+            before = num_read
             for row in islice(source.rows(bad), num_rows):
+                num_read += 1
                 if row is not None:
-                    encoded(task, row)
+                    with contextlib.suppress(RecordError) if skips else contextlib.nullcontext():
+                        encoded(task, row)
+                if size < TOKENIZED_BYTES and len(sample) != exp.data.max_rows:
+                    sample.append(row)
+                    if row is not None:
+                        num_long += row.num_bytes > exp.data.seq_len
+                        size += row.num_bytes
+            are_read &= num_read - before < num_rows
+        if over_long_of(dataset_split, task) == "split":  # nothing is lost
+            continue
+        if tokenizer is not None:
+            fates = fates_of(sample, dataset_split, tokenizer, task)
+            fates["rejected"].update(error.reason for error in rejected)
+            fates["rows_read"] += len(rejected)
+            if len(sample) == exp.data.max_rows or (are_read and size < TOKENIZED_BYTES):
+                check_lost(fates, max_lost=max_lost, longest=longest)
+            warnings += lost_rows(fates, longest=longest)
+        # No token is shorter than a byte.
+        asks_tokenizer |= too_much(num_long / max(1, len(sample)), num_long, max_lost=max_lost)
+    return warnings, asks_tokenizer
 
 
 def _is_here(source: Source) -> bool:
@@ -55,18 +95,27 @@ def main(words: list[str]) -> int:
     config, answer = words
     exp = experiment_from_dict(load_yaml(Path(config)))
     problem: LlmxError | None = None
-    tokenizer = None
+    code_problem, tokenizer, warnings = "", None, list[str]()
     try:
         task_class(exp.task.kind)
         with contextlib.suppress(ConfigError):  # one of the Hub: the ranks may download it
             tokenizer = tokenizer_of(exp)
         if tokenizer is not None:
-            check_first_rows(exp, tokenizer)
+            warnings, _ = check_first_rows(exp, tokenizer)
+            try:
+                task_of(exp, tokenizer).load()
+            except ConfigError as error:
+                code_problem = str(error)
     except LlmxError as error:
         problem = error
     write_json(
         Path(answer),
-        {"problem": str(problem or ""), "is_config": isinstance(problem, ConfigError)},
+        {
+            "problem": str(problem or ""),
+            "is_config": isinstance(problem, ConfigError),
+            "code_problem": code_problem,
+            "warnings": warnings,
+        },
     )
     return 0
 

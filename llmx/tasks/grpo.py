@@ -12,6 +12,7 @@ that are better than the others of their group. The ranks that train also genera
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,6 +73,8 @@ from llmx.tasks.rewards import (
     reward_problems,
     short_names,
 )
+from llmx.text import plural
+from llmx.tolerance import rule, too_much
 
 if TYPE_CHECKING:
     import torch
@@ -294,8 +297,14 @@ class Grpo(Task):
             Column("measured", per="example", shape=measured),
         )
         self._eval_prompts: list[EvalPrompt] | None = None
-        self._reported: set[str] = set()
-        self._collapse = CollapseWatch()
+        self._failed, self._seen = Counter[str](), Counter[str]()
+        """Of each reward: the completions for which it failed, and all of them."""
+        self._collapse = CollapseWatch(
+            may_stop=exp.task.max_lost < 1 and "no_signal" in self._measures
+        )
+        self.asks_tokenizer = any(":" in name for name in self.options.rewards) or bool(
+            self.options.environment
+        )
 
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
@@ -344,11 +353,15 @@ class Grpo(Task):
         return Example.of(row, cut="none")
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
-        """Import the rewards before models are built."""
+        self.load()  # before models are built
+        return [f"rewards: {', '.join(self._rewards)}"]
+
+    def load(self) -> None:
+        """Import the rewards and the environment."""
+        _ = self._functions
         if self.options.environment:
             self._observations.check()
             _ = self._environment
-        return [f"rewards: {', '.join([*self._functions, *self._rewards[len(self._functions) :]])}"]
 
     @cached_property
     def _functions(self) -> dict[str, Reward]:
@@ -557,6 +570,7 @@ class Grpo(Task):
 
         options, size = self.options, self.options.group_size
         samples, unfinished = list(drawn), list(range(len(drawn)))
+        problems = [""] * len(drawn)
         episodes = Episodes(
             self._environment,
             [(row.prompt, row.reference) for row in self._scored(drawn)],
@@ -568,7 +582,7 @@ class Grpo(Task):
             before, unfinished = unfinished, []
             for place in before:
                 sample, answer = samples[place], answers[place]
-                self._report(ENVIRONMENT, answer.problem)
+                problems[place] = answer.problem
                 room = self.exp.data.seq_len - len(sample.context) - len(answer.tokens)
                 cut = sample.truncated or turn == options.max_turns or room < 1
                 ended = not answer.tokens
@@ -591,6 +605,7 @@ class Grpo(Task):
                 samples[place] = self._extended(
                     samples[place], completion, observed=answers[place].tokens
                 )
+        self._report(ENVIRONMENT, problems)
         return samples
 
     def _replace(self, models: Models, groups: list[Group], key: RolloutKey) -> list[Group]:
@@ -671,19 +686,26 @@ class Grpo(Task):
     def _values(self, rows: Sequence[Scored]) -> np.ndarray:
         """fp64 [rows, functions]; NaN where one failed."""
         outcomes = all_outcomes(self._functions, rows, limit_s=self.options.reward_timeout_s)
-        for row in outcomes:
-            for name, outcome in zip(self._functions, row, strict=True):
-                self._report(name, outcome.problem)
+        for at, name in enumerate(self._functions):
+            self._report(name, [row[at].problem for row in outcomes])
         values = [[_or_nan(outcome) for outcome in row] for row in outcomes]
         return np.array(values, np.float64).reshape(len(rows), len(self._functions))
 
-    def _report(self, reward: str, problem: str) -> None:
-        """Log the first failure of each reward."""
-        if problem and reward not in self._reported:
-            self._reported.add(reward)
+    def _report(self, reward: str, problems: Sequence[str]) -> None:
+        """Log the first failure of a reward. Raises ConfigError where it has failed too often."""
+        failures = list(filter(None, problems))
+        if failures and not self._failed[reward]:
             _log(
-                f"WARNING: the reward {reward} failed: {problem} Such completions train nothing; "
-                "reward_failed is their share."
+                f"WARNING: the reward {reward} failed: {failures[0]} Such completions train "
+                "nothing; reward_failed is their share."
+            )
+        self._failed[reward] += len(failures)
+        self._seen[reward] += len(problems)
+        count, seen, max_lost = self._failed[reward], self._seen[reward], self.exp.task.max_lost
+        if failures and too_much(count / seen, count, max_lost=max_lost):
+            raise ConfigError(
+                f"the reward {reward} failed for {count} of {plural(seen, 'completion')}: "
+                f"{failures[0]} Correct it. {rule(count / seen, max_lost=max_lost)}"
             )
 
     def _over_ranks(

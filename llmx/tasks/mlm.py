@@ -58,6 +58,7 @@ class Mlm(Task):
     takes: ClassVar[tuple[type, ...]] = (Document,)
     loss_on = "all"
     verbatim = True
+    asks_tokenizer = True
     splits_documents = True
     normaliser = "batch"
 

@@ -6,20 +6,22 @@ the data has), and returns a number:
     def correct(prompt, completion, reference):
         return float(completion.split()[-1] == reference)
 
-What a function raises, or returns in place of a number, costs the one completion, never the run.
+What a function raises, or returns in place of a number, costs the one completion; the run only
+where too many fail (``task.max_lost``).
 Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import math
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,6 +116,21 @@ def reward_functions(
 
 def _of_user(path: str) -> Reward:
     function = load_function(path, BUILT_IN)
+    signature = None
+    with suppress(ValueError, TypeError):  # of some built-in functions it is not known
+        signature = inspect.signature(function)
+    try:
+        if signature is not None:
+            signature.bind("prompt", "completion", "reference")
+    except TypeError as error:
+        raise ConfigError(
+            f"task.options.rewards: {path}{signature} is called with (prompt, completion, "
+            f"reference): {error}. Define it with these three parameters."
+        ) from error
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"task.options.rewards: {path} is async. Define it with def: it returns a number."
+        )
     return lambda scored: function(scored.prompt, scored.completion, scored.reference)
 
 

@@ -14,6 +14,7 @@ from llmx.checkpoint.export.model import export_adapter, export_model
 from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.collectives import all_gather
 from llmx.config import Experiment, TaskConfig
+from llmx.models.adapter import reach_line
 from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
 from llmx.run.card import user_card, write_card
@@ -183,6 +184,8 @@ def write_beginning(session: Session, *, total: int) -> None:
     trained = num_parameters(session.engine.module, trained=True)
     part = "" if trained == parameters else f" ({trained:,} trained)"
     session.log(f"{parameters:,} parameters{part}, {total} steps")
+    if session.exp.adapter.kind != "none" and (line := reach_line(session.engine.module)):
+        session.log(line)
     if start.is_first:
         session.metrics.write(
             "start",

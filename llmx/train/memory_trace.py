@@ -37,7 +37,7 @@ from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.format.rows import Preference
 from llmx.data.store.samples import Sample
-from llmx.models.adapter import add_adapter, freeze
+from llmx.models.adapter import add_adapter, freeze, reach_line
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
@@ -366,21 +366,33 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
     module.register_forward_hook(after)
 
 
+METHODS = ("varlen", "segments", "sdpa", "eager")
+"""In the order in which the ranks try them (``models.select_attention.candidates``)."""
+
+
 def trace_step(
     exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
 ) -> StepTrace:
     """One forward and backward pass of the experiment's task, on fake tensors: of a few of its
-    blocks, where the others do the same.
+    blocks, where the others do the same. With ``model.attention=auto`` and a network that does not
+    take ``attention``, by the next one that the ranks try.
 
     Raises whatever the network or the task raises where it cannot be run so.
     """
-    how = (precision, accelerator, attention, micro_batch)
-    with contextlib.suppress(Exception):  # a network may count on all of its blocks
-        if trace := _trace(exp, *how, by_blocks=True):
-            return trace
-    trace = _trace(exp, *how, by_blocks=False)
-    assert trace is not None, "all blocks were run"
-    return trace
+    later: tuple[str, ...] = ()
+    if exp.model.attention == "auto" and attention in METHODS:
+        later = METHODS[METHODS.index(attention) + 1 :]
+    problem: Exception | None = None
+    for way in (attention, *later):
+        for by_blocks in (True, False):  # a network may count on all of its blocks
+            try:
+                how = (precision, accelerator, way, micro_batch)
+                if trace := _trace(exp, *how, by_blocks=by_blocks):
+                    return trace
+            except Exception as error:
+                problem = problem or error
+    assert problem is not None, "all blocks were run"
+    raise problem
 
 
 def _trace(
@@ -457,6 +469,7 @@ def _trace(
         num_beside = sum(
             parameter.numel() for name in frozen for parameter in networks[name].parameters()
         )
+        reach = reach_line(combined) if exp.adapter.kind != "none" else ""
         batch = _batch(exp, task, micro_batch, layout=method.layout)
         combined.train()
         # A loss of routers is of all of them.
@@ -480,6 +493,7 @@ def _trace(
         flops=run.last_flops,
         num_packed=num_packed,
         num_beside=num_beside,
+        reach=reach,
     )
 
 

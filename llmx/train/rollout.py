@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,7 @@ def open_servers(
         token=os.environ["LLMX_RUN_TOKEN"],
         config=exp.rollout,
         log=log,
+        logs=RunDir(Path(exp.run_dir)).logs,
         before_gather=engine.release_gathered,
     )
     servers.connect()

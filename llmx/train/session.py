@@ -15,6 +15,7 @@ from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, DataConfig, Experiment, TaskConfig
+from llmx.plan.geometry import position_limit
 from llmx.plan.types import Plan
 from llmx.rollout.client import IDLE_SHARE, RolloutServers
 from llmx.run.metrics import Metric
@@ -136,7 +137,7 @@ def open_session(
     """
     status.enter("loading")
     task, checkpoint, early_stopping = _open_task(exp)
-    train_store, eval_store = open_stores(exp.data, exp.seed, task.tokenizer, task, plan)
+    train_store, eval_store = open_stores(exp, task, plan)
     for line in task.see_data(train_store, eval_store):
         log(line)
 
@@ -340,16 +341,23 @@ def log(text: str) -> None:
         print(f"{text}\n", end="", flush=True)
 
 
-def open_stores(
-    data: DataConfig, seed: int, tokenizer: Any, task: Task, plan: Plan
-) -> tuple[Any, Any | None]:
-    """Training and held-out samples, prepared by the first rank of each host. Collective."""
+def open_stores(exp: Experiment, task: Task, plan: Plan) -> tuple[Any, Any | None]:
+    """Training and held-out samples, prepared by the first rank of each host. Collective.
+    DataError where too much of them is lost (``task.max_lost``)."""
     from llmx.data import has_eval
     from llmx.data.distributed import Host, prepare_together
+    from llmx.data.store.summary import check_lost, lost_rows, summary
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
-    splits = ["train", "eval"] if has_eval(data) else ["train"]
+    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
     own_host = plan.ranks[torch.distributed.get_rank()].host
-    stores = prepare_together(data, seed, tokenizer, task, splits, hosts=hosts, host=own_host)
+    stores = prepare_together(
+        exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, host=own_host
+    )
+    longest = position_limit(exp.model.network)
+    for split, store in zip(splits, stores, strict=True):
+        check_lost(store.meta, max_lost=exp.task.max_lost, longest=longest)
+        for line in (f"Data ({split}): {summary(store)}", *lost_rows(store.meta, longest=longest)):
+            log(line)
     return stores[0], stores[1] if len(stores) > 1 else None

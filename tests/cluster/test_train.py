@@ -207,7 +207,7 @@ def test_sft_on_real_instructions_without_a_shared_disk(
         *("model.config.num_attention_heads=4", "model.config.num_key_value_heads=4"),
         *("model.config.vocab_size=50265", f"model.tokenizer={work / 'tokenizer'}"),
         *("batch.global_batch=8", "batch.micro_batch=2", f"data.path={source}"),
-        *("data.seq_len=256", "data.max_rows=300", "data.eval_samples=16"),
+        *("data.seq_len=256", "data.max_rows=300", "data.eval_samples=16", "task.max_lost=1"),
         *(f"data.cache_dir={work / 'cache'}", f"run_dir={work / 'run'}"),
     ]
     run = start_llmx(cluster, tmp_path, overrides=overrides)

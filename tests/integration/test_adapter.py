@@ -53,7 +53,8 @@ def adapted(
         },
         "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01},
         "data": {**rows, "max_rows": 120, "eval_samples": 8, "seq_len": 128},
-        "task": {"steps": STEPS, "stop_at_step": stop, "log_every_steps": 1, "save_model": True},
+        "task": {"steps": STEPS, "stop_at_step": stop, "log_every_steps": 1, "save_model": True,
+                 "max_lost": 1.0},
         "checkpoint": {"every_steps": 2, "at_end": True},
         "zero": {"stage": 3},
     }  # fmt: skip

@@ -33,7 +33,7 @@ def test_pairs_are_learned_and_exported(real_data: Path, tmp_path: Path, ranks: 
             # What it has seen: how random weights prefer new pairs, a few steps decide not.
             data={"path": pairs, "eval_path": pairs, "seq_len": 512, "over_long": "truncate",
                   "max_rows": 60},
-            task={"kind": "dpo", "steps": STEPS, **task,
+            task={"kind": "dpo", "steps": STEPS, "max_lost": 1.0, **task,
                   "options": {"beta": 0.2, "reference": reference}},
             zero={"stage": stage},
             adapter=adapter or {},

@@ -28,6 +28,7 @@ def test_questions_find_their_answers(real_data: Path, tmp_path: Path) -> None:
         "model.config.hidden_size=64", "model.config.intermediate_size=128", "data=alpaca",
         f"data.path={real_data / 'alpaca_zh_demo.json'}", f"data.eval_samples={HELD_OUT}",
         "data.seq_len=128", "data.packing=none", "data.over_long=truncate", "hardware=cpu2",
+        "task.max_lost=1",
         "batch.global_batch=32", "batch.micro_batch=8", "optim.lr=0.002", "task.steps=16",
         "task.log_every_steps=1", "zero=stage3",
     )  # fmt: skip

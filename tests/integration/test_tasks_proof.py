@@ -53,7 +53,13 @@ REPRODUCED = ("dpo", "mlm", "sft")
 """Stored columns, random masks, packing: the others add nothing that `reproduce` could lose."""
 
 EVERYWHERE = (
-    *("hardware=cpu2", "precision=fp32", "batch.global_batch=4", "batch.micro_batch=1"),
+    *(
+        "task.max_lost=1",
+        "hardware=cpu2",
+        "precision=fp32",
+        "batch.global_batch=4",
+        "batch.micro_batch=1",
+    ),
     *("optim.lr=0.003", f"task.steps={STEPS}", "task.epochs=null", "task.log_every_steps=1"),
     *(f"checkpoint.every_steps={SAVED}", "checkpoint.keep.last=9", "tracking=none"),
 )

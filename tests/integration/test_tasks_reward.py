@@ -26,6 +26,7 @@ def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
     words = [
         "task=reward", "data=file", f"data.path={real_data / 'dpo_en_demo.json'}",
         "data.max_rows=120", "data.eval_samples=20", "data.seq_len=512", "data.over_long=truncate",
+        "task.max_lost=1",
         f"data.cache_dir={tmp_path / 'cache'}", f"model.tokenizer={tokenizer}", "hardware=cpu2",
         "zero=stage3", "model.config.hidden_size=64", "model.config.intermediate_size=128",
         "optim.lr=0.002", "batch.global_batch=8", "batch.micro_batch=2", "task.steps=6",

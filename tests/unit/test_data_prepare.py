@@ -20,7 +20,7 @@ from llmx.data import has_eval, held_out_prompts
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.spec import cache_directory, dataset_spec
-from llmx.data.store.summary import lost_rows, report, summary
+from llmx.data.store.summary import check_lost, lost_rows, report, summary
 from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of
@@ -319,6 +319,17 @@ def test_more_than_two_percent_lost_is_a_warning(tmp_path: Path):
     ]
     exp = of_pairs(tmp_path, [("q", "a")] * 5, deduplicate=True)
     assert lost_rows(prepare(exp, TOKENIZER).meta) == []  # as asked for
+    exp = of_pairs(tmp_path, [("q", "a" * 20), *[("q" * 300, "a")] * 20])
+    meta = prepare(exp, TOKENIZER).meta
+    with pytest.raises(DataError, match=r"20 of 21 rows .*\n.*20% may .*max_lost=0\.96 allows"):
+        check_lost(meta, max_lost=0.2)
+    check_lost(meta, max_lost=0.96)
+    # Advice is given once, and is nothing that the model does not take.
+    assert lost_rows(meta)[0].endswith("data.seq_len=352 keeps 99 % of the rows and tokens.")
+    (warning,) = lost_rows(meta, longest=128)
+    assert warning.endswith("). The model takes at most 128 tokens: shorten the longer rows first.")
+    few = of_pairs(tmp_path, [("q", "a" * 20)] * 2 + [("q" * 300, "a")] * 4)
+    check_lost(prepare(few, TOKENIZER).meta, max_lost=0.2)
 
 
 @pytest.mark.parametrize("kind", ["sft", "pretrain", "dpo"])

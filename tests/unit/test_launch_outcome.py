@@ -127,6 +127,7 @@ def of_exit(plan: Plan, *, log: str = "", launcher: str = "", **values: Any) -> 
         ({"code": -11, "log": "step 10\n"}, "sigsegv", "SIGSEGV"),
         ({"code": -9}, "killed", "SIGKILL"),
         ({"code": 1, "log": "ModuleNotFoundError: No module named 'llmx'\n"}, "module", "No module named 'llmx'"),
+        ({"code": 7, "log": "step 10\n  x = f(y)\n    return g(x)\n"}, "", "exit code 7, no traceback, last lines: step 10 | x = f(y) | return g(x)"),
         ({"code": 3}, "", "rank 2 on node-b exited with code 3 before it wrote a line"),
         # Without log and status it is explained by its launcher.
         ({"launcher": "node-b: bash: line 1: cd: /runs/x: No such file or directory"}, "worker_missing", "does not see"),

@@ -3,6 +3,7 @@ model); and a run without a terminal: how it is left, shown and ended, and its b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -68,10 +69,16 @@ def composed(tmp_path: Path, rows: list[Any], kind: str = "sft", **groups: Any) 
 
 
 @pytest.mark.parametrize("kind", shipped_tasks())
-def test_each_task_takes_its_rows_and_refuses_others(kind: str, tmp_path: Path) -> None:
+def test_each_task_takes_its_rows_and_refuses_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "TIME_LIMIT_S", 600.0)
     data = {"form": "labelled"} if kind == "classify" else {}
     rows = [ROWS[TRAINS_ON[kind]]] * 3
-    preflight._check_first_rows(composed(tmp_path, rows, kind, data=data).experiment)
+    # The demo tokenizer has no mask token.
+    refused = pytest.raises(ConfigError, match="task=mlm: .* has no mask token")
+    with refused if kind == "mlm" else contextlib.nullcontext():
+        preflight._check_first_rows(composed(tmp_path, rows, kind, data=data).experiment)
     if TRAINS_ON[kind] in ("preference", "labelled", "pair"):
         other = composed(tmp_path, [ROWS["text"]], kind).experiment
         with pytest.raises(ConfigError, match="needs|takes"):
@@ -150,6 +157,37 @@ def test_a_task_of_ones_own_is_asked_in_a_process_of_its_own(
     task = {"code_path": str(tmp_path), "options": options}
     with pytest.raises(ConfigError, match=problem):
         with_checked_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
+
+
+REWARDS = """
+def two(prompt, completion): return 1.0
+def three(prompt, completion, reference): return 1.0
+"""
+
+
+def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length of rows, and functions of the user's."""
+    monkeypatch.setattr(preflight, "TIME_LIMIT_S", 600.0)
+    (tmp_path / "early_rewards.py").write_text(REWARDS)
+    long = {**ROWS["alpaca"], "output": "a word " * 400}
+    given = composed(tmp_path, [ROWS["alpaca"], *[long] * 20], data={"seq_len": 64})
+    with pytest.raises(DataError, match=r"(?s)20 of 21 rows .*task\.max_lost=") as caught:
+        with_checked_inputs(given)
+    assert "first 21 rows of the train data" in str(caught.value)
+    # More rows than were looked at: the ranks know, and the plan says what may come.
+    given = composed(tmp_path, [long] * 1200, data={"seq_len": 64, "max_rows": None})
+    assert any("1,000 of 1,000 rows" in note for note in with_checked_inputs(given).plan.notes)
+    for name in ("two", "three"):
+        own = composed(tmp_path, [ROWS["alpaca"]], "grpo")
+        own.experiment.task.code_path = str(tmp_path)
+        own.experiment.task.options["rewards"] = [f"early_rewards:{name}"]
+        if name == "three":
+            assert with_checked_inputs(own) == own
+        else:
+            with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
+                with_checked_inputs(own)
 
 
 def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, Ste
 from llmx.train import memory_trace
 from llmx.train.memory_trace import Numbers, Run, trace_step, with_all_blocks
 from tests.live_memory import LiveMemory
+from tests.published_configs import FAMILIES
 from tests.rundirs import EXPERT_MODELS, PARITY_MODELS, experiment
 
 LLAMA = {"hidden_size": 128, "intermediate_size": 352}
@@ -333,8 +335,26 @@ def test_experts_and_few_blocks_are_all_traced(
     model = {"kind": "hf", "path": str(tmp_path), "config": {}}
     experts = experiment(tmp_path / "run", model=model, task={"kind": "pretrain"})
     assert both(monkeypatch, lambda: traced(experts))[1] == []
+    # Experts are no linear layers: an adapter leaves them frozen, and the plan says so.
+    lora = experiment(tmp_path / "run", model=model, adapter=LORA, task={"kind": "pretrain"})
+    reach = re.match(r"The adapter reaches (\d+\.\d)% of the weights", traced(lora).reach)
+    assert reach is not None
+    assert 0 < float(reach[1]) < 50
+    assert traced(small(tmp_path, adapter=LORA)).reach == ""
     few = of_blocks(tmp_path, "llama", config={"num_hidden_layers": 5})
     assert both(monkeypatch, few)[1] == []
+
+
+@pytest.mark.parametrize("run", [{}, ON_GPUS])
+def test_the_next_attention_that_the_ranks_try_is_traced(run: Any, tmp_path: Path) -> None:
+    """gpt-oss has attention sinks, which neither the kernels nor sdpa know."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gpt-oss"]))
+    model = {"kind": "hf", "path": str(tmp_path), "config": {}}
+    auto = experiment(tmp_path / "run", model=model, task={"kind": "pretrain"})
+    assert traced(auto, **run) == traced(auto, **{**run, "attention": "eager"})
+    auto.model.attention = "sdpa"
+    with pytest.raises(Exception, match="sdpa|scaled_dot_product"):
+        traced(auto, **{**run, "attention": "sdpa"})
 
 
 def test_blocks_that_do_not_agree_are_all_traced(

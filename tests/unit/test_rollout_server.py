@@ -285,7 +285,7 @@ def test_ranks_draw_what_a_server_has_begun_anew(
     process.start()
 
 
-def test_a_server_that_always_fails_is_left_out(
+def test_servers_that_never_draw_end_the_run_with_their_own_reason(
     places: list[ServerAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, lines = policy(), []
@@ -296,12 +296,27 @@ def test_a_server_that_always_fails_is_left_out(
         return json.dumps(request).encode()
 
     before_samples(monkeypatch, impossible)
-    with ranks(model, places[:1], lines, wait_s=0.1) as servers:
+    with ranks(model, places[:1], lines, wait_s=600) as servers:
         servers.at_step(0)
-        assert drawn(model, 0) == by_ranks(model, 0)
+        with pytest.raises(
+            ConfigError, match=r"No rollout server draws\. here:\d+: .* token id 1000000"
+        ):
+            drawn(model, 0)
         assert servers.take_measures()["rollout_returned"] == client.FAILURES
     assert any("is left out: it failed 3 times" in line for line in lines)
-    assert any("the ranks draw 12 samples themselves" in line for line in lines)
+
+
+def test_servers_that_do_not_start_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "START_S", 0.0)
+    (tmp_path / "rollout-002.log").write_text("ImportError: libcudart.so.12: not there\n\n")
+    place = ServerAddress("here", "127.0.0.1", 9)  # where nobody listens
+    servers = RolloutServers(
+        policy(), [place], token=TOKEN, config=RolloutConfig(), log=print, logs=tmp_path
+    )
+    with pytest.raises(ConfigError, match=r"here:9: .*refused\. Its log ends: ImportError: lib"):
+        servers.connect()
 
 
 def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress]) -> None:

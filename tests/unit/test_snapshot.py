@@ -29,7 +29,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.exported import generates_no_text
-from llmx.run.rundir import RunDir, claim, read_json
+from llmx.run.rundir import RunDir, claim, read_json, write_json
 from tests.composing import composed
 from tests.conftest import GOLDEN
 
@@ -76,6 +76,30 @@ def test_a_run_is_never_overwritten(written) -> None:
     with pytest.raises(ConfigError, match="already contains a run"):
         snapshot.write(other, done.plan, done.ds_config, overrides=[], environment={})
     assert run.config.read_bytes() == before
+
+
+def test_a_run_that_failed_before_its_first_step_makes_room(written) -> None:
+    """What it has left, its logs among it, is put aside."""
+    done, run = written
+    parts = (done.experiment, done.plan, done.ds_config)
+    identity = read_json(run.identity)
+    for result in ({"outcome": "ok"}, {"outcome": "crash", "steps": 3}, {"outcome": "interrupted"}):
+        write_json(run.result, result)
+        with pytest.raises(ConfigError, match="already contains a run"):
+            snapshot.write(*parts, overrides=[], environment={})
+    write_json(run.result, {"outcome": "data", "steps": 0})
+    run.metrics.write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(ConfigError, match="already contains a run"):
+        snapshot.write(*parts, overrides=[], environment={})
+    run.metrics.unlink()
+    for number in (1, 2):
+        write_json(run.result, {"outcome": "data", "steps": 0})
+        snapshot.write(*parts, overrides=["seed=7"], environment={})
+        assert not run.result.exists()
+        aside = run.root.with_name(f"run.attempt-{number}")
+        assert read_json(aside / "result.json")["outcome"] == "data"
+    assert read_json(run.root.with_name("run.attempt-1") / "run.json") == identity
+    assert read_json(run.identity) != identity
 
 
 @pytest.mark.parametrize(

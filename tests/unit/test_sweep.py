@@ -16,10 +16,9 @@ from llmx.__main__ import main
 from llmx.errors import ConfigError
 from llmx.run import sweepdir
 from llmx.run.rundir import RunDir
-from llmx.run.snapshot import write_identity
+from llmx.run.snapshot import put_aside, write_identity
 from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.best import experiment, write_best
-from llmx.sweep.sweep import put_aside
 from tests.composing import composed
 from tests.made_up_trials import enter, only_sweep, outcomes
 

@@ -285,6 +285,18 @@ def test_an_environment_that_fails_costs_its_sample(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.count(said) == 1
 
 
+class Raises(Counts):
+    def step(self, completion: str) -> Turn:
+        raise RuntimeError("no answer")
+
+
+def test_an_environment_that_always_fails_ends_the_run() -> None:
+    own = task(Raises)
+    models = networks(own)
+    with pytest.raises(ConfigError, match=r"reward environment failed for (\d+) of \1 completions"):
+        rolled(own, models, PROMPTS)
+
+
 class Wrong(Counts):
     """Wrong in a way of its prompt's choice."""
 

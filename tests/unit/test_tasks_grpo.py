@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmx.errors import ConfigError
 from llmx.models.model import Models
 from llmx.tasks import Prompt, RolloutKey, task_class
 from llmx.tasks.collapse import STEPS, CollapseWatch
@@ -321,6 +322,19 @@ def test_a_failing_reward_costs_its_completions(capsys: pytest.CaptureFixture[st
     assert output.count("WARNING: the reward broken failed: it r") == 1
 
 
+def test_a_reward_that_fails_too_often_ends_the_run() -> None:
+    """Over the whole run, and not for a few completions."""
+    own = task(rewards=["tests.rollouts:nothing"])
+    own._report("nothing", ["it returned [1.0]."] * 4)
+    own._report("nothing", [""] * 96)
+    with pytest.raises(
+        ConfigError, match=r"reward nothing failed for 26 of 122 completions: .*max_lost=0\.22"
+    ):
+        own._report("nothing", ["it returned [1.0]."] * 22)
+    with pytest.raises(ConfigError, match=r"12 of 12 completions: it returned \[\], .*max_lost=1 "):
+        rolled(task(rewards=["tests.rollouts:nothing"]), models_for(own))
+
+
 def test_what_is_truncated_can_be_masked() -> None:
     own = task(mask_truncated=True, rewards=["length"])
     samples = rolled(own, models_for(own))
@@ -397,7 +411,7 @@ def test_a_collapse_is_named_in_the_log(capsys: pytest.CaptureFixture[str]) -> N
 
 def warned(steps: list[tuple[float, float]]) -> dict[int, list[str]]:
     """The warnings by step, from 1, of (share without signal, tokens)."""
-    watch = CollapseWatch()
+    watch = CollapseWatch(may_stop=False)
     warnings = {
         number: watch.see(no_signal=no_signal, reward=0.25, tokens=tokens)
         for number, (no_signal, tokens) in enumerate(steps, start=1)
@@ -411,6 +425,14 @@ def test_equal_rewards_are_named_once() -> None:
     warnings = warned([other, *[silent] * 3 * STEPS])
     assert [*warnings] == [STEPS + 1]
     assert "the same reward in each of the last 10 steps (mean reward now 0.25)" in str(warnings)
+
+
+def test_a_run_whose_groups_all_have_one_reward_ends() -> None:
+    watch = CollapseWatch(may_stop=True)
+    for no_signal in (*[1.0] * 19, 0.9, *[1.0] * 19):
+        watch.see(no_signal=no_signal, reward=0.0, tokens=5.0)
+    with pytest.raises(ConfigError, match=r"the last 20 steps .* task\.max_lost=1 trains on"):
+        watch.see(no_signal=1.0, reward=0.0, tokens=5.0)
 
 
 def test_completions_that_become_short_are_named_once() -> None:

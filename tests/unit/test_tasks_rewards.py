@@ -90,6 +90,23 @@ def test_functions_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         functions("my_rewards:absent")
 
 
+def two(prompt: str, completion: str) -> float:
+    return 1.0
+
+
+async def later(prompt: str, completion: str, reference: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("two", r"two\(prompt.*too many positional arguments"), ("later", "later is async")],
+)
+def test_functions_that_cannot_be_rewards_are_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        functions(f"{__name__}:{name}")
+
+
 def test_math_verify_is_needed_where_it_is_used() -> None:
     if importlib.util.find_spec(MATH) is None:
         (problem,) = reward_problems([MATH], [])

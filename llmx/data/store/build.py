@@ -26,13 +26,16 @@ from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import (
     RejectedRecords,
     RejectedUnwritten,
+    Row,
     counted,
     excerpt,
     write_rejected,
 )
+from llmx.data.split import DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT, SampleStore, cannot_write, locked, publish
-from llmx.data.store.spec import DatasetSpec, dataset_spec
+from llmx.data.store.spec import DatasetSpec, dataset_spec, over_long_of, renderer_of
 from llmx.data.store.staging import Staging
+from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import parallel_tokenizers, worker_count
 from llmx.data.tokenize.encoder import UNANSWERED, ExampleEncoder
 from llmx.data.tokenize.truncation import CUT_OFF, OVERFLOW, SPLIT, TRUNCATED, Truncation
@@ -147,14 +150,7 @@ def _stage(
     split.look_ahead()
     with parallel_tokenizers(workers), progress:
         encoder = ExampleEncoder(split, spec.renderer, spec.encoding, workers=workers)
-        truncation = Truncation(
-            spec.data,
-            counts,
-            bos=spec.renderer.bos,
-            eos=spec.renderer.eos or (),
-            splits=spec.identity["over_long"] == "split",
-            wraps=spec.encoding.verbatim,
-        )
+        truncation = _truncation(split, spec.renderer, spec.encoding, counts)
         if counts["rows"]:
             next(islice(rows, counts["rows"], counts["rows"]), None)
             progress.begin_here()
@@ -221,19 +217,14 @@ def _finalize(
     """
     data, split, path = spec.data, spec.split, spec.path
     rejects = (split.rejects, refused)
-    rows_read, truncated = rows.pop("rows", 0), rows.pop(TRUNCATED, 0)
-    cut_off, unanswered = rows.pop(CUT_OFF, 0), rows.pop(UNANSWERED, 0)
-    further = rows.pop(SPLIT, 0)
-    keys = [key for key in rows if key.startswith(OVERFLOW)]
-    overflow = {key.removeprefix(OVERFLOW): rows.pop(key) for key in sorted(keys)}
     # Before the encoder come those that the sources leave out or reject.
-    rows_read += split.left_out.total() + split.rejects.counts.total()
+    rows["rows"] += split.left_out.total() + split.rejects.counts.total()
     rows.update(split.left_out)
-    dropped = {reason: count for reason, count in rows.items() if count}
+    fates = _fates(rows)
     rejected = split.rejects.counts + refused.counts
     rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), rejects)
     if not staging.lengths:
-        raise nothing_left(printable(split.path), rows_read, dropped, rejects)
+        raise nothing_left(printable(split.path), fates["rows_read"], fates["dropped"], rejects)
     lengths = staging.example_lengths
     percentiles = (0, 10, 50, 90, 99, 100)
 
@@ -251,13 +242,7 @@ def _finalize(
             "template": spec.renderer.template_name if split.has_conversations else None,
             "tokenizer": str(spec.renderer.tokenizer.name_or_path),
             "identity": spec.identity,
-            "rows_read": rows_read,
-            "truncated": truncated,
-            "truncated_tokens": cut_off,
-            "split_sequences": further,
-            "overflow": overflow,
-            "unanswered_turns": unanswered,
-            "dropped": dropped,
+            **fates,
             "rejected": dict(rejected),
             "ignored_columns": split.ignored_columns,
             "rejected_file": rejected_file and str(rejected_file),
@@ -272,6 +257,55 @@ def _finalize(
 
     publish(path, fill)
     return SampleStore.open(path)
+
+
+def _fates(counts: Counter[str]) -> dict[str, Any]:
+    """What became of the rows, for meta.json."""
+    keys = [key for key in counts if key.startswith(OVERFLOW)]
+    return {
+        "overflow": {key.removeprefix(OVERFLOW): counts.pop(key) for key in sorted(keys)},
+        "rows_read": counts.pop("rows", 0),
+        "truncated": counts.pop(TRUNCATED, 0),
+        "truncated_tokens": counts.pop(CUT_OFF, 0),
+        "split_sequences": counts.pop(SPLIT, 0),
+        "unanswered_turns": counts.pop(UNANSWERED, 0),
+        "dropped": {reason: count for reason, count in counts.items() if count},
+    }
+
+
+def fates_of(
+    rows: Sequence[Row | None], split: DatasetSplit, tokenizer: Any, encoding: Encoding
+) -> dict[str, Any]:
+    """What becomes of these rows of a split, by the names of meta.json; nothing is stored."""
+    renderer, counts = renderer_of(split, tokenizer, encoding), Counter[str]()
+    rejected, num_tokens = list[str](), 0
+    encoder = ExampleEncoder(split, renderer, encoding, workers=1)
+    truncation = _truncation(split, renderer, encoding, counts)
+    for batch, block in encoder.blocks(rows):
+        counts.update(batch.counts)
+        rejected += [error.reason for error in batch.rejected]
+        num_tokens += len(truncation(batch.examples, block).tokens)
+    return {
+        **_fates(counts),
+        "num_tokens": num_tokens,
+        "rejected": Counter(rejected),
+        "rejected_file": "",
+        "seq_len": split.data.seq_len,
+        "split": f"first {plural(len(rows), 'row')} of the {split.name}",
+    }
+
+
+def _truncation(
+    split: DatasetSplit, renderer: Renderer, encoding: Encoding, counts: Counter[str]
+) -> Truncation:
+    return Truncation(
+        split.data,
+        counts,
+        bos=renderer.bos,
+        eos=renderer.eos or (),
+        splits=over_long_of(split, encoding) == "split",
+        wraps=encoding.verbatim,
+    )
 
 
 def nothing_left(

@@ -62,11 +62,7 @@ def dataset_spec(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
     check_task(encoding, dataset_split)
-    chats = any(source.row_type in (Conversation, Preference) for source in dataset_split.sources)
-    verbatim = encoding.verbatim
-    renderer = Renderer(
-        tokenizer, template=data.template, loss_on=encoding.loss_on, chats=chats, verbatim=verbatim
-    )
+    renderer = renderer_of(dataset_split, tokenizer, encoding)
     identity = {
         "format_version": SAMPLES_VERSION,
         "sources": dataset_split.digests(cache=cache_directory(data).absolute()),
@@ -76,11 +72,11 @@ def dataset_spec(
         "loss_on": encoding.loss_on,
         "seq_len": data.seq_len,
         "packing": data.packing,
-        "over_long": _over_long(data, dataset_split, encoding),
+        "over_long": over_long_of(dataset_split, encoding),
     }
     if encoding.num_embeddings is not None:  # rows with ids beyond it are refused
         identity["num_embeddings"] = encoding.num_embeddings
-    if verbatim:
+    if encoding.verbatim:
         identity["wrapping"] = [renderer.bos, renderer.eos]
     if task_identity := encoding.encoding_identity():
         columns = [column.to_dict() for column in encoding.columns]
@@ -93,9 +89,21 @@ def dataset_spec(
     return DatasetSpec(data, dataset_split, renderer, encoding, identity, path)
 
 
-def _over_long(data: DataConfig, source: DatasetSplit, encoding: Encoding) -> str:
+def renderer_of(split: DatasetSplit, tokenizer: Any, encoding: Encoding) -> Renderer:
+    """What makes tokens of the rows of a split."""
+    return Renderer(
+        tokenizer,
+        template=split.data.template,
+        loss_on=encoding.loss_on,
+        chats=any(source.row_type in (Conversation, Preference) for source in split.sources),
+        verbatim=encoding.verbatim,
+    )
+
+
+def over_long_of(split: DatasetSplit, encoding: Encoding) -> str:
     """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
-    splits = encoding.splits_documents and not encoding.columns and source.has_text
+    data = split.data
+    splits = encoding.splits_documents and not encoding.columns and split.has_text
     splits = splits and data.packing != "concat"  # which cuts anyway
     return "truncate" if data.over_long == "split" and not splits else data.over_long
 

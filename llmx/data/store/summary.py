@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from bisect import bisect_left
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from llmx.data.format.templates import special_tokens
 from llmx.data.source.records import counted, names
 from llmx.data.store.samples import Sample, SampleStore
 from llmx.data.tokenize.truncation import LENGTH_REASONS, LENGTH_STEP
+from llmx.errors import DataError
 from llmx.text import clock, plural, printable
+from llmx.tolerance import rule, too_much
 
 
 def summary(store: SampleStore) -> str:
@@ -52,8 +55,9 @@ NOT_LOST = ("identical to an earlier row",)
 """Reasons for which rows are left out because it was asked for (``data.deduplicate``)."""
 
 
-def lost_rows(meta: dict[str, Any]) -> list[str]:
-    """A warning for each cause that loses more than 2 % of the rows or tokens of a store."""
+def lost_rows(meta: dict[str, Any], *, longest: int | None = None) -> list[str]:
+    """A warning for each cause that loses more than 2 % of the rows or tokens of a store.
+    ``longest``: the most tokens that the model takes."""
     read = meta["rows_read"]
     too_long = {name: n for name, n in meta["dropped"].items() if name in LENGTH_REASONS}
     unused_reasons = {**meta["dropped"], **meta["rejected"]}
@@ -70,19 +74,33 @@ def lost_rows(meta: dict[str, Any]) -> list[str]:
             fates.append(f"{meta['truncated']:,} truncated ({part:.1%} of the tokens cut off)")
         warnings.append(
             f"{rows:,} of {plural(read, 'row')} ({rows / read:.1%}) exceed data.seq_len="
-            f"{meta['seq_len']}: {', '.join(fates)}.{_advice(meta, dropped)}"
+            f"{meta['seq_len']}: {', '.join(fates)}.{_advice(meta, dropped, longest)}"
         )
     unused = sum(unused_reasons.values())
     if unused > WARN_FROM * read:
         warning = f"{unused:,} of {plural(read, 'row')} ({unused / read:.1%}) are not used: "
         warning += f"{counted(unused_reasons)}."
-        if meta["rejected"]:
+        if meta["rejected_file"]:
             warning += f" Rejected rows are listed in {meta['rejected_file']}."
         warnings.append(warning)
     return [f"WARNING: {meta['split']} data: {warning}" for warning in warnings]
 
 
-def _advice(meta: dict[str, Any], dropped: int) -> str:
+def check_lost(meta: dict[str, Any], *, max_lost: float, longest: int | None = None) -> None:
+    """Raise DataError where more of the rows or tokens of a store is lost than ``max_lost``."""
+    fates = Counter(meta["dropped"]) + Counter(meta["rejected"])
+    rows = fates.total() - sum(fates[reason] for reason in NOT_LOST)
+    cut_off = meta["truncated_tokens"]
+    losses = [
+        (rows / max(1, meta["rows_read"]), rows),
+        (cut_off / max(1, cut_off + meta["num_tokens"]), meta["truncated"]),
+    ]
+    if any(too_much(*loss, max_lost=max_lost) for loss in losses):
+        causes = [text.removeprefix("WARNING: ") for text in lost_rows(meta, longest=longest)]
+        raise DataError("\n".join([*causes, rule(max(losses)[0], max_lost=max_lost)]))
+
+
+def _advice(meta: dict[str, Any], dropped: int, longest: int | None) -> str:
     """The ``data.seq_len`` with which 95 % and 99 % of the rows stay whole, and of the tokens."""
     seq_len = meta["seq_len"]
     lengths = {int(length): count for length, count in meta["overflow"].items()}
@@ -100,13 +118,15 @@ def _advice(meta: dict[str, Any], dropped: int) -> str:
 
     limits = range(seq_len, max(lengths) + LENGTH_STEP, LENGTH_STEP)
     keeps = {
-        f"{percent} %": limits[
-            bisect_left(limits, percent / 100 - 1, key=lambda limit: -lost(limit))
-        ]
+        limits[bisect_left(limits, percent / 100 - 1, key=lambda limit: -lost(limit))]: percent
         for percent in (95, 99)
     }
-    listed = [f"data.seq_len={n} keeps {part}" for part, n in keeps.items() if n > seq_len]
-    return f" {', '.join(listed)} of the rows and tokens." if listed else ""
+    possible = {n: part for n, part in keeps.items() if seq_len < n <= (longest or n)}
+    listed = [f"data.seq_len={n} keeps {part} %" for n, part in possible.items()]
+    advice = f" {', '.join(listed)} of the rows and tokens." if listed else ""
+    if longest is not None and max(keeps) > longest:
+        advice += f" The model takes at most {longest} tokens: shorten the longer rows first."
+    return advice
 
 
 def report(meta: dict[str, Any], *, was_prepared: bool) -> list[tuple[str, str]]:

@@ -27,6 +27,8 @@ from llmx.plan.types import Plan
 
 FULL_BYTES = 1 << 16
 """With less free space than this a rank cannot write its status and a traceback."""
+LAST_LINES = 3
+"""Of the log of a rank that ended without a traceback."""
 SILENT_DISK_FULL = "disk_full_silent"
 """The name of the diagnosis of a rank that could not write its error."""
 
@@ -129,6 +131,17 @@ def _without_log(rank: int, host: str, code: int | None, launcher_log: str) -> D
     )
 
 
+def _without_traceback(code: int, log: str) -> Diagnosis:
+    """Of a rank that ended itself, e.g. by ``os._exit``: none of its lines must be the cause."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return Diagnosis(
+        "crash",
+        f"exit code {code}, no traceback, last lines: {' | '.join(lines[-LAST_LINES:])}",
+        "the whole log of the rank is in RUN_DIR/logs; look for os._exit, sys.exit and native "
+        "libraries in the code that ran last",
+    )
+
+
 def _hung(hang: Hang, plan: Plan) -> Outcome:
     host = None if hang.rank is None else plan.hosts[plan.ranks[hang.rank].host].name
     who = "every rank waits for the others" if hang.rank is None else f"rank {hang.rank}"
@@ -192,6 +205,8 @@ def _candidates(evidence: Evidence, plan: Plan) -> list[_Candidate]:
                 diagnosis = diagnose(
                     Failure(signal=ended_by, oom_kills=rank_exit.oom_kills, log=log)
                 )
+                if rank_exit.code > 0 and not diagnosis.name and not _traceback_in(log):
+                    diagnosis = _without_traceback(rank_exit.code, log)
             elif log.strip() or status or rank_exit.oom_kills:
                 # One that has written its status has run, and said nothing at its end.
                 silent = signal_of_silent_death(log) if log.strip() else signal.SIGKILL

@@ -129,6 +129,7 @@ RULES = (
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
+    Rule(("task.max_lost",), SAME, "when the run ends"),
     Rule(("task.steps", "task.epochs"), OTHER, "a longer or shorter run; its schedule follows"),
     Rule(("precision",), OTHER, "the master weights stay; the arithmetic changes"),
     Rule(("deterministic",), ROUNDING, "other kernels"),

@@ -179,7 +179,7 @@ def facts_table(
         ("by device", "\n".join(device_lines(plan, exp))),
         ("steps", _steps_line(plan, exp.task)),
         ("lr", f"{_lr_line(exp.optim, exp.adapter)} ({origin_of_lr(exp, overrides)})"),
-        ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter)),
+        ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter) + _reach(traces)),
         ("tokens", _tokens_line(exp.model, exp.adapter)),
         ("rollouts", rollout_line(exp)),
         ("rates", _rates_line(exp.optim, exp.adapter, exp.model)),
@@ -321,6 +321,12 @@ def _lr_line(optim: OptimConfig, adapter: AdapterConfig) -> str:
         warm_up = f"warm-up {optim.warmup_fraction:.0%}"
     floor = "" if optim.schedule == "constant" else f" to {optim.min_lr_ratio:.0%}"
     return f"{peak}, {warm_up}, {optim.schedule}{floor}"
+
+
+def _reach(traces: Traces | None) -> str:
+    """What the adapter reaches, where experts are left out."""
+    trace = next(iter(traces.found.values()), None) if traces else None
+    return f". {trace.reach}" if trace is not None and trace.reach else ""
 
 
 def _sized(plan: Plan, traces: Traces | None) -> Plan:
