@@ -38,6 +38,11 @@ def even(prompt: str, completion: str, reference: str) -> float:
     return sum(len(word) % 2 == 0 for word in words) / max(1, len(words))
 
 
+def abstains(prompt: str, completion: str, reference: str) -> float | None:
+    """A reward that has no say about every second completion or so."""
+    return None if len(completion) % 2 else float(len(completion) % 3)
+
+
 def broken(prompt: str, completion: str, reference: str) -> float:
     """A reward that fails for every second completion or so."""
     if len(completion) % 2:

@@ -56,6 +56,7 @@ def lines(steps: int = 40) -> list[dict[str, Any]]:
             "total_steps": steps,
             "tokens_per_step": 4096,
             "num_parameters": 1_400_000,
+            "loss_unit": "nats per target token",
             "num_samples": 900,
             "world_size": 2,
             "resumed_from": 0,

@@ -22,7 +22,7 @@ from typing import Any
 from llmx.cli import data_out
 from llmx.config import Experiment, experiment_from_dict
 from llmx.config.build import shown
-from llmx.data import SampleStore, has_eval
+from llmx.data import SampleStore
 from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
 from llmx.errors import ConfigError, exit_code
 from llmx.offline import stay_offline_if_unreachable
@@ -50,7 +50,7 @@ def _run(config: Path, own_words: dict[str, str]) -> int:
         if offline := stay_offline_if_unreachable(exp.model, os.environ):
             print(offline, flush=True)
         return data_out.run(exp, own_words)
-    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
+    splits = ["train", "eval"] if exp.data.has_eval else ["train"]
     chosen = own_words.get("split")
     if chosen is not None and chosen not in splits:
         if chosen == "eval":

@@ -139,9 +139,7 @@ def run(options: argparse.Namespace) -> int:
         if options.generate and name not in METRICS:
             load_metric(name)  # before minutes of work
 
-    from llmx.data import has_eval
-
-    if not has_eval(exp.data):
+    if not exp.data.has_eval:
         raise ConfigError(
             "the run has no evaluation data. Name some: data.path=FILE (read as the run reads its "
             "own), or data=OPTION data.path=FILE."

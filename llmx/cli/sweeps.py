@@ -52,7 +52,8 @@ def resume(words: Sequence[str]) -> int:
     if other:
         raise ConfigError(
             f"{shown(other[0])}: would make it a different sweep. To continue a sweep, change only "
-            "sweep.*, launch.* and tracking.*; for other changes start a new one."
+            "sweep.*, launch.*, tracking.* and hydra.sweeper.n_trials; for other changes start a "
+            "new one."
         )
     if not Path(sweep.cwd).is_dir():
         raise ConfigError(

@@ -569,7 +569,9 @@ def objective_of(sweep: SweepConfig, metric: str) -> str:
     """The metric that ranks the trials of a sweep. ``metric``: ``checkpoint.metric``."""
     if sweep.objective is not None:
         return sweep.objective
-    return "tokens_per_s" if sweep.trial_steps is not None else metric
+    if sweep.trial_steps is not None:
+        return "tokens_per_s"
+    return "eval/loss" if metric == "auto" else metric  # of a task of the user's own
 
 
 def shortened(exp: Experiment) -> Experiment:

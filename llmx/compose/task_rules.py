@@ -7,6 +7,7 @@ the ranks ask it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
@@ -75,21 +76,33 @@ def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
 
 
 def _metric_problems(exp: Experiment, task: Any) -> Iterator[str]:
-    """Yield a message for each metric of ``task.eval_metrics``, the best checkpoint and early
-    stopping that the task does not measure."""
+    """Yield a message for each metric of ``task.eval_metrics``, evaluations, the best checkpoint,
+    early stopping and a sweep that the task does not measure."""
     names = exp.task.eval_metrics
     if names and exp.task.eval_generate and not declare(names).keys() <= task.metrics.keys():
         yield (
             f"task.eval_metrics={shown(names)}: task {exp.task.kind} completes no prompts. Leave "
             "it out."
         )
-    checkpoint, early = exp.checkpoint, exp.task.early_stopping
-    chosen = {"checkpoint.metric": (checkpoint.metric, checkpoint.mode)}
+    evaluates_loss, every = task.evaluates_loss, exp.task.eval_every_steps
+    if every and not evaluates_loss and not any("eval" in m.kinds for m in task.metrics.values()):
+        yield (
+            f"task.eval_every_steps={every}: evaluations of task={exp.task.kind} measure the "
+            "completions of held-out prompts alone. Set task.eval_generate=32, or leave it out."
+        )
+    checkpoint, early, objective = exp.checkpoint, exp.task.early_stopping, exp.sweep.objective
+    best_by = task.judged_by if checkpoint.metric == "auto" else checkpoint.metric
+    chosen = {"checkpoint.metric": (best_by, checkpoint.mode)}
     if early.patience is not None and early.metric not in (None, checkpoint.metric):
         chosen["task.early_stopping.metric"] = (str(early.metric), "auto")
+    if objective not in (None, "tokens_per_s", checkpoint.metric):
+        chosen["sweep.objective"] = (str(objective), "min")
     for key, (metric, mode) in chosen.items():
         try:
-            check_checkpoint_metric(metric, mode, task.metrics, task=exp.task.kind, key=key)
+            check_checkpoint_metric(
+                metric, mode, task.metrics, task=exp.task.kind, key=key,
+                evaluates_loss=evaluates_loss,
+            )  # fmt: skip
         except ConfigError as error:
             yield str(error)
 
@@ -225,13 +238,17 @@ def default_batch(exp: Experiment) -> int | None:
 
 
 def with_task_defaults(exp: Experiment) -> Experiment:
-    """Fill in ``optim.lr``, ``data.packing`` and options of the task where they are auto, and the
-    size of a step where nothing sets it."""
+    """Fill in ``optim.lr``, ``data.packing``, ``checkpoint.metric`` and options of the task where
+    they are auto, and the size of a step where nothing sets it."""
     exp = with_chosen_packing(exp)
     kind = task_class(exp.task.kind)
     if kind is not None and (chosen := kind.auto_options(exp)):
         options = {**exp.task.options, **chosen}
         exp = replace(exp, task=replace(exp.task, options=options))
+    if kind is not None and exp.checkpoint.metric == "auto":
+        with contextlib.suppress(ConfigError):  # of options, which task_problems reports
+            metric = kind(exp, None).judged_by
+            exp = replace(exp, checkpoint=replace(exp.checkpoint, metric=metric))
     batch = exp.batch
     is_open = batch.global_batch is None and batch.tokens_per_step is None
     if is_open and batch.accumulation is None:

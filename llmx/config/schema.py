@@ -326,6 +326,12 @@ class DataConfig:
     deduplicate: bool = False
     """Keep only one of several rows with the same training content; counts are reported."""
 
+    @property
+    def has_eval(self) -> bool:
+        """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
+        is_demo = self.path == "demo" and not self.sources
+        return bool(self.eval_path or self.eval_samples or self.eval_fraction or is_demo)
+
 
 COMPLETION_METRICS = ("exact_match", "rouge1", "rouge2", "rougeL")
 
@@ -756,16 +762,17 @@ class CheckpointConfig:
     """Copy the state to host memory and write it while training continues. ``auto``: if the host
     has enough free memory."""
     metric: str = text(
-        "eval/loss",
+        "auto",
         Text(
             100,
-            pattern=r"(eval|train)/[\w./@-]+",
-            rule="be eval/NAME or train/NAME, a value of the lines of metrics.jsonl: eval/loss, "
-            "train/loss, or a metric of the task, e.g. eval/exact_match",
+            pattern=r"auto|(eval|train)/[\w./@-]+",
+            rule="be auto, or eval/NAME or train/NAME, a value of the lines of metrics.jsonl: "
+            "eval/loss, train/loss, or a metric of the task, e.g. eval/exact_match",
         ),
     )
     """The metric that decides which checkpoint is best: ``eval/loss``, ``train/loss``, or a metric
-    of the task (``eval/exact_match``)."""
+    of the task (``eval/exact_match``). ``auto``: the one that the task is judged by, ``eval/loss``
+    or ``eval/reward``; in training (``train/loss``) where no evaluation measures it."""
     mode: str = choice("auto", "min", "max")
     """Whether a lower (``min``) or a higher (``max``) value of ``metric`` is better. ``auto``: as
     the task declares it; a lower loss is better."""

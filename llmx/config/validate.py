@@ -25,7 +25,6 @@ from llmx.config.plugins import TRANSPORTS
 from llmx.config.rollout_rules import rollout_problems
 from llmx.config.schema import (
     SCHEMA_VERSION,
-    CheckpointConfig,
     DataConfig,
     Experiment,
     HardwareConfig,
@@ -68,7 +67,7 @@ def validate(
         *adapter_problems(exp.adapter, exp.model),
         *quantize_problems(exp.adapter, exp.model, exp.zero, on_cpus(exp.hardware)),
         *data_problems(exp.data),
-        *_length(exp.task, exp.data, exp.checkpoint),
+        *_length(exp),
         *_eval_metrics(exp.task),
         *_batch_and_optim(exp),
         *_zero(exp.zero, exp.model, exp.hardware),
@@ -143,25 +142,39 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         )
 
 
-def _length(task: TaskConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+def _length(exp: Experiment) -> Iterator[str]:
+    task, data, checkpoint = exp.task, exp.data, exp.checkpoint
+    objective = exp.sweep.objective
     if task.steps is None and task.epochs is None:
         yield "task.steps and task.epochs are both null. Set one, e.g. task.steps=1000."
-    if task.early_stopping.patience is None:
-        return
-    key = f"task.early_stopping.patience={task.early_stopping.patience}"
-    if not task.eval_every_steps:
-        yield f"{key} needs evaluations on the way. Set, for example, task.eval_every_steps=100."
-    of_the_demo = data.path == "demo" and not data.sources
-    if not (data.eval_path or data.eval_samples or data.eval_fraction or of_the_demo):
+    patience, metric = task.early_stopping.patience, checkpoint.metric
+    stops_early = f"task.early_stopping.patience={patience}"
+    if patience is not None and not task.eval_every_steps:
         yield (
-            f"{key} needs evaluation data. Set data.eval_path, or data.eval_fraction=0.05 to hold "
-            "rows out."
+            f"{stops_early} needs evaluations on the way. Set, for example, "
+            "task.eval_every_steps=100."
         )
-    metric = task.early_stopping.metric or checkpoint.metric
-    if not metric.startswith("eval/"):
+    keeps_best = checkpoint.keep.best and metric.startswith("eval/")
+    every = task.eval_every_steps
+    intervals = [f"task.eval_every_steps={every}"] if every else []
+    goals = {
+        f"checkpoint.keep.best={checkpoint.keep.best} by {metric}": keeps_best,
+        f"sweep.objective={objective}": (objective or "").startswith("eval/"),
+        stops_early: patience is not None,
+    }
+    goals_set = [key for key, is_set in goals.items() if is_set]
+    if (intervals or goals_set) and not data.has_eval:
         yield (
-            f"{key} looks at checkpoint.metric={metric}, which no evaluation measures. Set "
-            "task.early_stopping.metric=eval/loss."
+            f"{', '.join([*intervals, *goals_set])}: needs evaluation data. Set data.eval_path, or "
+            "data.eval_fraction=0.05 to hold rows out."
+        )
+    elif goals_set and not task.evaluate:
+        yield f"{', '.join(goals_set)}: task.evaluate=false measures nothing. Leave it out."
+    elif patience is not None and (task.early_stopping.metric or metric).startswith("train/"):
+        yield (
+            f"{stops_early} looks at checkpoint.metric={metric}, which no evaluation measures. Set "
+            "task.early_stopping.metric=eval/loss, or for a task that learns from rewards "
+            "task.eval_generate=32."
         )
 
 

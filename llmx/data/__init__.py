@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from llmx.data.examples import IGNORE, Column, Encoding, Example, Rejected, Tokens
 from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair, UnpairedPreference
 from llmx.data.source.records import Document, Record
-from llmx.data.split import has_eval
 
 if TYPE_CHECKING:
     from llmx.data.collation import collate
@@ -55,7 +54,6 @@ __all__ = [
     "Tokens",
     "UnpairedPreference",
     "collate",
-    "has_eval",
     "held_out_prompts",
     "load_tokenizer",
     "prepare",

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmx.config import DataConfig
 from llmx.data.format.rows import Conversation
-from llmx.data.split import DatasetSplit
+from llmx.data.split import TAKEN, DatasetSplit
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.truncation import PromptCutter
 from llmx.errors import ConfigError, LlmxError
@@ -42,16 +42,18 @@ def held_out_prompts(
     *,
     limit: int,
     decode: Callable[[list[int]], str],
+    takes: tuple[type, ...] = TAKEN,
     turn_weights: bool = False,
     num_embeddings: int | None = None,
 ) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
-    ``seq_len``. ``decode``: of a completion; ``turn_weights``: turns may have weights, which
-    change nothing here. ``num_embeddings``: of the task; no prompt has a token beyond it.
+    ``seq_len``. ``decode``: of a completion; ``takes``: of the task; ``turn_weights``: turns may
+    have weights, which change nothing here. ``num_embeddings``: of the task; no prompt has a token
+    beyond it.
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
-    source = DatasetSplit.of(data, seed, "eval", turn_weights=turn_weights)
+    source = DatasetSplit.of(data, seed, "eval", takes=takes, turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={limit} needs conversations to take eval prompts "

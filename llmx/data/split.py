@@ -364,12 +364,6 @@ def _key(*parts: object) -> np.ndarray:
 SPLITS = ("train", "eval")
 
 
-def has_eval(data: DataConfig) -> bool:
-    """Whether there is anything to evaluate on: a source, held-out records, or the demo's."""
-    is_demo = data.path == "demo" and not data.sources
-    return bool(data.eval_path or data.eval_samples or data.eval_fraction or is_demo)
-
-
 @dataclass(frozen=True)
 class DatasetSplit:
     """One split of the experiment's data. Nothing is read before it is asked for."""
@@ -403,7 +397,7 @@ class DatasetSplit:
         experiment has not."""
         if split not in SPLITS:
             raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
-        if split == "eval" and not has_eval(data):
+        if split == "eval" and not data.has_eval:
             raise ConfigError(
                 "There is no evaluation data: set data.eval_path, or e.g. data.eval_fraction=0.05 "
                 "to hold out rows of data.path."

@@ -210,7 +210,7 @@ def _training(
 def _results(records: list[Record]) -> Iterator[tuple[str, str]]:
     declared = declared_of(records)
     last = next((line for line in reversed(records) if line.get("kind") == "eval"), {})
-    for name, value in {"loss": last.get("loss"), **measured(last, declared)}.items():
+    for name, value in {"loss": last.get("loss"), **measured(last, declared, shown=True)}.items():
         if isinstance(value, int | float):
             metric = metric_of(name, declared)
             yield metric.title, metric.shown(value)

@@ -36,7 +36,10 @@ NOT_RUN = ("pruned", "same")
 STOPPED = "stopped"
 """The outcome of a trial that was not among the better ones at a rung of ``sweep.halving``."""
 
-NOT_OF_A_SWEEP = ("sweep.", "launch.", "launch=", "tracking.", "tracking=")
+NOT_OF_A_SWEEP = (
+    *("sweep.", "launch.", "launch=", "tracking.", "tracking="),
+    *("hydra.sweeper.n_trials=", "hydra.sweeper.n_jobs="),
+)
 """Beginnings of words that may differ when a sweep is continued."""
 OWN_WORDS = ("hydra.sweep.dir=", "hydra.mode=", "hydra.job.config.override_dirname.exclude_keys=")
 """Beginnings of words that llmx and Hydra add themselves."""
@@ -81,6 +84,8 @@ class Trial:
     eval_loss: float | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """What the task measures besides the loss, by name, at the last evaluation that did."""
+    trained: Mapping[str, float | None] = field(default_factory=dict)
+    """The newest logged step, by name."""
     declared: Mapping[str, Metric] = field(default_factory=dict)
     tokens_per_s: float | None = None
     memory_gib: float | None = None
@@ -124,7 +129,7 @@ class Trial:
         kind, _, name = objective.partition("/")
         if name == "loss":
             return self.loss if kind == "train" else self.eval_loss
-        return self.metrics.get(name)
+        return (self.trained if kind == "train" else self.metrics).get(name)
 
 
 @dataclass

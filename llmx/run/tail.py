@@ -61,7 +61,7 @@ SHAPES: Record = {
         # Names that no metric of a task can have (``metrics.declared.RESERVED``).
         "kind": "", "step": 0, "time": 0, "loss": 0, "loss_mean": 0, "lr": 0, "grad_norm": 0,
         "step_time_s": 0, "tokens_per_s": 0, "mfu": 0, "data_wait_s": 0, "tokens": 0, "epoch": 0,
-        "total_steps": 0, "num_parameters": 0, "memory_gib": [0],
+        "total_steps": 0, "num_parameters": 0, "num_trained": 0, "loss_unit": "", "memory_gib": [0],
     },
     "attempts.jsonl": {
         "started": 0, "ended": 0, "outcome": "", "cause": "", "rank": 0, "host": "",

@@ -148,7 +148,9 @@ class Runner:
         for trial in sweep.trials:
             if trial.state == RUNNING and not trial.job:  # it ended with the sweep
                 trial.started = None
-        self.sweep = dataclasses.replace(sweep, pid=self.sweep.pid, host=self.sweep.host)
+        self.sweep = dataclasses.replace(
+            sweep, words=words, pid=self.sweep.pid, host=self.sweep.host
+        )
 
     def run(self, jobs: Mapping[int, Sequence[str]]) -> list[Trial]:
         """Run trials to their end, unless the sweep ends early. ``jobs``: overrides by number."""

@@ -18,7 +18,7 @@ from llmx.config import Experiment, TaskConfig
 from llmx.config.build import dataclass_from
 from llmx.config.tasks import TaskDefaults
 from llmx.data.examples import IGNORE, Column, Example
-from llmx.data.format.rows import Conversation, Preference, UnpairedPreference
+from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPreference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
@@ -159,6 +159,9 @@ class GeneratedSample:
     advantage: float
 
 
+NATS = "nats per target token"
+"""The unit of cross entropy."""
+
 EVALUATION = -1
 """The step of the keys of held-out samples."""
 
@@ -229,6 +232,9 @@ class Task:
     ``whole`` needs a value of every target (``log_probabilities``, ``of_logits``), and so its
     logits in memory; ``none`` looks at no vocabulary."""
 
+    loss_unit: ClassVar[str] = ""
+    """The unit of the loss, for readers; empty where it has none."""
+
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
     """Learning rates and batch where the config leaves them open."""
     Options: ClassVar[type | None] = None
@@ -239,7 +245,7 @@ class Task:
         """Whether all that it takes are conversations. The tokenizer is then exported with the chat
         template that renders them, and ``python -m llmx generate`` renders a prompt as a user's
         turn; else a prompt is plain text. Override it where ``Record`` is made a conversation."""
-        return set(cls.takes) <= {Conversation, Preference, UnpairedPreference}
+        return set(cls.takes) <= {Conversation, Preference, Prompted, UnpairedPreference}
 
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
@@ -385,6 +391,18 @@ class Task:
         """Name -> what is measured besides the loss; every value that is written is declared."""
         return {}
 
+    @property
+    def evaluates_loss(self) -> bool:
+        """Whether evaluations measure a loss."""
+        return not self.generates or type(self).evaluate is not Task.evaluate
+
+    @property
+    def judged_by(self) -> str:
+        """The metric that ``checkpoint.metric=auto`` stands for: ``eval/NAME``, or ``train/NAME``
+        where no evaluation measures it."""
+        is_evaluated = self.exp.task.evaluate and self.exp.data.has_eval and self.evaluates_loss
+        return "eval/loss" if is_evaluated else "train/loss"
+
     def models(self) -> dict[str, ModelSpec]:
         """The models it needs, by name; the first trained one is exported. All are of the
         ``model`` group. By default one causal language model, which is trained. Those with
@@ -455,7 +473,7 @@ class Task:
         """What is measured on the held-out samples of this rank, by name; by default ``loss`` and
         its metrics, and nothing for a task that generates. Brought together over ranks afterwards;
         an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
-        return {} if self.generates else self.mean_losses(models, batches)
+        return self.mean_losses(models, batches) if self.evaluates_loss else {}
 
     def mean_losses(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
         """``loss`` and its metrics over held-out samples."""

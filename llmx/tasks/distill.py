@@ -29,6 +29,7 @@ from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
+    NATS,
     Loss,
     Mean,
     Prompt,
@@ -116,6 +117,7 @@ class Distill(Task):
 
     Options = Options
     logits = "whole"
+    loss_unit = NATS
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     splits_documents = True
 

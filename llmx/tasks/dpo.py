@@ -214,7 +214,7 @@ class Dpo(Task):
             losses.sum(),
             weight=float(len(losses)),
             metrics={
-                "accuracy": (chosen > rejected).sum(),
+                "accuracy": shares_right(chosen - rejected, options.beta).sum(),
                 "rewards_chosen": chosen.sum(),
                 "rewards_rejected": rejected.sum(),
                 "margin": (chosen - rejected).sum(),
@@ -290,6 +290,18 @@ class HeldOutAnswers(Accumulator):
             weight = float(weights.sum())
             values[name] = float(sums.double().sum()) / weight if weight else None
         return {**values, "weight": float(len(step.losses))}
+
+
+TIE = 1e-4
+"""Nats by which two log-ratios differ that are equal but for rounding, as before training."""
+
+
+def shares_right(margin: torch.Tensor, beta: float) -> torch.Tensor:
+    """1 where a reward is higher by this ``margin``, 0 where it is lower; 0.5 where they tie."""
+    import torch
+
+    half = margin.new_tensor(0.5)
+    return torch.heaviside(margin * (margin.abs() > TIE * beta), half)
 
 
 def pair_losses(options: Options, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -381,7 +393,8 @@ def kto_step(
         losses = losses - options.sft_weight * per_token * desirable
     rewards, good = options.beta * ratios.detach(), desirable.to(ratios.dtype)
     sizes, unit = by_example(torch.ones_like(good)), good.new_ones(examples)
-    right = ((rewards > options.beta * kl) == desirable).to(ratios.dtype)
+    above = shares_right(rewards - options.beta * kl, options.beta)
+    right = torch.where(desirable, above, 1 - above)
     return JointLoss(
         by_example(losses) / sizes,
         {

@@ -17,7 +17,7 @@ from typing import Any
 from llmx.config import Experiment, experiment_from_dict
 from llmx.data.examples import check_task, encoded
 from llmx.data.source.records import OnBad, RecordError, Row, refuse
-from llmx.data.split import DatasetSplit, Source, has_eval
+from llmx.data.split import DatasetSplit, Source
 from llmx.data.store.build import fates_of
 from llmx.data.store.spec import over_long_of
 from llmx.data.store.summary import check_lost, lost_rows
@@ -47,7 +47,7 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
     task, max_lost = task_of(exp, tokenizer), exp.task.max_lost
     longest = position_limit(exp.model.network)
     warnings, asks_tokenizer = list[str](), task.asks_tokenizer
-    for split in ["train", "eval"] if has_eval(exp.data) else ["train"]:
+    for split in ["train", "eval"] if exp.data.has_eval else ["train"]:
         dataset_split = DatasetSplit.of(
             exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights
         )

@@ -34,9 +34,8 @@ from llmx.config.fields import (
 )
 from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE, EvalPrompt, Sample, SampleStore, collate, held_out_prompts
-from llmx.data.examples import Column, Example, Tokens
-from llmx.data.format.rows import Conversation
-from llmx.data.split import DatasetSplit
+from llmx.data.examples import Column, Example, Rejected, Tokens
+from llmx.data.format.rows import Conversation, Prompted
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
@@ -63,8 +62,8 @@ from llmx.tasks.policy_loss import (
 from llmx.tasks.rewards import (
     BUILT_IN,
     ENVIRONMENT,
+    MATH,
     REWARD_MODEL,
-    Outcome,
     Reward,
     Scored,
     all_outcomes,
@@ -253,6 +252,8 @@ class Group:
     drawn: list[Drawn]
     rewards: np.ndarray
     """fp64 [completions, rewards]; NaN where there is none."""
+    totals: np.ndarray
+    """fp64 [completions], their weighted sums; NaN where one failed."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ class Grpo(Task):
     """Targets are the tokens that the policy has drawn."""
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
+    takes: ClassVar[tuple[type, ...]] = (Prompted, Conversation)
     Options: ClassVar[type | None] = Options
     logits = "whole"
     loss_on = "last"
@@ -338,19 +340,23 @@ class Grpo(Task):
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the stored prompts: a sweep over them prepares nothing anew."""
-        return {"kind": "prompts with a reference", "version": 1}
-
-    def check_source(self, split: DatasetSplit) -> None:
-        if split.has_text:
-            texts = ", ".join(source.path for source in split.sources if source.form == "text")
-            raise ConfigError(
-                f"task={self.name} needs prompts with a reference completion, but {texts} contains "
-                "text. Map the columns with data.form and data.columns."
-            )
+        return {"kind": "prompts", "version": 2, "compared": bool(self._compared)}
 
     def encode(self, row: Conversation) -> Example | None:
-        """A conversation whose last answer is the reference; never cut."""
+        """A conversation whose last answer is the reference, which only some rewards need; never
+        cut."""
+        if self._compared and not row.messages[-1].content.strip():
+            raise Rejected(
+                "no reference answer",
+                f"has no answer that the reward {self._compared[0]} could compare with. Put it "
+                'into the column "answer" (text or a number), or set task.options.rewards.',
+            )
         return Example.of(row, cut="none")
+
+    @property
+    def _compared(self) -> list[str]:
+        """The rewards that compare with the reference of the data."""
+        return [name for name in self.options.rewards if name in ("exact_match", MATH)]
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
         self.load()  # before models are built
@@ -410,7 +416,8 @@ class Grpo(Task):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        both = ("train", "eval") if self.exp.task.eval_generate else ("train",)
+        is_scored = self.exp.task.eval_generate and self.options.rewards
+        both = ("train", "eval") if is_scored else ("train",)
         train = {
             name: Metric(**_MEASURED_METRICS[name], kinds=("train",))
             for name in (*self._measured_beside, *self._turns)
@@ -433,6 +440,13 @@ class Grpo(Task):
             **completion_metrics(self.exp.task),
         }
 
+    @property
+    def judged_by(self) -> str:
+        """The reward: of held-out prompts where they are completed."""
+        is_evaluated = self.exp.task.evaluate and self.exp.data.has_eval
+        is_evaluated = is_evaluated and "eval" in self.metrics["reward"].kinds
+        return "eval/reward" if is_evaluated else "train/reward"
+
     def models(self) -> dict[str, ModelSpec]:
         from llmx.models.spec import CLASSIFICATION, ModelSpec
 
@@ -454,7 +468,7 @@ class Grpo(Task):
         left_out = self._replace(models, groups, key)
         drawn = [sample for group in groups for sample in group.drawn]
         rewards = np.concatenate([group.rewards for group in groups])
-        totals = rewards @ np.array(self._weights)
+        totals = np.concatenate([group.totals for group in groups])
         totals, signals = self._signals(models, drawn, totals)
         if key.step % (self.exp.task.log_every_steps or 10) == 0:
             self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
@@ -533,9 +547,9 @@ class Grpo(Task):
         ]
         if self.options.environment:
             drawn = self._play(models, drawn, seeds)
-        rewards = self._scores(models, drawn)
+        rewards, totals = self._scores(models, drawn)
         return [
-            Group(drawn[at : at + size], rewards[at : at + size])
+            Group(drawn[at : at + size], rewards[at : at + size], totals[at : at + size])
             for at in range(0, len(drawn), size)
         ]
 
@@ -631,7 +645,7 @@ class Grpo(Task):
         return left_out
 
     def _has_signal(self, group: Group) -> bool:
-        return not _are_equal(_spread(group.rewards @ self._weights))
+        return not _are_equal(_spread(group.totals))
 
     @property
     def _weights(self) -> list[float]:
@@ -673,23 +687,33 @@ class Grpo(Task):
             for prompt, reference in (texts[id(sample.prompt)],)
         ]
 
-    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> np.ndarray:
-        """fp64 [samples, rewards]; NaN where a function failed."""
-        scores = self._values(self._scored(drawn))
+    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> tuple[np.ndarray, np.ndarray]:
+        """fp64 [samples, rewards], NaN where there is none; and fp64 [samples], their weighted
+        sums, NaN where one failed."""
+        scores, failed = self._values(self._scored(drawn))
         if self.options.environment:
-            scores = np.column_stack([scores, [sample.reward for sample in drawn]])
+            of_environment = np.array([sample.reward for sample in drawn])
+            scores = np.column_stack([scores, of_environment])
+            failed |= np.isnan(of_environment)
         if self.options.reward_model:
             model_scores = self._over_ranks(models[REWARD_MODEL], drawn, _sequence_scores)
             scores = np.column_stack([scores, np.array(model_scores)])
-        return scores
+        return scores, _totals(scores, self._weights, failed)
 
-    def _values(self, rows: Sequence[Scored]) -> np.ndarray:
-        """fp64 [rows, functions]; NaN where one failed."""
-        outcomes = all_outcomes(self._functions, rows, limit_s=self.options.reward_timeout_s)
+    def _values(self, rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
+        """fp64 [rows, functions], NaN where there is no value; and bool [rows], where one
+        failed."""
+        outcomes = all_outcomes(
+            self._functions,
+            rows,
+            limit_s=self.options.reward_timeout_s,
+            may_abstain=len(self._rewards) > len(self._functions),
+        )
         for at, name in enumerate(self._functions):
             self._report(name, [row[at].problem for row in outcomes])
-        values = [[_or_nan(outcome) for outcome in row] for row in outcomes]
-        return np.array(values, np.float64).reshape(len(rows), len(self._functions))
+        values = [[np.nan if one.value is None else one.value for one in row] for row in outcomes]
+        failed = np.array([any(one.problem for one in row) for row in outcomes], np.bool_)
+        return np.array(values, np.float64).reshape(len(rows), len(self._functions)), failed
 
     def _report(self, reward: str, problems: Sequence[str]) -> None:
         """Log the first failure of a reward. Raises ConfigError where it has failed too often."""
@@ -773,7 +797,7 @@ class Grpo(Task):
         values = self._measured(drawn, rewards, totals)
         measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
         for group in left_out:
-            values = self._measured(group.drawn, group.rewards, group.rewards @ self._weights)
+            values = self._measured(group.drawn, group.rewards, group.totals)
             counts = (~np.isnan(values)).sum(0)
             counts[self._measures.index(GROUPS_DRAWN)] = 0  # a ratio to those that are trained
             measures[0] += np.nan_to_num(values).sum(0)
@@ -902,13 +926,19 @@ class Grpo(Task):
                 self.tokenizer,
                 limit=limit,
                 decode=self.decode,
+                takes=self.takes,
                 num_embeddings=self.num_embeddings,
             )
         return self._eval_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
-        """The metrics of the completions, and their rewards without that of a reward model."""
-        scores = completion_scores(self.exp.task, prompts, completions)
+        """The metrics of the completions whose prompts have a reference, and the rewards of all
+        without that of a reward model."""
+        pairs = zip(prompts, completions, strict=True)
+        answered = [(prompt, completion) for prompt, completion in pairs if prompt.expected]
+        scores = completion_scores(
+            self.exp.task, [prompt for prompt, _ in answered], [text for _, text in answered]
+        )
         rows = [
             Scored(
                 self.decode(list(prompt.tokens)),
@@ -920,13 +950,13 @@ class Grpo(Task):
         ]
         if not rows or not self._functions:
             return scores
-        values = self._values(rows)
+        values, failed = self._values(rows)
         means = {
             _metric(name): float(np.nanmean(values[:, at]))
             for at, name in enumerate(self._functions)
             if not np.isnan(values[:, at]).all()
         }
-        totals = values @ np.array(self._weights[: len(self._functions)])
+        totals = _totals(values, self._weights[: len(self._functions)], failed)
         if not np.isnan(totals).all():
             means["reward"] = float(np.nanmean(totals))
         return {**scores, **means}
@@ -987,6 +1017,14 @@ def _metric(reward: str) -> str:
     return f"reward/{reward}"
 
 
+def _totals(rewards: np.ndarray, weights: Sequence[float], failed: np.ndarray) -> np.ndarray:
+    """fp64 [rows], the weighted sums of fp64 [rows, rewards] without those that are NaN; NaN for
+    rows that ``failed``, or of which nothing is left."""
+    totals: np.ndarray = np.nansum(rewards * np.array(weights), axis=1)
+    totals[failed | np.isnan(rewards).all(axis=1)] = np.nan
+    return totals
+
+
 def _spread(totals: np.ndarray) -> float:
     """The standard deviation of the rewards of completions; NaN without two rewards."""
     return float(group_advantages("centred", totals[None])[1][0])
@@ -995,10 +1033,6 @@ def _spread(totals: np.ndarray) -> float:
 def _are_equal(spread: Any) -> Any:
     """Whether rewards with this standard deviation (also an array of them) train nothing."""
     return np.isnan(spread) | (spread < SAME_REWARD)
-
-
-def _or_nan(outcome: Outcome) -> float:
-    return np.nan if outcome.value is None else outcome.value
 
 
 def _sequence_scores(model: Model, batch: Batch) -> list[float]:

@@ -19,7 +19,7 @@ from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE
 from llmx.data.source.records import Document
 from llmx.errors import ConfigError
-from llmx.tasks.base import Loss, SampleKey, Task, next_token_loss
+from llmx.tasks.base import NATS, Loss, SampleKey, Task, next_token_loss
 
 if TYPE_CHECKING:
     from llmx.data.store.samples import Sample
@@ -61,6 +61,7 @@ class Mlm(Task):
     asks_tokenizer = True
     splits_documents = True
     normaliser = "batch"
+    loss_unit = NATS
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmx.config.tasks import TaskDefaults
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
-from llmx.tasks.base import Loss, Task, next_token_loss
+from llmx.tasks.base import NATS, Loss, Task, next_token_loss
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Models
@@ -20,6 +20,7 @@ class Pretrain(Task):
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     loss_on = "all"
     splits_documents = True
+    loss_unit = NATS
 
     def encoding_identity(self) -> dict[str, Any]:
         """Nothing of its own: ``loss_on`` says it."""

@@ -100,7 +100,7 @@ class Reward(Task):
             losses.sum(),
             float(len(losses)),
             {
-                "accuracy": (margin.detach() > 0).sum(),
+                "accuracy": torch.heaviside(margin.detach(), margin.new_tensor(0.5)).sum(),
                 "score_margin": margin.detach().sum(),
                 "score_chosen": detached[:, 0].sum(),
                 "score_rejected": detached[:, 1].sum(),

@@ -6,8 +6,9 @@ the data has), and returns a number:
     def correct(prompt, completion, reference):
         return float(completion.split()[-1] == reference)
 
-What a function raises, or returns in place of a number, costs the one completion; the run only
-where too many fail (``task.max_lost``).
+One that returns None has no say about this completion: the sum is that of the other rewards. What
+a function raises, or returns in place of a number, costs the one completion; the run only where too
+many fail (``task.max_lost``).
 Tried by ``python -m pytest tests/unit/test_tasks_rewards.py``.
 """
 
@@ -36,6 +37,8 @@ ENVIRONMENT = "environment"
 """The name of the sum of the rewards that an environment gives."""
 BUILT_IN = ("exact_match", "format", "length", "overlong", MATH)
 
+NO_VALUE = "it returned None, and no other reward has a value for this completion."
+
 T = TypeVar("T")
 
 
@@ -58,9 +61,9 @@ class Outcome:
     """The value of one reward function for one completion."""
 
     value: float | None
-    """None where the function failed."""
+    """None where the function failed, or has none for such a completion."""
     problem: str = ""
-    """What went wrong then."""
+    """What went wrong, if something did."""
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -183,7 +186,7 @@ def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
     """The value of a reward function, or why there is none."""
     value: Any
     value, problem = attempt(lambda: reward(scored), limit_s=limit_s)
-    if problem:
+    if problem or value is None:
         return Outcome(None, problem)
     is_number = hasattr(value, "__float__")  # of NumPy or PyTorch, too
     if not is_number or not math.isfinite(float(value)):
@@ -192,16 +195,28 @@ def outcome(reward: Reward, scored: Scored, *, limit_s: float) -> Outcome:
 
 
 def all_outcomes(
-    rewards: Mapping[str, Reward], rows: Sequence[Scored], *, limit_s: float
+    rewards: Mapping[str, Reward],
+    rows: Sequence[Scored],
+    *,
+    limit_s: float,
+    may_abstain: bool = False,
 ) -> list[list[Outcome]]:
     """The outcome of each reward for each row. The ranks share the rows and get all outcomes, so
-    that a clock or a random number in a function does not divide them. Collective."""
+    that a clock or a random number in a function does not divide them. Collective.
+
+    ``may_abstain``: all of them may return None for a row; else it is a failure.
+    """
     import torch
 
     from llmx.collectives import all_gather
 
+    def of_row(row: Scored) -> list[Outcome]:
+        outcomes = [outcome(reward, row, limit_s=limit_s) for reward in rewards.values()]
+        are_none = not may_abstain and all(one == Outcome(None) for one in outcomes)
+        return [Outcome(None, NO_VALUE)] * len(outcomes) if are_none else outcomes
+
     def here(part: Sequence[Scored]) -> list[list[Outcome]]:
-        return [[outcome(f, row, limit_s=limit_s) for f in rewards.values()] for row in part]
+        return [of_row(row) for row in part]
 
     if not torch.distributed.is_initialized():
         return here(rows)

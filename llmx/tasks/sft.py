@@ -16,7 +16,7 @@ from llmx.data.format.rows import Conversation
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task, completion_metrics, completion_scores, next_token_loss
+from llmx.tasks.base import NATS, Loss, Task, completion_metrics, completion_scores, next_token_loss
 
 if TYPE_CHECKING:
     from llmx.data import EvalPrompt
@@ -47,6 +47,7 @@ class Sft(Task):
     """Targets are the assistant's turns (``data.loss_on``), of a pair those of the better."""
 
     Options = Options
+    loss_unit = NATS
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)

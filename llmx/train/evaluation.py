@@ -222,12 +222,12 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         line[weighed_by] = int(weight) if weight.is_integer() else weight
     when = {0: "before", total: "after"}.get(step)
     # What was asked for by name, and what the best checkpoint goes by, is measured at every
-    # evaluation. So is what may end the training.
-    goes_by = {session.exp.checkpoint.metric.removeprefix("eval/")}
+    # evaluation. So is what may end the training, and what is measured alone.
+    goes_by = {session.saver.config.metric.removeprefix("eval/")}
     if session.early_stopping:
         goes_by.add(session.early_stopping.name)
     missing = any(name in declared and name not in measured for name in goes_by)
-    if when or missing or session.exp.task.eval_metrics:
+    if when or missing or not result or session.exp.task.eval_metrics:
         measured.update(complete_eval_prompts(session, when=when))
     check_measured(session.task, measured)
     # A metric that this evaluation does not measure is null.

@@ -196,6 +196,7 @@ def write_beginning(session: Session, *, total: int) -> None:
             num_samples=len(session.train_store),
             world_size=session.plan.world_size,
             resumed_from=start.step,
+            loss_unit=session.task.loss_unit,
             metrics=session.declared_metrics,
         )
         return

@@ -231,13 +231,17 @@ def _open_task(exp: Experiment) -> tuple[Task, CheckpointConfig, EarlyStopping |
     for name in exp.task.eval_metrics:
         if name not in METRICS:
             load_metric(name)
-    checkpoint = exp.checkpoint
+    checkpoint, kind = exp.checkpoint, exp.task.kind
+    if checkpoint.metric == "auto":
+        checkpoint = dataclasses.replace(checkpoint, metric=task.judged_by)
     mode = check_checkpoint_metric(
-        checkpoint.metric, checkpoint.mode, task.metrics, task=exp.task.kind
+        checkpoint.metric,
+        checkpoint.mode,
+        task.metrics,
+        task=kind,
+        evaluates_loss=task.evaluates_loss,
     )
-    early_stopping = EarlyStopping.of(
-        exp.task.early_stopping, checkpoint, task.metrics, task=exp.task.kind
-    )
+    early_stopping = EarlyStopping.of(exp.task.early_stopping, checkpoint, task.metrics, task=kind)
     return task, dataclasses.replace(checkpoint, mode=mode), early_stopping
 
 
@@ -344,13 +348,12 @@ def log(text: str) -> None:
 def open_stores(exp: Experiment, task: Task, plan: Plan) -> tuple[Any, Any | None]:
     """Training and held-out samples, prepared by the first rank of each host. Collective.
     DataError where too much of them is lost (``task.max_lost``)."""
-    from llmx.data import has_eval
     from llmx.data.distributed import Host, prepare_together
     from llmx.data.store.summary import check_lost, lost_rows, summary
 
     leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
-    splits = ["train", "eval"] if has_eval(exp.data) else ["train"]
+    splits = ["train", "eval"] if exp.data.has_eval else ["train"]
     own_host = plan.ranks[torch.distributed.get_rank()].host
     stores = prepare_together(
         exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, host=own_host

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.data import has_eval, held_out_prompts
+from llmx.data import held_out_prompts
 from llmx.data.order import samples_of_step
 from llmx.plan.types import Plan
 from llmx.run import snapshot
@@ -44,7 +44,7 @@ def of_prepared(words: Iterable[str], directory: Path) -> dict[str, Any]:
     tokenizer = tokenizer_of(exp)
     return {
         f"{split}.{name}": value
-        for split in (("train", "eval") if has_eval(exp.data) else ("train",))
+        for split in (("train", "eval") if exp.data.has_eval else ("train",))
         for name, value in _of_store(prepare(exp, tokenizer, split=split)).items()
     }
 
@@ -81,7 +81,7 @@ def of_run(root: Path, *, batches: int = 8) -> dict[str, Any]:
         "micro_batches": list(plan.batch.micro_batches),
         "accumulation": plan.batch.accumulation,
     }
-    if has_eval(exp.data):
+    if exp.data.has_eval:
         held_out = _of_store(prepare(exp, tokenizer, split="eval"))
         facts["eval_data"] = held_out["samples"]
     if exp.task.eval_generate:

@@ -16,7 +16,7 @@ import torch
 
 from llmx.config.groups import CONF
 from llmx.data.source.files import DEMO_DIRECTORY
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, read_json
 from llmx.run.tail import read_records
 from tests.command_runs import SMALL, succeeds
 from tests.forked_ranks import Server
@@ -100,6 +100,7 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     succeeds(tmp_path, "-m", *words, f"data.cache_dir={tmp_path / 'cache'}")
     trials = {path.name[-6:]: RunDir(path) for path in tmp_path.glob("outputs/sweeps/*/*_*")}
     assert sorted(trials) == ["stage2", "stage3"]
+    assert list(tmp_path.glob("outputs/sweeps/*/experiment/best.yaml")), "it names a best trial"
     losses, norms = {}, {}
     for name, whole in trials.items():
         train = [line for line in measurements(whole) if line["kind"] == "train"]
@@ -137,11 +138,21 @@ def test_grpo_learns_from_rewards_on_the_bundled_data(
     words = [
         *("experiment=grpo", f"model.path={places['teacher']}", f"run_dir={tmp_path / 'run'}"),
         *("task.options.rewards=[format]", "task.options.format='.{50}.*'", "optim.lr=0.01"),
-        *("task.steps=10", "task.epochs=null", "task.eval_generate=0", "task.log_every_steps=1"),
-        *("task.save_model=false", "checkpoint=none", "tracking=none"),
+        *("task.steps=10", "task.epochs=null", "task.eval_generate=3", "task.eval_every_steps=5"),
+        *("task.save_model=false", "task.log_every_steps=1", "tracking=none"),
+        *("checkpoint=none", "checkpoint.every_steps=5", "checkpoint.keep.best=1"),
     ]
     succeeds(tmp_path, *words)
-    lines = measurements(RunDir(tmp_path / "run"))
+    run = RunDir(tmp_path / "run")
+    lines = measurements(run)
+    scores = {line["step"]: line["reward"] for line in lines if line["kind"] == "eval"}
+    assert sorted(scores) == [0, 5, 10]
+    assert None not in scores.values()
+    assert read_json(run.checkpoint(5) / "state.json")["metric"] == {
+        "name": "eval/reward",
+        "value": scores[5],
+    }
+    assert (run.checkpoints / "best").read_text() == f"{run.checkpoint(5).name}\n"
     rewards = [line["reward"] for line in lines if line["kind"] == "train"]
     assert len(rewards) == 10
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.4

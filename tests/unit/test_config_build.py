@@ -90,7 +90,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("hardware__hosts", [{"slots": 0}], "hosts[0].slots=0: must be a whole number from 1 to"),
         ("launch__env", ["a"], "launch.env=[a]: must be a mapping. Set e.g. 'launch.env={NCCL"),
         ("launch__slurm", {"time_limit": "soon"}, "must be a time as Slurm writes it"),
-        ("checkpoint__metric", "loss", "checkpoint.metric=loss: must be eval/NAME or train/NAME"),
+        ("checkpoint__metric", "loss", "checkpoint.metric=loss: must be auto, or eval/NAME"),
         ("zero__stag", 3, 'zero.stag: unknown key. Did you mean "stage"?'),
         ("seq_len", 512, "It exists as data.seq_len"),
         ("seed", 1e40, "must be a whole number from 0 to 9223372036854775807"),

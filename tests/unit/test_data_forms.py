@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llmx.data.format.columns import ColumnCheck
 from llmx.data.format.formats import (
     FORMATS,
     Reading,
@@ -13,7 +14,7 @@ from llmx.data.format.formats import (
     transcript,
     unpaired_of,
 )
-from llmx.data.format.rows import Conversation, Preference
+from llmx.data.format.rows import Conversation, Preference, Prompted
 from llmx.data.source.records import Record, RecordError
 from llmx.errors import DataError
 from tests.data_rows import BOT, USER, WHERE, turn
@@ -60,6 +61,37 @@ FACTORY = [  # LLaMA-Factory's v1 rows
 )
 def test_one_question(value: dict):
     assert turns(value) == QA
+
+
+@pytest.mark.parametrize(
+    ("value", "reference"),
+    [
+        ({"prompt": "q"}, ""),
+        ({"prompt": [USER]}, ""),
+        ({"messages": [turn("user", "q")]}, ""),
+        ({"conversations": [HUMAN]}, ""),
+        ({"messages": [USER, BOT, turn("user", "q2")]}, ""),
+        ({"instruction": "q", "output": ""}, ""),
+        ({"prompt": "q", "answer": 12}, "12"),
+        ({"prompt": [USER], "answer": 12}, "12"),
+        ({"prompt": "q", "response": 2.5}, "2.5"),
+        ({"prompt": "q", "response": None}, ""),
+        ({"prompt": "q", "completion": "a"}, "a"),
+        ({"prompt": [USER], "completion": [BOT]}, "a"),
+        ({"prompt": [USER], "ability": "math", "answer": "x", "solution": "y"}, "x"),
+        ({"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "7"}}, "7"),
+        ({"prompt": "q", "ground_truth": ["a", 2]}, '["a", 2]'),
+        ({"prompt": "q", "response": "a"}, "a"),
+        ({"conversations": [HUMAN, GPT]}, "a"),
+    ],
+)
+def test_prompts_with_a_reference_or_without(value: dict, reference: str):
+    record, reading, takes = Record(value, WHERE), Reading(), (Prompted, Conversation)
+    dataset_format = FORMATS[detect_form(record, reading, takes=takes)]
+    row = dataset_format.readers[Prompted](record, reading)
+    assert (row.messages[-1].role, row.messages[-1].content) == ("assistant", reference)
+    ColumnCheck(dataset_format, reading, ignore=(), ignored=(ignored := set()))(record)
+    assert ignored <= {"ability", "solution"}
 
 
 def test_columns_beside_the_question_are_turns():

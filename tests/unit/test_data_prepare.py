@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.config.validate import data_problems
-from llmx.data import has_eval, held_out_prompts
+from llmx.data import held_out_prompts
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.spec import cache_directory, dataset_spec
@@ -101,6 +102,10 @@ def test_found_again_only_when_nothing_that_matters_changed(tmp_path: Path):
     again = prepare(exp, TOKENIZER)
     assert again.path == first.path == store_path(exp)
     assert (again.path / "meta.json").stat().st_mtime_ns == stamp
+    (tmp_path / "moved").mkdir()
+    exp.data.path = moved = shutil.copy(exp.data.path, tmp_path / "moved")
+    elsewhere = prepare(exp, TOKENIZER)
+    assert (elsewhere.path, elsewhere.meta["sources"]) == (first.path, [str(moved)])
 
     fingerprints = {first.fingerprint}
     changes = {
@@ -243,12 +248,12 @@ def test_only_one_key_says_what_is_evaluated():
 
 def test_a_source_for_evaluation(tmp_path: Path):
     exp = of_pairs(tmp_path, numbered(9))
-    assert not has_eval(exp.data)
+    assert not exp.data.has_eval
     with pytest.raises(ConfigError, match="no evaluation data"):
         prepare(exp, TOKENIZER, split="eval")
     row = {"prompt": "Q?", "response": " A. "}
     exp.data.eval_path = str(write_rows(tmp_path / "eval.jsonl", [row]))
-    assert has_eval(exp.data)
+    assert exp.data.has_eval
     train, held_out = parts_of(exp)
     assert (len(train), held_out) == (9, ["QQ?<|end|>A A. <|end|>"])
     (prompt,) = held_out_prompts(exp.data, exp.seed, TOKENIZER, limit=5, decode=TOKENIZER.decode)

@@ -98,6 +98,8 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
         ("zero_stage=3", ["stage: 3"]),
         ("stage3", ["stage: 3"]),
         ("checkpoint.keep", ["checkpoint.keep.best"]),
+        ("grpo", ["Rows: prompt (text or turns), and answer where a reward compares with it."]),
+        ("embed", ["Rows: query and positive (or question and answer, sentence1 and"]),
     ],
 )  # fmt: skip
 def test_what_a_topic_says(word: str, parts: list[str]) -> None:

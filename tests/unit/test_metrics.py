@@ -33,7 +33,7 @@ from llmx.observe.status.observer import Observer
 from llmx.observe.status.show import panel
 from llmx.observe.status.view import interpret
 from llmx.run.metrics import Metric, declared_in, declared_of, measured, metric_of
-from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
+from llmx.run.metrics.declared import check_checkpoint_metric, check_declared, loss_title
 from llmx.run.metrics.equality import compare
 from llmx.run.metrics.lines import (
     MetricsTail,
@@ -112,6 +112,18 @@ def test_the_direction_of_best_is_the_declared_one(wanted: str, mode: str, best:
     assert check_checkpoint_metric(wanted, mode, DECLARED, task="rank") == best
 
 
+def test_the_unit_of_the_loss_is_that_of_all_runs() -> None:
+    nats, none = ([{"kind": "start", "loss_unit": unit}] for unit in ("nats per target token", ""))
+    assert loss_title([nats, nats]) == "loss (nats per target token)"
+    assert loss_title([none]) == loss_title([nats, none]) == loss_title([[]]) == "loss"
+
+
+def test_a_metric_that_is_the_loss_once_more_is_not_shown() -> None:
+    line = {"kind": "eval", "loss": 0.5, "accuracy": 0.75, "plain": 0.5000000001}
+    assert measured(line, DECLARED).keys() == {"accuracy", "plain"}
+    assert measured(line, DECLARED, shown=True) == {"accuracy": 0.75}
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -127,6 +139,8 @@ def test_a_metric_that_is_not_measured_is_refused(wanted: str, message: str) -> 
     with pytest.raises(ConfigError, match=r"checkpoint\.metric") as caught:
         check_checkpoint_metric(wanted, "auto", DECLARED, task="rank")
     assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="does not measure it here"):
+        check_checkpoint_metric("eval/loss", "auto", {}, task="grpo", evaluates_loss=False)
 
 
 @pytest.mark.parametrize(

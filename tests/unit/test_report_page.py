@@ -163,6 +163,7 @@ def test_curves_have_a_column_for_each_value() -> None:
     assert columns["train"]["time"][-1] == 42.0
     assert columns["train"]["loss"][-1] is None
     assert columns["marks"] == {"loss is NaN": [42]}
+    assert columns["title"] == "loss (nats per target token)"
     assert [entry["title"] for entry in columns["charts"]] == [
         "Learning rate", "Gradient norm", "Tokens/s",
     ]  # fmt: skip

@@ -280,6 +280,15 @@ def test_predicted_against_measured(begun: RunDir) -> None:
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
 
 
+def test_trained_is_what_was_trained_and_the_loss_is_not_shown_twice(begun: RunDir) -> None:
+    start, *lines = tracked_run.lines()
+    lines = [{**line, "plain_loss": line["loss"]} if "loss" in line else line for line in lines]
+    tracked_run.append(begun, [{**start, "num_trained": 32_768}, *lines])
+    rows = dict(wording.summary_rows(load_run(begun.root)))
+    assert rows["trained"].startswith("32.8 k parameters")
+    assert "plain loss" not in rows
+
+
 @pytest.mark.parametrize(
     ("share", "expected"),
     [

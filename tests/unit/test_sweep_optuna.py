@@ -78,11 +78,37 @@ def test_the_same_command_goes_on(trials: Rates) -> None:
     assert outcomes(only_sweep()) == ["ok"] * 5
 
 
+def test_a_study_and_a_sweep_are_extended_by_other_trials(trials: Rates, capsys) -> None:
+    words = [*SMALL, RATE.replace("1e-1", "1e-2"), "sweep.objective=eval/loss", *STORED]
+
+    def search(directory: str, count: int, *more: str) -> int:
+        place = f"hydra.sweep.dir={directory}"
+        return main([*words, place, f"hydra.sweeper.n_trials={count}", *more])
+
+    assert search("a", 2) == search("b", 2) == search("b", 3) == 0
+    assert main(["sweep", "resume", "a", "hydra.sweeper.n_trials=4"]) == 0
+    study = optuna.load_study(study_name="a", storage="sqlite:///study.db")
+    assert sorted(trial.params["optim.lr"] for trial in study.trials) == sorted(trials.ran)
+    assert len(set(trials.ran)) == len(trials.ran) == 7
+    capsys.readouterr()
+    assert search("c", 1, "optim.lr=1e-3,1e-4") == 2
+    assert "hydra.sweeper.study_name: Cannot set different distribution" in capsys.readouterr().err
+    assert search("d", 1, "sweep.objective=tokens_per_s") == 2
+    assert "study_name=a: does not maximize its objective" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["optim.lr=1e-3"], "nothing is searched"),
         ([RATE, "hydra.sweeper.sampler=best"], "must be one of tpe, random"),
+        ([RATE, "hydra.sweeper.n_trials=0"], "n_trials=0: must be a whole number from 1"),
+        ([RATE, "hydra.sweeper.n_jobs=0"], "n_jobs=0: must be a whole number from 1"),
+        ([RATE, "hydra.sweeper.storage=foo"], "storage=foo: Could not parse"),
+        ([RATE, "hydra.sweeper.storage=sqlite:////no/where.db"], "unable to open database file"),
+        (["optim.lr=interval(5, 1)"], "optim.lr=interval(5, 1): `low <= high` must hold"),
+        (["optim.lr=tag(log, interval(0, 1))"], "`low > 0` must hold for `log=True`"),
+        (["batch.micro_batch=range(5, 1)"], "batch.micro_batch=range(5, 1): has no values"),
     ],
 )
 def test_mistakes_are_said(words: list[str], message: str, trials: Rates, capsys) -> None:

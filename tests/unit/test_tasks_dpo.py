@@ -21,7 +21,7 @@ from llmx.data.source.records import Where
 from llmx.data.store.samples import Sample
 from llmx.models.model import Models
 from llmx.tasks import Loss, task_class
-from llmx.tasks.dpo import Dpo, Options, kto_losses, log1mexp, pair_losses
+from llmx.tasks.dpo import Dpo, Options, kto_losses, log1mexp, pair_losses, shares_right
 from tests.unit.test_models_model import causal_lm, model_of
 
 LOGP = torch.tensor([[-12.5, -30.0], [-8.0, -7.5], [-40.0, -41.0], [-3.0, -90.0]])
@@ -227,6 +227,9 @@ def test_the_loss_is_that_of_the_formula() -> None:
     )
     assert float(found.metrics["margin"]) == pytest.approx(float(margin.sum().detach()), rel=1e-5)
     assert int(found.metrics["accuracy"]) == int((margin > 0).sum())
+    # Before training both answers are as likely as under the reference: a tie, but for rounding.
+    margins = torch.tensor([0.3, -0.3, 1e-6, -1e-6, 0.0])
+    assert shares_right(margins, beta=0.3).tolist() == [1, 0, 0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "simpo", "kto"])

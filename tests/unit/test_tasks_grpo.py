@@ -8,12 +8,16 @@ import math
 import textwrap
 import types
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from llmx.data.examples import Rejected
+from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.records import Where
 from llmx.errors import ConfigError
 from llmx.models.model import Models
 from llmx.tasks import Prompt, RolloutKey, task_class
@@ -25,6 +29,8 @@ from llmx.tasks.policy_loss import (
     kl_estimate,
     policy_loss,
 )
+from llmx.train.rollout import prompts_of
+from tests.given_rows import experiment_on, prepared
 from tests.reference import word_tokenizer
 from tests.rollouts import (
     PROMPTS,
@@ -333,6 +339,41 @@ def test_a_reward_that_fails_too_often_ends_the_run() -> None:
         own._report("nothing", ["it returned [1.0]."] * 22)
     with pytest.raises(ConfigError, match=r"12 of 12 completions: it returned \[\], .*max_lost=1 "):
         rolled(task(rewards=["tests.rollouts:nothing"]), models_for(own))
+
+
+def test_a_reward_that_abstains_is_left_out() -> None:
+    own = task(rewards=[EVEN, "tests.rollouts:abstains"], reward_weights=[1, 0.5])
+    samples = rolled(own, models_for(own))
+    at = own._measures.index("reward_failed")
+    assert not any(sample.columns["measures"][0][at] for sample in samples)
+    shown = [sample.rewards for sample in own.generated]
+    assert {rewards["abstains"] is None for rewards in shown} == {True, False}
+    for rewards in shown:
+        total = rewards["even"] + 0.5 * (rewards["abstains"] or 0.0)
+        assert rewards["reward"] == pytest.approx(total)
+    assert any(float(sample.columns["advantage"][0]) for sample in samples)
+
+
+def test_prompts_need_an_answer_only_where_a_reward_compares_with_it() -> None:
+    turns = (Message("user", "q"), Message("assistant", ""))
+    row = Conversation(turns, Where(Path("q.jsonl"), 1, "row"))
+    assert task(rewards=[EVEN]).encode(row)
+    with pytest.raises(Rejected, match=r'reward exact_match could.*the column "answer"'):
+        task(rewards=["exact_match"]).encode(row)
+
+
+def test_rows_without_a_reference_are_prompts_all_the_same(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "3 times 4?"}], "answer": 12},
+        {"prompt": "Name a colour."},
+        {"prompt": "2 + 2?", "reward_model": {"ground_truth": "4"}},
+    ]
+    exp = experiment_on(tmp_path, "grpo", rows, {"rewards": [EVEN]}, packing="none")
+    own, store = prepared(exp)
+    prompts = [prompt for at in range(len(store)) for prompt in prompts_of(store[at])]
+    assert sorted(own.decode(list(prompt.reference)) for prompt in prompts) == ["", "12", "4"]
+    questions = "".join(own.decode(list(prompt.tokens)) for prompt in prompts)
+    assert all(text in questions for text in ("3 times 4?", "Name a colour.", "2 + 2?"))
 
 
 def test_what_is_truncated_can_be_masked() -> None:

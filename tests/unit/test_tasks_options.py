@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llmx.compose.complete import check, complete, objective_of
 from llmx.compose.task_rules import (
     defaults_of,
     origin_of_batch,
@@ -18,12 +19,12 @@ from llmx.compose.task_rules import (
     task_problems,
     task_warnings,
 )
-from llmx.config import Experiment
+from llmx.config import Experiment, experiment_from_dict
 from llmx.config.groups import CONF
 from llmx.config.schema import TaskConfig
 from llmx.config.tasks import shipped_tasks
 from llmx.errors import ConfigError
-from tests.composing import composed
+from tests.composing import composed, values
 from tests.rollouts import of_task
 
 # Learning rate and batch
@@ -232,6 +233,65 @@ def test_packing_and_the_length_of_completions_follow_from_the_task(
     assert exp.task.options.get("max_new_tokens") == max_new_tokens
     line = f"(data.packing=none); at most {max_new_tokens} new tokens"
     assert (line in rollout_line(exp)) == (packing == "none")
+
+
+FILES = ["data=file", "data.path=/data/q.jsonl", "model=tiny", "data.seq_len=128"]
+HELD_OUT = [*FILES, "data.eval_samples=8"]
+SCORED = ["task=grpo", "task.eval_generate=8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "metric"),
+    [
+        ([*HELD_OUT], "eval/loss"),
+        ([*FILES], "train/loss"),
+        ([*HELD_OUT, "task.evaluate=false"], "train/loss"),
+        ([*HELD_OUT, *SCORED], "eval/reward"),
+        ([*HELD_OUT, *SCORED, "task=ppo"], "eval/reward"),
+        ([*FILES, *SCORED], "train/reward"),
+        ([*HELD_OUT, "task=grpo"], "train/reward"),
+        ([*HELD_OUT, *SCORED, "task.options.rewards=[]", "task.options.reward_model=a/b"],
+         "train/reward"),
+        ([*HELD_OUT, "task=distill", "task.options.teacher=a/b", "task.options.on_policy=true"],
+         "eval/loss"),
+        ([*HELD_OUT, "task.kind=llmx.tasks.sft:Sft"], "auto"),
+    ],
+)  # fmt: skip
+def test_each_task_names_the_metric_it_is_judged_by(words: list[str], metric: str) -> None:
+    exp, _ = complete(experiment_from_dict(values(words)))
+    assert exp.checkpoint.metric == metric
+    assert objective_of(exp.sweep, exp.checkpoint.metric) == metric.replace("auto", "eval/loss")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("checkpoint.metric=eval/loss", "eval/loss: task grpo does not measure it here. It"),
+        ("checkpoint.metric=eval/reward", "checkpoint.metric=eval/reward: task grpo does not"),
+        ("sweep.objective=eval/loss", "sweep.objective=eval/loss: task grpo does not measure"),
+        (
+            "task.eval_every_steps=2",
+            "task.eval_every_steps=2: evaluations of task=grpo measure the",
+        ),
+        (
+            "task.early_stopping.patience=2 task.eval_every_steps=2",
+            "looks at checkpoint.metric=train/reward, which no evaluation measures",
+        ),
+        ("task=sft sweep.objective=eval/f1", "sweep.objective=eval/f1: task sft does not measure"),
+        (
+            "task=sft data.eval_samples=0 task.eval_every_steps=2 sweep.objective=eval/loss",
+            "task.eval_every_steps=2, sweep.objective=eval/loss: needs evaluation data",
+        ),
+        (
+            "task=sft data.eval_samples=0 checkpoint.metric=eval/loss checkpoint.keep.best=1",
+            "checkpoint.keep.best=1 by eval/loss: needs evaluation data",
+        ),
+    ],
+)
+def test_a_metric_that_will_not_be_measured_is_refused(words: str, message: str) -> None:
+    exp, _ = complete(experiment_from_dict(values([*HELD_OUT, "task=grpo", *words.split()])))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(exp)
 
 
 def test_packing_that_was_typed_is_not_replaced() -> None:

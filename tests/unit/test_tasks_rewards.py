@@ -13,6 +13,8 @@ import pytest
 from llmx.errors import ConfigError
 from llmx.tasks.rewards import (
     MATH,
+    NO_VALUE,
+    Outcome,
     Scored,
     all_outcomes,
     outcome,
@@ -81,7 +83,7 @@ def test_functions_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert re.match(raised, problems.pop("raises"))
     assert "SystemExit: 3" in problems.pop("leaves")
     assert problems == {
-        "none": "it returned None, which is not a finite number.",
+        "none": NO_VALUE,
         "nan": "it returned nan, which is not a finite number.",
         **dict.fromkeys(SLOW, "it took more than 0.2 s (task.options.reward_timeout_s)."),
     }
@@ -105,6 +107,18 @@ async def later(prompt: str, completion: str, reference: str) -> float:
 def test_functions_that_cannot_be_rewards_are_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         functions(f"{__name__}:{name}")
+
+
+def test_none_of_one_among_several_is_no_failure() -> None:
+    rewards = {
+        "a": lambda row: 1.0 if "list" in row.prompt else None,
+        "b": lambda row: 2.0 if "poem" in row.prompt else None,
+    }
+    rows = [Scored(prompt, "", "", 1) for prompt in ("list", "poem", "none")]
+    none, of_a, of_b = Outcome(None), Outcome(1.0), Outcome(2.0)
+    silent = [Outcome(None, NO_VALUE)] * 2
+    assert all_outcomes(rewards, rows, limit_s=60) == [[of_a, none], [none, of_b], silent]
+    assert all_outcomes(rewards, rows[2:], limit_s=60, may_abstain=True) == [[none, none]]
 
 
 def test_math_verify_is_needed_where_it_is_used() -> None:

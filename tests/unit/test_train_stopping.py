@@ -169,6 +169,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would() -> None:
         (["task.eval_every_steps=0"], "needs evaluations on the way.*task.eval_every_steps=100"),
         (["data=alpaca", "data.path=x.json"], "needs evaluation data. Set data.eval_path"),
         (["checkpoint.metric=train/loss"], "which no evaluation measures.*metric=eval/loss"),
+        (["task.evaluate=false"], "patience=2: task.evaluate=false measures nothing"),
         (["task.early_stopping.metric=train/loss"], "must be eval/NAME"),
         (["task.early_stopping.metric=eval/f1"], "eval/f1: task sft does not measure it here"),
     ],

@@ -22,6 +22,7 @@ from llmx.data.format.rows import (
     Labelled,
     Message,
     Preference,
+    Prompted,
     TextPair,
     UnpairedPreference,
 )
@@ -180,10 +181,11 @@ def to_record(record: Record, reading: Reading) -> Record:
 
 
 def conversation_of(
-    record: Record, messages: list[Message], reading: Reading
+    record: Record, messages: list[Message], reading: Reading, *, prompted: bool = False
 ) -> Conversation | None:
     """Messages with the record's system message (or the default one) and tools, up to the last
-    answer; None where there is none. Turns after it are counted."""
+    answer; None where there is none. Turns after it are counted. ``prompted``: an empty answer
+    follows the last turn where it is none."""
     key = reading.column("system")
     system = record.value.get(key)
     if system is not None and not isinstance(system, str):
@@ -200,10 +202,13 @@ def conversation_of(
             )
     elif messages and (text := row_system or reading.system):
         messages = [Message("system", text), *messages]
+    if prompted and messages and messages[-1].role in ("user", "tool"):
+        messages = [*messages, Message("assistant", "")]
     num_turns = len(messages)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
-    if not any(message.role == "assistant" and message.content.strip() for message in messages):
+    answers = [message.content for message in messages if message.role == "assistant"]
+    if not any(prompted or answer.strip() for answer in answers):
         return None
     for message in messages:
         check_characters(record, message.content)
@@ -253,6 +258,34 @@ def _prompt_and_answer(record: Record, reading: Reading) -> list[Message]:
     return [*_history(record, reading), Message("user", prompt), Message("assistant", answer)]
 
 
+REFERENCES = ("response", "completion", "answer", "solution", "ground_truth", "reward_model")
+"""Columns with the reference of a prompt: the first that a record has."""
+
+
+def _prompt_and_reference(record: Record, reading: Reading) -> list[Message]:
+    """The turns of ``prompt_response`` with a reference that may be a number, any JSON, or missing;
+    ``reward_model`` holds it as ``ground_truth`` (verl's layout)."""
+    key = reading.column("response")
+    names_of_it = [key] if "response" in reading.columns else REFERENCES
+    value = next((record.value[name] for name in names_of_it if name in record.value), "")
+    if isinstance(value, dict) and "ground_truth" in value:
+        value = value["ground_truth"]
+    are_turns = isinstance(value, list) and value and all(isinstance(v, dict) for v in value)
+    if not isinstance(value, str) and not (are_turns and {"role", "from"} & value[0].keys()):
+        value = "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return _prompt_and_answer(replace(record, value={**record.value, key: value}), reading)
+
+
+def _is_prompt(record: Record, reading: Reading, takes: tuple[type, ...]) -> bool:
+    """Whether a record is a prompt, with a reference or without, for a task that takes it."""
+    other_formats = ("conversations", "messages", "text")
+    return (
+        Prompted in takes
+        and reading.has(record, ("prompt",))
+        and not any(reading.has(record, (key,)) for key in other_formats)
+    )
+
+
 def _instruction_and_output(record: Record, reading: Reading) -> list[Message]:
     """The turns of a record in the format ``alpaca``."""
     prompt = text_of(record, reading.column("instruction"))
@@ -272,8 +305,16 @@ def _chat(column: str) -> Callable[[Record, Reading], list[Message]]:
     return turns_of
 
 
-def _conversations(read: Callable[[Record, Reading], list[Message]]) -> dict[type, Reader]:
-    """Readers of a format that gives turns: of conversations, and of those with a verdict."""
+Turns = Callable[[Record, Reading], list[Message]]
+
+
+def _conversations(read: Turns, *, prompts: Turns | None = None) -> dict[type, Reader]:
+    """Readers of a format that gives turns: of conversations, of prompts (``prompts``: their turns,
+    where they differ), and of conversations with a verdict."""
+
+    def to_prompted(record: Record, reading: Reading) -> Conversation | None:
+        messages = (prompts or read)(record, reading)
+        return conversation_of(record, messages, reading, prompted=True)
 
     def to_conversation(record: Record, reading: Reading) -> Conversation | None:
         return conversation_of(record, read(record, reading), reading)
@@ -281,7 +322,11 @@ def _conversations(read: Callable[[Record, Reading], list[Message]]) -> dict[typ
     def to_unpaired(record: Record, reading: Reading) -> UnpairedPreference | None:
         return unpaired_of(record, to_conversation(record, reading), reading)
 
-    return {UnpairedPreference: to_unpaired, Conversation: to_conversation}
+    return {
+        UnpairedPreference: to_unpaired,
+        Prompted: to_prompted,
+        Conversation: to_conversation,
+    }
 
 
 VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
@@ -638,8 +683,9 @@ def _used_of_preference(
 def _used_of_prompt_response(
     columns: frozenset[str], layout: frozenset[str], reading: Reading
 ) -> frozenset[str]:
-    completed = "response" not in reading.columns and "response" not in layout
-    return columns | {"completion"} if completed else columns
+    if "response" in reading.columns:
+        return columns
+    return columns | set([name for name in REFERENCES if name in layout][:1])
 
 
 # The formats
@@ -715,8 +761,12 @@ for built_in in (
     Format(
         "prompt_response",  # or TRL's prompt and completion
         ("prompt", "response", "history", *_BESIDE),
-        {TextPair: _pair_of_turns(_prompt_and_answer), **_conversations(_prompt_and_answer)},
+        {
+            TextPair: _pair_of_turns(_prompt_and_answer),
+            **_conversations(_prompt_and_answer, prompts=_prompt_and_reference),
+        },
         keys=("prompt", "response"),
+        recognises=_is_prompt,
         groups=LEARNED,
         used=_used_of_prompt_response,
     ),

@@ -65,6 +65,13 @@ class Conversation:
         return (*(message.content for message in self.messages), self.tools)
 
 
+class Prompted(Conversation):
+    """A conversation whose last answer is a reference, and may be empty: asked for by tasks that
+    draw answers of their own. Its readers give a ``Conversation``."""
+
+    title: ClassVar[str] = "prompts (with a reference answer or without)"
+
+
 @dataclass(frozen=True)
 class Labelled:
     """A text and its label, for tasks that learn the label itself."""

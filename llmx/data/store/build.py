@@ -81,7 +81,12 @@ def find_store(spec: DatasetSpec) -> SampleStore | None:
             f"{'; '.join(different) or 'by another llmx'}. A store lies under the name of what it "
             "is; this one was put there by hand. Remove the directory; it is prepared again."
         )
+    store.meta["sources"] = _sources(spec)  # not those that had these bytes before
     return store
+
+
+def _sources(spec: DatasetSpec) -> list[str]:
+    return [str(file.absolute()) for file in spec.split.files]
 
 
 # Build: from the sources to staged examples
@@ -237,7 +242,7 @@ def _finalize(
             **counts,
             "split": split.name,
             "columns": [column.to_dict() for column in spec.encoding.columns],
-            "sources": [str(file.absolute()) for file in split.files],
+            "sources": _sources(spec),
             "form": split.form,
             "template": spec.renderer.template_name if split.has_conversations else None,
             "tokenizer": str(spec.renderer.tokenizer.name_or_path),

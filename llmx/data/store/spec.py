@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding, check_task
-from llmx.data.format.rows import Conversation, Preference
+from llmx.data.format.rows import Conversation, Preference, Prompted
 from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
@@ -95,7 +95,9 @@ def renderer_of(split: DatasetSplit, tokenizer: Any, encoding: Encoding) -> Rend
         tokenizer,
         template=split.data.template,
         loss_on=encoding.loss_on,
-        chats=any(source.row_type in (Conversation, Preference) for source in split.sources),
+        chats=any(
+            source.row_type in (Conversation, Prompted, Preference) for source in split.sources
+        ),
         verbatim=encoding.verbatim,
     )
 

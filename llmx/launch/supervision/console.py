@@ -190,7 +190,7 @@ def eval_line(record: dict[str, Any], declared: Mapping[str, Metric]) -> str:
 
 
 def _metrics(record: dict[str, Any], declared: Mapping[str, Metric]) -> list[str]:
-    metrics = {name: metric_of(name, declared) for name in measured(record, declared)}
+    metrics = {name: metric_of(name, declared) for name in measured(record, declared, shown=True)}
     # So many decimals that the numbers of a log stand one below the other.
     return [
         f"{metric.title} {metric.shown(record[n], decimals=1)}" for n, metric in metrics.items()

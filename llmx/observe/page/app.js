@@ -175,19 +175,19 @@ function drawTable({ rows, kinds, heads, best }) {
 function drawBars({ parts, rows, unit }) {
   const total = ([, ...values]) => values.reduce((sum, value) => sum + value, 0);
   const longest = Math.max(...rows.map(total));
-  const grid = el('div', { className: 'bars' });
+  const grid = el('div', { className: 'bars' }), colours = parts.map((name, at) => name === 'waits' ? '#88888855' : COLOURS[at]);
   for (const row of rows) {
     const [name, ...values] = row;
     const bar = el('div', { className: 'bar' }, ...values.map((value, at) => {
       const part = el('span', { title: `${parts[at]} ${shown(value)} ${unit}` });
       part.style.flexGrow = value;
-      part.style.background = parts[at] === 'waits' ? '#88888855' : COLOURS[at];
+      part.style.background = colours[at];
       return part;
     }));
     bar.style.width = `${100 * total(row) / longest}%`;
     grid.append(el('span', {}, name), bar);
   }
-  const names = parts.map((name, at) => [name, name === 'waits' ? GRAY : COLOURS[at], '■']);
+  const names = parts.map((name, at) => [name, colours[at], '■']);
   return el('div', {}, legend(names), grid);
 }
 
@@ -377,7 +377,8 @@ function curveSpecs(runs, hasTime) {
   const several = runs.length > 1;
   const hasBest = runs.some(([, run]) => run.best);
   const colourOf = at => runs.length <= COLOURS.length || !hasBest ? COLOURS[at % COLOURS.length] : runs[at][1].best ? COLOURS[0] : GRAY;
-  const loss = { title: 'Loss (nats per target token)', large: true, series: [], marks: [], time: axis === 'time' };
+  const titles = new Set(runs.map(([, run]) => run.title || 'loss')), [title] = titles.size === 1 ? titles : ['loss'];
+  const loss = { title: title.replace('loss', 'Loss'), large: true, series: [], marks: [], time: axis === 'time' };
   const others = new Map();
   runs.forEach(([name, run], at) => {
     const colour = colourOf(at), faint = hasBest && several && !run.best;

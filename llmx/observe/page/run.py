@@ -22,7 +22,7 @@ from llmx.observe.report.screen import open_console, pairs_table
 from llmx.plan.types import Plan
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_of, measured, metric_of
-from llmx.run.metrics.declared import is_number
+from llmx.run.metrics.declared import is_number, loss_title
 from llmx.run.metrics.lines import Record, scalars, step_of
 from llmx.run.provenance.differences import flattened, short_value
 
@@ -97,7 +97,7 @@ def curves(records: Sequence[Record], *, limit: int = MAX_POINTS) -> Json:
     declared = declared_of(records)
     begun = next((record["time"] for record in records if record.get("time")), 0.0)
     charts: list[Json] = []
-    columns: Json = {"charts": charts}
+    columns: Json = {"charts": charts, "title": loss_title([records])}
     for kind, least in (("train", 2), ("eval", 3)):
         lines = thinned(last_of_each_step(records, kind), lambda line: line.get("loss"), limit)
         columns[kind] = {
@@ -127,7 +127,9 @@ def _titles(
 ) -> dict[str, tuple[str, int]]:
     """The keys that are drawn: title of the chart (none for that of the loss), and the scale."""
     titles = {name: (title, 1) for name, title in CURVES.items() if kind == "train" or not title}
-    for name in dict.fromkeys(name for line in lines for name in measured(line, declared)):
+    for name in dict.fromkeys(
+        name for line in lines for name in measured(line, declared, shown=True)
+    ):
         metric = metric_of(name, declared)
         is_percent = metric.format == "percent"
         title = f"{metric.title[:1].upper()}{metric.title[1:]}"

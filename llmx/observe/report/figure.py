@@ -10,6 +10,7 @@ from typing import Any
 
 from llmx import text as human
 from llmx.observe.report.run_data import RunData
+from llmx.run.metrics.declared import loss_title
 from llmx.run.metrics.lines import Record, step_of
 from llmx.run.rundir import replacing
 
@@ -32,7 +33,7 @@ def draw_losses(runs: Sequence[RunData], path: Path) -> bool:
     losses = [value for _, train, evals in curves for _, value in train + evals]
     if not losses:
         return False
-    with loss_axes(path) as axes:
+    with loss_axes(path, title=loss_title(data.records for data in runs)) as axes:
         from matplotlib.ticker import MaxNLocator
 
         for (name, train, evals), style in zip(curves, STYLES, strict=False):
@@ -46,8 +47,9 @@ def draw_losses(runs: Sequence[RunData], path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def loss_axes(path: Path) -> Iterator[Any]:
-    """Axes for losses over steps; the picture is written to ``path`` at the end of the block."""
+def loss_axes(path: Path, *, title: str = "loss") -> Iterator[Any]:
+    """Axes for losses over steps, called ``title``; the picture is written to ``path`` at the end
+    of the block."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +59,7 @@ def loss_axes(path: Path) -> Iterator[Any]:
     try:
         yield axes
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss (nats per target token)")
+        axes.set_ylabel(title)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         with replacing(path) as stream:

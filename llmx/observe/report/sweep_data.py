@@ -43,6 +43,7 @@ def measure(trial: Trial, *, has_ended: bool = False) -> None:
     points = data.metric_points("eval")
     trained = {name: [point for point in pairs if point[0] > 0] for name, pairs in points.items()}
     trial.metrics = {name: pairs[-1][1] if pairs else None for name, pairs in trained.items()}
+    trial.trained = data.train[-1] if data.train else {}
     trial.declared = data.declared
     trial.tokens_per_s = values.get("tokens_per_s")
     trial.memory_gib = values.get("memory_gib_max")
@@ -72,7 +73,7 @@ class SweepReader:
         """The sweep as it is now; ConfigError where the directory is none."""
         sweep = load(self.directory)
         trials = {trial.index: self._with_numbers(trial) for trial in sweep.trials}
-        numbers = ("steps", "loss", "eval_loss", "metrics", "declared", "tokens_per_s",
+        numbers = ("steps", "loss", "eval_loss", "metrics", "trained", "declared", "tokens_per_s",
                    "memory_gib", "run_dir", "total_steps")  # fmt: skip
         for trial in trials.values():
             if trial.outcome == "same" and trial.same_as in trials:

@@ -138,7 +138,8 @@ def summary_rows(data: RunData, *, is_brief: bool = False) -> list[tuple[str, st
         text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
         rows.append(("peak memory", text))
     if values.get("num_parameters") or values.get("tokens"):
-        size, tokens = values.get("num_parameters"), values.get("tokens")
+        size = values.get("num_trained") or values.get("num_parameters")
+        tokens = values.get("tokens")
         parts = [f"{human.count(size)} parameters"] if size else []
         parts += [f"{human.count(tokens)} tokens"] if tokens else []
         text = ", ".join(parts)
@@ -190,6 +191,10 @@ def _against(foreseen: float, measured: float, text: Callable[[float], str]) -> 
     return f"{text(foreseen)}, measured {text(measured)} ({measured / foreseen - 1:+.0%})"
 
 
+def _is_loss(value: float, loss: float | None) -> bool:
+    return loss is not None and math.isclose(value, loss, rel_tol=1e-6)
+
+
 def _metrics(data: RunData) -> list[tuple[str, str]]:
     """Every metric of the evaluations: before and after training, and the best on the way."""
     declared, rows = data.declared, []
@@ -200,6 +205,9 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
             value if is_number(value := data.samples.get(f"{name}_{when}")) else None
             for when in ("before", "after")
         )
+        losses = {step_of(line): line.get("loss") for line in data.evals}
+        if points and all(_is_loss(value, losses.get(step)) for step, value in points):
+            continue
         trained = [(step, value) for step, value in points if step > 0]
         if before is None and points and points[0][0] == 0:
             before = points[0][1]

@@ -135,7 +135,9 @@ def interpret(facts: Facts) -> View:
 def _shown_metrics(line: Facts | None, start: Facts | None) -> list[tuple[str, str]]:
     """Title and value of every metric of a line, as the run declares them."""
     declared = declared_in(start or {})
-    metrics = {name: metric_of(name, declared) for name in measured(line or {}, declared)}
+    metrics = {
+        name: metric_of(name, declared) for name in measured(line or {}, declared, shown=True)
+    }
     return [(metric.title, metric.shown((line or {})[name])) for name, metric in metrics.items()]
 
 

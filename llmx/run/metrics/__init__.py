@@ -3,7 +3,7 @@
 One JSON object a line, flushed a line at a time, each with its ``kind``:
 
     {"kind": "start", "time": 0.0, "total_steps": 600, "tokens_per_step": 4096, "num_parameters": 1,
-     "num_samples": 9, "world_size": 2, "resumed_from": 0,
+     "num_samples": 9, "world_size": 2, "resumed_from": 0, "loss_unit": "nats per target token",
      "metrics": {"exact_match": {"title": "exact match", "format": "percent",
                                  "higher_is_better": true, "kinds": ["eval"]}}}
     {"kind": "train", "step": 10, "time": 0.0, "samples": 640, "tokens": 40960,

@@ -43,6 +43,7 @@ RESERVED = frozenset(
         *("log", "model", "outcome", "restarts", "run_id", "started", "steps", "traceback"),
         *("warnings", "first_loss", "final_loss", "first_eval_loss", "final_eval_loss"),
         *("best_eval_loss", "best_eval_step", "checkpoints", "last_checkpoint", "num_parameters"),
+        *("num_trained", "loss_unit"),
         *("memory_gib_max", "resumed_from", "total_steps", "train_time_s", "world_size", "rows"),
     }
 )
@@ -105,6 +106,17 @@ def declared_of(records: Iterable[Record]) -> dict[str, Metric]:
     return declared
 
 
+def loss_title(runs: Iterable[Iterable[Record]]) -> str:
+    """``loss (nats per target token)``, by the ``start`` lines of runs; without the unit where they
+    have none, or different ones."""
+    units = {
+        str(next((r.get("loss_unit") or "" for r in records if r.get("kind") == "start"), ""))
+        for records in runs
+    }
+    (unit,) = units if len(units) == 1 else [""]
+    return f"loss ({unit})" if unit else "loss"
+
+
 def is_declaration(record: Record) -> bool:
     """Whether a line says which metrics the run has."""
     resumed = record.get("event") == "resumed" and "metrics" in record
@@ -116,18 +128,24 @@ def metric_of(name: str, declared: Mapping[str, Metric]) -> Metric:
     return declared.get(name) or Metric(_title(name))
 
 
-def measured(record: Record, declared: Mapping[str, Metric]) -> dict[str, float]:
+def measured(
+    record: Record, declared: Mapping[str, Metric], *, shown: bool = False
+) -> dict[str, float]:
     """The metrics of one line besides the loss, by name, in the order of the declaration.
 
     Of an ``eval`` line every number; of a ``train`` line, which has numbers of the training loop
-    too, only what is declared for it.
+    too, only what is declared for it. ``shown``: without those that are the loss once more.
     """
     kind = str(record.get("kind"))
     names = [name for name, metric in declared.items() if kind in metric.kinds]
     if kind == "eval":
         names += [name for name in record if name not in RESERVED and name not in names]
     values: dict[str, Any] = {name: record.get(name) for name in names}
-    return {name: float(value) for name, value in values.items() if is_number(value)}
+    numbers = {name: float(value) for name, value in values.items() if is_number(value)}
+    loss = record.get("loss")
+    if shown and isinstance(loss, int | float):
+        return {n: v for n, v in numbers.items() if not math.isclose(v, loss, rel_tol=1e-6)}
+    return numbers
 
 
 def is_number(value: Any) -> bool:
@@ -158,6 +176,7 @@ def check_checkpoint_metric(
     *,
     task: str,
     key: str = "checkpoint.metric",
+    evaluates_loss: bool = True,
 ) -> str:
     """``min`` or ``max`` for ``checkpoint.metric``; ConfigError for a metric that is not measured.
 
@@ -166,20 +185,18 @@ def check_checkpoint_metric(
         mode: ``checkpoint.mode``; ``auto`` takes the direction that the task declares.
         metrics: what the task declares.
         key: that ``selected`` is the value of, for messages.
+        evaluates_loss: whether evaluations of the task measure a loss.
     """
     kind, _, name = selected.partition("/")
-    metric = metrics.get(name)
-    if metric is not None and kind in metric.kinds:
-        better = metric.higher_is_better
-    elif name == "loss" or (kind == "train" and name in TRAIN_KEYS):
+    measurable = ["train/loss", *(["eval/loss"] if evaluates_loss else [])]
+    measurable += [
+        f"{line_kind}/{name}" for name, declared in metrics.items() for line_kind in declared.kinds
+    ]
+    if selected in measurable and name in metrics:
+        better = metrics[name].higher_is_better
+    elif selected in measurable or (kind == "train" and name in TRAIN_KEYS):
         better = name in ("tokens_per_s", "mfu")
     else:
-        measurable = ["eval/loss", "train/loss"]
-        measurable += [
-            f"{line_kind}/{name}"
-            for name, declared in metrics.items()
-            for line_kind in declared.kinds
-        ]
         raise ConfigError(
             f"{key}={selected}: task {task} does not measure it here. "
             f"It measures {', '.join(sorted(measurable))}."

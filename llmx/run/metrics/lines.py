@@ -146,7 +146,7 @@ class Summary:
             self._first_time = self._first_time or now
             self._last_time = max(self._last_time, now)
         if kind == "start":
-            for key in ("total_steps", "num_parameters", "world_size"):
+            for key in ("total_steps", "num_parameters", "num_trained", "world_size"):
                 if record.get(key) is not None:
                     self._values[key] = record[key]
         elif kind == "train":
