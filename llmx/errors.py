@@ -55,16 +55,28 @@ class DiskFullError(LlmxError, RuntimeError):
     exit_code = 3
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+STORAGE_FAULTS = FULL | {errno.EROFS, errno.EIO, errno.ESTALE}
+"""A disk that is full, has become read-only, or fails: it may work again later."""
+
+
 def disk_is_full(error: BaseException | None) -> bool:
     """Whether a full disk (or a quota) is the cause of an error, whatever its message."""
+    return storage_fault(error, FULL) is not None
+
+
+def storage_fault(
+    error: BaseException | None, kinds: frozenset[int] = STORAGE_FAULTS
+) -> OSError | None:
+    """The error of the system in the chain of causes, where it is one of ``kinds``."""
     looked_at = set()
     # Hydra's sweeper raises a stored error from itself: a chain may be a circle.
     while error is not None and id(error) not in looked_at:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
+        if isinstance(error, OSError) and error.errno in kinds:
+            return error
         looked_at.add(id(error))
         error = error.__cause__
-    return False
+    return None
 
 
 class LaunchError(LlmxError, RuntimeError):

@@ -39,7 +39,7 @@ from llmx.checkpoint.state.engine_state import StateTensor, as_buffer, combine, 
 from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
-from llmx.errors import LlmxError, disk_is_full
+from llmx.errors import LlmxError, storage_fault
 
 BLOCK_BYTES = 64 * 2**20
 """Page-locked at a time: PyTorch rounds such a request up to a power of two."""
@@ -195,9 +195,10 @@ T = TypeVar("T")
 class SaveFailed(LlmxError, RuntimeError):
     """A checkpoint was not saved, on all ranks alike."""
 
-    def __init__(self, message: str, *, disk_full: bool) -> None:
+    def __init__(self, message: str, *, fault: int = 0) -> None:
         super().__init__(message)
-        self.disk_full = disk_full
+        self.fault = fault
+        """The errno of a disk that is full or fails; 0 for another cause."""
 
 
 @dataclass
@@ -311,13 +312,13 @@ class SaveJob:
         try:
             value = act()
         except Exception as error:
-            full = disk_is_full(error)
+            fault = getattr(storage_fault(error), "errno", 0)
             text = str(error) if isinstance(error, (OSError, LlmxError)) else repr(error)
-            failure = (f"{text} (rank {self.topology.rank} on {socket.gethostname()})", full)
+            failure = (f"{text} (rank {self.topology.rank} on {socket.gethostname()})", fault)
         outcomes = all_gather((value, failure), group=self.group)
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures:
-            raise SaveFailed(failures[0][0], disk_full=any(full for _, full in failures))
+            raise SaveFailed(failures[0][0], fault=max(code for _, code in failures))
         return [value for value, _ in outcomes]
 
     def _on_leaders(self, act: Callable[[], Any]) -> list[Any]:
@@ -358,7 +359,7 @@ class SaveJob:
         assert first is not None
         for rank, entries in enumerate(small):
             if entries and entries != first:
-                raise SaveFailed(f"rank {rank} has written other small files", disk_full=False)
+                raise SaveFailed(f"rank {rank} has written other small files")
         hosts = {rank_file(rank): host for rank, host in enumerate(self.hosts)}
         hosts.update(dict.fromkeys(first, self.hosts[0]))
         return Manifest(

@@ -873,7 +873,8 @@ class LaunchConfig:
     new line in the log of any rank: while data is prepared or weights are read, one comes every
     10 s. 0: never."""
     host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
-    """How long to wait for a lost host to come back."""
+    """How long to wait before a restart for a lost host, for the network between the hosts, or for
+    a disk that is full or cannot be written."""
     detach: bool = False
     """Start the supervisor in a session of its own and give the terminal back at once. ``attach``
     shows its console, ``stop`` ends the run with a checkpoint."""

@@ -69,8 +69,8 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
     """The facts, as plain values. ``package``: the directory of llmx's code; ``needs``: what is
     looked at besides."""
     needs = needs or {}
+    os.environ.update(needs.get("env") or {})  # compilers and locks are where ranks look for them
     removed = remove_leftovers(**needs["remove"]) if needs.get("remove") else []
-    os.environ.update(needs.get("env") or {})  # compilers are looked for where ranks look
     stamp = environment_stamp()
     earlier = needs.get("known") or {}
     if earlier.get("stamp") != stamp:
@@ -506,9 +506,8 @@ def size_bytes(path: str) -> int:
 
 def stale_locks() -> list[str]:
     """Locks of extension builds that nobody finishes: a run hangs at "Loading extension module"."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(  # noqa: PTH111
-        "~/.cache/torch_extensions"
-    )
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
     locks = []
     for lock in glob.glob(f"{root}/*/lock") + glob.glob(f"{root}/*/*/lock"):  # noqa: PTH207
         try:

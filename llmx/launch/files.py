@@ -6,10 +6,12 @@ a shell.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -31,12 +33,42 @@ DEFAULT_PORT = 29500
 """Shown in a dry run; a run takes a free one."""
 
 
+EXAMPLES = frozenset({"a100x2_v100x2", "a800x2_n7"})
+"""Options of ``hardware`` that show how to write one: their hosts are 10.0.0.1, 10.0.0.2, ..."""
+EXAMPLE_S = 1.0
+"""For a host at such an address to answer: somebody may have hosts there."""
+
+
+def example_problems(exp: Experiment, plan: Plan) -> list[str]:
+    """Hosts of an example, where no sshd answers on the first two."""
+    addresses = [f"10.0.0.{number}" for number in range(1, len(plan.hosts) + 1)]
+    hosts = plan.hosts
+    if exp.hardware.name not in EXAMPLES or [host.address for host in hosts] != addresses:
+        return []
+    for host in hosts[:2]:
+        place = (host.address, host.ssh_port)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(place, timeout=EXAMPLE_S) as answer,
+        ):
+            if answer.recv(4) == b"SSH-":  # a gateway may open connections to any address
+                return []
+    return [
+        f"hardware={exp.hardware.name}: {addresses[0]} to {addresses[-1]} are the addresses of an "
+        "example, and no sshd answers there. `python -m llmx plan` with the same words works "
+        "without hosts. To train, name your hosts: 'hardware.hosts=[{name: gpu-1, address: "
+        f"192.168.0.11, slots: {hosts[0].slots}, device: {hosts[0].device}}}, ...]', or write them "
+        "into DIR/hardware/mine.yaml and add --config-dir DIR hardware=mine (python -m llmx help "
+        "hardware.hosts). hardware=local is this machine."
+    ]
+
+
 def check_launch(exp: Experiment, plan: Plan) -> None:
     """ConfigError for what would fail with this plan's transport, before anything is written.
 
     The rules that need no plan are in ``llmx.config.validate``.
     """
-    problems = [] if exp.dry_run else path_problems(exp, plan)
+    problems = [] if exp.dry_run else [*example_problems(exp, plan), *path_problems(exp, plan)]
     if not exp.dry_run and (problem := no_ranks_there(plan.accelerator)):
         problems.append(problem)
     problems += [

@@ -128,10 +128,11 @@ def _lock(path: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
 
 CHECKSUM_LIMIT_BYTES = 1 << 30
 DENIED = (
-    ".env", ".env.*", ".envrc", ".netrc", ".git-credentials", ".npmrc", ".pypirc", ".ssh", ".aws",
-    ".azure", ".gnupg", ".kube", ".docker", ".config", "id_rsa*", "id_dsa*", "id_ecdsa*",
-    "id_ed25519*", "*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "credentials*.json",
-    "service-account*.json", "secrets.json", "secrets.toml", "secrets.y*ml", "core.[0-9]*", ".git",
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", ".git-credentials", ".npmrc", ".pypirc", ".ssh",
+    ".aws", ".azure", ".gnupg", ".kube", "kubeconfig", ".docker", ".dockerconfigjson", ".config",
+    ".huggingface", "token", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*_key", "*.pem",
+    "*.key", "*.p12", "*.pfx", "*.kdbx", "credentials*.json", "service-account*.json",
+    "secrets.json", "secrets.toml", "secrets.y*ml", "core.[0-9]*", ".git",
 )  # fmt: skip
 """Never copied from a directory, also where git tracks it: credentials, and what a process had in
 memory. A file of such a name travels only where the config names it itself."""
@@ -176,10 +177,10 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
     ]
     if run_dir:
         items.append(SyncPath(str(spec.run_dir.root), (), "run directory", RUN_FILES))
-    items += [
-        SyncPath(path, (*(DENIED if Path(path).is_dir() else ()), *extra), kind)
-        for path, kind in _configured_paths(spec.exp)
-    ]
+    for path, kind in _configured_paths(spec.exp):
+        denied = DENIED if Path(path).is_dir() else ()
+        ignored = _ignored(Path(path), DENIED) if kind == "launch.sync_extra" else ()
+        items.append(SyncPath(path, (*denied, *ignored, *extra), kind))
     unique: dict[str, SyncPath] = {}
     for item in items:
         unique.setdefault(item.path, item)
@@ -194,17 +195,21 @@ def paths_to_push(spec: LaunchSpec, *, run_dir: bool) -> list[SyncPath]:
 def _not_code(package: Path) -> list[str]:
     """Patterns of rsync for what does not travel with the code in ``package``: what git ignores,
     core dumps, ``DENIED`` and ``GENERATED``."""
-    arguments = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
-    listed = (git(package, *arguments) or b"") if package.is_dir() else b""
-    ignored = {os.fsdecode(name).rstrip("/") for name in listed.split(b"\0")} - {"", "."}
-    dumps = {str(path.relative_to(package)) for path in package.rglob("core") if path.is_file()}
     by_name = (*DENIED, *GENERATED)
-    names = (
-        name
-        for name in sorted(ignored | dumps)
+    dumps = {str(path.relative_to(package)) for path in package.rglob("core") if path.is_file()}
+    return [*by_name, *_ignored(package, by_name), *map(_anchored, sorted(dumps))]
+
+
+def _ignored(directory: Path, by_name: Sequence[str]) -> list[str]:
+    """Patterns of rsync for what git ignores in a directory, and ``by_name`` does not match."""
+    arguments = ("ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    listed = (git(directory, *arguments) or b"") if directory.is_dir() else b""
+    names = {os.fsdecode(name).rstrip("/") for name in listed.split(b"\0")} - {"", "."}
+    return [
+        _anchored(name)
+        for name in sorted(names)
         if not any(fnmatchcase(Path(name).name, pattern) for pattern in by_name)
-    )
-    return [*by_name, *(_anchored(name) for name in names)]
+    ]
 
 
 def _anchored(name: str) -> str:

@@ -18,6 +18,7 @@ from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
 from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
 from llmx.lifecycle.preflight import with_checked_inputs
 from llmx.plan.choices import compared
+from llmx.redact import HIDDEN
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
 from llmx.tracking.base import check_packages
@@ -95,7 +96,7 @@ def _print_plan(
     print_plan(
         plan,
         exp,
-        command=render_command(launch) if is_written else None,
+        command=render_command(launch).replace(launch.token, HIDDEN) if is_written else None,
         run_dir=run.root if is_written else None,
         stream=stream,
         traces=traces,

@@ -204,7 +204,18 @@ class Views:
         is_shown = RunDir(path).config.is_file() or is_sweep(path)
         if not path.is_relative_to(self.base) or not is_shown:
             raise ConfigError(f"{name}: there is no such run or sweep in {self.base}.")
+        if link := self._link_out(path):
+            raise ConfigError(f"{link} is a link that leads out of {self.base}. Remove the link.")
         return path
+
+    def _link_out(self, root: Path) -> Path | None:
+        """A link in a run to a file elsewhere, which everybody who sees the page would see."""
+        unread = (RunDir(root).checkpoints, RunDir(root).final_model)
+        for path in (*root.glob("*"), *root.glob("logs/*"), *root.glob("ranks/*")):
+            outside = path.is_symlink() and not path.resolve().is_relative_to(self.base)
+            if outside and path not in unread:
+                return path
+        return None
 
     def _id(self, path: Path) -> str:
         return str(path.relative_to(self.base))
@@ -218,6 +229,8 @@ class Views:
             stamp = _stamp(Path(root))
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
+                if self._link_out(Path(root)):
+                    continue
                 row = self._row(Observer(root, brief=True).facts(), Path(root))
                 cached = self._rows[name] = (stamp, plain(row))
             rows[name] = cached[1]

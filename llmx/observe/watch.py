@@ -150,7 +150,7 @@ def _lines(views: Iterator[View | str]) -> View | None:
                 moment = time.strftime("%H:%M:%S", time.localtime(when))
                 print(f"{moment} {printable(words)}", flush=True)
             newest_s = max(newest_s, when)
-        news = (view.state, len(view.losses), view.loss, view.restarts, view.is_over)
+        news = (view.state, len(view.losses), view.loss, view.restarts, bool(view.why))
         if news != last_shown:
             print(printable(plain_line(view)), flush=True)
         last_shown, last = news, view

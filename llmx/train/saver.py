@@ -13,7 +13,6 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ GROUP_TIMEOUT = timedelta(hours=6)
 
 
 class DiskFull(OSError):
-    """There was no space for the last checkpoint of a run."""
+    """The disk could not take the last checkpoint of a run."""
 
 
 def ever_saves(config: CheckpointConfig) -> bool:
@@ -283,14 +282,10 @@ class Saver:
         if isinstance(job.error, SaveFailed):
             text = (
                 f"The checkpoint of the last step could not be saved: {job.error}. The steps since "
-                "the previous checkpoint are lost. Free some space, then resume with `python -m "
-                "llmx resume RUN`."
+                "the previous checkpoint are lost. Free some space, or make the disk writable, "
+                "then resume with `python -m llmx resume RUN`."
             )
-            raise (
-                DiskFull(errno.ENOSPC, text)
-                if job.error.disk_full
-                else SaveFailed(text, disk_full=False)
-            )
+            raise DiskFull(job.error.fault, text) if job.error.fault else SaveFailed(text)
 
     def save_and_exit(self, step: int, progress: TrainingProgress) -> NoReturn:
         """Save unless this step is saved, then exit with the status ``interrupted``. Collective."""

@@ -11,6 +11,7 @@ tests/unit/test_train_worker.py``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import json
@@ -22,11 +23,12 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.errors import ConfigError, DataError, disk_is_full
+from llmx.errors import ConfigError, DataError, storage_fault
 from llmx.redact import redact
 from llmx.run.rundir import RunDir, replacing
 
@@ -82,7 +84,7 @@ class RankStatus:
             if self._final():
                 return
             self._values["state"] = "failed"
-            self._values["error"] = describe(error)
+            self._values["error"] = describe(error, self._path.parent.parent)
             with contextlib.suppress(OSError):  # the rank's log has it, too
                 self._write()
 
@@ -112,25 +114,28 @@ class RankStatus:
             stream.write(json.dumps(self._values, indent=2).encode())
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def describe(error: BaseException, run_dir: Path) -> dict[str, Any]:
     """The ``error`` entry of a status file."""
     return {
         "type": type(error).__name__,
         "message": redact(str(error)),
         "traceback": redact("".join(traceback.format_exception(error))),
-        "category": category(error),
+        "category": category(error, run_dir),
         # Where the error is one of a certain step, as of divergence.
         "step": getattr(error, "step", None),
         "time": time.time(),
     }
 
 
-def category(error: BaseException) -> str:
+def category(error: BaseException, run_dir: Path) -> str:
     """``nan``, ``disk_full``, ``data`` or ``config`` of an error whose type says it, else empty:
     the supervisor finds the outcome of all others (``llmx.failures``)."""
     if isinstance(error, FloatingPointError):
         return "nan"
-    if disk_is_full(error):
+    fault = storage_fault(error)
+    # A cache on a read-only disk was never writable; the run directory was.
+    place = str((fault and fault.filename) or run_dir)
+    if fault and (fault.errno != errno.EROFS or place.startswith(str(run_dir))):
         return "disk_full"
     # Of a damaged checkpoint a restart would fail in the same way.
     if isinstance(error, DataError | CheckpointError):

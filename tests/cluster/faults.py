@@ -104,7 +104,7 @@ class Faults:
         ssh and the rendezvous pass, connections between ranks get no answer."""
         high = ["ipproto", "tcp", "sport", "32768-60999", "dport", "32768-60999"]
         try:
-            self.run(["ip", "route", "add", "default", "dev", "lo", "table", "77"])
+            self.run(["ip", "route", "replace", "default", "dev", "lo", "table", "77"])
             self.run(["ip", "rule", "add", *high, "lookup", "77"])
         except subprocess.CalledProcessError as error:
             raise Unsupported(f"rules of routes by port: {error.stderr}") from None

@@ -298,7 +298,7 @@ def test_a_full_disk_is_survived_until_the_end(
     for rank in range(2):
         error = first.status(rank)["error"]
         assert error["category"] == "disk_full"
-        assert "Free some space, then resume with `python -m llmx resume RUN`" in error["message"]
+        assert "writable, then resume with `python -m llmx resume RUN`" in error["message"]
     assert f"WARNING: the checkpoint of step {3 * EVERY} was not saved" in logs(run)
 
     subprocess.run(["mount", "-o", "remount,size=60m", str(run.checkpoints)], check=True)

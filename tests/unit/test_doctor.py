@@ -107,7 +107,7 @@ def test_leftovers_are_removed_after_a_question(
 ) -> None:
     """A lock that is young, and processes of a job of Slurm, where no agent is, stay."""
     extensions = tmp_path / "extensions"
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    words = ["hardware=local", f"launch.env.TORCH_EXTENSIONS_DIR={extensions}", "--fix"]
     monkeypatch.chdir(tmp_path)
     old, young = extensions / "fused_adam" / "lock", extensions / "cpu_adam" / "lock"
     for lock in (old, young):
@@ -128,13 +128,13 @@ def test_leftovers_are_removed_after_a_question(
 
         monkeypatch.setattr(doctor, "leftovers_of", of_this_test)
         monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
-        main(["hardware=local", "--fix"], stream=out)
+        main(words, stream=out)
         listed = f"  localhost: rm {old}\n  localhost: kill -9 {dead.pid}\nDo that? [y/N] "
         assert listed in out.getvalue()
         assert old.exists()
         assert dead.poll() is None
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-        main(["hardware=local", "--fix"], stream=out)
+        main(words, stream=out)
         done = f"! localhost: removed {old}\n! localhost: ended process {dead.pid}\n"
         assert done in out.getvalue()
         assert (old.exists(), young.exists()) == (False, True)

@@ -442,10 +442,11 @@ def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
 
 
 def test_the_program_runs_by_itself(tmp_path) -> None:
-    old = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    old = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam" / "lock"
     write(old, "")
     os.utime(old, (0, 0))
-    found = surveyed(str(tmp_path / "not/there"), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    env = {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    found = surveyed(str(tmp_path / "not/there"), **env)
     assert set(found) == {*facts(), "stamp"}
     assert found["packages"]["torch"]
     assert found["free_bytes"] > 0

@@ -33,6 +33,7 @@ from llmx.launch.agents.mesh import (
     find_nodes,
     mesh_problems,
     nat_hints,
+    probe_mesh,
 )
 from llmx.launch.agents.preflight import (
     check_busy,
@@ -319,6 +320,10 @@ def test_the_way_to_the_place_where_ranks_meet(agent: Rig, tmp_path: Path) -> No
                 refused = pytest.raises(LaunchError, match=problem)
             with refused:
                 check_network(there, nodes, connections)
+        # Without a rendezvous, as in the middle of a run.
+        pairs = probe_mesh(nodes, connections, port=0, rendezvous=spec.rendezvous)
+        assert (pairs.faults, pairs.unmet) == ([], [])
+        assert set(pairs.seconds) == {("node-a", "node-b"), ("node-b", "node-a")}
         peers = [["node-a", "127.0.0.1", port]]
         asked = other.connection.send("probe", peers=peers, token="-", size=1, timeout_s=4)
         reply = other.connection.wait_for(asked, timeout_s=10)

@@ -170,6 +170,17 @@ def test_plain_lines() -> None:
     ]
 
 
+def test_a_pause_is_no_pace() -> None:
+    stream = io.StringIO()
+    console = Console(stream, total_steps=100)
+    for step, time in ((1, 0.0), (2, 1.0), (3, 900.0), (4, 901.0)):
+        if step == 3:
+            console.forget_time_left()
+        console.record({"kind": "train", "step": step, "time": time, "loss": 1.0})
+    left = [line.partition("left ")[2] for line in stream.getvalue().splitlines()]
+    assert left == ["", "1:38", "", "1:36"]
+
+
 def test_the_mean_of_the_interval_stands_beside_the_loss_of_the_step() -> None:
     record = {"step": 20, "loss": 1.5, "loss_mean": 2.25, "lr": 1e-3}
     # An interval of one step has no other mean.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from llmx.errors import LaunchError
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.supervision import attempt as attempt_module
 from llmx.launch.supervision import hang as hang_module
@@ -27,7 +28,7 @@ from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
 from llmx.launch.supervision.place import REMOVED, RunPlace
 from llmx.launch.supervision.signals import ShutdownRequest
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.status import RankStatus
 from tests import rundirs
 from tests.agents import wait_until
@@ -196,10 +197,9 @@ def test_nobody_waits_for_a_launcher_whose_ranks_have_left(rig: Rig) -> None:
 @pytest.mark.parametrize("rig", [{"loading_timeout_s": 100.0}], indirect=True)
 def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console says where they wait; a line in any log is progress; then the attempt ends."""
-    for name in ("NOTICE_STACKS_S", "SIZES_S"):
+    for name in ("NOTICE_STACKS_S", "SIZES_S", "STACKS_S", "UNSAFE_STACKS_S"):
         monkeypatch.setattr(watch_module, name, 0.0)
-    for name in ("REST_S", "STACKS_S", "UNSAFE_STACKS_S"):
-        monkeypatch.setattr(hang_module, name, 0.0)
+    monkeypatch.setattr(hang_module, "REST_S", 0.0)
     for rank in (0, 1):
         rig.says(rank, "loading", step=0)
 
@@ -225,6 +225,84 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
     outcome = classify(rig.monitor.evidence, rig.spec.plan)
     assert outcome.kind == "hang"
     assert "for 101 s before the first step (launch.loading_timeout_s)" in outcome.cause
+
+
+def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console says so and who is waited for; from a minute on the network is probed."""
+    monkeypatch.setattr(watch_module, "NOTICE_STACKS_S", 0.0)
+    monkeypatch.setattr(hang_module, "REST_S", 0.0)
+
+    def no_way(*_: Any) -> None:
+        raise LaunchError("a -> b: no connection\nA firewall drops it.")
+
+    monkeypatch.setattr(watch_module, "checked_network", no_way)
+    monitor = rig.monitor
+    for rank, step in enumerate((7, 6)):
+        rig.says(rank, "training", step=step)
+    assert not rig.over()
+    monitor.progress.hang.add_step_time(0.03, time.monotonic())
+
+    def wait_s(seconds: float) -> list[str]:
+        before = len(rig.said.getvalue().splitlines())
+        monitor.progress.hang._progress_at -= seconds
+        assert not rig.over()
+        if monitor._probe.ident:
+            monitor._probe.join()
+            assert not rig.over()
+        return rig.said.getvalue().splitlines()[before:]
+
+    assert wait_s(19) == []
+    behind = "waiting for node-b (rank 1: it is at step 6, others are at step 7)"
+    assert wait_s(2) == [f"no step for 21 s (usually 0.03 s); {behind}"]
+    assert wait_s(9) == []
+    assert monitor.stall == f"no step for 30 s (usually 0.03 s); {behind}"
+    first, *probed = wait_s(31)
+    assert first == f"no step for 1 min 1 s (usually 0.03 s); {behind}"
+    assert probed == ["a -> b: no connection", "A firewall drops it."]
+    assert monitor.stall.endswith("; waiting for a -> b: no connection")
+    hang = hang_module.Hang(0.0, 601.0, 6, 1, "", network=monitor._network)
+    outcome = classify(dataclasses.replace(monitor.evidence, hang=hang), rig.spec.plan)
+    assert (outcome.kind, outcome.fix) == ("comm", "A firewall drops it.")
+    assert outcome.cause.endswith("after step 6: a -> b: no connection")
+    rig.says(1, "training", step=8)
+    assert wait_s(0) == ["training goes on"]
+    assert monitor.stall == ""
+
+
+def test_a_host_that_refuses_again_and_again_is_logged_once(rig: Rig) -> None:
+    connection = rig.connections[0]
+    connection.argv = ["sh", "-c", "echo a word of ssh >&2"]
+    renewal = watch_module.Renewal(rig.spec, connection, rig.log)
+    renewal.start()
+    wait_until(lambda: connection.log.read_text().count("word") > 2)
+    renewal.end()
+    assert rig.logged() == ["node-a: cannot be connected anew: a word of ssh"]
+
+
+def test_at_a_restart_a_network_that_is_down_is_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "PROBE_EVERY_S", 0.0)
+    journal, error = Journal(rig.run_dir), LaunchError("a -> b: no connection\nA firewall.")
+
+    def attempt(*, is_restart: bool) -> Attempt:
+        return Attempt(
+            rig.spec, rig.log, journal, ShutdownRequest(),
+            number=2, is_restart=is_restart, on_start=lambda: None,
+        )  # fmt: skip
+
+    with pytest.raises(LaunchError):
+        attempt(is_restart=False)._wait_for_network(error)
+    restart = attempt(is_restart=True)
+    for port in range(3):
+        restart._wait_for_network(LaunchError(f"a -> b, port {port}: no connection.\nA firewall."))
+    why = "waiting for the network between the hosts: a -> b, port {}: no connection"
+    assert rig.said.getvalue() == f"{why.format(0)}; giving up in 30:00\n"
+    state = read_json(rig.run_dir.supervisor)
+    assert (state["state"], state["why"]) == ("waiting", f"{why.format(2)}.")
+    restart.network_deadline = time.monotonic()
+    with pytest.raises(LaunchError):
+        restart._wait_for_network(error)
 
 
 def test_loading_has_no_limit_while_a_host_is_out_of_sight() -> None:

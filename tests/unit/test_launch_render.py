@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LaunchError
+from llmx.launch import files
 from llmx.launch.environment import launcher_env, rank_env
 from llmx.launch.files import (
     check_launch,
@@ -255,6 +257,26 @@ def test_local_refuses_other_machines() -> None:
     far = dataclasses.replace(plan.hosts[0], name="far", is_local=False)
     with pytest.raises(ConfigError, match='"far" is another machine'):
         check_launch(exp, dataclasses.replace(plan, hosts=(far,)))
+
+
+def test_the_hosts_of_an_example_are_told_from_real_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their addresses, and by what answers: somebody may have hosts there."""
+    exp, banner = experiment("ssh", TWO), b"HTTP/1.1 400"
+
+    def connect(*_: Any, **__: Any) -> socket.socket:
+        near, far = socket.socketpair()
+        with far:
+            far.sendall(banner)
+        return near
+
+    monkeypatch.setattr(files.socket, "create_connection", connect)
+    plan = make_plan(exp)
+    check_launch(exp, plan)  # of the user's own file
+    exp.hardware.name = "a100x2_v100x2"
+    with pytest.raises(ConfigError, match=r"10.0.0.1 to 10.0.0.2 are the addresses of an example"):
+        check_launch(exp, plan)
+    banner = b"SSH-2.0-OpenSSH_9.6"
+    check_launch(exp, plan)
 
 
 def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

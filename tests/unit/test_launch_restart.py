@@ -18,10 +18,11 @@ import pytest
 
 from llmx.config.schema import Experiment, LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
+from llmx.launch.agents.agent import _disk_free as agent_disk_free
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision import supervisor as supervisor_module
 from llmx.launch.supervision.attempt import local_disk_failure
-from llmx.launch.supervision.backoff import Backoff, HostSelection, without_hosts
+from llmx.launch.supervision.backoff import Backoff, HostSelection, disk_problem, without_hosts
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
 from llmx.launch.supervision.journal import (
@@ -187,6 +188,19 @@ def test_the_first_step_may_take_long() -> None:
     assert slow.timeout_s() == 20 * 500.0
 
 
+def test_a_step_is_overdue() -> None:
+    """After ten usual ones, and 20 s; after 60 s where none has ended. Not while ranks save."""
+    for step_s, limit_s in ((0.03, 20.0), (5.0, 50.0), (None, 60.0)):
+        detector = HangDetector(None)
+        detector.update(training(3, 3), 100.0)
+        if step_s is not None:
+            detector.add_step_time(step_s, 100.0)
+        assert detector.overdue_s(100.0 + limit_s - 1) is None
+        assert detector.overdue_s(101.0 + limit_s) == 1 + limit_s
+        detector.update(states(("saving", 3), ("training", 3)), 102.0)
+        assert detector.overdue_s(500.0) is None
+
+
 def test_a_hang_is_not_seen_where_none_can_be() -> None:
     for timeout_s, first in ((5.0, "loading"), (5.0, "starting"), (5.0, "failed"), (0, "training")):
         detector = HangDetector(timeout_s)
@@ -340,6 +354,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+def test_a_disk_that_has_become_read_only(small_disk: Path) -> None:
+    spec = spec_of(experiment("local", (1,), "cpu"), run_dir=RunDir(small_disk))
+    assert disk_problem(spec, None) == ""
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert disk_problem(spec, None) == "cannot be written"
+    assert agent_disk_free(str(small_disk)) == 0
+
+
 def fill(disk: Path) -> None:
     with (disk / "filler").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while stream.write(bytes(4096)):
@@ -476,7 +498,7 @@ def test_a_disk_that_fails_between_two_attempts(spec: LaunchSpec) -> None:
     stream, run_dir = io.StringIO(), spec.run_dir
     Supervisor(spec, stream=stream).run()
     written = read_json(run_dir.result)
-    assert written["outcome"] == "crash"
+    assert written["outcome"] == "disk_full"
     assert "/mnt/run/ssh_config: Stale file handle" in written["cause"]
     assert f"python -m llmx resume {run_dir.root}" in stream.getvalue()
     assert read_json(run_dir.supervisor)["state"] == "finished"
@@ -486,4 +508,4 @@ def test_a_disk_that_fails_between_two_attempts(spec: LaunchSpec) -> None:
 def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
     error = OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y")
     full = local_disk_failure(error, RunDir(tmp_path))
-    assert (full.kind, full.cause) == ("disk_full", "/x/y: no space left on the disk")
+    assert (full.kind, full.cause) == ("disk_full", "/x/y: Disk quota exceeded")

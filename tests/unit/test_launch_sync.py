@@ -136,27 +136,35 @@ def test_credentials_and_what_git_ignores_stay(tmp_path: Path) -> None:
     """Credentials that git tracks, too, and those beside data. A file named in the config goes."""
     code, data = tmp_path / "code", tmp_path / "data"
     secret = (".env", ".env.local", ".netrc", ".ssh/id_rsa", ".aws/credentials", "a/server.pem",
-              "a/core", "core.1234", "a/.git-credentials")  # fmt: skip
+              "a/core", "core.1234", "a/.git-credentials", "prod.env", ".huggingface/x",
+              "kubeconfig", ".dockerconfigjson", "a/token", "deploy_key")  # fmt: skip
     ignored = ("data/private/rows", "weights [1]/file", "a/b.log", ".venv-gpu/big")
     for name in (*secret, *ignored, "a/__init__.py", "core/__init__.py", "untracked.py"):
         path = code / "llmx" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    for name in ("notes.txt", "x.log", "private/rows"):
+        (code / "extra" / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / "extra" / name).touch()
     (code / ".gitignore").write_text("private\nweights*\n*.log\n")
     for words in (["init", "-q"], ["add", "llmx/.env", "llmx/a"]):
         subprocess.run(["git", "-C", code, *words], check=True)
     for name in (".netrc", "rows.jsonl", "named.key"):
         data.mkdir(exist_ok=True)
         (data / name).touch()
-    made = spec(tmp_path, data__path=str(data), data__eval_path=str(data / "named.key"))
+    made = spec(
+        tmp_path, data__path=str(data), data__eval_path=str(data / "named.key"),
+        launch__sync_extra=[str(code / "extra")],
+    )  # fmt: skip
     made = dataclasses.replace(made, code_root=str(code))
     code_files = {"a/__init__.py", "core/__init__.py", "untracked.py"}
-    assert names_sent(made) == code_files | {"rows.jsonl", "named.key"}
+    assert names_sent(made) == code_files | {"rows.jsonl", "named.key", "notes.txt"}
     assert [row[::2] for row in sync_sizes(made)] == [
         ("code", "3 files, 0 B"),
         ("run directory", "0 files, 0 B"),
         ("data", "1 file, 0 B"),
         ("evaluation data", "1 file, 0 B"),
+        ("launch.sync_extra", "1 file, 0 B"),
     ]
 
 

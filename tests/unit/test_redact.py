@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmx.cli.main import main
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
 from llmx.launch.environment import rank_env
@@ -119,6 +120,16 @@ def test_ranks_and_launch_files_have_no_credential(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
+def test_a_plan_shows_the_command_without_its_secret(tmp_path: Path, capsys) -> None:
+    words = ["experiment=demo", "hardware=cpu2", "dry_run=true", f"run_dir={tmp_path}/run"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "export LLMX_RUN_TOKEN=***" in shown
+    (secret,) = (tmp_path / "run").glob(".token-*")
+    assert secret.read_text() not in shown
+    assert secret.read_text() in (tmp_path / "run/command.txt").read_text()
+
+
 def test_what_is_written_and_shown_of_a_run_has_no_credential(tmp_path: Path) -> None:
     """The run is of a version that let one into its files."""
     secret = "https://ada:s3cr3tw0rd@host/x?token=s3cr3tw0rd"
@@ -136,7 +147,7 @@ def test_what_is_written_and_shown_of_a_run_has_no_credential(tmp_path: Path) ->
     run.provenance.write_text(json.dumps({"overrides": [f"data.path={secret}"]}))
     exp = experiment("local", (1,))
     shown = [
-        screen.getvalue(), log.warnings, outcome, describe(ValueError(secret)),
+        screen.getvalue(), log.warnings, outcome, describe(ValueError(secret), Path("/runs/x")),
         run_meta(run, "", exp.tracking, config), load_run(tmp_path),
         *(path.read_text() for path in (*run.logs.iterdir(), tmp_path / "tracking.json")),
     ]  # fmt: skip

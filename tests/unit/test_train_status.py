@@ -124,6 +124,10 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (ConfigError("zero.stage=4 is not 0..3"), "config"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
+        (OSError(errno.EROFS, "Read-only file system", "/runs/x/metrics.jsonl"), "disk_full"),
+        (OSError(errno.EROFS, "Read-only file system", "/.cache/huggingface"), "config"),
+        (OSError(errno.EIO, "Input/output error"), "disk_full"),
+        (OSError(errno.ESTALE, "Stale file handle", "/data/train.jsonl"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
         (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "disk_full"),
@@ -136,8 +140,8 @@ def _caused(error: Exception, cause: Exception) -> Exception:
 )
 def test_outcomes(error: BaseException, wanted: str) -> None:
     """The type of an error says it, or the catalogue of failures finds it in what is written."""
-    assert category(error) in ("", wanted)
-    values = describe(error)
+    assert category(error, Path("/runs/x")) in ("", wanted)
+    values = describe(error, Path("/runs/x"))
     failure = Failure(values["type"], values["message"], values["traceback"], values["category"])
     assert diagnose(failure).outcome == wanted
 

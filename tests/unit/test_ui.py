@@ -149,6 +149,17 @@ def test_nothing_outside_of_the_directory_is_shown(outputs: Path, name: str) -> 
         assert content["sections"] == {}
 
 
+def test_links_out_of_a_run_are_not_followed(outputs: Path) -> None:
+    (outputs.parent / "secret").write_text("root:x:0\n")
+    link = RunDir(outputs / "done").logs / "x.log"
+    link.symlink_to(outputs.parent / "secret")
+    for query in ({"run": ["done"]}, {"run": ["done"], "log": ["x.log"]}):
+        content = Views(outputs).view(query)
+        assert f"{link} is a link that leads out of {outputs}" in content["title"]
+        assert "root:x" not in json.dumps(content)
+    assert "done" not in Views(outputs).view({})["runs"]
+
+
 # --- The server ------------------------------------------------------------------------------
 
 

@@ -1088,11 +1088,14 @@ def _user() -> str:
 
 
 def _disk_free(path: str) -> int | None:
-    """Free bytes where the ranks write; None where unknown."""
+    """Free bytes where the ranks write: 0 on a disk that is read-only or fails, None where
+    unknown."""
     try:
         disk = os.statvfs(path)
-    except OSError:
-        return None
+    except OSError as error:
+        return 0 if error.errno in (errno.EIO, errno.ESTALE) else None
+    if disk.f_flag & os.ST_RDONLY:
+        return 0
     return disk.f_bavail * disk.f_frsize
 
 

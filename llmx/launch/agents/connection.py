@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from llmx.hardware.remote import BOOTSTRAP, framed
 from llmx.launch.ssh_config import ssh_argv
+from llmx.launch.supervision.tail import tail_text
 
 AGENT = Path(__file__).with_name("agent.py")
 AGENT_SOURCE = AGENT.read_bytes()
@@ -86,6 +87,8 @@ class Connection:
         default_factory=lambda: deque(maxlen=CLOCK_SAMPLES)
     )
     """Round trip and clock difference of the last pings, seconds."""
+    _log_start: int = 0
+    """Bytes of the log that are of earlier connections to the host."""
     _printed: deque[str] = field(default_factory=lambda: deque(maxlen=10))
     """Lines that are no messages: of a login banner, or of an account that must not log in."""
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -104,6 +107,7 @@ class Connection:
                 start_new_session=True,
             )
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             process = subprocess.Popen(
                 self.argv,
                 stdin=relay.stdout if relay is not None else subprocess.PIPE,
@@ -176,11 +180,8 @@ class Connection:
             self.send("ping", sent=time.monotonic())
 
     def stderr_tail(self) -> str:
-        """The end of the stderr of ssh (or of Python)."""
-        try:
-            return self.log.read_text(errors="replace")[-2000:].strip()
-        except OSError:
-            return ""
+        """The end of the stderr of ssh (or of Python), of this connection only."""
+        return tail_text(self.log, start=self._log_start, max_bytes=2000).strip()
 
     def close(self, *, timeout_s: float) -> None:
         """Close the connection: an agent that still runs ends the run on its host, and exits."""

@@ -178,8 +178,8 @@ def probe_mesh(
             listed = [(RENDEZVOUS, *rendezvous(connection.hosts[0]))] if port else []
             if pairs:
                 listed += [
-                    (name, nodes[name].address, port)
-                    for name, port in ports.items()
+                    (name, nodes[name].address, fresh_port)
+                    for name, fresh_port in ports.items()
                     if name != connection.name
                 ]
             return {"peers": listed, "token": token, "size": SIZE, "timeout_s": TIMEOUT_S}
@@ -189,10 +189,10 @@ def probe_mesh(
         for connection, reply in request_all(used, "probe", timeout_s=limit_s, message=peers):
             if isinstance(reply, AgentError):
                 raise LaunchError(f"{connection.name}: cannot probe the other hosts: {reply}")
-            for name, address, port in peers(connection)["peers"]:
+            for name, address, peer_port in peers(connection)["peers"]:
                 result = reply["results"][name]
                 fault = Fault(
-                    connection.name, name, address, port, result["stage"], result["error"]
+                    connection.name, name, address, peer_port, result["stage"], result["error"]
                 )
                 if not fault.stage:
                     mesh.seconds[connection.name, name] = result["seconds"]

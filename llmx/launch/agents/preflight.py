@@ -209,8 +209,8 @@ def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
     test = shlex.join(["ssh", "-F", str(spec.run_dir.ssh_config), connection.name, "true"])
     return (
         f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: {test}. If that "
-        "hangs, large packets are lost on the way: set a smaller MTU on both machines (ip link set "
-        "dev eth0 mtu 1400)."
+        "hangs although the host answers a ping, try large packets: ping -M do -s 1472 HOST. Where "
+        "these are lost: ip link set dev eth0 mtu 1400 on both machines."
     )
 
 
@@ -448,7 +448,10 @@ def _questions(spec: LaunchSpec, index: int) -> Message:
     ranks = rank_env(spec, index)
     if spec.host(index).setup:  # its agent has what the script exports
         ranks = configured_env(spec, index)
-    names = ("PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "DS_SKIP_CUDA_CHECK")
+    names = (
+        "PATH", "CUDA_HOME", "CUDA_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME",
+        "DS_SKIP_CUDA_CHECK",
+    )  # fmt: skip
     questions["env"] = {name: ranks[name] for name in names if name in ranks}
     return questions
 
@@ -549,28 +552,43 @@ def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) ->
     return (*_busy_gpus(spec, findings, is_restart=is_restart), *findings.warnings)
 
 
-def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
+def resolve_network(
+    spec: LaunchSpec, connections: list[Connection], *, wait: Callable[[LaunchError], None]
+) -> LaunchSpec:
     """Reserve a port on the host of rank 0, find the interfaces, and probe the network between the
-    hosts; writes the final files. LaunchError where two hosts do not reach each other."""
-    hosts = spec.plan.hosts
-    nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}
-    spec = dataclasses.replace(
-        spec,
-        port=reserve_port(spec, connections),
-        interfaces=tuple(
-            nodes[host.name].interface if host.name in nodes else host.interface for host in hosts
-        ),
+    hosts; writes the final files.
+
+    ``wait``: is told which hosts do not reach each other. It returns to look again, or raises.
+    """
+    spec = dataclasses.replace(spec, port=reserve_port(spec, connections))
+    while True:
+        try:
+            nodes = checked_network(spec, connections)
+            break
+        except LaunchError as error:
+            wait(error)
+    interfaces = tuple(
+        nodes[host.name].interface if host.name in nodes else host.interface
+        for host in spec.plan.hosts
     )
-    check_network(spec, nodes, connections)
+    spec = dataclasses.replace(spec, interfaces=interfaces)
     write_rendered(spec)
     return spec
+
+
+def checked_network(spec: LaunchSpec, connections: list[Connection]) -> dict[str, Node]:
+    """The interfaces of the hosts; LaunchError where they do not reach each other."""
+    hosts = spec.plan.hosts
+    nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}
+    check_network(spec, nodes, connections)
+    return nodes
 
 
 def check_network(
     spec: LaunchSpec, nodes: Mapping[str, Node], connections: list[Connection]
 ) -> None:
-    """LaunchError where a host does not reach the rendezvous, or another host
-    (``launch.probe``). The ranks themselves would find that out after hours."""
+    """LaunchError where a host does not reach the rendezvous (``spec.port``; 0: there is none), or
+    another host (``launch.probe``). The ranks themselves would find that out after hours."""
     if connection_to(connections, 0) is None or len(nodes) < 2:
         return
     mesh = probe_mesh(

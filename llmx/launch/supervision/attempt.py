@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from llmx.errors import ConfigError, DataError, LaunchError, LlmxError, disk_is_full
+from llmx.errors import ConfigError, DataError, LaunchError, LlmxError, disk_is_full, storage_fault
 from llmx.failures.diagnose import DISK_FULL
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
@@ -31,6 +31,7 @@ from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.backoff import PROBE_EVERY_S, REPORT_EVERY_S
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
@@ -41,7 +42,7 @@ from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
 from llmx.launch.transports import transport_of
 from llmx.run.rundir import RunDir, append_private
-from llmx.text import plural
+from llmx.text import clock, plural
 
 FAILURE_GRACE_S = 3.0
 """For ranks to exit after another one has failed: there is nothing to save any more."""
@@ -73,6 +74,10 @@ class Attempt:
         self.step, self.skip_steps = step, list(skip_steps)
         """The step to resume from (None: the newest checkpoint), and steps that are not trained."""
         self.started = time.time()
+        self.network_deadline = time.monotonic() + spec.exp.launch.host_wait_s
+        """Until then, by the monotonic clock, an outage of the network is waited for."""
+        self.reported_at = float("-inf")
+        """By the same clock, when the console was told last that it is waited for."""
         self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
         self.connections: list[Connection] = []
         self.launched = False
@@ -156,7 +161,8 @@ class Attempt:
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
         self.spec = spec = self._with_rollout_servers(spec)
-        self.spec = spec = resolve_network(spec, self.connections)
+        self.spec = spec = resolve_network(spec, self.connections, wait=self._wait_for_network)
+        self.journal.state("preparing", attempt=self.number)
         push(spec, self.connections, log.debug if self.is_restart else log.info)
         self.checkpoints = CheckpointSync(spec, self.connections, log)
         self.checkpoints.push_missing()
@@ -194,6 +200,20 @@ class Attempt:
             self.pool = None
             return spec
         return replace(spec, rollout_servers=servers)
+
+    def _wait_for_network(self, error: LaunchError) -> None:
+        """At a restart, hosts that do not reach each other are waited for as those that do not
+        answer over ssh; else ``error`` is raised."""
+        left_s = self.network_deadline - time.monotonic()
+        lost = any(connection.lost_at is not None for connection in self.connections)
+        if not self.is_restart or left_s <= 0 or lost:
+            raise error
+        why = f"waiting for the network between the hosts: {str(error).splitlines()[0]}"
+        if time.monotonic() - self.reported_at > REPORT_EVERY_S:
+            self.reported_at = time.monotonic()
+            self.log.info(f"{why.removesuffix('.')}; giving up in {clock(left_s)}")
+        self._waiting(why)
+        time.sleep(PROBE_EVERY_S)
 
     def _waiting(self, why: str) -> None:
         self.journal.state("waiting", attempt=self.number, why=why)
@@ -242,7 +262,7 @@ class Attempt:
         while True:
             place.check()
             monitor.poll()
-            self.journal.heartbeat()
+            self.journal.heartbeat(monitor.stall)
             if self.shutdown.count:
                 break
             if monitor.is_over(self.runner.poll() if self.runner else None):
@@ -319,12 +339,12 @@ def launch_failure(error: LlmxError) -> Outcome:
 
 def local_disk_failure(error: OSError, run_dir: RunDir) -> Outcome:
     """The outcome where the supervisor itself could not read or write."""
-    where = error.filename or run_dir.root
+    why = f"{error.filename or run_dir.root}: {error.strerror or error}"
     if disk_is_full(error):
-        return Outcome("disk_full", f"{where}: no space left on the disk", DISK_FULL)
+        return Outcome("disk_full", why, DISK_FULL)
     return Outcome(
-        "crash",
-        f"the supervisor cannot continue: {where}: {error.strerror or error}",
+        "disk_full" if storage_fault(error) else "crash",
+        f"the supervisor cannot continue: {why}",
         f"check the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "
         f"{run_dir.root}",
     )

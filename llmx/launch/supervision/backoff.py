@@ -7,6 +7,7 @@ Every wait ends at once when the user requests the shutdown.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import time
@@ -77,27 +78,20 @@ class Backoff:
         return missing
 
     def wait_for_disk(self, spec: LaunchSpec, host: str | None, *, limit_s: float) -> bool:
-        """Wait until the disk of the run directory on ``host`` has space for a checkpoint; False
-        where it has not in time, or the shutdown was requested."""
+        """Wait until the disk of the run directory on ``host`` can be written and has space for a
+        checkpoint; False where it has not in time, or the shutdown was requested."""
         began = time.monotonic()
         reported: float | None = None
-        while not self.shutdown.count:
-            space = disk_space(spec, host)
-            if space is None or space[0] >= space[1]:
-                break
-            free_mib, need_mib = space
+        while not self.shutdown.count and (problem := disk_problem(spec, host)):
             left_s = limit_s - (time.monotonic() - began)
-            text = (
-                f"{spec.run_dir.root} on {host or 'this machine'} has {free_mib:.0f} MiB free, a "
-                f"checkpoint needs {need_mib:.0f} MiB"
-            )
+            text = f"{spec.run_dir.root} on {host or 'this machine'} {problem}"
             if left_s <= 0:
                 self.log.info(text)
                 return False
             if reported is None or time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
-                self.log.info(f"{text}: waiting for space, {clock(left_s)} at most")
-            self._pause("waiting for space; giving up in", left_s)
+                self.log.info(f"{text}: waiting for the disk, {clock(left_s)} at most")
+            self._pause("waiting for the disk; giving up in", left_s)
         return self._ended()
 
     def _pause(self, text: str, left_s: float, *, at_most_s: float = PROBE_EVERY_S) -> None:
@@ -121,27 +115,36 @@ def unreachable_hosts(spec: LaunchSpec) -> list[str]:
     return [host for host, answers_now in zip(hosts, answers, strict=True) if not answers_now]
 
 
-def disk_space(spec: LaunchSpec, host: str | None) -> tuple[float, float] | None:
-    """MiB free at the run directory on a host (None: this machine), and MiB that it needs; None
-    where unknown."""
+def disk_problem(spec: LaunchSpec, host: str | None) -> str:
+    """What keeps the disk of the run directory on a host (None: this machine) from taking a
+    checkpoint; empty where nothing does, or where that is unknown."""
     run_dir = spec.run_dir
-    sizes = [size_of(path) for path in run_dir.checkpoints.glob("step-*")]
-    if host not in {h.name for h in spec.plan.hosts if not h.is_local}:
-        at = run_dir.checkpoints if run_dir.checkpoints.is_dir() else run_dir.root
-        usage = shutil.disk_usage(at)
-        free_mib, total_mib = usage.free / 2**20, usage.total / 2**20
-    else:
-        index = spec.index_of(str(host))
-        paths = [spec.path_on(index, path) for path in (run_dir.checkpoints, run_dir.root)]
-        answers = (_ssh(spec, str(host), ["df", "-Pk", path]) for path in paths)
-        output = next(filter(None, answers), None)
-        words = output.splitlines()[-1].split() if output else []
-        if len(words) < 4 or not (words[1].isdigit() and words[3].isdigit()):
-            return None
-        free_mib, total_mib = int(words[3]) / 1024, int(words[1]) / 1024
-        sizes = [size // max(1, len(spec.plan.hosts)) for size in sizes]
+    try:
+        sizes = [size_of(path) for path in run_dir.checkpoints.glob("step-*")]
+        if host not in {h.name for h in spec.plan.hosts if not h.is_local}:
+            if not os.access(run_dir.root, os.W_OK):
+                return "cannot be written"
+            at = run_dir.checkpoints if run_dir.checkpoints.is_dir() else run_dir.root
+            usage = shutil.disk_usage(at)
+            free_mib, total_mib = usage.free / 2**20, usage.total / 2**20
+        else:
+            index = spec.index_of(str(host))
+            paths = [spec.path_on(index, path) for path in (run_dir.checkpoints, run_dir.root)]
+            answers = (_ssh(spec, str(host), ["df", "-Pk", path]) for path in paths)
+            output = next(filter(None, answers), None)
+            words = output.splitlines()[-1].split() if output else []
+            if len(words) < 4 or not (words[1].isdigit() and words[3].isdigit()):
+                return ""
+            if _ssh(spec, str(host), ["test", "-w", paths[1]]) is None:
+                return "cannot be written"
+            free_mib, total_mib = int(words[3]) / 1024, int(words[1]) / 1024
+            sizes = [size // max(1, len(spec.plan.hosts)) for size in sizes]
+    except OSError as error:  # a network disk that fails
+        return f"cannot be read ({error.strerror})"
     need_mib = 1.2 * max(sizes) / 2**20 if sizes else min(MIN_FREE_MIB, MIN_FREE_PART * total_mib)
-    return free_mib, need_mib
+    if free_mib >= need_mib:
+        return ""
+    return f"has {free_mib:.0f} MiB free, a checkpoint needs {need_mib:.0f} MiB"
 
 
 def _ssh(spec: LaunchSpec, host: str, remote: list[str]) -> str | None:

@@ -101,10 +101,10 @@ def classify(evidence: Evidence, plan: Plan) -> Outcome:
 def _disk_full(rank: int, host: str) -> Diagnosis:
     return Diagnosis(
         "disk_full",
-        f"the disk of the run directory on {host} is full: rank {rank} exited and could not write "
-        "its error",
+        f"the disk of the run directory on {host} is full, read-only or fails: rank {rank} exited "
+        "and could not write its error",
         f"free some space on {host} (`df -h`; checkpoint.keep sets how many checkpoints "
-        "are kept), or set run_dir to a larger disk",
+        "are kept) and look at its mount (`mount`, `dmesg`), or set run_dir to another disk",
         SILENT_DISK_FULL,
     )
 
@@ -158,9 +158,13 @@ def _hung(hang: Hang, plan: Plan) -> Outcome:
             host,
             hang.stack,
         )
+    silent = f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}"
+    if hang.network:
+        first, *_, fix = hang.network
+        return Outcome("comm", f"{silent}: {first}", fix)
     return Outcome(
         "hang",
-        f"no rank made progress for {hang.stuck_s:.0f} s after step {hang.step}; {who}",
+        f"{silent}; {who}",
         "the stacks of all threads are at the end of RUN_DIR/logs/rank-*.log; if a step may take "
         "this long, raise launch.hang_timeout_s",
         hang.rank,

@@ -105,6 +105,12 @@ class Console:
             self._stream.write(line)
             self._stream.flush()
 
+    def forget_time_left(self) -> None:
+        """No step ends: when the last one will is not known, and the pause is no pace."""
+        self._first = None
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, left="")
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:

@@ -30,12 +30,16 @@ is stopped."""
 STACKS_S = 10.0
 """For the ranks to write their stacks."""
 UNSAFE_STACKS_S = 3.0
-"""For those that did not, and are asked in a way that may kill them."""
+"""For those that did not answer SIGUSR2, where the attempt ends anyway: SIGQUIT may kill them
+(``llmx.train.status``)."""
 REST_S = 0.5
 """For the rest of a dump that has begun."""
 NOTICE_S = 60.0
 """Without progress before the first step, the console says where ranks wait: after this time, then
 after twice as long, and so on."""
+OVERDUE_S = 20.0
+OVERDUE_STEPS = 10
+"""After so long, and so many usual steps, without a step the console and ``status`` say so."""
 NOTICE_STACKS_S = 5.0
 """For the ranks to write their stacks for it."""
 _WATCHED = frozenset({"training", "evaluating", "saving"})
@@ -85,14 +89,26 @@ class HangDetector:
         self._progress_at = now
         self._step_times_s = [*self._step_times_s[-200:], step_time_s]
 
+    @property
+    def usual_s(self) -> float:
+        """What a step takes; 0 where none has ended."""
+        return statistics.median(self._step_times_s) if self._step_times_s else 0.0
+
+    def overdue_s(self, now: float) -> float | None:
+        """Seconds since the last step, where a step is overdue; else None."""
+        if {state for state, _ in self._seen.values()} - {"finished"} != {"training"}:
+            return None
+        limit_s = max(OVERDUE_S, OVERDUE_STEPS * self.usual_s) if self.usual_s else NOTICE_S
+        waited_s = now - self._progress_at
+        return waited_s if waited_s > limit_s else None
+
     def timeout_s(self) -> float | None:
         """Seconds without progress that count as a hang; None where there cannot be one now."""
         states = {state for state, _ in self._seen.values()}
         active = states & _WATCHED
         if not active or states - _WATCHED - {"finished"} or self._timeout_s == 0:
             return None
-        usual_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
-        limit_s = self._timeout_s or max(MIN_TIMEOUT_S, STEPS * usual_s)
+        limit_s = self._timeout_s or max(MIN_TIMEOUT_S, STEPS * self.usual_s)
         usual = active == {"training"} and bool(self._step or self._step_times_s)
         return limit_s if usual else SLOW_PHASE_FACTOR * limit_s
 
@@ -225,12 +241,13 @@ def dump_stacks(
     statuses: Mapping[int, Mapping[str, Any]],
     *,
     stuck_s: float,
+    patience_s: Mapping[str, float],
     clock_offsets_s: Mapping[int, float],
     connections: Sequence[Connection],
     poll: Callable[[], None],
 ) -> Hang:
-    """Have every rank dump its stacks, and find the one that the others wait for. The attempt ends
-    after it: ranks that do not answer SIGUSR2 get SIGQUIT (``llmx.train.status``).
+    """Have every rank dump its stacks (``request_stacks``), and find the one that the others wait
+    for.
 
     ``clock_offsets_s``: rank -> clock of its host minus that of this machine; ``poll``:
     receives what the agents send, and waits a moment.
@@ -241,11 +258,7 @@ def dump_stacks(
         for rank, status in statuses.items()
     }
     logs = request_stacks(
-        run_dir,
-        list(statuses),
-        patience_s={"USR2": STACKS_S, "QUIT": UNSAFE_STACKS_S},
-        connections=connections,
-        poll=poll,
+        run_dir, list(statuses), patience_s=patience_s, connections=connections, poll=poll
     )
     rank, why = find_stuck_rank(statuses, logs, ages_s)
     stack = "" if rank is None else main_stack(logs.get(rank, ""))

@@ -133,10 +133,12 @@ class Journal:
         }
         self._write()
 
-    def heartbeat(self) -> None:
-        """Refresh the time in ``supervisor.json`` every few seconds; call it often."""
+    def heartbeat(self, why: str | None = None) -> None:
+        """Refresh the time in ``supervisor.json``, and ``why`` unless it is None, every few
+        seconds; call it often."""
         if self._now and time.monotonic() - self._written_at > REFRESH_S:
             self._now["time"] = time.time()
+            self._now["why"] = self._now["why"] if why is None else why
             self._write()
 
     def add_attempt(self, line: dict[str, Any]) -> None:

@@ -13,13 +13,17 @@ import queue
 import threading
 import time
 
+from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
-from llmx.launch.agents.preflight import take_over
+from llmx.launch.agents.preflight import checked_network, take_over
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.hang import (
     BEFORE_TRAINING,
+    NOTICE_S,
     NOTICE_STACKS_S,
+    STACKS_S,
+    UNSAFE_STACKS_S,
     AttemptProgress,
     LoadingWatch,
     dump_stacks,
@@ -27,7 +31,7 @@ from llmx.launch.supervision.hang import (
     request_stacks,
     waiting_places,
 )
-from llmx.launch.supervision.outcome import AgentEnd, Evidence, RankExit, all_finished
+from llmx.launch.supervision.outcome import AgentEnd, Evidence, Hang, RankExit, all_finished
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
@@ -38,6 +42,7 @@ from llmx.launch.supervision.tail import (
 )
 from llmx.launch.transports import transport_of
 from llmx.run.metrics.lines import MetricsTail
+from llmx.text import duration
 
 SUSPENDED_S = 5.0
 """Between two polls: the supervisor itself was suspended, and has received nothing."""
@@ -75,12 +80,14 @@ class Renewal(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        name, began = self.connection.name, time.monotonic()
+        name, began, last_error = self.connection.name, time.monotonic(), ""
         while not self._ended.is_set():
             try:
                 take_over(self.spec, self.connection)
             except AgentError as error:
-                self.log.debug(f"{name}: cannot be connected anew: {error}")
+                if str(error) != last_error:
+                    last_error = str(error)
+                    self.log.debug(f"{name}: cannot be connected anew: {error}")
                 self._ended.wait(RENEW_PAUSE_S)
             else:
                 if self.connection.ranks_ended is None:
@@ -140,6 +147,14 @@ class RankMonitor:
         """By host, when it was noticed that the agent ends the ranks."""
         self._queued = False
         """A scheduler has not allocated the hosts yet."""
+        self.stall = ""
+        """That no step ends, for how long, and who is waited for; empty while steps do."""
+        self._stall_due_s = 0.0
+        """After so long without a step that is said again."""
+        self._waits_for = ""
+        self._probe = threading.Thread()
+        self._network: tuple[str, ...] = ()
+        """What the last probe found wrong."""
         self._finished_at: float | None = None
         self._exited_at: float | None = None
 
@@ -223,23 +238,81 @@ class RankMonitor:
             stuck_s = self.loading.silent_s(now)
         elif self.loading.notice_due(now):
             self._say_where_ranks_wait(now)
+        else:
+            self._follow_stall(now)
         if stuck_s is not None:
             self.log.debug(f"no progress for {stuck_s:.0f} s; every rank dumps its stacks")
-            self.evidence.hang = dump_stacks(
-                self.run_dir,
-                self.evidence.statuses,
-                stuck_s=stuck_s,
-                clock_offsets_s=self.evidence.offsets_s,
-                connections=self.connections,
-                poll=self.poll,
+            hang = self._dump_stacks(stuck_s, {"USR2": STACKS_S, "QUIT": UNSAFE_STACKS_S})
+            self.evidence.hang = dataclasses.replace(
+                hang, is_loading=is_loading, network=self._network
             )
-            self.evidence.hang = dataclasses.replace(self.evidence.hang, is_loading=is_loading)
             return True
         late = now - self._started > self.spec.exp.launch.start_timeout_s
         if late and not self._queued and len(self.evidence.statuses) < self.plan.world_size:
             self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
             return True
         return False
+
+    def _follow_stall(self, now: float) -> None:
+        """Say that a step is overdue and who is waited for: at once, after ``NOTICE_S``, then after
+        twice as long, and so on. From ``NOTICE_S`` on look whether the hosts reach each other."""
+        hang = self.progress.hang
+        silent_s = hang.overdue_s(now)
+        if silent_s is not None and not self.stall:
+            self._network = ()
+            self._statuses.refresh()
+            self.progress.update(self.evidence.statuses)
+            silent_s = hang.overdue_s(now)
+        if silent_s is None:
+            if self.stall:
+                self.log.info("training goes on")
+            self.stall, self._stall_due_s = "", 0.0
+            return
+        is_due = silent_s > self._stall_due_s
+        unheard = ", ".join(name for name, new in self._renewals.items() if new.is_alive())
+        if is_due:
+            self._stall_due_s = NOTICE_S if silent_s < NOTICE_S else 2 * silent_s
+            self._waits_for = unheard or self._find_waited_for(silent_s)
+        usual = f" (usually {hang.usual_s:.2g} s)" if hang.usual_s else ""
+        waits_for = next(iter(self._network), self._waits_for).removesuffix(".")
+        self.stall = f"no step for {duration(silent_s)}{usual}"
+        self.stall += f"; waiting for {waits_for}" if waits_for else ""
+        if is_due:
+            self.log.console.forget_time_left()
+            self.log.info(self.stall)
+            if silent_s > NOTICE_S and not unheard and not self._probe.is_alive():
+                self._probe = threading.Thread(target=self._probe_network, daemon=True)
+                self._probe.start()
+
+    def _probe_network(self) -> None:
+        """In a thread: it takes as long as a connection that gets no answer."""
+        problems: tuple[str, ...] = ()
+        try:
+            checked_network(dataclasses.replace(self.spec, port=0), self.connections)
+        except LaunchError as error:
+            problems = tuple(str(error).splitlines())
+            for line in problems:
+                self.log.info(line)
+        self._network = problems
+
+    def _find_waited_for(self, silent_s: float) -> str:
+        """The host and rank that the others wait for; empty where none stands out."""
+        hang = self._dump_stacks(silent_s, {"USR2": NOTICE_STACKS_S})
+        if hang.rank is None:
+            return ""
+        host = self.plan.hosts[self.plan.ranks[hang.rank].host].name
+        return f"{host} (rank {hang.rank}: {hang.why})"
+
+    def _dump_stacks(self, stuck_s: float, patience_s: dict[str, float]) -> Hang:
+        return dump_stacks(
+            self.run_dir,
+            self.evidence.statuses,
+            stuck_s=stuck_s,
+            patience_s=patience_s,
+            clock_offsets_s=self.evidence.offsets_s,
+            connections=self.connections,
+            poll=self.poll,
+        )
 
     def _say_where_ranks_wait(self, now: float) -> None:
         """Before training: by their stacks, which SIGUSR2 writes to their logs."""

@@ -51,6 +51,8 @@ class Hang:
     """The stack of its main thread."""
     is_loading: bool = False
     """Before the first step, while ranks loaded the data and the model."""
+    network: tuple[str, ...] = ()
+    """What the last probe of the network between the hosts found wrong."""
 
 
 @dataclass(frozen=True)

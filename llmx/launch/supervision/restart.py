@@ -21,7 +21,7 @@ _REASONS = {
     "host_lost": "a host was lost",
     "orphaned": "the ranks had no supervisor",
     "hang": "it hung",
-    "disk_full": "a disk was full",
+    "disk_full": "a disk was full or could not be written",
     "oom": "a host ran out of memory",
     "nan": "training diverged",
 }

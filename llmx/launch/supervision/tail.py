@@ -72,6 +72,11 @@ class StatusReader:
         for path in [*self._paths.values(), *leftovers]:
             path.unlink(missing_ok=True)
 
+    def refresh(self) -> None:
+        """Read every file again: a network disk shows a new one late, unless it is opened."""
+        self._stamps.clear()
+        self.read()
+
     def read(self) -> dict[int, dict[str, Any]]:
         """Rank -> status; only files that changed are read again."""
         for rank, path in self._paths.items():

@@ -133,7 +133,8 @@ def render_plan(
         parts += [] if (plan.memory or plan.storage) and not plan.time else [Text("")]
         parts.append(warnings_table(plan.warnings))
     if command:
-        parts += [Text("\nCommand", style="bold"), Text(command.rstrip() + "\n")]
+        head = Text("\nCommand (its secret: command.txt)", style="bold")
+        parts += [head, Text(command.rstrip() + "\n")]
     return parts
 
 

@@ -14,8 +14,6 @@ Facts = dict[str, Any]
 
 SILENT_S = 30.0
 """A supervisor writes every 3 s, a rank every 5 s; after so long without one it is gone."""
-STUCK_S = 120.0
-"""At least so long without a logged step before it is worth a word."""
 
 LIVE = frozenset({"preparing", "starting", "loading", "training", "saving", "waiting", "ending"})
 FINAL = frozenset({"finished", "failed", "interrupted", "dead"})
@@ -86,11 +84,9 @@ def interpret(facts: Facts) -> View:
     total = _total(facts)
     step = _step(facts, state)
     pace = metrics["step_time_s"]
-    moving = state in ("training", "saving") and step is not None
+    moving = state in ("training", "saving") and step is not None and not why
     left = (total - step) * pace if moving and step is not None and total and pace else None
     newest = facts["checkpoints"]["newest"] or {}
-    if state == "training" and not why:
-        why = _stuck(metrics, pace, now)
     attempts = facts["attempts"]
     return View(
         name=facts["name"],
@@ -170,7 +166,7 @@ def _state(facts: Facts) -> tuple[str, str, str]:
         return str(state), supervisor.get("why") or "", ""
     if state == "finished":
         return "ending", "the report is being written", ""
-    return _of_ranks(facts), "", ""
+    return _of_ranks(facts), supervisor.get("why") or "", ""  # that no step ends
 
 
 def _supervisor_lives(facts: Facts) -> bool:
@@ -195,13 +191,14 @@ def _without_supervisor(facts: Facts, resume: str) -> tuple[str, str, str]:
 
 def _of_ranks(facts: Facts) -> str:
     """The state that the slowest rank is in."""
-    order = ("starting", "loading", "training", "saving")
+    order = ("starting", "loading", "training", "evaluating", "saving")
     planned = sum(len(host["ranks"]) for host in facts["hosts"])
     states = [status.get("state") for status in facts["ranks"]]
     if len(states) < planned or not states:
         return "starting"
     reached = [order.index(state) for state in states if state in order]
-    return order[min(reached)] if reached else "ending"
+    slowest = order[min(reached)] if reached else "ending"
+    return "training" if slowest == "evaluating" else slowest
 
 
 def _total(facts: Facts) -> int | None:
@@ -216,7 +213,7 @@ def _step(facts: Facts, state: str) -> int | None:
     lines = [metrics["last"], *metrics["events"][-1:], metrics["end"]]
     steps = [int(line.get("step") or 0) for line in lines if line]
     if state in ("training", "saving", "ending"):
-        at_work = ("training", "saving", "interrupted")
+        at_work = ("training", "evaluating", "saving", "interrupted")
         ranks = [int(s.get("step") or 0) for s in facts["ranks"] if s.get("state") in at_work]
         steps += [min(ranks)] if ranks else []
     return max(steps) if steps else None
@@ -260,19 +257,6 @@ def _waited(metrics: Facts) -> float | None:
         return None
     steps = int(last["step"]) - int((before or {}).get("step") or 0)
     return min(1.0, last["data_wait_s"] / (steps * last["step_time_s"])) if steps > 0 else None
-
-
-def _stuck(metrics: Facts, pace: float | None, now: float) -> str:
-    """A word when the next line of metrics is long overdue."""
-    last, before = metrics["last"], metrics["before"]
-    if not last or not pace:
-        return ""
-    interval = int(last["step"]) - int((before or {}).get("step") or 0)
-    newest = max([float(last.get("time") or now), *(e.get("time") or 0 for e in metrics["events"])])
-    silent_s = now - newest
-    if silent_s > max(STUCK_S, 5 * interval * pace):
-        return f"no step was logged for {duration_text(silent_s)}"
-    return ""
 
 
 def _host(host: Facts, facts: Facts, state: str) -> tuple[str, str]:
