@@ -230,8 +230,10 @@ class PromptLayout:
         turns = tuple(messages)
         if self.system and turns[0].role != "system":
             turns = (Message("system", self.system), *turns)
-        conversation = Conversation((*turns, Message("assistant", ".")), _HERE)
-        tokens, _ = self._renderer.prompt(conversation)
+        # A generation prompt may open a thought, or hold an empty one: the longer prompt has it.
+        answers = (".", "<think>\n.\n</think>\n\n.")
+        chats = [Conversation((*turns, Message("assistant", text)), _HERE) for text in answers]
+        tokens = max((self._renderer.prompt(chat)[0] for chat in chats), key=len)
         return [int(token) for token in tokens]
 
 

@@ -314,7 +314,7 @@ class DataConfig:
     subset: str | None = None
     """The subset (configuration) of a Hub dataset."""
     split: str | None = None
-    """The split of a Hub dataset or of a ``save_to_disk`` directory; default: ``train``."""
+    """The split of a Hub dataset or of a directory that has several; default: ``train``."""
     data_map: dict[str, str] = mapping(maximum=100, example="{prompt: question, label: answer}")
     """The columns of labelled rows, e.g. ``{prompt: prompt, label: label_id, history:
     context_info}``. The label is the answer."""

@@ -20,6 +20,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date as Date
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from llmx import text as human
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding
+from llmx.data.format.rendering import write_day
 from llmx.data.store.build import find_store, prepare, prepare_spec
 from llmx.data.store.samples import SampleStore, cannot_write, locked
 from llmx.data.store.spec import DatasetSpec, dataset_spec
@@ -57,11 +59,17 @@ def prepare_together(
     *,
     hosts: list[Host],
     host: int,
+    date: str | None = None,
 ) -> list[SampleStore]:
     """The stores of these splits on every rank. Collective; ``encoding`` is the task, ``host`` this
-    rank's place in ``hosts``. Waiting has no time-out."""
+    rank's place in ``hosts``. Waiting has no time-out. Rank 0's ``date`` (of the first attempt; by
+    default today) is the day that chat templates write."""
     rank = int(os.environ["RANK"])
     call = next(_CALLS)
+    days = RankStore(f"data/{call}")
+    if rank == 0:
+        days.set("date", date or Date.today().isoformat())
+    write_day(Date.fromisoformat(days.get("date")))
     stores: list[SampleStore] = []
     for split in splits:
         values = RankStore(f"data/{call}/{split}")

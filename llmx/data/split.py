@@ -49,6 +49,7 @@ from llmx.data.source.records import (
     RejectedRecords,
     Row,
     refuse,
+    without_padding,
 )
 from llmx.errors import ConfigError, DataError
 from llmx.text import plural, printable
@@ -62,10 +63,12 @@ TAKEN: tuple[type, ...] = (Conversation, Document)
 FORMS_VERSION = 3
 """Raised when a text becomes another row than before; for records with columns it is enough to
 raise ``COLUMNS_VERSION``, which leaves prepared text as it is."""
-COLUMNS_VERSION = 2
+COLUMNS_VERSION = 3
 """Raised when a record with columns, beside plain documents, becomes another row than before."""
 PREFERENCE_VERSION = 2
 """Raised when a preference pair becomes another row than before."""
+EVAL_SPLITS = ("validation", "test", "train")
+"""The splits of ``data.eval_path``, the first that is there."""
 LOOKED_AT = 100
 """First records of a source that tell its form where bad ones are skipped."""
 
@@ -84,6 +87,8 @@ class Source:
     weight: float = 1.0
     takes: tuple[type, ...] = TAKEN
     """The types of rows that are wanted (``Encoding.takes``)."""
+    prefers: tuple[str, ...] = ("train",)
+    """The splits of a directory that are read, the first that is there."""
     ignored: set[str] = field(default_factory=set, compare=False)
     """Names of the columns that were read and not used."""
 
@@ -110,6 +115,7 @@ class Source:
             split=source.split or data.split,
             weight=source.weight,
             takes=takes,
+            prefers=EVAL_SPLITS if split == "eval" and data.eval_path else ("train",),
         )
 
     @cached_property
@@ -118,9 +124,16 @@ class Source:
         return hub_id(self.path)
 
     @cached_property
+    def files_by_use(self) -> tuple[list[Path], list[Path]]:
+        """The files that are read, and those of other splits."""
+        if self.hub:
+            return [], []
+        return source_files(self.path, split=self.split, prefers=self.prefers)
+
+    @property
     def files(self) -> list[Path]:
         """The files on this machine; none for a Hub id."""
-        return [] if self.hub else source_files(self.path, split=self.split)
+        return self.files_by_use[0]
 
     @cached_property
     def form(self) -> str:
@@ -234,9 +247,16 @@ class Source:
     @cached_property
     def _read(self) -> Reader:
         """Of a record, the row. Asked for at a record: a source without any has no form."""
-        readers = {**format_of(self.form).readers, Record: to_record}
+        dataset_format = format_of(self.form)
+        readers = {**dataset_format.readers, Record: to_record}
         # A source that no task takes is read as what it is in the first place.
-        return readers[self.row_type or next(iter(readers))]
+        read = readers[self.row_type or next(iter(readers))]
+        columns = {self.reading.column(name) for name in dataset_format.reads}
+
+        def read_unpadded(record: Record, reading: Reading) -> Row | None:
+            return read(without_padding(record, columns) if record.padded else record, reading)
+
+        return read if self.row_type is Record else read_unpadded
 
     def records(
         self, bad: OnBad, *, meter: Meter | None = None

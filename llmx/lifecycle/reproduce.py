@@ -170,6 +170,8 @@ def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -
     if run.balance.is_file():
         # The split over ranks that was measured then. Ranks on other devices measure anew.
         shutil.copyfile(run.balance, target.balance)
+    if run.inputs.is_file():  # the day that its chat template wrote
+        shutil.copyfile(run.inputs, target.inputs)
     launch = write_launch_files(new, plan, target)
     return supervised(launch)
 

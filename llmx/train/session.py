@@ -21,7 +21,7 @@ from llmx.rollout.client import IDLE_SHARE, RolloutServers
 from llmx.run.metrics import Metric
 from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.balance import Subject, described, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
@@ -49,6 +49,7 @@ def write_inputs(
 
     inputs = {
         "data": train_store.fingerprint,
+        "date": train_store.meta["identity"].get("date"),
         "eval_data": None if eval_store is None else eval_store.fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         # Of a model from the Hub: the commit that was loaded.
@@ -137,7 +138,7 @@ def open_session(
     """
     status.enter("loading")
     task, checkpoint, early_stopping = _open_task(exp)
-    train_store, eval_store = open_stores(exp, task, plan)
+    train_store, eval_store = open_stores(exp, task, plan, run_dir)
     for line in task.see_data(train_store, eval_store):
         log(line)
 
@@ -345,9 +346,10 @@ def log(text: str) -> None:
         print(f"{text}\n", end="", flush=True)
 
 
-def open_stores(exp: Experiment, task: Task, plan: Plan) -> tuple[Any, Any | None]:
-    """Training and held-out samples, prepared by the first rank of each host. Collective.
-    DataError where too much of them is lost (``task.max_lost``)."""
+def open_stores(exp: Experiment, task: Task, plan: Plan, run_dir: RunDir) -> tuple[Any, Any | None]:
+    """Training and held-out samples, prepared by the first rank of each host. Collective. A chat
+    template writes the day on which the run began. DataError where too much is lost
+    (``task.max_lost``)."""
     from llmx.data.distributed import Host, prepare_together
     from llmx.data.store.summary import check_lost, lost_rows, summary
 
@@ -355,8 +357,16 @@ def open_stores(exp: Experiment, task: Task, plan: Plan) -> tuple[Any, Any | Non
     hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
     splits = ["train", "eval"] if exp.data.has_eval else ["train"]
     own_host = plan.ranks[torch.distributed.get_rank()].host
+    began = read_mapping(run_dir.inputs).get("date")
     stores = prepare_together(
-        exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, host=own_host
+        exp.data,
+        exp.seed,
+        task.tokenizer,
+        task,
+        splits,
+        hosts=hosts,
+        host=own_host,
+        date=began,
     )
     longest = position_limit(exp.model.network)
     for split, store in zip(splits, stores, strict=True):

@@ -19,6 +19,7 @@ from llmx.checkpoint.selection import list_steps, verify
 from llmx.launch.supervision.hang import main_stack
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.checkpoint_saves import flip_bit
+from tests.data_rows import CHATML, write_rows
 from tests.forked_ranks import Server
 from tests.resumed_runs import (
     EVERY,
@@ -30,6 +31,7 @@ from tests.resumed_runs import (
     saving_run,
 )
 from tests.rundirs import logs
+from tests.small_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.deepspeed
 
@@ -196,6 +198,34 @@ def test_what_may_not_be_resumed_and_what_is_skipped(ranks: Server, tmp_path: Pa
     assert refused.wait() == [1, 1]
     assert "resume.json requests the checkpoint of step 11" in refused.status(0)["error"]["message"]
     assert json.loads(run.metrics.read_text().splitlines()[-1])["kind"] == "end", "untouched"
+
+
+def test_a_template_writes_the_day_on_which_the_run_began(ranks: Server, tmp_path: Path) -> None:
+    """A resume, here years later with an empty cache, prepares the same data."""
+    jinja = (
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}"
+        "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    )
+    byte_tokenizer(*CHATML, chat_template=jinja).save_pretrained(tmp_path / "tokenizer")
+    chats = ({"prompt": f"q{i}", "response": f"a{i}"} for i in range(64))
+    rows = write_rows(tmp_path / "rows.jsonl", chats)
+    run = saving_run(
+        tmp_path / "run",
+        model={"tokenizer": str(tmp_path / "tokenizer")},
+        data={"path": str(rows), "template": "auto", "eval_samples": 0},
+        task={"steps": 2 * EVERY, "eval_every_steps": 0},
+    )
+    write_json(run.inputs, {"date": "2020-01-02"})
+    ranks.start(run).finish()
+    (store,) = (tmp_path / "cache" / "data").glob("*/meta.json")
+    assert read_json(store)["identity"]["date"] == "2020-01-02"
+    undisturbed = measurements(run)
+    shutil.rmtree(tmp_path / "cache")
+    shutil.rmtree(run.checkpoint(2 * EVERY))
+    ranks.start(run).finish()
+    assert [event["step"] for event in events(run, "resumed")] == [EVERY]
+    assert measurements(run) == undisturbed
+    assert read_json(run.inputs)["date"] == "2020-01-02"
 
 
 def test_fewer_ranks_go_on_with_the_same_samples(

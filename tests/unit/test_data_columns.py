@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def part(directory: Path, rows: Iterable[Any], name: str = "rows.jsonl", **optio
         ({**PAIR, "sample_weight": 2}, "weights or masks the loss"),
         ({**ASKED, "score": 0.2}, r"how good the answer is.*data\.ignore_columns=\[score\]"),
         ({**TASK, "rejected": "b"}, "data.form=preference"),
+        ({**ASKED, "rejected_response": "b"}, r"data\.columns\.rejected=rejected_response"),
         ({**ASKED, "chosen": False}, "preference pair"),
         ({**TASK, "context": "c"}, r"data\.columns\.input=context"),  # Dolly
         ({**ASKED, "input": "c"}, r"data\.columns\.input=input"),
@@ -58,8 +60,9 @@ def part(directory: Path, rows: Iterable[Any], name: str = "rows.jsonl", **optio
         ({"messages": [turn("system", "s"), USER, BOT], "system": "t"}, "two different system mes"),
         # OpenAI's weight of a turn, ms-swift's loss
         ({"messages": [USER, {**BOT, "weight": 0}]}, 'turn 2 of "messages": "weight" is 0'),
-        ({"messages": [USER, {**BOT, "reasoning_content": "so"}]}, "reasoning before the answer"),
+        ({"messages": [USER, {**BOT, "function_calls": "f()"}]}, 'are read from "tool_calls"'),
         ({"messages": [{**USER, "images": ["a"]}, BOT]}, "only text is trained"),
+        ({"messages": json.dumps([USER, {**BOT, "weight": 0}])}, 'turn 2 of "messages"'),
         ({**PAIR, "rejected": {**BOT, "images": ["a"]}}, "only text is trained"),
         ({"messages": [turn("user", IMAGE), BOT]}, "a part of the type image_url"),
     ],

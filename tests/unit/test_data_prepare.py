@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
 from collections import Counter
+from datetime import date as Date
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.config.validate import data_problems
 from llmx.data import held_out_prompts
+from llmx.data.format import rendering
 from llmx.data.store import staging
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.spec import cache_directory, dataset_spec
@@ -26,7 +29,7 @@ from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of
 from tests import forks
-from tests.data_rows import learned, of_rows, row_tokenizer, sequences, texts, write_rows
+from tests.data_rows import learned, of_rows, row_tokenizer, sequences, texts, turn, write_rows
 
 TOKENIZER = row_tokenizer()
 
@@ -124,6 +127,43 @@ def test_found_again_only_when_nothing_that_matters_changed(tmp_path: Path):
     fingerprints.add(prepare(exp, row_tokenizer("<|more|>")).fingerprint)
     fingerprints.add(prepare(of_pairs(tmp_path, numbered(21)), TOKENIZER).fingerprint)
     assert len(fingerprints) == len(changes) + 3
+
+
+def test_a_template_that_writes_the_day(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(rendering, "_days", [])
+    jinja = TOKENIZER.chat_template
+    dated = row_tokenizer()
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + jinja
+    exp = of_pairs(tmp_path, [("q", "a")])
+    paths = set()
+    for day in (Date(2026, 1, 2), Date(2026, 1, 3)):
+        rendering.write_day(day)
+        store = prepare(exp, dated)
+        paths |= {store.path, store_path(exp)}
+        assert texts(store, dated) == [f"{day:%d %b %Y}Qq<|end|>Aa<|end|>"]
+        assert store.meta["identity"]["date"] == str(day)
+    assert len(paths) == 3  # one for both days of the template without a date
+
+
+def test_the_summary_says_what_is_not_as_in_the_row(tmp_path: Path):
+    call = {"function": {"name": "f", "arguments": {}}}
+    rows = [
+        {"messages": [turn("user", "Q"), turn("assistant", "", tool_calls=[call])]},
+        {"messages": json.dumps([turn("user", "Q"), turn("assistant", "A")])},
+    ]
+    write_rows(tmp_path / "snap" / "train.jsonl", rows)
+    write_rows(tmp_path / "snap" / "test.jsonl", rows)
+    exp = of_rows(tmp_path, [], path=str(tmp_path / "snap"), packing="none")
+    store = prepare(exp, TOKENIZER)
+    assert len(store) == 2
+    for text in (summary(store), str(report(store.meta, was_prepared=False))):
+        assert (
+            "rows with tools as JSON text, for the chat template has no form for calls: 1" in text
+        )
+        assert "files of other splits, which were not read: test.jsonl" in text
+    exp.data.eval_path = exp.data.path
+    eval_spec = dataset_spec(exp.data, 0, TOKENIZER, task_of(exp, TOKENIZER), "eval")
+    assert [file.name for file in eval_spec.split.files] == ["test.jsonl"]
 
 
 def test_a_store_of_other_options_is_never_used(tmp_path: Path):

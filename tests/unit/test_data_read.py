@@ -26,7 +26,7 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).enco
 
 
 def values(path: Path, **options: Any) -> list[dict[str, Any]]:
-    records = [row for file in source_files(str(path), **options) for row in read_file(file)]
+    records = [row for file in source_files(str(path), **options)[0] for row in read_file(file)]
     assert all(isinstance(record, Record) for record in records)
     return [record.value for record in records]
 
@@ -62,6 +62,9 @@ def test_tsv_has_no_quoting(tmp_path: Path):
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2, column 13: not JSON"),
         ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl, line 2: b is not an object"),
         ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2, column 11: not UTF-8.*iconv"),
+        ("a.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1"), "like LATIN1.*iconv -f LATIN1 -t"),
+        ("a.jsonl", '{"text": "\u6625\u5929"}'.encode("gb18030"), "iconv -f GB18030 -t UTF-8"),
+        ("a.json", '[{"text": "a"}]'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or cut off"),
         ("a.jsonl.gz", LINES, "damaged or cut off"),
         ("a.jsonl.zst", zstandard.compress(LINES)[:-3], "damaged or cut off"),
@@ -134,7 +137,7 @@ def test_files_of_a_path(tmp_path: Path):
         (tmp_path / name).write_text("")
 
     def names(path: str) -> list[str]:
-        return [file.name for file in source_files(f"{tmp_path}{path}")]
+        return [file.name for file in source_files(f"{tmp_path}{path}")[0]]
 
     assert names("") == ["a.txt", "b.jsonl", "c.json.gz"]
     assert names("/*.jsonl") == ["b.jsonl"]
@@ -145,6 +148,37 @@ def test_files_of_a_path(tmp_path: Path):
         names("")
     with pytest.raises(DataError, match="no such file"):
         names("/none/*.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "read"),
+    [
+        # The Hub's rules for the names of splits.
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], {}, [0]),
+        (["train.jsonl", "valid.jsonl", "notes.jsonl"], {}, [0]),
+        (["train/a.jsonl", "dev/a.jsonl"], {"split": "validation"}, [1]),
+        (["my_train_set.jsonl", "my-eval.jsonl"], {"prefers": ("validation", "test")}, [1]),
+        # Words in other words, shards without a split, and one split alone say nothing.
+        (["contest.jsonl", "trainer.jsonl"], {}, [0, 1]),
+        (["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"], {}, [0, 1]),
+        (["dev.jsonl", "more.jsonl"], {}, [0, 1]),
+    ],
+)
+def test_one_split_of_a_directory(tmp_path: Path, files: list[str], options: Any, read: list[int]):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(LINES)
+    found, left_out = source_files(str(tmp_path), **options)
+    expected = {str(tmp_path / files[i]) for i in read}
+    assert {*map(str, found)} == expected
+    assert {*map(str, left_out)} == {f"{tmp_path}/{name}" for name in files} - expected
+
+
+def test_a_split_of_a_directory_that_is_not_there(tmp_path: Path):
+    for name in ("dev.jsonl", "test.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    with pytest.raises(DataError, match="no split 'train'; it has test, validation.*data.split=te"):
+        source_files(str(tmp_path))
 
 
 # Text

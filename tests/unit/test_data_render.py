@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmx.cli.generate import PromptLayout
 from llmx.config import Experiment
 from llmx.data.eval_prompts import stop_token_ids
 from llmx.data.format.formats import FORMATS, Reading
@@ -26,9 +27,9 @@ from llmx.data.source.records import Document, Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
-from llmx.tasks import tokenizer_of
+from llmx.tasks import prepare, tokenizer_of
 from tests.chat_templates import PUBLISHED
-from tests.data_rows import CHATML, WHERE, chat, learned, turn
+from tests.data_rows import CHATML, WHERE, chat, learned, of_rows, sequences, turn
 from tests.small_tokenizers import byte_tokenizer
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -129,8 +130,8 @@ def test_own_template_that_writes_thoughts():
     text, spans = rendered(tokenizer, chat("U1", "<think>T</think>A1", "U2", "<think>T</think>A2"))
     assert spans == ["A1<|im_end|>", "<think>T</think>A2<|im_end|>"]
     assert "T</think>A1" not in text
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 7.*<\|im_end\|>"):
-        rendered(tokenizer, chat("<|im_end|>", "<think>T</think>A1", "U2", "A2"))
+    text, spans = rendered(tokenizer, chat("<|im_end|>", "<think>T</think>A1", "U2", "A2"))
+    assert (text.count("<|im_end|>"), spans[0]) == (5, "A1<|im_end|>")
 
 
 def test_own_templates_without_an_end_or_that_refuse():
@@ -236,7 +237,7 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
 
     def row(said: str) -> TokenSequence:
         calls = json.dumps([{"name": "heat", "arguments": {"place": said}}])
-        call = Message("assistant", f"<tool_call>\n{said}\n</tool_call>", calls=calls)
+        call = Message("assistant", f"<tool_call>{said}</tool_call>", calls=calls)
         tool = json.dumps([{"type": "function", "function": {"name": "heat", "description": said}}])
         messages = [
             Message("system", said),
@@ -250,13 +251,8 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     mild, attacked = row("mild"), row(evil)
     text = tokenizer.decode(attacked.tokens)
     assert text.count(evil) - tokenizer.decode(mild.tokens).count(evil) >= 5
-    if tools:
-        # Calls with special tokens in them are written as text, in a turn of the same kind.
-        plain = tokenizer.decode(attacked.tokens[~np.isin(attacked.tokens, ids)])
-        assert plain.count(evil) == text.count(evil)
-    else:
-        counts = [[int(np.sum(row.tokens == index)) for index in ids] for row in (attacked, mild)]
-        assert counts[0] == counts[1]
+    counts = [[int(np.sum(row.tokens == index)) for index in ids] for row in (attacked, mild)]
+    assert counts[0] == counts[1]
     # An answer is learned as a whole, and what the user said is not.
     runs = learned(tokenizer, attacked)
     assert len([run for run in runs if f"x{evil}y" in run]) == 2
@@ -278,6 +274,103 @@ OTHER_PROMPT = re.compile("deepseek|nemotron")
 """Their generation prompt opens a thought, which is not in an answer without one."""
 
 
+def of_trl(name: str) -> tuple[Any, Renderer]:
+    """A tokenizer for a template of TRL, and its renderer."""
+    jinja = OF_TRL[name]
+    tokenizer = byte_tokenizer(
+        *sorted(set(CONTROL.findall(jinja))), begin="<bos>", end="<eos>",
+        chat_template=jinja, plain_added=("<think>", "</think>"),
+    )  # fmt: skip
+    return tokenizer, Renderer(tokenizer)
+
+
+def screen_rows() -> dict[str, list[dict[str, Any]]]:
+    """Chats by what is in them: calls and their results, thoughts in contents and beside them."""
+
+    def asked(answer: str, *, beside: str = "", within: str = "") -> list[dict[str, Any]]:
+        content = f"<think>\n{within}\n</think>\n\n{answer}" if within else answer
+        field = {"reasoning_content": beside} if beside else {}
+        return [turn("user", "Q"), turn("assistant", content, **field)]
+
+    def calling(**field: str) -> list[dict[str, Any]]:
+        call = {"id": "call00001", "type": "function", "function": CALL}
+        return [turn("user", "Q"), turn("assistant", "", tool_calls=[call], **field),
+                turn("tool", "21", tool_call_id="call00001")]  # fmt: skip
+
+    return {
+        "calls": [*calling(), turn("assistant", "A1")],
+        "calls, then an answer": [*calling(), turn("assistant", "A1"), *asked("A2")],
+        "a thought": asked("A1", within="T1"),
+        "two thoughts": [*asked("A1", within="T1"), *asked("A2", within="T2")],
+        "a thought beside": asked("A1", beside="T1"),
+        "thoughts and calls": [
+            *calling(reasoning_content="T0"), turn("assistant", "A1", reasoning_content="T1"),
+            *asked("A2", beside="T2"),
+        ],
+    }  # fmt: skip
+
+
+NO_FIELD = re.compile(
+    "cohere|gemma(_training)?$|gemma3|gemma4(_v[234])?$|lfm2(_v2)?(_training)?$|llama3|phi3|"
+    "qwen2_5|qwen3_instruct_2507|qwen3_vl"
+)
+"""Templates that write no thought beside an answer, and none in a content of their own."""
+NO_CALLS = re.compile(
+    "cohere|deepseek|gemma(_training)?$|gemma3|lfm2(_training)?$|llama3(_training)?$|phi3|"
+    "qwen2_5_vl"
+)
+"""Templates without a form for calls (DeepSeek's do not close a second one): JSON in text."""
+JSON_CALLS = re.compile("qwen2_5|qwen3(_training|_vl.*|_instruct.*)?$")
+
+
+@pytest.mark.parametrize("name", [n for n in OF_TRL if n.removesuffix("_training") not in NO_TEXT])
+def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
+    tokenizer, renderer = of_trl(name)
+    stops = renderer.stop_token_ids
+    # What a model is asked is the template's own generation prompt.
+    asked = tokenizer.apply_chat_template(
+        [turn("user", "Q")], add_generation_prompt=True, return_dict=True
+    )
+    layout = PromptLayout(tokenizer, template="auto", system=None)
+    assert layout.turns([Message("user", "Q")]) == asked["input_ids"]
+    completions: dict[str, list[str]] = {}
+    for case, messages in screen_rows().items():
+        tools = TOOLS if "calls" in case else None
+        row = FORMATS["messages"].readers[Conversation](
+            Record({"messages": messages, "tools": tools}, WHERE), Reading()
+        )
+        assert isinstance(row, Conversation)
+        if NO_FIELD.match(name) and any("reasoning_content" in one for one in messages):
+            with pytest.raises(
+                DataError, match='it does not write "reasoning_content".*on_bad_row'
+            ):
+                renderer.conversations([row])
+            continue
+        (sequence,) = renderer.conversations([row])
+        completions[case] = learned(tokenizer, sequence)
+        assert len(completions[case]) == sum(m.role == "assistant" for m in row.messages)
+        # The model stops where it must, and nowhere before.
+        assert int(sequence.tokens[-1]) in stops
+        inner = np.isin(sequence.tokens[:-1], stops) & sequence.targets[:-1] & sequence.targets[1:]
+        assert not inner.any()
+        # What the template itself makes of the row, where it is not told otherwise.
+        as_text = "rows with tools as JSON text" in str(sequence.notes)
+        assert as_text == (tools is not None and bool(NO_CALLS.match(name)))
+        written = tokenizer.decode(sequence.tokens)
+        if not as_text and "thought" not in case:
+            by_template = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            assert by_template.startswith(written.removesuffix("<eos>"))
+        lost = sum(f"T{i}" in str(messages) and f"T{i}" not in written for i in range(3))
+        assert lost == sum(n for note, n in sequence.notes.items() if "thoughts" in note)
+        if "thought" in case:
+            last = "T2" if "T2" in str(messages) else "T1"
+            assert last in completions[case][-1]
+    # One syntax, whatever follows.
+    first, second = (completions[case][0] for case in ("calls", "calls, then an answer"))
+    assert first.endswith(second) or second.endswith(first)
+    assert ("<tool_call>\n{" in first) == bool(NO_CALLS.match(name) or JSON_CALLS.match(name))
+
+
 @pytest.mark.parametrize("name", [*PUBLISHED, *OF_TRL])
 def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str):
     """The prompt and the completion are the trained row; the completion ends at a stop token; and
@@ -285,11 +378,7 @@ def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str)
     if name in PUBLISHED:
         tokenizer = PUBLISHED[name].tokenizer()
     else:
-        jinja = OF_TRL[name]
-        tokenizer = byte_tokenizer(
-            *sorted(set(CONTROL.findall(jinja))), begin="<bos>", end="<eos>",
-            chat_template=jinja, plain_added=("<think>", "</think>"),
-        )  # fmt: skip
+        tokenizer, _ = of_trl(name)
     renderer = Renderer(tokenizer)
     stops = stop_token_ids(tokenizer)
     for turns, system in itertools.product((1, 2), (False, True)):
@@ -310,3 +399,67 @@ def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str)
                 messages, add_generation_prompt=True, return_dict=True
             )
             assert prompt.tolist() == inputs["input_ids"]
+
+
+# Rows that went wrong
+
+
+def of_case(
+    real_data: Path, tmp_path: Path, file: str, template: str, **data: Any
+) -> list[tuple[str, list[str]]]:
+    """(text, what is learned of it) of each row, as a run prepares them."""
+    tokenizer, _ = of_trl(template)
+    options = {"path": str(real_data / "cases" / file), "seq_len": 2048, "packing": "none", **data}
+    store = prepare(of_rows(tmp_path, [], **options), tokenizer)
+    rows = sequences(store)
+    return [(tokenizer.decode(row.tokens), learned(tokenizer, row)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("case", "template", "call"),
+    [
+        (
+            "a04-calls-in-two-syntaxes",
+            "qwen3_5_think",
+            "<function=weather>\n<parameter=city>\nOslo",
+        ),
+        ("a04-calls-in-two-syntaxes", "qwen3_6", "<function=weather>\n<parameter=city>\nOslo"),
+        ("a04-calls-in-two-syntaxes", "gptoss", " to=functions.weather<|channel|>commentary json"),
+        ("a06-nemotron-calls", "nemotron_3_nano", "<function=weather>\n<parameter=city>\nOslo"),
+    ],
+)
+def test_calls_of_all_rows_have_one_syntax(
+    real_data: Path, tmp_path: Path, case: str, template: str, call: str
+):
+    rows = of_case(real_data, tmp_path, f"{case}/tools_mixed.jsonl", template)
+    assert [len(spans) for _, spans in rows] == [2, 3]
+    assert all(call in spans[0] and '{"name"' not in spans[0] for _, spans in rows)
+
+
+@pytest.mark.parametrize(
+    ("file", "template", "answer"),
+    [
+        ("think1.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
+        ("think.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
+        ("think.jsonl", "qwen3_5_think", "Easy sum.\n</think>\n\n4<|im_end|>"),
+        ("think.jsonl", "qwen3_6", "Easy sum.\n</think>\n\n4<|im_end|>"),
+    ],
+)
+def test_the_last_answer_is_learned_with_its_thought(
+    real_data: Path, tmp_path: Path, file: str, template: str, answer: str
+):
+    file = f"a08-r1-thinking/{file}"
+    ((_, spans),) = of_case(real_data, tmp_path, file, template, loss_on="last")
+    found = [span.replace("\uff5c", "|").replace("\u2581", "_") for span in spans]
+    assert found == [answer]
+
+
+def test_columns_and_files_bring_nothing_else(real_data: Path, tmp_path: Path):
+    case = "a09-parquet-tool-nulls/tools_union"
+    lines, columns = (
+        of_case(real_data, tmp_path, f"{case}.{suffix}", "qwen3") for suffix in ("jsonl", "parquet")
+    )
+    assert lines == columns
+    assert (
+        len(of_case(real_data, tmp_path, "a11-train-and-test-in-one-directory/snap", "qwen3")) == 4
+    )

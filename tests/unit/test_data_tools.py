@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
+from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.formats import FORMATS, Reading
+from llmx.data.format.rendering import CALLS_AS_TEXT
 from llmx.data.format.rows import Conversation
-from llmx.data.source.records import Record, RecordError
+from llmx.data.source.records import Record, RecordError, refuse
+from llmx.data.split import Source
 from llmx.data.tokenize.conversations import Renderer
 from tests.data_rows import CHATML, WHERE, learned, turn
 from tests.small_tokenizers import byte_tokenizer
@@ -56,6 +61,7 @@ def rendered(template: str, value: dict) -> tuple[str, list[str]]:
     """(the row as text, what is learned of it)"""
     tokenizer = byte_tokenizer(*CHATML, "<|call|>", chat_template=template)
     (row,) = Renderer(tokenizer).conversations([conversation(value)])
+    assert (CALLS_AS_TEXT in row.notes) == (template == WITHOUT)
     return tokenizer.decode(row.tokens), learned(tokenizer, row)
 
 
@@ -96,14 +102,41 @@ def test_words_beside_a_call_are_learned_too(turns: list[dict], words: str):
 
 
 def test_a_control_token_in_a_call_stays_text():
-    """No data may steer: what holds a special token is written as text, token by token."""
+    """No data may steer: a special token in it is written as text, token by token."""
     evil = {"function": {"name": "warm", "arguments": {"where": "<|im_end|>"}}}
     value = called(turn("assistant", None, tool_calls=[evil]), *CHAT["messages"][2:4])
     tokenizer = byte_tokenizer(*CHATML, "<|call|>", chat_template=OWN)
     row, harmless = Renderer(tokenizer).conversations([conversation(value), conversation(CHAT)])
-    assert learned(tokenizer, row)[0].startswith("<tool_call>")
+    assert learned(tokenizer, row)[0] == '<|call|>warm{"where": "<|im_end|>"}<|im_end|>'
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (row.tokens == end).sum() == (harmless.tokens == end).sum()
+
+
+def test_results_belong_to_the_call_with_their_id():
+    """Some templates write the name of the call beside its result."""
+    template = OWN.replace("m['role'] + '\\n'", "m['role'] + (m['name'] or '') + '\\n'")
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("in", "out")]
+    results = [turn("tool", "5", tool_call_id="out"), turn("tool", "21", tool_call_id="in")]
+    text, _ = rendered(template, called(turn("assistant", None, tool_calls=calls), *results))
+    assert "<|im_start|>toolout\n5<|im_end|>\n<|im_start|>toolin\n21<|im_end|>" in text
+    text, _ = rendered(template, CHAT)
+    assert text.count("<|im_start|>toolwarm\n") == 2
+
+
+def test_columns_of_arrow_bring_no_nulls(tmp_path: Path):
+    """Arrow gives each call the arguments of all, and each schema the properties of all."""
+    rows = [of_openai([call], ["21"]) for call in (WARM, {"name": "cold", "arguments": {"at": 1}})]
+    parameters = [{"city": {"type": "string"}}, {"at": {"type": "number", "enum": [1, 2]}}]
+    for row, properties in zip(rows, parameters, strict=True):
+        row["tools"] = [{"function": {"name": "x", "parameters": {"properties": properties}}}]
+    tokenizer = byte_tokenizer(*CHATML, "<|call|>", chat_template=OWN)
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    expected = [rendered(OWN, row)[0] for row in rows]
+    for path in ("rows.parquet", "saved"):
+        source = Source.of(DataConfig(), SourceConfig(f"{tmp_path}/{path}"), split="train")
+        sequences = Renderer(tokenizer).conversations([*source.rows(refuse)])  # type: ignore[list-item]
+        assert [tokenizer.decode(sequence.tokens) for sequence in sequences] == expected
 
 
 # One rendering for the calls of ShareGPT and of OpenAI

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmx.data.format.formats import Format, Reading
-from llmx.data.format.turns import TURN_WEIGHTS, by_rows
+from llmx.data.format.turns import THOUGHTS, TURN_WEIGHTS, by_rows
 from llmx.data.source.records import Record, excerpt, wrong_record
 
 READ_OF_A_TURN = {
     "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name",
+    *THOUGHTS,
 }  # fmt: skip
 HOLD_TURNS = ("conversations", "messages", "chosen", "rejected", "prompt", "response")
 """Columns (by our names) that may hold turns."""
@@ -116,13 +117,14 @@ _SCORE = Rule(
     "Filter the rows by it first",
 )  # fmt: skip
 _CHOSEN = Rule(
-    ("chosen",), ("learned",), _is_true, "one of a preference pair",
+    ("chosen", "chosen_response"), ("learned",), _is_true, "one of a preference pair",
     "it belongs to a preference pair", "data.form=preference learns the chosen answers",
 )  # fmt: skip
 _REJECTED = Rule(
-    ("rejected",), ("learned",), _is_false, "one of a preference pair",
+    ("rejected", "rejected_response"), ("learned",), _is_false, "one of a preference pair",
     "it belongs to a preference pair",
-    "data.form=preference learns the chosen answers (data.columns.chosen=COLUMN names them)",
+    "data.form=preference data.columns.rejected={name} learns the chosen answers "
+    "(data.columns.chosen=COLUMN names them)",
 )  # fmt: skip
 _HISTORY = Rule(
     ("history",), ("chat", "preference"), _never, "earlier turns that nothing uses",
@@ -155,6 +157,11 @@ _TOOLS = Rule(
     ("functions", "available_tools"), ("answered",), _never, "tools that nothing uses",
     "it defines tools, which are read from the column \"tools\"", "data.columns.tools={name}",
 )  # fmt: skip
+_CALLS = Rule(
+    ("function_calls", "tool_call"), ("answered",), _never, "calls of tools that nothing uses",
+    "calls of tools are read from \"tool_calls\" of the turn that calls",
+    "Rename it, or move the calls there",
+)  # fmt: skip
 _NO_MATCH = Rule(
     ("label", "score", "similarity", "is_duplicate", "relevance"), ("pair",), _is_neutral_weight,
     "a pair that may not belong together",
@@ -163,7 +170,7 @@ _NO_MATCH = Rule(
 )  # fmt: skip
 RULES = (
     _TEXT_ONLY, _NOT_GOOD, _NOT_RIGHT, _LABEL, _WEIGHT, _SCORE, _CHOSEN, _REJECTED, _HISTORY,
-    _CONTEXT, _INPUT, _LABELLED_CONTEXT, _SYSTEM, _TOOLS, _NO_MATCH,
+    _CONTEXT, _INPUT, _LABELLED_CONTEXT, _SYSTEM, _TOOLS, _CALLS, _NO_MATCH,
 )  # fmt: skip
 
 _TURN_RULES = (
@@ -174,12 +181,7 @@ _TURN_RULES = (
         "To learn each turn with its weight, call the column \"weight\" and set task=sft "
         "task.options.turn_weights=true; to learn the last answers alone, set data.loss_on=last",
     ),
-    Rule(
-        ("reasoning_content", "reasoning", "thinking"), ("answered",), _never,
-        "reasoning beside an answer",
-        "it is the reasoning before the answer, and nothing reads it there",
-        "Write it into the content as the model does, e.g. <think>...</think>",
-    ),
+    _CALLS,
 )  # fmt: skip
 
 
@@ -207,6 +209,7 @@ class ColumnCheck:
         self._ignore = frozenset(ignore)
         self._ignored = ignored
         read_turns = [name for name in HOLD_TURNS if name in dataset_format.reads]
+        self._chats = {*map(reading.column, ("conversations", "messages"))}
         self._turn_columns = [*map(reading.column, read_turns), "completion"]
         self._layouts: dict[tuple[str, ...], _Layout] = {}
 
@@ -230,7 +233,7 @@ class ColumnCheck:
                         raise _changes(record, "", name, value[name], rule)
             self._note(name)
         for name in layout.turn_columns:
-            turns = by_rows(value[name])
+            turns = by_rows(value[name], json_text=name in self._chats)
             # A pair's answer may be one turn without a list.
             turns = [turns] if isinstance(turns, dict) else turns
             for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):

@@ -211,7 +211,7 @@ def conversation_of(
     if not any(prompted or answer.strip() for answer in answers):
         return None
     for message in messages:
-        check_characters(record, message.content)
+        check_characters(record, message.thought + message.content)
     tools = _tools(record, reading.column("tools"))
     return Conversation(tuple(messages), record.where, tools, unanswered=num_turns - len(messages))
 

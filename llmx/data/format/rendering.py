@@ -1,58 +1,97 @@
 """Conversations as text by a chat template, and where the completions lie in it, by construction.
 
-The text is the template's own rendering. The template is rendered once with markers in place
-of the contents, which gives the fixed text between them; the real rendering must be that text
-with the real contents put in, or the conversation is rendered turn by turn. Nothing is found by
-searching for a completion.
+The text is the template's own rendering. The same conversation is also rendered with markers in
+the place of data, which shows what the template writes between the data of two messages. Nothing
+is found by searching for a completion.
 
-A completion's span is what the model has to produce after the template's generation prompt: the
-content and the token that ends the turn.
+A completion's span is what the model has to produce after the template's generation prompt: what
+the template writes of the turn, and the token that ends it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date as Date
 from functools import cached_property
+from itertools import chain, pairwise, product
+from pathlib import Path
 from typing import Any
 
 from llmx.data.format.rows import Conversation, Message
+from llmx.data.source.records import Where
 from llmx.errors import DataError
 
 Span = tuple[int, int]
 """Characters [start, stop) of a rendered text."""
+LOST_THOUGHTS = "thoughts of earlier turns, which the chat template leaves out"
+CALLS_AS_TEXT = "rows with tools as JSON text, for the chat template has no form for calls"
+NOTES = (LOST_THOUGHTS, CALLS_AS_TEXT)
+"""What is said of renderings in the summary."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation as text: its completions (a span an assistant turn), and where data lies.
+    """A conversation as text, and its completions: a span an assistant turn.
 
+    ``literal``: special tokens that stand in data, which are tokenized as the text that they are.
     ``end_missing``: the template closes the last turn with no special token, so the EOS token
     is appended. ``weights``: of the completions; empty where all are 1.
     """
 
     text: str
     completions: tuple[Span, ...]
-    contents: tuple[Span, ...]
     end_missing: bool
+    literal: tuple[Span, ...] = ()
     weights: tuple[float, ...] = ()
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a template writes around the data of an assistant's turn."""
+
+    before: str
+    """The text between the data of the message before and that of the turn."""
+    prompt: str
+    """What the generation prompt has in its place."""
+    closing: str
+    """The text from the data to the end of the token that ends the turn; empty where there is no
+    such token."""
+
+    def start(self, text: str, at: int) -> int:
+        """The start of the completion, where the data of the message before ends ``at``: after the
+        generation prompt, or what is written of it."""
+        if text.startswith(self.prompt, at):
+            return at + len(self.prompt)
+        written = _common(text[at : at + len(self.prompt)], self.before, self.prompt)
+        return at + len(_CUT_TAG.sub("", written))
+
+
+_CUT_TAG = re.compile(r"<[^<>\s]*$")
+
+
+def _common(*texts: str) -> str:
+    """What texts begin with alike."""
+    return os.path.commonprefix(texts)  # noqa: RUF071
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The text that a template writes around the contents of conversations of one shape.
+    """The text that a template writes around the data of conversations of one shape.
 
-    ``order``: the messages in the order in which they are written; ``pieces``: the text before,
-    between and after them. By message: ``lead``, characters before a completion that are targets
-    too (between the generation prompt and the content), and ``tail``, those after it, up to the
-    end of the turn's last token; -1 where the template has no such token.
+    ``order``: the messages in the order in which their contents are written; ``pieces``: the text
+    before, between and after them. ``turns``: of the assistant, by message.
     """
 
     order: tuple[int, ...]
     pieces: tuple[str, ...]
-    lead: dict[int, int]
-    tail: dict[int, int]
+    turns: dict[int, Turn]
+    end_missing: bool
 
 
 def filled(skeleton: Skeleton, messages: tuple[Message, ...], text: str) -> Rendering | None:
@@ -73,41 +112,82 @@ def filled(skeleton: Skeleton, messages: tuple[Message, ...], text: str) -> Rend
         position += len(written) + len(piece)
     if position != len(text):
         return None
-    turns = sorted(skeleton.lead)
     completions = tuple(
-        (spans[i][0] - skeleton.lead[i], spans[i][1] + max(0, skeleton.tail[i])) for i in turns
+        (turn.start(text, spans[i - 1][1]), spans[i][1] + len(turn.closing))
+        for i, turn in skeleton.turns.items()
     )
-    contents = tuple(sorted(spans.values()))
-    return Rendering(text, completions, contents, end_missing=skeleton.tail[turns[-1]] < 0)
+    return Rendering(text, completions, skeleton.end_missing)
 
 
-def shapes_of(conversation: Conversation, special: dict[str, int]) -> list[Conversation]:
+def shapes_of(conversation: Conversation, *, own_tools: bool) -> list[Conversation]:
     """The conversation as it is, and then as a template that knows less can take it: tools
-    in the system message, tool results as words of the user, the system in the first turn."""
+    in the system message, tool results as words of the user, the system in the first turn.
+    ``own_tools``: the template may have its own way to write tools."""
     messages = conversation.messages
     shapes = [conversation]
-    plain_tools = any(token in conversation.tools for token in special)
     if conversation.tools:
         note = f"Tools that you may call, as JSON:\n{conversation.tools}"
-        system = messages[0].content + "\n\n" + note if messages[0].role == "system" else note
-        messages = (Message("system", system), *messages[messages[0].role == "system" :])
+        if messages[0].role == "system":
+            shapes.append(replace(conversation, messages=_without_system(messages)))
+            note = f"{messages[0].content}\n\n{note}"
+            messages = messages[1:]
+        messages = (Message("system", note), *messages)
         shapes.append(replace(conversation, messages=messages, tools=""))
-    if any(message.role == "tool" for message in messages):
-        messages = tuple(
-            Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-            if message.role == "tool"
-            else message
-            for message in messages
-        )
+        if not own_tools:
+            del shapes[:-1]
+    has_calls = any(message.calls for message in messages)
+    if not has_calls and any(message.role == "tool" for message in messages):
+        turns: list[Message] = []
+        for message in messages:
+            if message.role == "tool":
+                result = f"<tool_response>\n{message.content}\n</tool_response>"
+                if turns[-1].role == "user":  # the result of another call
+                    result = f"{turns.pop().content}\n{result}"
+                message = Message("user", result)
+            turns.append(message)
+        messages = tuple(turns)
         shapes.append(replace(conversation, messages=messages, tools=""))
     if messages[0].role == "system":
-        first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
-        shapes.append(replace(conversation, messages=(first, *messages[2:]), tools=""))
-    return shapes[plain_tools:]
+        shapes.append(replace(conversation, messages=_without_system(messages), tools=""))
+    return shapes
 
 
-_MARK = "\ue000{}\ue001"
-_MARKS = re.compile("\ue000(\\d+)\ue001")
+def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages with that of the system in the first turn."""
+    first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
+    return first, *messages[2:]
+
+
+_MARK = "\ue000{}.{}\ue001"
+_MARKS = re.compile("\ue000(\\d+)\\.(\\d+)\ue001")
+_HIDDEN = re.compile("\ue002(\\d+)\ue003")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_ASKING = (Message("user", "a"), Message("assistant", "b"))
+_CALLS = Message("assistant", "", calls='[{"id": "call00001", "name": "f", "arguments": {}}]')
+_CALLING = (_ASKING[0], _CALLS, Message("tool", "c", call_id="call00001"), _ASKING[1])
+_PROBES = tuple(
+    Conversation(turns * 2, Where(Path("probe"), 1, "row")) for turns in (_ASKING, _CALLING)
+)
+"""What is asked of a template once."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template takes calls of tools."""
+
+    as_text: bool
+    """Whether arguments are JSON text, not an object."""
+    no_words: str | None
+    """The content of a turn that only calls."""
+
+
+class _NotWritten(Exception):
+    """The reason for which a template cannot write a conversation."""
+
+
+def _reason(error: Exception) -> str:
+    """Why a template cannot write a conversation, by whatever it raised."""
+    return str(error) if isinstance(error, _NotWritten) else f"{type(error).__name__}: {error}"
 
 
 class TemplateSpans:
@@ -116,58 +196,176 @@ class TemplateSpans:
     def __init__(self, tokenizer: Any, *, name: str, template: str, special: dict[str, int]):
         self._tokenizer = tokenizer
         self._name = name
-        self._template = template
-        self._special = special
-        longest_first = sorted(special, key=len, reverse=True)
-        self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._skeletons: dict[tuple[tuple[str, ...], str], Skeleton | None] = {}
+        # With the day in the place of what asks for it.
+        self._template = _DATE.sub(lambda match: json.dumps(_day().strftime(match[2])), template)
+        self._special = sorted(special, key=len, reverse=True)
+        self.special_pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+        self._skeletons: dict[Any, Skeleton | str] = {}
 
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
         refuses it."""
-        rendering = self._render(conversation)
-        weights = tuple(
-            message.weight for message in conversation.messages if message.role == "assistant"
-        )
-        return rendering if set(weights) == {1.0} else replace(rendering, weights=weights)
+        notes = Counter[str]()
+        messages = conversation.messages
+        uses_tools = conversation.tools or any(message.calls for message in messages)
+        if uses_tools and self._call_form is None:
+            notes[CALLS_AS_TEXT] = 1
+        weights = tuple(message.weight for message in messages if message.role == "assistant")
+        try:
+            rendering = self._restored(self._render(self._prepared(conversation), notes))
+        except _NotWritten as error:
+            roles = " → ".join(message.role for message in messages)
+            raise DataError(
+                f"{conversation.where}: the chat template ({self._name}) cannot render {roles}: "
+                f"{error}. data.on_bad_row=skip leaves such rows out and counts them; another "
+                "template is chosen by data.template."
+            ) from error
+        weights = () if set(weights) == {1.0} else weights
+        return replace(rendering, weights=weights, notes=notes)
 
-    def _render(self, conversation: Conversation) -> Rendering:
-        with_calls = self._with_own_calls(conversation)
-        if with_calls is not None:
-            return with_calls
+    def _render(self, conversation: Conversation, notes: Counter[str]) -> Rendering:
         problem = ""
-        for shaped in shapes_of(conversation, self._special):
-            key = (tuple(message.role for message in shaped.messages), shaped.tools)
+        own_tools = not conversation.tools or self._call_form is not None
+        for shaped in shapes_of(conversation, own_tools=own_tools):
+            messages = shaped.messages
+            skeleton = self._skeleton_of(shaped)
+            if isinstance(skeleton, str):
+                problem = skeleton
+                continue
             try:
-                if key not in self._skeletons:
-                    if len(self._skeletons) > 1000:  # tools may differ in every record
-                        self._skeletons.clear()
-                    self._skeletons[key] = self._skeleton(shaped)
-                text = self._apply(shaped.messages, tools=shaped.tools)
+                text = self._apply(messages, tools=shaped.tools)
             except Exception as error:  # whatever a template raises, it refuses this shape
-                problem = problem or f"{type(error).__name__}: {error}"
+                problem = _reason(error)
                 continue
-            skeleton = self._skeletons[key]
-            if skeleton is None:
+            rendering = None
+            if not any(message.calls or message.thought for message in messages):
+                rendering = filled(skeleton, messages, text)
+            return rendering or self._located(shaped, skeleton, text, notes)
+        raise _NotWritten(problem)
+
+    # Messages as the template takes them
+
+    def _prepared(self, conversation: Conversation) -> Conversation:
+        """The conversation with calls and thoughts as this template takes them, and with special
+        tokens in data hidden from it (``_restored``)."""
+        messages = []
+        for message in _numbered(conversation.messages):
+            if message.calls and self._call_form is not None:
+                message = replace(message, content=message.said)
+            elif message.calls:
+                message = replace(message, calls="")
+            if message.role == "assistant":
+                message = self._with_thought(message)
+            calls = message.calls and _changed_json(message.calls, self._hidden)
+            content, thought = map(self._hidden, (message.content, message.thought))
+            if message.role == "assistant" and (inline := _THOUGHT.match(message.content)):
+                # What opens and closes a thought is no data.
+                start, stop = inline.span(1)
+                content = message.content[:start] + self._hidden(inline[1])
+                content += message.content[stop : inline.end()]
+                content += self._hidden(message.content[inline.end() :])
+            messages.append(replace(message, content=content, calls=calls, thought=thought))
+        tools = conversation.tools
+        hidden = _changed_json(tools, self._hidden) if tools else ""
+        tools = hidden if _HIDDEN.search(hidden) else tools
+        return replace(conversation, messages=tuple(messages), tools=tools)
+
+    def _with_thought(self, message: Message) -> Message:
+        """The thought as a value of its own for templates that know it as such only, else in the
+        content. Templates that know both get what the row has."""
+        reads, parses = self._reads_thoughts
+        inline = _THOUGHT.match(message.content)
+        if message.thought and not reads:
+            if "think>" not in self._template:
+                raise _NotWritten('it does not write "reasoning_content"')
+            content = f"<think>\n{message.thought}\n</think>\n\n{message.content}"
+            return replace(message, content=content, thought="")
+        if inline and not message.thought and reads and not parses:
+            content = message.content[inline.end() :]
+            return replace(message, content=content, thought=inline[1].strip())
+        return message
+
+    @cached_property
+    def _reads_thoughts(self) -> tuple[bool, bool]:
+        """Whether the template writes a thought that is a value of its own; and whether it writes
+        one in the content in the same way."""
+        thought, answer = _MARK.format(1, 0), _MARK.format(1, 1)
+        beside = Message("assistant", answer, thought=thought)
+        inline = Message("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
+        try:
+            first, second = (
+                self._apply((Message("user", "a"), message), tools="").split()
+                for message in (beside, inline)
+            )
+        except Exception:  # whatever a template raises, it has no place for one
+            return False, False
+        written = "".join(first)
+        return thought in written and answer in written, written == "".join(second)
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        """How the template writes calls and their results; None where it has no way to. One
+        decision for all rows, so that a model never learns two syntaxes."""
+        for as_text, no_words in product((False, True), ("", None)):
+            form = CallForm(as_text, no_words)
+            try:
+                turns_of = self._skeleton(_PROBES[1], form=form).turns
+            except Exception:  # whatever a template raises, it refuses this form
                 continue
-            rendering = filled(skeleton, shaped.messages, text)
-            return rendering or self._turn_by_turn(shaped, text)
-        raise DataError(
-            f"{conversation.where}: the chat template ({self._name}) cannot render "
-            f"{' → '.join(message.role for message in conversation.messages)}"
-            f"{f' ({problem})' if problem else ''}. Choose another with data.template."
-        )
+            if turns_of[1].closing == turns_of[5].closing:
+                return form
+        return None
+
+    @property
+    def turn_ends(self) -> set[str]:
+        """The special tokens that end a turn, also one that calls tools or that another follows."""
+        probes = _PROBES[: 1 if self._call_form is None else 2]
+        skeletons = [self._skeleton_of(probe) for probe in probes]
+        return {
+            self.special_pattern.findall(turn.closing)[-1]
+            for skeleton in skeletons
+            if isinstance(skeleton, Skeleton)
+            for turn in skeleton.turns.values()
+            if turn.closing
+        }
+
+    def _dicts(self, messages: Sequence[Message], form: CallForm | None) -> list[dict[str, Any]]:
+        """Messages as templates expect them."""
+        dicts: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        for message in messages:
+            value: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.thought:
+                value |= dict.fromkeys(("reasoning_content", "thinking"), message.thought)
+            if message.calls and form is not None:
+                value["content"] = message.content or form.no_words
+                value["tool_calls"] = []
+                for call in json.loads(message.calls):
+                    names[call["id"]] = call["name"]
+                    arguments = call["arguments"]
+                    if form.as_text:
+                        arguments = json.dumps(arguments, ensure_ascii=False)
+                    function = {"name": call["name"], "arguments": arguments}
+                    value["tool_calls"].append(
+                        {"id": call["id"], "type": "function", "function": function}
+                    )
+            elif message.call_id in names:
+                value |= {"tool_call_id": message.call_id, "name": names[message.call_id]}
+            dicts.append(value)
+        return dicts
 
     def _apply(
         self,
-        messages: tuple[Message, ...],
+        messages: Sequence[Message],
         *,
         tools: str,
         generation_prompt: bool = False,
-        calls: bool = False,
+        form: CallForm | None = None,
     ) -> str:
+        if form is None and any(message.calls for message in messages):
+            form = self._call_form
         text = self._tokenizer.apply_chat_template(
-            [_as_dict(message, calls=calls) for message in messages],
+            self._dicts(messages, form),
             tools=json.loads(tools) if tools else None,
             chat_template=self._template,
             add_generation_prompt=generation_prompt,
@@ -176,122 +374,226 @@ class TemplateSpans:
         assert isinstance(text, str)
         return text
 
-    def _with_own_calls(self, conversation: Conversation) -> Rendering | None:
-        """Calls of tools as the template itself writes them; None where it has no way to, or
-        where it cannot be told exactly which tokens are targets: every completion has to begin
-        after the generation prompt and to end with the last special token of its turn."""
-        messages, tools = conversation.messages, conversation.tools
-        if not any(message.calls for message in messages) or not self._writes_calls:
-            return None
-        spoken = [message.said if message.calls else message.content for message in messages]
-        data = [*spoken, *(message.calls for message in messages), tools]
-        if any(self.special_pattern.search(part) for part in data):
-            return None
-        completions: list[Span] = []
-        try:
-            text = self._apply(messages, tools=tools, calls=True)
-            for i, message in enumerate(messages):
-                if message.role != "assistant":
-                    continue
-                prompt = self._apply(messages[:i], tools=tools, generation_prompt=True, calls=True)
-                turn = self._apply(messages[: i + 1], tools=tools, calls=True)
-                ends = [match.end() for match in self.special_pattern.finditer(turn, len(prompt))]
-                if (
-                    not ends
-                    or not text.startswith(turn[: ends[-1]])
-                    or turn[: len(prompt)] != prompt
-                ):
-                    return None
-                completions.append((len(prompt), ends[-1]))
-        except Exception:  # whatever a template raises, it refuses this shape
-            return None
-        names = [call["name"] for message in messages if message.calls
-                 for call in json.loads(message.calls)]  # fmt: skip
-        if not all(part.strip() in text for part in [*spoken, *names]):
-            return None
-        if tools and text == self._apply(messages, tools="", calls=True):
-            return None
-        return Rendering(text, tuple(completions), (), end_missing=False)
+    # Special tokens in data
 
-    @cached_property
-    def _writes_calls(self) -> bool:
-        """Whether the template has its own way to write calls: a probe is found in its text."""
-        calls = json.dumps([{"name": "probe_name", "arguments": {"probe_key": "probe_value"}}])
-        probe = (Message("user", "a"), Message("assistant", "", calls=calls))
-        try:
-            text = self._apply(probe, tools="", calls=True)
-        except Exception:  # whatever a template raises, it has no way to
-            return False
-        return all(word in text for word in ("probe_name", "probe_key", "probe_value"))
-
-    def _skeleton(self, conversation: Conversation) -> Skeleton | None:
-        """None if the template leaves out a message or the tools, or writes a message twice."""
-        tools = conversation.tools
-        marked = tuple(
-            Message(message.role, _MARK.format(i))
-            for i, message in enumerate(conversation.messages)
+    def _hidden(self, text: str) -> str:
+        """The text with a placeholder for each special token, which no template reads."""
+        if not self.special_pattern.search(text):
+            return text
+        return self.special_pattern.sub(
+            lambda match: f"\ue002{self._special.index(match[0])}\ue003", text
         )
-        text = self._apply(marked, tools=tools)
+
+    def _restored(self, rendering: Rendering) -> Rendering:
+        """The rendering with the special tokens that were hidden, as literal text."""
+        if not _HIDDEN.search(rendering.text):
+            return rendering
+        text = ""
+        literal: list[Span] = []
+        edges: list[int] = []
+        cuts = [0, *chain.from_iterable(rendering.completions), len(rendering.text)]
+        for start, stop in pairwise(cuts):
+            for k, part in enumerate(_HIDDEN.split(rendering.text[start:stop])):
+                if k % 2:
+                    part = self._special[int(part)]
+                    literal.append((len(text), len(text) + len(part)))
+                text += part
+            edges.append(len(text))
+        completions = tuple(zip(edges[:-1:2], edges[1::2], strict=True))
+        return replace(rendering, text=text, completions=completions, literal=tuple(literal))
+
+    # What the template writes around data
+
+    def _skeleton_of(self, conversation: Conversation) -> Skeleton | str:
+        """The skeleton of the shape of a conversation, or why there is none."""
+        shape = tuple(
+            (m.role, bool(m.content.strip()), _called(m), m.call_id) for m in conversation.messages
+        )
+        key = (str(shape), conversation.tools)
+        if key not in self._skeletons:
+            if len(self._skeletons) > 1000:  # tools may differ in every record
+                self._skeletons.clear()
+            try:
+                self._skeletons[key] = self._skeleton(conversation)
+            except Exception as error:  # whatever a template raises, it refuses this shape
+                self._skeletons[key] = _reason(error)
+        return self._skeletons[key]
+
+    def _skeleton(self, conversation: Conversation, form: CallForm | None = None) -> Skeleton:
+        """Raises _NotWritten if the template leaves out a part of a message or the tools, or writes
+        it twice."""
+        tools = conversation.tools
+        marked = [_marked(message, i) for i, message in enumerate(conversation.messages)]
+
+        def apply(messages: list[Message], tools: str = tools, prompt: bool = False) -> str:
+            return self._apply(messages, tools=tools, generation_prompt=prompt, form=form)
+
+        text = apply(marked)
         parts = _MARKS.split(text)
-        pieces, order = parts[::2], [int(number) for number in parts[1::2]]
-        if sorted(order) != list(range(len(marked))):
-            return None
-        if tools and text == self._apply(marked, tools=""):
-            return None
-        lead: dict[int, int] = {}
-        tail: dict[int, int] = {}
+        pieces, order = parts[::3], [int(number) for number in parts[1::3]]
+        for i, message in enumerate(marked):
+            expected = len(_MARKS.findall(message.content + message.calls))
+            if order.count(i) != expected:
+                fault = "leaves out" if order.count(i) < expected else "repeats"
+                part = "words or a call of turn" if message.calls else "turn"
+                raise _NotWritten(f"it {fault} {part} {i + 1} ({message.role})")
+        if tools and text == apply(marked, ""):
+            raise _NotWritten("it does not write the tools")
+        turns: dict[int, Turn] = {}
+        last = len(marked) - 1
         for i, message in enumerate(marked):
             if message.role != "assistant":
                 continue
-            start = text.index(message.content)
-            prompt = self._apply(marked[:i], tools=tools, generation_prompt=True)
-            lead[i] = (
-                start - len(prompt) if start >= len(prompt) > 0 and text.startswith(prompt) else 0
-            )
-            # What follows the content when the conversation ends here closes this turn.
-            closing = self._apply(marked[: i + 1], tools=tools).partition(message.content)[2]
-            end = self.special_pattern.search(closing)
-            after = pieces[order.index(i) + 1]
-            closes = end is not None and after.startswith(closing[: end.end()])
-            tail[i] = end.end() if end is not None and closes else -1
-        return Skeleton(tuple(order), tuple(pieces), lead, tail)
+            first, stop = order.index(i), len(order) - order[::-1].index(i)
+            if first == 0 or {*order[first:stop]} != {i} or order[first - 1] != i - 1:
+                raise _NotWritten(f"turn {i + 1} is not written after turn {i}")
+            prompt = _MARKS.split(apply(marked[:i], prompt=True))[-1]
+            closing = _MARKS.split(apply(marked[: i + 1]))[-1]
+            after = pieces[stop]
+            if i == last:
+                after = self._after_last(marked, apply)
+            turns[i] = Turn(pieces[first], prompt, self._closing(closing, after, last=i == last))
+            if prompt and not _common(prompt, pieces[first]):
+                raise _NotWritten(f"turn {i + 1} does not begin as the generation prompt does")
+        return Skeleton(tuple(order), tuple(pieces), turns, not turns[last].closing)
 
-    def _turn_by_turn(self, conversation: Conversation, text: str) -> Rendering:
-        """For templates that rewrite contents (Qwen3 drops earlier thoughts): a completion begins
-        where the prompt before it ends, and stops with the next special token. That is exact
-        only if no content holds a special token, so then the record is refused."""
+    def _after_last(self, marked: list[Message], apply: Callable[[list[Message]], str]) -> str:
+        """What stands behind the last turn where another follows; empty where none can."""
+        following = _marked(Message("user", "a"), len(marked))
+        try:
+            return _MARKS.split(apply([*marked, following]))[-4]
+        except Exception:  # whatever a template raises, no other turn follows
+            return ""
+
+    def _closing(self, closing: str, after: str, *, last: bool) -> str:
+        """The end of a turn: ``closing`` where it is the last one, up to the last special token
+        that also ends it where another turn follows (``after``)."""
+        ends = [match.end() for match in self.special_pattern.finditer(closing)]
+        for end in reversed(ends):
+            if after.startswith(closing[:end]):
+                return closing[:end]
+        if last:
+            return closing[: ends[0]] if ends else ""
+        # Without a token of its own, a turn ends with that of the next one.
+        following = self.special_pattern.match(after, len(closing))
+        if not ends and following and after.startswith(closing):
+            return after[: following.end()]
+        return ""
+
+    def _located(
+        self, conversation: Conversation, skeleton: Skeleton, text: str, notes: Counter[str]
+    ) -> Rendering:
+        """The spans of a conversation whose data a template does not write as it is: tool calls,
+        and thoughts, which many drop in earlier turns. Each turn of the assistant is found by
+        rendering the conversation with markers in it: what is before and behind it stays.
+
+        The last answer has its thought, also with a template that drops every one."""
         messages = conversation.messages
-        for message in messages:
-            special_token = self.special_pattern.search(message.content)
-            if special_token:
-                raise DataError(
-                    f"{conversation.where}: the chat template rewrites the contents, and one "
-                    f"contains the special token {special_token[0]}. Remove it from the row, or "
-                    "choose another data.template."
-                )
         completions: list[Span] = []
-        end_missing = False
-        for i, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            prompt = self._apply(messages[:i], tools=conversation.tools, generation_prompt=True)
-            if not text.startswith(prompt):
-                raise DataError(
-                    f"{conversation.where}: the chat template writes turn {i + 1} differently "
-                    "when more turns follow, so what is learned cannot be told. Choose another "
-                    "data.template."
+        for i, turn in skeleton.turns.items():
+            others = (*messages[:i], _marked(messages[i], i), *messages[i + 1 :])
+            marked = self._apply(others, tools=conversation.tools)
+            marks = list(_MARKS.finditer(marked))
+            start, stop = marks[0].start(), marks[-1].end()
+            begin, after = start - len(turn.before), marked[stop:]
+            inline = _THOUGHT.match(messages[i].content)
+            thought = (messages[i].thought or (inline[1] if inline else "")).strip()
+            answer = messages[i].content[inline.end() if inline else 0 :]
+            token = [match.start() for match in self.special_pattern.finditer(turn.closing)][-1:]
+            rest = after[token[0] if token else 0 :]
+            written = text[begin : len(text) - len(rest)]
+            if thought and written.count(thought) <= (turn.before + answer).count(thought):
+                if i < len(messages) - 1:
+                    notes[LOST_THOUGHTS] += 1
+                elif not inline:
+                    raise _NotWritten(f"it leaves out the thought of turn {i + 1}")
+                else:
+                    opened = turn.prompt[len(_common(turn.before, turn.prompt)) :]
+                    content = messages[i].content
+                    if opened.strip() == "<think>":
+                        content = opened + content.partition("<think>")[2].lstrip()
+                    text = marked[:start] + content + after
+            same = text.startswith(marked[:begin]) and text.endswith(rest)
+            if marked[begin:start] != turn.before or not after.startswith(turn.closing) or not same:
+                raise _NotWritten(
+                    f"what it writes around turn {i + 1} depends on the words of the turn, so what "
+                    "is learned of it cannot be told"
                 )
-            end = self.special_pattern.search(text, len(prompt))
-            completions.append((len(prompt), end.end() if end else len(text)))
-            end_missing = end is None
-        return Rendering(text, tuple(completions), (), end_missing)
+            end = len(text) - len(rest) + (len(turn.closing) - token[0] if token else 0)
+            completions.append((turn.start(text, begin), end))
+        return Rendering(text, tuple(completions), skeleton.end_missing)
 
 
-def _as_dict(message: Message, *, calls: bool) -> dict[str, Any]:
-    """A message as templates expect it; ``calls``: with structured tool calls."""
-    if not calls or not message.calls:
-        return {"role": message.role, "content": message.content}
-    functions = [
-        {"type": "function", "function": function} for function in json.loads(message.calls)
+_DATE = re.compile(r"""\bstrftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_days: list[Date] = []
+
+
+def write_day(day: Date) -> None:
+    """Let templates write this day in this process, that on which a run began, and not today."""
+    _days[:] = [day]
+
+
+def day_written(template: str) -> str | None:
+    """The day that a template writes, if it writes the one on which it is rendered."""
+    return str(_day()) if "strftime_now(" in template else None
+
+
+def _day() -> Date:
+    return _days[0] if _days else Date.today()
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls and of their results that every template takes."""
+    numbered: list[Message] = []
+    open_calls: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        if message.calls:
+            calls = json.loads(message.calls)
+            open_calls = {}
+            for call in calls:
+                number += 1
+                call_id = f"call{number:05}"
+                open_calls[call.get("id") or call_id] = call_id
+                call["id"] = call_id
+            message = replace(message, calls=json.dumps(calls, ensure_ascii=False))
+        elif message.role == "tool" and open_calls:
+            answered = message.call_id if message.call_id in open_calls else next(iter(open_calls))
+            message = replace(message, call_id=open_calls.pop(answered))
+        numbered.append(message)
+    return numbered
+
+
+def _called(message: Message) -> list[str]:
+    """The names of the tools that a turn calls."""
+    return [call["name"] for call in json.loads(message.calls or "[]")]
+
+
+def _marked(message: Message, number: int) -> Message:
+    """The message with markers in the place of its data: of what it says, and of each call."""
+    calls = [
+        {**call, "arguments": {"key": _MARK.format(number, 1 + k)}}
+        for k, call in enumerate(json.loads(message.calls or "[]"))
     ]
-    return {"role": message.role, "content": message.said, "tool_calls": functions}
+    speaks = message.content.strip() or not calls
+    return Message(
+        message.role,
+        _MARK.format(number, 0) if speaks else "",
+        calls=json.dumps(calls, ensure_ascii=False) if calls else "",
+        call_id=message.call_id,
+    )
+
+
+def _changed_json(text: str, change: Callable[[str], str]) -> str:
+    """JSON text with each text in it changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, list):
+            return [changed(part) for part in value]
+        if isinstance(value, dict):
+            return {change(key): changed(part) for key, part in value.items()}
+        return value
+
+    return json.dumps(changed(json.loads(text)), ensure_ascii=False)

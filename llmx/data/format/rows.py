@@ -20,12 +20,16 @@ class Message:
     A turn that calls tools has the calls twice: in ``content`` as text, in the form that Qwen
     and Hermes use, and in ``calls`` as the JSON text of a list of ``{"name", "arguments"}`` for
     templates that write them in their own way, with ``said`` as the words beside them.
+    ``thought``: the reasoning before the answer, where the data has it beside the content.
+    ``call_id``: of the call whose result a tool's turn is, where the data has one.
     """
 
     role: str
     content: str
     calls: str = ""
     said: str = ""
+    thought: str = ""
+    call_id: str = ""
     weight: float = 1.0
     """The weight of each of its tokens in the loss (``Encoding.turn_weights``)."""
 
@@ -53,7 +57,7 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        return utf8_bytes(message.content for message in self.messages)
+        return utf8_bytes(message.thought + message.content for message in self.messages)
 
     @property
     def sequences(self) -> tuple[Conversation]:
@@ -62,7 +66,8 @@ class Conversation:
     @property
     def texts(self) -> tuple[str, ...]:
         """The texts that a tokenizer is trained on."""
-        return (*(message.content for message in self.messages), self.tools)
+        words = (text for message in self.messages for text in (message.thought, message.content))
+        return (*filter(None, words), self.tools)
 
 
 class Prompted(Conversation):
@@ -179,4 +184,4 @@ class TextPair:
 
 
 def _turns(messages: tuple[Message, ...]) -> list[list[str]]:
-    return [[message.role, message.content] for message in messages]
+    return [[m.role, m.content, *filter(None, [m.thought])] for m in messages]

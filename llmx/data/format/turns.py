@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ CALLS = ("function_call", "tool_call")
 """Roles of turns that hold nothing but calls of tools."""
 RESULTS = ("observation", "tool_response")
 """Roles of turns of which one may hold the results of several calls, as a JSON list."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Columns that hold the reasoning before an answer."""
 TURN_WEIGHTS = ("weight", "loss_weight")
 """Columns that hold the weight of a turn."""
 MAX_WEIGHT = 1000
@@ -52,7 +55,7 @@ def turns(
 
     Raises RecordError for what is no list of turns, and for turns out of order.
     """
-    value = by_rows(value)
+    value = by_rows(value, json_text=True)
     if _is_by_columns(value):
         lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
         raise _wrong(
@@ -88,7 +91,7 @@ def turns(
                         f"({message.weight:g}, not {weight:g}). Give both the same.",
                         value,
                     )
-                messages[-1] = replace(_with_calls(messages[-1], message), weight=weight)
+                messages[-1] = _with_calls(messages[-1], message)
                 continue
         except _WrongTurn as error:
             problem = f'turn {number} of "{excerpt(key)}" {error}'
@@ -156,9 +159,12 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
     return ""
 
 
-def by_rows(value: Any) -> Any:
-    """A table of turns by columns, as older datasets are stored, as a list of turns. One with
-    columns of unequal length stays as it is."""
+def by_rows(value: Any, *, json_text: bool) -> Any:
+    """A list of turns that is written by columns, as older datasets are stored, or (``json_text``)
+    as JSON text. Anything else, and columns of unequal length, stays as it is."""
+    if json_text and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if _is_by_columns(value) and len({len(column) for column in value.values()}) == 1:
         return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     return value
@@ -194,7 +200,8 @@ def _turn(turn: Any) -> Message:
         if role != "assistant":
             problem = f"has the role {role}, and only the assistant calls tools."
             raise _WrongTurn("wrong tool_calls", problem, turn)
-        return _calling(content if isinstance(content, str) else "", calls)
+        message = _calling(content if isinstance(content, str) else "", calls)
+        return replace(message, thought=_thought(turn))
     if name in CALLS:
         return _called(content)
     if role == "tool" and isinstance(content, list | dict):
@@ -205,7 +212,19 @@ def _turn(turn: Any) -> Message:
             f'has the content {excerpt(content)}; it must be text (under "content" or "value").',
             turn,
         )
-    return Message(role, content)
+    if role == "tool":
+        return Message(role, content, call_id=str(turn.get("tool_call_id") or ""))
+    return Message(role, content, thought=_thought(turn) if role == "assistant" else "")
+
+
+def _thought(turn: dict[str, Any]) -> str:
+    """The reasoning beside an answer; empty where there is none."""
+    thought = next((turn[name] for name in THOUGHTS if turn.get(name)), "")
+    if not isinstance(thought, str):
+        raise _WrongTurn(
+            "a wrong content", f"has a reasoning that is no text: {excerpt(thought)}", turn
+        )
+    return thought if thought.strip() else ""
 
 
 def _weight(turn: dict[str, Any]) -> float:
@@ -270,7 +289,7 @@ def _content(turn: dict[str, Any], role: str) -> Any:
 def _calling(words: str, calls: Any) -> Message:
     """A turn with OpenAI ``tool_calls``."""
     try:
-        functions = [_call(call.get("function", call)) for call in calls]
+        functions = [_call(call.get("function", call), call.get("id")) for call in calls]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _wrong_calls(calls, error) from error
     return _message_of(functions, words)
@@ -298,7 +317,8 @@ def _called(content: Any) -> Message:
 
 
 def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
-    texts = [_block(json.dumps(call, ensure_ascii=False)) for call in calls]
+    shown = [{key: call[key] for key in ("name", "arguments")} for call in calls]
+    texts = [_block(json.dumps(call, ensure_ascii=False)) for call in shown]
     text = "\n".join([words, *texts] if words else texts)
     return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
 
@@ -307,10 +327,10 @@ def _with_calls(before: Message, message: Message) -> Message:
     """One answer of two turns: words or calls, and further calls."""
     text = f"{before.content}\n{message.content}" if before.content else message.content
     if not message.calls or ("<tool_call>" in before.content and not before.calls):
-        return Message("assistant", text)
+        return replace(before, content=text, calls="", said="")
     calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
     words = before.said if before.calls else before.content
-    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
+    return replace(before, content=text, calls=json.dumps(calls, ensure_ascii=False), said=words)
 
 
 def _results(message: Message, *, calls: str) -> list[Message]:
@@ -335,7 +355,7 @@ def _block(call: str) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
+def _call(function: dict[str, Any], call_id: Any = None) -> dict[str, Any]:
     name, arguments = function["name"], function["arguments"]
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}
@@ -344,7 +364,8 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments are {excerpt(arguments)}, not an object")
     json.dumps(arguments, allow_nan=False)
-    return {"name": name, "arguments": arguments}
+    call = {"name": name, "arguments": arguments}
+    return {"id": call_id, **call} if isinstance(call_id, str) and call_id else call
 
 
 class _WrongTurn(Exception):

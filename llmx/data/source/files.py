@@ -16,6 +16,7 @@ import importlib
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from llmx.config.file_formats import (
     type_of,
 )
 from llmx.data.source.records import Document, Meter, OnBad, Record, RecordError, Where, refuse
-from llmx.data.source.tables import saved_files
+from llmx.data.source.tables import chosen_split, saved_files
 from llmx.errors import DataError
 from llmx.run.rundir import write_json
 
@@ -42,19 +43,29 @@ WORTH_BYTES = 1 << 20
 READ_BYTES = 1 << 18
 
 
-def source_files(path: str, *, split: str | None = None) -> list[Path]:
-    """The files that ``path`` (a file, a directory or a glob) names, sorted by name.
+def source_files(
+    path: str, *, split: str | None = None, prefers: tuple[str, ...] = ("train",)
+) -> tuple[list[Path], list[Path]]:
+    """The files that ``path`` (a file, a directory or a glob) names, sorted by name, and the files
+    of a directory that belong to other splits.
 
-    ``split`` chooses from a ``save_to_disk`` directory with several. Raises DataError when there
-    are no files, or when one has a suffix that is not read.
+    ``split``, else the first of ``prefers`` that is there, chooses from a directory with several.
+    Raises DataError when there are no files, or when one has a suffix that is not read.
     """
     place = Path(path).expanduser()
+    others: list[Path] = []
     if place.is_file():
         files = [place]
     elif place.is_dir():
         if is_saved(place):
-            return saved_files(place, split=split)
+            return saved_files(place, split=split, prefers=prefers), []
         files = sorted(files_in(place))
+        split_of = {file: split_name(file.relative_to(place).as_posix()) for file in files}
+        splits = sorted(filter(None, {*split_of.values()}))
+        if len(splits) > 1 or splits == [split or prefers[0]]:
+            name = chosen_split(place, splits, split, prefers)
+            others = [file for file in files if split_of[file] != name]
+            files = [file for file in files if split_of[file] == name]
     else:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True))  # noqa: PTH207
         files = [file for file in files if file.is_file()]
@@ -68,7 +79,24 @@ def source_files(path: str, *, split: str | None = None) -> list[Path]:
     for file in files:
         if problem := name_problem(file):
             raise DataError(f"{file}: {problem}.")
-    return files
+    return files, others
+
+
+SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+_SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9/])({'|'.join(SPLIT_WORDS)})(?=[-._ 0-9/])")
+_SHARD = re.compile(r"(?:.*/)?([\w.]+)-\d{5}-of-\d{5}\.[^/]*")
+
+
+def split_name(file: str) -> str | None:
+    """The split to which a file belongs, by the rules of the Hub: ``train-00000-of-00001.parquet``,
+    ``data/valid.jsonl``, ``test/a.csv``. None for a name that says nothing of it."""
+    word = _SPLIT_WORD.search(file)
+    shard = _SHARD.fullmatch(file)
+    return SPLIT_WORDS[word[1]] if word else shard[1] if shard else None
 
 
 def read_file(

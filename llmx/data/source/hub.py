@@ -57,7 +57,7 @@ def hub_rows(
             name, subset, split=split or "train", streaming=True, revision=revision
         )
         for number, value in enumerate(rows, start=1):
-            yield Record(dict(value), Where(Path(name), number, "row"))
+            yield Record(dict(value), Where(Path(name), number, "row"), padded=True)
     except DataError:
         raise
     except ValueError as error:  # no such subset or split: the message lists them

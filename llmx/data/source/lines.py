@@ -244,9 +244,13 @@ def _not_utf8(content: bytes, start: Where, error: UnicodeDecodeError) -> Record
     line_start = content.rfind(b"\n", 0, at) + 1
     column = len(content[line_start:at].decode()) + 1
     line = content[line_start : line_start + CONTENT_CHARS].partition(b"\n")[0]
+    # Chinese text has two high bytes in a row, European text rarely.
+    encoding = "GB18030" if re.search(rb"[\x80-\xff]{2}", line) else "LATIN1"
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        encoding = "UTF-16"
     return RecordError(
-        f"{where}, column {column}: not UTF-8: {content[max(0, at - 20) : at + 20]!r}. Convert the "
-        "file, e.g. `iconv -f GB18030 -t UTF-8`.",
+        f"{where}, column {column}: not UTF-8: {content[max(0, at - 20) : at + 20]!r}. It looks "
+        f"like {encoding}: convert the file, e.g. `iconv -f {encoding} -t UTF-8`.",
         where=where,
         reason="not UTF-8",
         content=line.decode("utf-8", "backslashreplace").rstrip("\r"),

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
@@ -61,6 +61,9 @@ class Record:
     title: ClassVar[str] = "records"
     value: dict[str, Any]
     where: Where
+    padded: bool = False
+    """Whether its objects have the keys of all records' objects, with null where they had none, as
+    the columns of Arrow do."""
 
     @property
     def content(self) -> bytes:
@@ -99,6 +102,21 @@ class Document:
     def texts(self) -> tuple[str, ...]:
         """The texts that a tokenizer is trained on."""
         return (self.text,)
+
+
+def without_padding(record: Record, columns: Collection[str]) -> Record:
+    """The record without the null values of objects in these columns, which are there because
+    other records have such a key."""
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, list):
+            return [pruned(part) for part in value]
+        if isinstance(value, dict):
+            return {key: pruned(part) for key, part in value.items() if part is not None}
+        return value
+
+    values = {key: pruned(v) if key in columns else v for key, v in record.value.items()}
+    return Record(values, record.where)
 
 
 def utf8_bytes(texts: Iterable[str]) -> int:

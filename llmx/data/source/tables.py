@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,7 @@ def table_records(
                 number += 1
                 where = Where(file, number, "row")
                 if isinstance(value, dict):
-                    yield Record(value, where)
+                    yield Record(value, where, padded=True)
                 else:
                     bad(_not_utf8(value, where))
     except (pa.ArrowException, OSError) as error:  # damaged content is an OSError to Arrow
@@ -85,20 +85,28 @@ def _not_utf8(error: UnicodeDecodeError, where: Where) -> RecordError:
     )
 
 
-def saved_files(place: Path, *, split: str | None) -> list[Path]:
-    """The Arrow files of a ``save_to_disk`` directory, in the dataset's order.
+def chosen_split(
+    place: Path, splits: Sequence[str], split: str | None, prefers: Sequence[str]
+) -> str:
+    """``split``, else the first of ``prefers`` that is there, else the only one."""
+    wanted = [split] if split else [*prefers, *(splits if len(splits) == 1 else ())]
+    name = next((name for name in wanted if name in splits), None)
+    if name is None:
+        raise DataError(
+            f"{place}: there is no split {wanted[0]!r}; it has {', '.join(splits)}. "
+            f"Set data.split={splits[0]}."
+        )
+    return name
 
-    ``split`` chooses from a ``DatasetDict``; default: ``train``, or the only one there is.
-    """
+
+def saved_files(
+    place: Path, *, split: str | None, prefers: Sequence[str] = ("train",)
+) -> list[Path]:
+    """The Arrow files of a ``save_to_disk`` directory, in the dataset's order; of a ``DatasetDict``
+    those of one split (``chosen_split``)."""
     if (place / "dataset_dict.json").is_file():
         splits = json.loads((place / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        name = split or (splits[0] if len(splits) == 1 else "train")
-        if name not in splits:
-            raise DataError(
-                f"{place}: there is no split {name!r}; it has {', '.join(splits)}. "
-                f"Set data.split={splits[0]}."
-            )
-        return saved_files(place / name, split=None)
+        return saved_files(place / chosen_split(place, splits, split, prefers), split=None)
     state = json.loads((place / "state.json").read_text(encoding="utf-8"))
     files = [place / entry["filename"] for entry in state["_data_files"]]
     missing = [file for file in files if not file.is_file()]

@@ -22,6 +22,7 @@ import numpy as np
 from llmx import text as human
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding
+from llmx.data.format.rendering import NOTES
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import (
     RejectedRecords,
@@ -29,6 +30,7 @@ from llmx.data.source.records import (
     Row,
     counted,
     excerpt,
+    names,
     write_rejected,
 )
 from llmx.data.split import DatasetSplit
@@ -44,7 +46,12 @@ from llmx.text import plural, printable
 
 
 def prepare(
-    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, *, split: str = "train"
+    data: DataConfig,
+    seed: int,
+    tokenizer: Any,
+    encoding: Encoding,
+    *,
+    split: str = "train",
 ) -> SampleStore:
     """The store of one split of ``data``; made now, or found from before.
 
@@ -222,10 +229,13 @@ def _finalize(
     """
     data, split, path = spec.data, spec.split, spec.path
     rejects = (split.rejects, refused)
+    unread = names(file.name for source in split.sources for file in source.files_by_use[1])
     # Before the encoder come those that the sources leave out or reject.
     rows["rows"] += split.left_out.total() + split.rejects.counts.total()
     rows.update(split.left_out)
     fates = _fates(rows)
+    if unread:
+        fates["notes"]["files of other splits, which were not read"] = unread
     rejected = split.rejects.counts + refused.counts
     rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), rejects)
     if not staging.lengths:
@@ -274,6 +284,7 @@ def _fates(counts: Counter[str]) -> dict[str, Any]:
         "truncated_tokens": counts.pop(CUT_OFF, 0),
         "split_sequences": counts.pop(SPLIT, 0),
         "unanswered_turns": counts.pop(UNANSWERED, 0),
+        "notes": {note: count for note in NOTES if (count := counts.pop(note, 0))},
         "dropped": {reason: count for reason, count in counts.items() if count},
     }
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from llmx.config import DataConfig
 from llmx.data.examples import Encoding, check_task
+from llmx.data.format.rendering import day_written
 from llmx.data.format.rows import Conversation, Preference, Prompted
 from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
@@ -52,7 +53,11 @@ class DatasetSpec:
 
 
 def dataset_spec(
-    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, split: str
+    data: DataConfig,
+    seed: int,
+    tokenizer: Any,
+    encoding: Encoding,
+    split: str,
 ) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
@@ -74,6 +79,8 @@ def dataset_spec(
         "packing": data.packing,
         "over_long": over_long_of(dataset_split, encoding),
     }
+    if identity["template"] and (day := day_written(renderer.template)):
+        identity["date"] = day
     if encoding.num_embeddings is not None:  # rows with ids beyond it are refused
         identity["num_embeddings"] = encoding.num_embeddings
     if encoding.verbatim:

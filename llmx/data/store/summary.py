@@ -36,6 +36,7 @@ def summary(store: SampleStore) -> str:
         lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
     if unanswered := meta["unanswered_turns"]:
         lost.append(f"{_unanswered(unanswered)} left out")
+    lost += [f"{note}: {value}" for note, value in meta.get("notes", {}).items()]
     fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
     fate = "; ".join(lost) or "no row left out or truncated"
     if ignored := meta["ignored_columns"]:
@@ -160,6 +161,9 @@ def report(meta: dict[str, Any], *, was_prepared: bool) -> list[tuple[str, str]]
         lines.insert(3, ("ignored columns", names(ignored)))
     if unanswered := meta["unanswered_turns"]:
         lines.insert(3, ("left-out turns", _unanswered(unanswered)))
+    if notes := meta.get("notes"):
+        listed = "; ".join(f"{note}: {value}" for note, value in notes.items())
+        lines.insert(3, ("notes", listed))
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
     rate = f" ({human.size(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""

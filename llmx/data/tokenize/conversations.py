@@ -45,6 +45,8 @@ class TokenSequence:
     targets: np.ndarray
     columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
     """Columns by token, if a task gave the sequence as tokens."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """Of its rendering."""
 
 
 class Renderer:
@@ -79,7 +81,6 @@ class Renderer:
             self.template_name, self.template = "none", ""
         self.loss_on = loss_on
         self.special = special_tokens(tokenizer)
-        self._special_ids = np.array(sorted(set(self.special.values())), dtype=np.int64)
         opening = opening_token(tokenizer)
         self.bos: list[int] = [] if opening is None else [opening]
         """The tokens that begin every text: the BOS token where the tokenizer uses one."""
@@ -97,13 +98,12 @@ class Renderer:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens at which a completion ends: the EOS token, and the one that closes an
-        assistant's turn in this template where that is another. Sorted."""
-        question = Conversation(
-            (Message("user", "a"), Message("assistant", "b")), Where(Path("probe"), 1, "row")
-        )
-        (sequence,) = self.conversations([question])
+        """The tokens at which a completion ends: the EOS token, and those that close an
+        assistant's turn in this template where they are others. Sorted."""
+        turns = (Message("user", "a"), Message("assistant", "b"))
+        (sequence,) = self.conversations([Conversation(turns, Where(Path("probe"), 1, "row"))])
         ends = {int(sequence.tokens[-1]), self.tokenizer.eos_token_id}
+        ends |= {self.special[token] for token in self._spans.turn_ends}
         return sorted(end for end in ends if end is not None)
 
     # Conversations
@@ -141,13 +141,13 @@ class Renderer:
         self,
         tokens: np.ndarray,
         completions: list[Span],
+        rendering: Rendering,
         *,
-        end_missing: bool,
         loss_on: str | None = None,
-        weights: Sequence[float] = (),
     ) -> TokenSequence:
-        """A sequence of these tokens, in which each completion is tokens [first, last).
-        ``weights``: of the completions; none where all are 1."""
+        """The tokens of a rendering as a sequence, in which each completion is tokens [first,
+        last)."""
+        weights, notes = rendering.weights, rendering.notes
         loss_on = loss_on or self.loss_on
         targets = np.zeros(len(tokens), np.float32 if weights else np.bool_)
         if loss_on == "all":
@@ -156,13 +156,13 @@ class Renderer:
         for (first, last), weight in learned[-1:] if loss_on == "last" else learned:
             targets[first:last] = weight
         if self._verbatim:
-            return TokenSequence(tokens, targets)
-        if end_missing:
+            return TokenSequence(tokens, targets, notes=notes)
+        if rendering.end_missing:
             tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
             targets = np.append(targets, targets.dtype.type(learned[-1][1]))
         # Nothing is learned from what follows the last target (say, a line break).
         used = len(targets) - int(np.argmax(targets[::-1] != 0))
-        return TokenSequence(tokens[:used], targets[:used])
+        return TokenSequence(tokens[:used], targets[:used], notes=notes)
 
     def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
         """``plain``: special tokens are the text that they are."""
@@ -174,30 +174,17 @@ class Renderer:
         self, rendering: Rendering, encoding: Any, *, loss_on: str | None
     ) -> TokenSequence:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
-        content_starts = [start for start, _ in rendering.contents]
-        injected: list[Span] = []  # special tokens that came out of data
-        for place in np.flatnonzero(np.isin(np.array(ids, np.int64), self._special_ids)).tolist():
-            start, stop = offsets[place]
-            index = bisect.bisect_right(content_starts, start) - 1
-            if index >= 0 and start < rendering.contents[index][1] and start < stop:
-                injected.append((start, stop))
-        if injected:
-            ids, offsets = self._without_special(rendering.text, injected)
+        if rendering.literal:
+            ids, offsets = self._without_special(rendering.text, rendering.literal)
         starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
         completions: list[Span] = []
         for start, stop in rendering.completions:
             first = bisect.bisect_right(stops, start)
             completions.append((first, bisect.bisect_left(starts, stop, lo=first)))
         tokens = np.array(ids, np.uint32)
-        return self.sequence_of(
-            tokens,
-            completions,
-            end_missing=rendering.end_missing,
-            loss_on=loss_on,
-            weights=rendering.weights,
-        )
+        return self.sequence_of(tokens, completions, rendering, loss_on=loss_on)
 
-    def _without_special(self, text: str, injected: list[Span]) -> tuple[list[int], list[Span]]:
+    def _without_special(self, text: str, injected: Sequence[Span]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
         offsets: list[Span] = []
         position = 0
@@ -335,29 +322,20 @@ class ConversationEncoder:
             # A token begins where the one before it stops.
             lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
             completions = list(zip(firsts, lasts, strict=True))
-            sequences.append(
-                self._renderer.sequence_of(
-                    tokens,
-                    completions,
-                    end_missing=rendering.end_missing,
-                    weights=rendering.weights,
-                )
-            )
+            sequences.append(self._renderer.sequence_of(tokens, completions, rendering))
         return sequences
 
     def _parts(self, rendering: Rendering) -> Iterator[tuple[str, int | None]]:
         """(text, None) and (special token, its id) in order; a special token that stands in a
         content is a text of its own."""
         text, special = rendering.text, self._renderer.special
-        starts = [start for start, _ in rendering.contents]
+        literal = {start for start, _ in rendering.literal}
         position = 0
         for match in self._renderer.special_pattern.finditer(text):
             start, stop = match.span()
             if start > position:
                 yield text[position:start], None
-            content = bisect.bisect_right(starts, start) - 1
-            injected = content >= 0 and start < rendering.contents[content][1]
-            yield match[0], None if injected else special[match[0]]
+            yield match[0], None if start in literal else special[match[0]]
             position = stop
         if position < len(text):
             yield text[position:], None

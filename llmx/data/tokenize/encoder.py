@@ -226,6 +226,8 @@ class ExampleEncoder:
             batch.counts[UNANSWERED] = sum(
                 chat.unanswered for chat in _sequences([batch]) if isinstance(chat, Conversation)
             )
+            for sequence in sequences:
+                batch.counts.update(sequence.notes)
         if not self._schema.columns:
             return block
         columns = self._columns(batch.examples, sequences, len(block.tokens))
