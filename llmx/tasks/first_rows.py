@@ -17,10 +17,7 @@ from typing import Any
 from llmx.config import Experiment, experiment_from_dict
 from llmx.data.examples import check_task, encoded
 from llmx.data.source.records import OnBad, RecordError, Row, refuse
-from llmx.data.split import DatasetSplit, Source
-from llmx.data.store.build import fates_of
-from llmx.data.store.spec import over_long_of
-from llmx.data.store.summary import check_lost, lost_rows
+from llmx.data.split import DatasetSplit, Source, over_long_of
 from llmx.errors import ConfigError, LlmxError
 from llmx.plan.geometry import position_limit
 from llmx.run.rundir import load_yaml, write_json
@@ -76,6 +73,9 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
         if over_long_of(dataset_split, task) == "split":  # nothing is lost
             continue
         if tokenizer is not None:
+            from llmx.data.store.build import fates_of
+            from llmx.data.store.summary import check_lost, lost_rows
+
             fates = fates_of(sample, dataset_split, tokenizer, task)
             fates["rejected"].update(error.reason for error in rejected)
             fates["rows_read"] += len(rejected)

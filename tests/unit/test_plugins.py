@@ -128,7 +128,8 @@ def test_a_tracker(tmp_path: Path) -> None:
 
 
 def test_a_transport(tmp_path: Path) -> None:
-    words = ["hardware=a100x2_v100x2", "launch.transport=rope"]
+    host = "{name: b, address: 10.0.0.9, slots: 1, device: v100_32g}"
+    words = ["hardware=static", f"hardware.hosts=[{host}]", "launch.transport=rope"]
     done = composed(words, run_dir=tmp_path)
     spec = write_launch_files(done.experiment, done.plan, RunDir(tmp_path))
     assert "--launcher=rope --module" in render_command(spec)

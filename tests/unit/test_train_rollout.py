@@ -283,7 +283,7 @@ def test_a_resume_that_cannot_repeat_its_samples_says_so(config: RolloutConfig, 
     session: Any = SimpleNamespace(
         resume_point=ResumePoint(step=4, attempt=2, is_first=False),
         engine=SimpleNamespace(module=torch.nn.Linear(1, 1)),
-        exp=SimpleNamespace(rollout=config),
+        exp=SimpleNamespace(rollout=config, adapter=SimpleNamespace(kind="none")),
         servers=object(),
         plan=SimpleNamespace(world_size=1),
         metrics=SimpleNamespace(event=lambda *_, **__: None),

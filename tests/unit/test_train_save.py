@@ -85,7 +85,7 @@ def make_job(
         group=None,
         hosts=["here"],
         run_id="ab",
-        config=CheckpointConfig(keep=KeepConfig(**keep)),
+        config=CheckpointConfig(metric="eval/loss", keep=KeepConfig(**keep)),
         damaged=damaged,
         on_end=on_end,
         num_rollbacks=num_rollbacks,
@@ -169,7 +169,7 @@ def test_what_is_not_whole_and_finite_is_never_committed(run, last, message, mon
         monkeypatch.setattr(Disk, "close", close)
     done(job)
     assert isinstance(job.error, SaveFailed)
-    assert not job.error.disk_full
+    assert not job.error.fault
     assert message in str(job.error)
     found = sorted(path.name for path in run.checkpoints.iterdir())
     assert found == ["latest", run.checkpoint(4).name]

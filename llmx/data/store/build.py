@@ -33,9 +33,9 @@ from llmx.data.source.records import (
     names,
     write_rejected,
 )
-from llmx.data.split import DatasetSplit
+from llmx.data.split import DatasetSplit, over_long_of
 from llmx.data.store.samples import STORE_FORMAT, SampleStore, cannot_write, locked, publish
-from llmx.data.store.spec import DatasetSpec, dataset_spec, over_long_of, renderer_of
+from llmx.data.store.spec import DatasetSpec, dataset_spec, renderer_of
 from llmx.data.store.staging import Staging
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import parallel_tokenizers, worker_count

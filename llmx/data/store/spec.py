@@ -19,7 +19,7 @@ from llmx.config import DataConfig
 from llmx.data.examples import Encoding, check_task
 from llmx.data.format.rendering import day_written
 from llmx.data.format.rows import Conversation, Preference, Prompted
-from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
+from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit, over_long_of
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
@@ -107,14 +107,6 @@ def renderer_of(split: DatasetSplit, tokenizer: Any, encoding: Encoding) -> Rend
         ),
         verbatim=encoding.verbatim,
     )
-
-
-def over_long_of(split: DatasetSplit, encoding: Encoding) -> str:
-    """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
-    data = split.data
-    splits = encoding.splits_documents and not encoding.columns and split.has_text
-    splits = splits and data.packing != "concat"  # which cuts anyway
-    return "truncate" if data.over_long == "split" and not splits else data.over_long
 
 
 def cache_directory(data: DataConfig) -> Path:
