@@ -52,7 +52,7 @@ ROWS: tuple[Row, ...] = (
         "the host key is unknown or has changed", "ssh to it once and accept the key (in a container: mount known_hosts, or let srun start the ranks); if it was reinstalled: ssh-keygen -R HOST; else another machine answers"),
     Row("ssh_closed", "comm", r"kex_exchange_identification|ssh_exchange_identification|Connection closed by \S+ port \d+|Connection reset by \S+ port \d+|MaxStartups|client_loop: send disconnect",
         ("kex_exchange_identification: Connection closed by remote host",),
-        "sshd closed the connection (too many at a time by MaxStartups, or it does not let this host in), or large packets are lost on the way (MTU)", "raise MaxStartups and MaxSessions of sshd, and look at its log (journalctl -u ssh) on the host; where it took many seconds: ping -c 3 -M do -s 1472 HOST, which fails where the MTU of the path is under 1500 (then ip link set dev eth0 mtu 1400 on both sides)"),
+        "sshd closed the connection: too many at a time (MaxStartups), or it does not let this host in", "raise MaxStartups and MaxSessions of sshd, and look at its log (journalctl -u ssh) on the host; where it took many seconds: ping -c 3 -M do -s 1472 HOST, which fails where the MTU of the path is under 1500 (then ip link set dev eth0 mtu 1400 on both sides)"),
     # Launchers.
     Row("pdsh_rcmd", "config", r"pdsh.{0,40}(rcmd|mcmd|connect: Connection refused|socket: Permission denied|module path .{0,80}insecure|rsh)|rcmd: socket: Permission denied|insecure path",
         ("pdsh@node-a: node-b: rcmd: socket: Permission denied",),
