@@ -266,7 +266,31 @@ def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome.cause.endswith("after step 6: a -> b: no connection")
     rig.says(1, "training", step=8)
     assert wait_s(0) == ["training goes on"]
-    assert monitor.stall == ""
+    assert (monitor.stall, monitor._network) == ("", ())
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "closed", "made anew", "training goes on"])
+def test_an_agent_that_does_not_answer_a_probe_is_no_fault_of_the_network(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Nor does a probe that ends after the stall, or after the attempt, say anything."""
+    monitor, connection = rig.monitor, rig.connections[1]
+
+    def no_way(*_: Any) -> None:
+        match meanwhile:
+            case "closed":
+                connection.lost_at = time.time()
+            case "made anew":
+                monitor._renewals["node-b"] = watch_module.Renewal(rig.spec, connection, rig.log)
+            case "training goes on":
+                monitor.stall = ""
+        raise LaunchError("node-b: no connection")
+
+    monkeypatch.setattr(watch_module, "checked_network", no_way)
+    monitor.stall = "no step for 61 s"
+    monitor._probe_network()
+    problems = ["node-b: no connection"] if meanwhile == "nothing" else []
+    assert list(monitor._network) == rig.said.getvalue().splitlines() == problems
 
 
 def test_a_host_that_refuses_again_and_again_is_logged_once(rig: Rig) -> None:

@@ -259,14 +259,13 @@ class RankMonitor:
         hang = self.progress.hang
         silent_s = hang.overdue_s(now)
         if silent_s is not None and not self.stall:
-            self._network = ()
             self._statuses.refresh()
             self.progress.update(self.evidence.statuses)
             silent_s = hang.overdue_s(now)
         if silent_s is None:
             if self.stall:
                 self.log.info("training goes on")
-            self.stall, self._stall_due_s = "", 0.0
+            self.stall, self._stall_due_s, self._network = "", 0.0, ()
             return
         is_due = silent_s > self._stall_due_s
         unheard = ", ".join(name for name, new in self._renewals.items() if new.is_alive())
@@ -286,14 +285,17 @@ class RankMonitor:
 
     def _probe_network(self) -> None:
         """In a thread: it takes as long as a connection that gets no answer."""
-        problems: tuple[str, ...] = ()
+        problems, renewals = "", dict(self._renewals)
         try:
             checked_network(dataclasses.replace(self.spec, port=0), self.connections)
         except LaunchError as error:
-            problems = tuple(str(error).splitlines())
-            for line in problems:
-                self.log.info(line)
-        self._network = problems
+            problems = str(error)
+        lost = any(connection.lost_at is not None for connection in self.connections)
+        if lost or self._renewals != renewals or not self.stall:
+            return  # an agent did not answer, which is no fault between the hosts; or it is over
+        self._network = tuple(problems.splitlines())
+        for line in self._network:
+            self.log.info(line)
 
     def _find_waited_for(self, silent_s: float) -> str:
         """The host and rank that the others wait for; empty where none stands out."""
