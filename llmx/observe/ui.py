@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import json
+import os
 import re
 import secrets
 import threading
@@ -200,7 +201,7 @@ class Views:
 
     def _inside(self, name: str) -> Path:
         """The directory of an ID; ConfigError where it is none under the base."""
-        path = (self.base / name).resolve()
+        path = _real(self.base / name)
         is_shown = RunDir(path).config.is_file() or is_sweep(path)
         if not path.is_relative_to(self.base) or not is_shown:
             raise ConfigError(f"{name}: there is no such run or sweep in {self.base}.")
@@ -212,7 +213,7 @@ class Views:
         """A link in a run to a file elsewhere, which everybody who sees the page would see."""
         unread = (RunDir(root).checkpoints, RunDir(root).final_model)
         for path in (*root.glob("*"), *root.glob("logs/*"), *root.glob("ranks/*")):
-            outside = path.is_symlink() and not path.resolve().is_relative_to(self.base)
+            outside = path.is_symlink() and not _real(path).is_relative_to(self.base)
             if outside and path not in unread:
                 return path
         return None
@@ -328,12 +329,17 @@ class Views:
         root = self._inside(name)
 
         def link(trial: Trial) -> str:
-            path = trial.run_dir.resolve()
+            path = _real(trial.run_dir)
             is_shown = RunDir(path).config.is_file() and path.is_relative_to(self.base)
             return f"#{urlencode({'run': self._id(path)})}" if is_shown else ""
 
         snapshot = look(self._sweeps.setdefault(name, SweepReader(root)))
         return sweep_page(snapshot.sweep, link=link, note=snapshot.note)
+
+
+def _real(path: Path) -> Path:
+    """Where links lead; before Python 3.13, ``Path.resolve`` raises for a link to itself."""
+    return Path(os.path.realpath(path))
 
 
 def _curves(root: Path, limit: int) -> Json:
