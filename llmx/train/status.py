@@ -134,8 +134,8 @@ def category(error: BaseException, run_dir: Path) -> str:
         return "nan"
     fault = storage_fault(error)
     # A cache on a read-only disk was never writable; the run directory was.
-    place = str((fault and fault.filename) or run_dir)
-    if fault and (fault.errno != errno.EROFS or place.startswith(str(run_dir))):
+    place = Path(str((fault and fault.filename) or run_dir))
+    if fault and (fault.errno != errno.EROFS or place.is_relative_to(run_dir)):
         return "disk_full"
     # Of a damaged checkpoint a restart would fail in the same way.
     if isinstance(error, DataError | CheckpointError):

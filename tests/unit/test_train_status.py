@@ -126,6 +126,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (OSError(errno.EROFS, "Read-only file system", "/runs/x/metrics.jsonl"), "disk_full"),
         (OSError(errno.EROFS, "Read-only file system", "/.cache/huggingface"), "config"),
+        (OSError(errno.EROFS, "Read-only file system", "/runs/xy/vocab.json"), "config"),
         (OSError(errno.EIO, "Input/output error"), "disk_full"),
         (OSError(errno.ESTALE, "Stale file handle", "/data/train.jsonl"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
