@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llmx.errors import LaunchError
+from llmx.launch.agents import preflight as preflight_module
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.supervision import attempt as attempt_module
 from llmx.launch.supervision import hang as hang_module
@@ -232,10 +233,8 @@ def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(watch_module, "NOTICE_STACKS_S", 0.0)
     monkeypatch.setattr(hang_module, "REST_S", 0.0)
 
-    def no_way(*_: Any) -> None:
-        raise LaunchError("a -> b: no connection\nA firewall drops it.")
-
-    monkeypatch.setattr(watch_module, "checked_network", no_way)
+    no_way = "a -> b: no connection\nA firewall drops it."
+    monkeypatch.setattr(watch_module, "network_problem", lambda *_: no_way)
     monitor = rig.monitor
     for rank, step in enumerate((7, 6)):
         rig.says(rank, "training", step=step)
@@ -286,7 +285,7 @@ def test_an_agent_that_does_not_answer_a_probe_is_no_fault_of_the_network(
                 monitor.stall = ""
         raise LaunchError("node-b: no connection")
 
-    monkeypatch.setattr(watch_module, "checked_network", no_way)
+    monkeypatch.setattr(preflight_module, "find_nodes", no_way)
     monitor.stall = "no step for 61 s"
     monitor._probe_network()
     problems = ["node-b: no connection"] if meanwhile == "nothing" else []
@@ -306,27 +305,29 @@ def test_a_host_that_refuses_again_and_again_is_logged_once(rig: Rig) -> None:
 def test_at_a_restart_a_network_that_is_down_is_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_module, "PROBE_EVERY_S", 0.0)
-    journal, error = Journal(rig.run_dir), LaunchError("a -> b: no connection\nA firewall.")
+    journal, shutdown, states = Journal(rig.run_dir), ShutdownRequest(), []
+    shutdown.event.set()  # no pause
+    found = [f"a -> b, port {port}: no connection.\nA firewall." for port in range(3)]
 
-    def attempt(*, is_restart: bool) -> Attempt:
-        return Attempt(
-            rig.spec, rig.log, journal, ShutdownRequest(),
-            number=2, is_restart=is_restart, on_start=lambda: None,
-        )  # fmt: skip
+    def problem(*_: Any) -> str:
+        states.append((read_json(rig.run_dir.supervisor) or {}).get("why"))
+        return found[len(states) - 1] if len(states) <= len(found) else ""
 
-    with pytest.raises(LaunchError):
-        attempt(is_restart=False)._wait_for_network(error)
-    restart = attempt(is_restart=True)
-    for port in range(3):
-        restart._wait_for_network(LaunchError(f"a -> b, port {port}: no connection.\nA firewall."))
+    monkeypatch.setattr(attempt_module, "network_problem", problem)
+    restart = Attempt(
+        rig.spec, rig.log, journal, shutdown,
+        number=2, is_restart=True, on_start=lambda: None,
+    )  # fmt: skip
+    journal.state("preparing", attempt=2)
+    restart._wait_for_network(rig.spec)
     why = "waiting for the network between the hosts: a -> b, port {}: no connection"
     assert rig.said.getvalue() == f"{why.format(0)}; giving up in 30:00\n"
-    state = read_json(rig.run_dir.supervisor)
-    assert (state["state"], state["why"]) == ("waiting", f"{why.format(2)}.")
-    restart.network_deadline = time.monotonic()
-    with pytest.raises(LaunchError):
-        restart._wait_for_network(error)
+    assert states == ["", *map(why.format, range(3))]
+    assert read_json(rig.run_dir.supervisor)["state"] == "preparing"
+    rig.spec.exp.launch.host_wait_s = 0.0
+    states.clear()
+    restart._wait_for_network(rig.spec)
+    assert len(states) == 1
 
 
 def test_loading_has_no_limit_while_a_host_is_out_of_sight() -> None:

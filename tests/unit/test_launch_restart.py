@@ -420,7 +420,7 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
     assert waited is not None
     assert waited.cause == "node-b did not come back within 0:00 (launch.host_wait_s)"
     assert "launch.elastic=true" in waited.fix
-    assert stream.getvalue() == "waiting for node-b to answer over ssh, 0:00 at most\n"
+    assert stream.getvalue() == "waiting for node-b to answer over ssh; giving up in 0:00\n"
 
     elastic = hosts_of(tmp_path, stream, elastic=True)
     elastic.full_spec.exp.model.kind = "llama"

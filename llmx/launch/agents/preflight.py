@@ -552,21 +552,11 @@ def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) ->
     return (*_busy_gpus(spec, findings, is_restart=is_restart), *findings.warnings)
 
 
-def resolve_network(
-    spec: LaunchSpec, connections: list[Connection], *, wait: Callable[[LaunchError], None]
-) -> LaunchSpec:
+def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
     """Reserve a port on the host of rank 0, find the interfaces, and probe the network between the
-    hosts; writes the final files.
-
-    ``wait``: is told which hosts do not reach each other. It returns to look again, or raises.
-    """
+    hosts; writes the final files. LaunchError where two hosts do not reach each other."""
     spec = dataclasses.replace(spec, port=reserve_port(spec, connections))
-    while True:
-        try:
-            nodes = checked_network(spec, connections)
-            break
-        except LaunchError as error:
-            wait(error)
+    nodes = _checked_network(spec, connections)
     interfaces = tuple(
         nodes[host.name].interface if host.name in nodes else host.interface
         for host in spec.plan.hosts
@@ -576,7 +566,18 @@ def resolve_network(
     return spec
 
 
-def checked_network(spec: LaunchSpec, connections: list[Connection]) -> dict[str, Node]:
+def network_problem(spec: LaunchSpec, connections: list[Connection]) -> str:
+    """What keeps the hosts from reaching each other now (``launch.probe``), with the likely cause;
+    empty where nothing does, or where an agent does not answer."""
+    try:
+        _checked_network(dataclasses.replace(spec, port=0), connections)
+    except LaunchError as error:
+        lost = any(connection.lost_at is not None for connection in connections)
+        return "" if lost else str(error)
+    return ""
+
+
+def _checked_network(spec: LaunchSpec, connections: list[Connection]) -> dict[str, Node]:
     """The interfaces of the hosts; LaunchError where they do not reach each other."""
     hosts = spec.plan.hosts
     nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}

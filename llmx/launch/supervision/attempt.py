@@ -22,6 +22,7 @@ from llmx.launch.agents.preflight import (
     check_environments,
     handshake,
     kill_leftovers,
+    network_problem,
     resolve_network,
     start_agents,
     start_ranks,
@@ -31,7 +32,7 @@ from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.backoff import PROBE_EVERY_S, REPORT_EVERY_S
+from llmx.launch.supervision.backoff import Backoff
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
@@ -42,7 +43,7 @@ from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
 from llmx.launch.transports import transport_of
 from llmx.run.rundir import RunDir, append_private
-from llmx.text import clock, plural
+from llmx.text import plural
 
 FAILURE_GRACE_S = 3.0
 """For ranks to exit after another one has failed: there is nothing to save any more."""
@@ -74,10 +75,6 @@ class Attempt:
         self.step, self.skip_steps = step, list(skip_steps)
         """The step to resume from (None: the newest checkpoint), and steps that are not trained."""
         self.started = time.time()
-        self.network_deadline = time.monotonic() + spec.exp.launch.host_wait_s
-        """Until then, by the monotonic clock, an outage of the network is waited for."""
-        self.reported_at = float("-inf")
-        """By the same clock, when the console was told last that it is waited for."""
         self.inbox: queue.Queue[tuple[Connection, Message]] = queue.Queue()
         self.connections: list[Connection] = []
         self.launched = False
@@ -161,8 +158,9 @@ class Attempt:
         for warning in check_environments(spec, self.connections, is_restart=self.is_restart):
             (log.debug if self.is_restart else log.warning)(warning)
         self.spec = spec = self._with_rollout_servers(spec)
-        self.spec = spec = resolve_network(spec, self.connections, wait=self._wait_for_network)
-        self.journal.state("preparing", attempt=self.number)
+        if self.is_restart:
+            self._wait_for_network(spec)
+        self.spec = spec = resolve_network(spec, self.connections)
         push(spec, self.connections, log.debug if self.is_restart else log.info)
         self.checkpoints = CheckpointSync(spec, self.connections, log)
         self.checkpoints.push_missing()
@@ -201,19 +199,21 @@ class Attempt:
             return spec
         return replace(spec, rollout_servers=servers)
 
-    def _wait_for_network(self, error: LaunchError) -> None:
-        """At a restart, hosts that do not reach each other are waited for as those that do not
-        answer over ssh; else ``error`` is raised."""
-        left_s = self.network_deadline - time.monotonic()
-        lost = any(connection.lost_at is not None for connection in self.connections)
-        if not self.is_restart or left_s <= 0 or lost:
-            raise error
-        why = f"waiting for the network between the hosts: {str(error).splitlines()[0]}"
-        if time.monotonic() - self.reported_at > REPORT_EVERY_S:
-            self.reported_at = time.monotonic()
-            self.log.info(f"{why.removesuffix('.')}; giving up in {clock(left_s)}")
-        self._waiting(why)
-        time.sleep(PROBE_EVERY_S)
+    def _wait_for_network(self, spec: LaunchSpec) -> None:
+        """Wait for hosts that do not reach each other as for those that do not answer over ssh."""
+
+        def problem() -> str:
+            text = network_problem(spec, self.connections)
+            if not text:
+                return ""
+            first = text.splitlines()[0].removesuffix(".")
+            why = f"waiting for the network between the hosts: {first}"
+            self._waiting(why)
+            return why
+
+        backoff = Backoff(self.log, self.journal, self.shutdown)
+        backoff.wait(problem, limit_s=spec.exp.launch.host_wait_s)
+        self.journal.state("preparing", attempt=self.number)
 
     def _waiting(self, why: str) -> None:
         self.journal.state("waiting", attempt=self.number, why=why)

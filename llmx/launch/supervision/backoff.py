@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from llmx.config.addresses import LOCAL_NAMES
@@ -56,43 +56,40 @@ class Backoff:
 
     def wait_for_hosts(self, spec: LaunchSpec, *, limit_s: float) -> list[str]:
         """Wait until every host answers; returns those that still do not after ``limit_s``."""
-        missing = unreachable_hosts(spec)
-        if not missing or limit_s <= 0:
-            return missing
-        began = reported = time.monotonic()
-        names = ", ".join(missing)
-        self.log.info(f"waiting for {names} to answer over ssh, {clock(limit_s)} at most")
-        while missing and not self.shutdown.count:
-            left_s = limit_s - (time.monotonic() - began)
-            if left_s <= 0:
-                break
-            names = ", ".join(missing)
-            self._pause(f"waiting for {names}; giving up in", left_s)
-            if time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
-                self.log.info(f"still waiting for {names}, {clock(left_s)} left")
-            missing = unreachable_hosts(spec)
-        self._ended()
-        if not missing:
-            self.log.info("every host answers again")
+        missing: list[str] = []
+
+        def problem() -> str:
+            missing[:] = unreachable_hosts(spec)
+            return f"waiting for {', '.join(missing)} to answer over ssh" if missing else ""
+
+        self.wait(problem, limit_s=limit_s)
         return missing
 
     def wait_for_disk(self, spec: LaunchSpec, host: str | None, *, limit_s: float) -> bool:
         """Wait until the disk of the run directory on ``host`` can be written and has space for a
         checkpoint; False where it has not in time, or the shutdown was requested."""
-        began = time.monotonic()
-        reported: float | None = None
-        while not self.shutdown.count and (problem := disk_problem(spec, host)):
-            left_s = limit_s - (time.monotonic() - began)
-            text = f"{spec.run_dir.root} on {host or 'this machine'} {problem}"
+        where = f"{spec.run_dir.root} on {host or 'this machine'}"
+
+        def problem() -> str:
+            text = disk_problem(spec, host)
+            return text and f"{where} {text}: waiting for the disk"
+
+        return not self.wait(problem, limit_s=limit_s) and not self.shutdown.count
+
+    def wait(self, problem: Callable[[], str], *, limit_s: float) -> str:
+        """Wait until there is no ``problem``; the one that is there after ``limit_s``, or when the
+        shutdown was requested."""
+        until, reported_at = time.monotonic() + limit_s, float("-inf")
+        while (text := problem()) and not self.shutdown.count:
+            left_s = until - time.monotonic()
             if left_s <= 0:
-                self.log.info(text)
-                return False
-            if reported is None or time.monotonic() - reported > REPORT_EVERY_S:
-                reported = time.monotonic()
-                self.log.info(f"{text}: waiting for the disk, {clock(left_s)} at most")
-            self._pause("waiting for the disk; giving up in", left_s)
-        return self._ended()
+                break
+            if time.monotonic() - reported_at > REPORT_EVERY_S:
+                reported_at = time.monotonic()
+                self.log.info(f"{text}; giving up in {clock(left_s)}")
+            self._pause(f"{text}; giving up in", left_s)
+        self._ended()
+        return text
 
     def _pause(self, text: str, left_s: float, *, at_most_s: float = PROBE_EVERY_S) -> None:
         self.log.console.countdown(text, left_s)

@@ -13,9 +13,8 @@ import queue
 import threading
 import time
 
-from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
-from llmx.launch.agents.preflight import checked_network, take_over
+from llmx.launch.agents.preflight import network_problem, take_over
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.hang import (
@@ -285,15 +284,11 @@ class RankMonitor:
 
     def _probe_network(self) -> None:
         """In a thread: it takes as long as a connection that gets no answer."""
-        problems, renewals = "", dict(self._renewals)
-        try:
-            checked_network(dataclasses.replace(self.spec, port=0), self.connections)
-        except LaunchError as error:
-            problems = str(error)
-        lost = any(connection.lost_at is not None for connection in self.connections)
-        if lost or self._renewals != renewals or not self.stall:
+        renewals = dict(self._renewals)
+        problem = network_problem(self.spec, self.connections)
+        if self._renewals != renewals or not self.stall:
             return  # an agent did not answer, which is no fault between the hosts; or it is over
-        self._network = tuple(problems.splitlines())
+        self._network = tuple(problem.splitlines())
         for line in self._network:
             self.log.info(line)
 
