@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hmac
+import itertools
 import json
 import os
 import re
@@ -205,18 +206,20 @@ class Views:
         is_shown = RunDir(path).config.is_file() or is_sweep(path)
         if not path.is_relative_to(self.base) or not is_shown:
             raise ConfigError(f"{name}: there is no such run or sweep in {self.base}.")
-        if link := self._link_out(path):
-            raise ConfigError(f"{link} is a link that leads out of {self.base}. Remove the link.")
+        if problem := self._link_out(path):
+            raise ConfigError(problem)
         return path
 
-    def _link_out(self, root: Path) -> Path | None:
-        """A link in a run to a file elsewhere, which everybody who sees the page would see."""
+    def _link_out(self, root: Path) -> str:
+        """Names a link in a run to a file elsewhere, which everybody who sees the page would see;
+        empty where there is none."""
         unread = (RunDir(root).checkpoints, RunDir(root).final_model)
-        for path in (*root.glob("*"), *root.glob("logs/*"), *root.glob("ranks/*")):
+        read = ("*", "logs/*", "ranks/*", "history/*", "history/*/*")
+        for path in itertools.chain.from_iterable(map(root.glob, read)):
             outside = path.is_symlink() and not _real(path).is_relative_to(self.base)
             if outside and path not in unread:
-                return path
-        return None
+                return f"{path} is a link that leads out of {self.base}. Remove the link."
+        return ""
 
     def _id(self, path: Path) -> str:
         return str(path.relative_to(self.base))
@@ -225,12 +228,14 @@ class Views:
 
     def _table(self) -> Json:
         rows: dict[str, Json] = {}
+        hidden = []
         for root in find_runs(str(self.base)):
             name = self._id(Path(root))
             stamp = _stamp(Path(root))
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
-                if self._link_out(Path(root)):
+                if problem := self._link_out(Path(root)):
+                    hidden.append(problem)
                     continue
                 row = self._row(Observer(root, brief=True).facts(), Path(root))
                 cached = self._rows[name] = (stamp, plain(row))
@@ -238,7 +243,8 @@ class Views:
         live = sum(row["state"] in LIVE for row in rows.values())
         title = f"{human.plural(len(rows), 'run')} in {self.base.name}, {live} running"
         order = sorted(rows, key=lambda name: rows[name]["state"] not in LIVE)
-        return {**page(title, "", {}), "runs": rows, "order_of_runs": order}
+        content = page(title, "", {"Not shown": [block("list", hidden)]})
+        return {**content, "runs": rows, "order_of_runs": order}
 
     def _row(self, facts: Facts, root: Path) -> Json:
         """The cells of a run; a list has the text of a cell and the value that sorts it."""

@@ -149,20 +149,30 @@ def test_nothing_outside_of_the_directory_is_shown(outputs: Path, name: str) -> 
         assert content["sections"] == {}
 
 
-def test_links_out_of_a_run_are_not_followed(outputs: Path) -> None:
-    (outputs.parent / "secret").write_text("root:x:0\n")
-    link = RunDir(outputs / "done").logs / "x.log"
+@pytest.mark.parametrize("name", ["logs/x.log", "samples.json", "history/001/changes.json"])
+def test_links_out_of_a_run_are_not_followed(outputs: Path, name: str) -> None:
+    (outputs.parent / "secret").write_text('{"why": "root:x:0"}\n')
+    link = outputs / "done" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
     link.symlink_to(outputs.parent / "secret")
     for query in ({"run": ["done"]}, {"run": ["done"], "log": ["x.log"]}):
         content = Views(outputs).view(query)
         assert f"{link} is a link that leads out of {outputs}" in content["title"]
         assert "root:x" not in json.dumps(content)
-    assert "done" not in Views(outputs).view({})["runs"]
+    content = Views(outputs).view({})
+    assert "done" not in content["runs"]
+    (refusal,) = content["sections"]["Not shown"][0]["list"]
+    assert refusal == f"{link} is a link that leads out of {outputs}. Remove the link."
     link.unlink()
     link.symlink_to(link)
     content = Views(outputs).view({"run": ["done"]})
     assert "Summary" in content["sections"]
     assert "done" in Views(outputs).view({})["runs"]
+    for file in outputs.glob("*/config.yaml"):
+        file.unlink()
+        file.symlink_to("nowhere")
+    assert "sweeps/rates/3_optim.lr-3e-3" in Views(outputs).view({})["runs"]
 
 
 # --- The server ------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def find_runs(base: str) -> list[str]:
     runs = []
     for directory, names, files in os.walk(base):
         if "config.yaml" in files and "plan.json" in files:
-            runs.append((os.stat(os.path.join(directory, "config.yaml")).st_mtime, directory))
+            runs.append((os.lstat(os.path.join(directory, "config.yaml")).st_mtime, directory))
             names.clear()
         elif directory[len(base) :].count(os.sep) >= DEEPEST:
             names.clear()
