@@ -41,7 +41,6 @@ from llmx.config import (
     KeepConfig,
     LaunchConfig,
     ModelConfig,
-    SweepConfig,
     TaskConfig,
     experiment_from_dict,
     to_dict,
@@ -208,7 +207,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         rollout=rollout,
         tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
-    return shortened(with_task_defaults(with_implied_values(exp))), problems
+    return with_task_defaults(shortened(with_implied_values(exp))), problems
 
 
 def _all_here(launch: LaunchConfig, hardware: HardwareConfig) -> bool:
@@ -565,13 +564,16 @@ LINES = 4
 """Lines of ``metrics.jsonl`` after the first: the median of their speeds is the trial's."""
 
 
-def objective_of(sweep: SweepConfig, metric: str) -> str:
-    """The metric that ranks the trials of a sweep. ``metric``: ``checkpoint.metric``."""
-    if sweep.objective is not None:
-        return sweep.objective
-    if sweep.trial_steps is not None:
+def objective_of(exp: Experiment) -> str:
+    """The metric that ranks the trials of a sweep."""
+    if exp.sweep.objective is not None:
+        return exp.sweep.objective
+    if exp.sweep.trial_steps is not None:
         return "tokens_per_s"
-    return "eval/loss" if metric == "auto" else metric  # of a task of the user's own
+    if exp.checkpoint.metric != "auto":
+        return exp.checkpoint.metric
+    # Of a task of the user's own, as ``Task.judged_by``.
+    return "eval/loss" if exp.task.evaluate and exp.data.has_eval else "train/loss"
 
 
 def shortened(exp: Experiment) -> Experiment:
@@ -583,7 +585,7 @@ def shortened(exp: Experiment) -> Experiment:
     steps = exp.sweep.trial_steps
     if steps is None:
         return exp
-    evaluates = objective_of(exp.sweep, exp.checkpoint.metric).startswith("eval/")
+    evaluates = objective_of(exp).startswith("eval/")
     task = replace(
         exp.task,
         stop_at_step=min(steps, exp.task.stop_at_step or steps),
@@ -601,6 +603,8 @@ def shortened(exp: Experiment) -> Experiment:
         at_end=False,
         on_signal=False,
         keep=KeepConfig(),
+        metric="auto",  # it is not evaluated as the whole run is
+        mode="auto",
     )
     # Without a checkpoint a restart begins anew, and what failed once mostly fails again.
     return replace(

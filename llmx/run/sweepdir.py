@@ -23,6 +23,7 @@ from pathlib import Path
 
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
+from llmx.run.metrics.declared import SPEEDS
 from llmx.run.rundir import no_run, read_json, write_json
 from llmx.run.tail import SHAPES, misfit
 
@@ -156,10 +157,10 @@ class Sweep:
     @property
     def mode(self) -> str:
         """``max`` or ``min``: which values of the objective are better."""
-        name = self.objective.partition("/")[2]
+        name = self.objective.removeprefix("train/").removeprefix("eval/")
         declared = (trial.declared[name] for trial in self.trials if name in trial.declared)
         is_higher = any(metric.higher_is_better for metric in declared)
-        return "max" if self.objective == "tokens_per_s" or is_higher else "min"
+        return "max" if name in SPEEDS or is_higher else "min"
 
     @property
     def best(self) -> Trial | None:

@@ -409,7 +409,7 @@ class Runner:
                 f"{', '.join(keys)}: must be the same for all trials of a sweep. Set it once."
             )
         self._settings = settings
-        self.sweep.objective = objective_of(settings, exp.checkpoint.metric)
+        self.sweep.objective = objective_of(exp)
         if settings.halving is not None and self._halving is None and not exp.dry_run:
             self._halving = Halving(self.sweep, settings.halving, settings.halving_factor)
         return settings

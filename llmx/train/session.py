@@ -235,14 +235,9 @@ def _open_task(exp: Experiment) -> tuple[Task, CheckpointConfig, EarlyStopping |
     checkpoint, kind = exp.checkpoint, exp.task.kind
     if checkpoint.metric == "auto":
         checkpoint = dataclasses.replace(checkpoint, metric=task.judged_by)
-    mode = check_checkpoint_metric(
-        checkpoint.metric,
-        checkpoint.mode,
-        task.metrics,
-        task=kind,
-        evaluates_loss=task.evaluates_loss,
-    )
-    early_stopping = EarlyStopping.of(exp.task.early_stopping, checkpoint, task.metrics, task=kind)
+    measures: Any = {"task": kind, "evaluates_loss": task.evaluates_loss}
+    mode = check_checkpoint_metric(checkpoint.metric, checkpoint.mode, task.metrics, **measures)
+    early_stopping = EarlyStopping.of(exp.task.early_stopping, checkpoint, task.metrics, **measures)
     return task, dataclasses.replace(checkpoint, mode=mode), early_stopping
 
 

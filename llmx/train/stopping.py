@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from llmx.config import CheckpointConfig, EarlyStoppingConfig
+from llmx.errors import ConfigError
 from llmx.run.metrics.declared import Metric, check_checkpoint_metric, is_number
 
 NEVER = 2**52
@@ -155,6 +156,7 @@ class EarlyStopping:
         metrics: Mapping[str, Metric],
         *,
         task: str,
+        evaluates_loss: bool = True,
     ) -> EarlyStopping | None:
         """None where it is off.
 
@@ -165,8 +167,14 @@ class EarlyStopping:
             return None
         name = config.metric or checkpoint.metric
         mode = checkpoint.mode if name == checkpoint.metric else "auto"
+        key = "task.early_stopping.metric"
+        if name.startswith("train/"):  # an own task is judged by what no evaluation measures
+            raise ConfigError(
+                f"task.early_stopping.patience={config.patience} looks at {name}, which no "
+                f"evaluation measures. Set {key}=eval/NAME of a metric of the task."
+            )
         better = check_checkpoint_metric(
-            name, mode, metrics, task=task, key="task.early_stopping.metric"
+            name, mode, metrics, task=task, key=key, evaluates_loss=evaluates_loss
         )
         return cls(name, better == "max", config.patience, config.min_delta)
 

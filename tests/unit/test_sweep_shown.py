@@ -93,6 +93,8 @@ def test_the_best_ended_ok_and_is_finite() -> None:
     losses = [trial(0, eval_loss=2.0), trial(1, eval_loss=1.0), trial(2, metrics={"f1/macro": 0.5})]
     assert Sweep(HERE, losses, "eval/loss").best is losses[1]
     assert losses[2].value("eval/f1/macro") == 0.5
+    speeds = [trial(at, trained={"mfu": 0.1 * at}) for at in (1, 3, 2)]
+    assert Sweep(HERE, speeds, "train/mfu").best is speeds[1], "more is better"
 
 
 numbers = st.sampled_from([None, 0.0, math.nan, math.inf, -math.inf]) | st.floats(-1e30, 1e30)

@@ -260,7 +260,7 @@ SCORED = ["task=grpo", "task.eval_generate=8"]
 def test_each_task_names_the_metric_it_is_judged_by(words: list[str], metric: str) -> None:
     exp, _ = complete(experiment_from_dict(values(words)))
     assert exp.checkpoint.metric == metric
-    assert objective_of(exp.sweep, exp.checkpoint.metric) == metric.replace("auto", "eval/loss")
+    assert objective_of(exp) == metric.replace("auto", "eval/loss")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,22 @@ def test_a_metric_that_will_not_be_measured_is_refused(words: str, message: str)
     exp, _ = complete(experiment_from_dict(values([*HELD_OUT, "task=grpo", *words.split()])))
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(exp)
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric"), [("tokens_per_s", "train/reward"), ("eval/reward", "eval/reward")]
+)
+def test_a_short_trial_is_judged_by_what_it_measures_itself(objective: str, metric: str) -> None:
+    short = ["sweep.trial_steps=4", f"sweep.objective={objective}", "checkpoint.metric=eval/reward"]
+    exp, _ = complete(experiment_from_dict(values([*HELD_OUT, *SCORED, *short])))
+    check(exp)
+    assert (exp.checkpoint.metric, objective_of(exp)) == (metric, objective)
+    assert complete(exp)[0] == exp
+
+
+def test_a_sweep_of_an_own_task_without_held_out_data_has_an_objective() -> None:
+    exp, _ = complete(experiment_from_dict(values([*FILES, "task.kind=llmx.tasks.sft:Sft"])))
+    assert objective_of(exp) == "train/loss"
 
 
 def test_packing_that_was_typed_is_not_replaced() -> None:

@@ -148,7 +148,14 @@ def test_the_direction_is_that_of_the_checkpoints_or_of_the_task() -> None:
         ("eval/length", "does not say which direction.*checkpoint.metric=eval/length and"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            of(CheckpointConfig(), patience=1, metric=metric)
+            of(CheckpointConfig(metric="eval/loss"), patience=1, metric=metric)
+    with pytest.raises(ConfigError, match=r"looks at train/reward, which no evaluation measures"):
+        of(CheckpointConfig(metric="train/reward"), patience=1)
+    with pytest.raises(ConfigError, match=r"eval/loss: task own does not measure it"):
+        EarlyStopping.of(
+            EarlyStoppingConfig(patience=1, metric="eval/loss"), CheckpointConfig(),
+            METRICS, task="own", evaluates_loss=False,
+        )  # fmt: skip
 
 
 def test_a_resumed_run_stops_where_the_uninterrupted_one_would() -> None:

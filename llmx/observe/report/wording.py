@@ -18,7 +18,7 @@ from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.step_time import idle_text, steps_by_rank
 from llmx.run.exported import generates_no_text
-from llmx.run.metrics import metric_of
+from llmx.run.metrics import measured, metric_of
 from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import step_of
 from llmx.text import plural
@@ -191,13 +191,10 @@ def _against(foreseen: float, measured: float, text: Callable[[float], str]) -> 
     return f"{text(foreseen)}, measured {text(measured)} ({measured / foreseen - 1:+.0%})"
 
 
-def _is_loss(value: float, loss: float | None) -> bool:
-    return loss is not None and math.isclose(value, loss, rel_tol=1e-6)
-
-
 def _metrics(data: RunData) -> list[tuple[str, str]]:
     """Every metric of the evaluations: before and after training, and the best on the way."""
     declared, rows = data.declared, []
+    shown = {name for line in data.evals for name in measured(line, declared, shown=True)}
     for name, points in data.metric_points("eval").items():
         metric = metric_of(name, declared)
         of_samples = f"{name}_before" in data.samples
@@ -205,8 +202,7 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
             value if is_number(value := data.samples.get(f"{name}_{when}")) else None
             for when in ("before", "after")
         )
-        losses = {step_of(line): line.get("loss") for line in data.evals}
-        if points and all(_is_loss(value, losses.get(step)) for step, value in points):
+        if points and name not in shown:
             continue
         trained = [(step, value) for step, value in points if step > 0]
         if before is None and points and points[0][0] == 0:

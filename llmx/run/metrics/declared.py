@@ -30,6 +30,8 @@ TRAIN_KEYS = (
     *("aux_loss", "expert_load_max", "experts_idle"),
 )
 """What the training loop writes into every ``train`` line, whatever the task."""
+SPEEDS = ("tokens_per_s", "mfu")
+"""Those of which more is better."""
 EVAL_KEYS = ("loss", "target_tokens", "weight")
 LINE_KEYS = ("kind", "step", "time", "nonfinite", "extra")
 
@@ -134,7 +136,7 @@ def measured(
     """The metrics of one line besides the loss, by name, in the order of the declaration.
 
     Of an ``eval`` line every number; of a ``train`` line, which has numbers of the training loop
-    too, only what is declared for it. ``shown``: without those that are the loss once more.
+    too, only what is declared for it. ``shown``: without a loss (``plain_loss``) that equals it.
     """
     kind = str(record.get("kind"))
     names = [name for name, metric in declared.items() if kind in metric.kinds]
@@ -143,8 +145,9 @@ def measured(
     values: dict[str, Any] = {name: record.get(name) for name in names}
     numbers = {name: float(value) for name, value in values.items() if is_number(value)}
     loss = record.get("loss")
-    if shown and isinstance(loss, int | float):
-        return {n: v for n, v in numbers.items() if not math.isclose(v, loss, rel_tol=1e-6)}
+    if shown and isinstance(loss, int | float):  # a reward of 0 beside a loss of 0 is shown
+        same = [n for n, v in numbers.items() if math.isclose(v, loss, rel_tol=1e-6)]
+        return {n: v for n, v in numbers.items() if n not in same or not n.endswith("loss")}
     return numbers
 
 
@@ -195,7 +198,7 @@ def check_checkpoint_metric(
     if selected in measurable and name in metrics:
         better = metrics[name].higher_is_better
     elif selected in measurable or (kind == "train" and name in TRAIN_KEYS):
-        better = name in ("tokens_per_s", "mfu")
+        better = name in SPEEDS
     else:
         raise ConfigError(
             f"{key}={selected}: task {task} does not measure it here. "
