@@ -56,19 +56,24 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
         bad: OnBad = rejected.append if skips else refuse
         num_rows = max(FIRST_OF_EACH, FIRST // len(dataset_split.sources))
         sample: list[Row | None] = []
-        num_read, num_long, size, are_read = 0, 0, 0, True
+        num_read, num_lost, size, are_read = 0, 0, 0, True
         for source in dataset_split.sources:
             before = num_read
             for row in islice(source.rows(bad), num_rows):
                 num_read += 1
-                if row is not None:
-                    with contextlib.suppress(RecordError) if skips else contextlib.nullcontext():
+                # No token is shorter than a byte.
+                is_lost = row is None or row.num_bytes > exp.data.seq_len
+                try:
+                    if row is not None:
                         encoded(task, row)
+                except RecordError:
+                    if not skips:
+                        raise
+                    is_lost = True
                 if size < TOKENIZED_BYTES and len(sample) != exp.data.max_rows:
                     sample.append(row)
-                    if row is not None:
-                        num_long += row.num_bytes > exp.data.seq_len
-                        size += row.num_bytes
+                    num_lost += is_lost
+                    size += 0 if row is None else row.num_bytes
             are_read &= num_read - before < num_rows
         if over_long_of(dataset_split, task) == "split":  # nothing is lost
             continue
@@ -82,8 +87,9 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
             if len(sample) == exp.data.max_rows or (are_read and size < TOKENIZED_BYTES):
                 check_lost(fates, max_lost=max_lost, longest=longest)
             warnings += lost_rows(fates, longest=longest)
-        # No token is shorter than a byte.
-        asks_tokenizer |= too_much(num_long / max(1, len(sample)), num_long, max_lost=max_lost)
+        num_lost += len(rejected)
+        share = num_lost / max(1, len(sample) + len(rejected))
+        asks_tokenizer |= too_much(share, num_lost, max_lost=max_lost)
     return warnings, asks_tokenizer
 
 

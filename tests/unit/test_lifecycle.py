@@ -179,6 +179,10 @@ def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(
     # More rows than were looked at: the ranks know, and the plan says what may come.
     given = composed(tmp_path, [long] * 1200, data={"seq_len": 64, "max_rows": None})
     assert any("1,000 of 1,000 rows" in note for note in with_checked_inputs(given).plan.notes)
+    # Rows that no reward can judge, of which single ones may be skipped.
+    bare = composed(tmp_path, [{"prompt": "a"}] * 20, "grpo", data={"on_bad_row": "skip"})
+    with pytest.raises(DataError, match=r"20 of 20 rows .* no reference answer"):
+        with_checked_inputs(bare)
     for name in ("two", "three"):
         own = composed(tmp_path, [ROWS["alpaca"]], "grpo")
         own.experiment.task.code_path = str(tmp_path)
