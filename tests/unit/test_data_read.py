@@ -160,7 +160,12 @@ def test_files_of_a_path(tmp_path: Path):
         (["my_train_set.jsonl", "my-eval.jsonl"], {"prefers": ("validation", "test")}, [1]),
         # Words in other words, shards without a split, and one split alone say nothing.
         (["contest.jsonl", "trainer.jsonl"], {}, [0, 1]),
-        (["part-00000-of-00002.jsonl", "part-00001-of-00002.jsonl"], {}, [0, 1]),
+        (["code-00000-of-00001.jsonl", "web-00000-of-00001.jsonl"], {}, [0, 1]),
+        (
+            ["data/train_a-00000-of-00001.jsonl", "data/train_b-00000-of-00001.jsonl"],
+            {"split": "train_b"},
+            [1],
+        ),
         (["dev.jsonl", "more.jsonl"], {}, [0, 1]),
     ],
 )

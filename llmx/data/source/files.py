@@ -88,15 +88,17 @@ SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _SPLIT_WORD = re.compile(rf"(?:^|[-._ 0-9/])({'|'.join(SPLIT_WORDS)})(?=[-._ 0-9/])")
-_SHARD = re.compile(r"(?:.*/)?([\w.]+)-\d{5}-of-\d{5}\.[^/]*")
+_SHARD = re.compile(r"data/([\w.]+)-\d{5}-of-\d{5}\.[^/]*")
 
 
 def split_name(file: str) -> str | None:
-    """The split to which a file belongs, by the rules of the Hub: ``train-00000-of-00001.parquet``,
-    ``data/valid.jsonl``, ``test/a.csv``. None for a name that says nothing of it."""
+    """The split to which a file belongs, by the rules of the Hub:
+    ``data/train_sft-00000-of-00001.parquet``, ``data/valid.jsonl``, ``test/a.csv``. None for a name
+    that says nothing of it."""
+    if shard := _SHARD.fullmatch(file):
+        return SPLIT_WORDS.get(shard[1], shard[1])
     word = _SPLIT_WORD.search(file)
-    shard = _SHARD.fullmatch(file)
-    return SPLIT_WORDS[word[1]] if word else shard[1] if shard else None
+    return SPLIT_WORDS[word[1]] if word else None
 
 
 def read_file(
