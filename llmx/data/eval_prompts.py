@@ -16,7 +16,7 @@ from llmx.data.format.rows import Conversation
 from llmx.data.split import TAKEN, DatasetSplit
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.truncation import PromptCutter
-from llmx.errors import ConfigError, LlmxError
+from llmx.errors import ConfigError, DataError, LlmxError
 from llmx.text import plural
 
 
@@ -70,7 +70,12 @@ def held_out_prompts(
         if row.keeps_completion and data.over_long in ("split", "truncate"):
             shortened = cutter.shortened(row)
             row = shortened[0][0] if shortened is not None else row
-        tokens, completion = renderer.prompt(row)
+        try:
+            tokens, completion = renderer.prompt(row)
+        except DataError:
+            if data.on_bad_row != "skip":
+                raise
+            continue  # its row was left out when the samples were prepared
         if num_embeddings is not None and tokens.max(initial=0) >= num_embeddings:
             continue  # its row was refused or left out when the samples were prepared
         if len(tokens) < data.seq_len:

@@ -301,6 +301,13 @@ def test_a_source_for_evaluation(tmp_path: Path):
     assert TOKENIZER.decode(prompt.tokens) == "QQ?<|end|>A"
 
 
+def test_eval_prompts_skip_what_the_template_refuses(tmp_path: Path):
+    exp = of_pairs(tmp_path, [("no", "A"), ("Q", "A")], on_bad_row="skip")
+    exp.data.eval_path = exp.data.path
+    (prompt,) = held_out_prompts(exp.data, exp.seed, TOKENIZER, limit=5, decode=TOKENIZER.decode)
+    assert prompt.prompt == "Q"
+
+
 # What is too long
 
 LONG = [("q", "a"), ("q" * 40, "lost"), ("q", "a" * 60)]
