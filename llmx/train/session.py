@@ -354,14 +354,7 @@ def open_stores(exp: Experiment, task: Task, plan: Plan, run_dir: RunDir) -> tup
     own_host = plan.ranks[torch.distributed.get_rank()].host
     began = read_mapping(run_dir.inputs).get("date")
     stores = prepare_together(
-        exp.data,
-        exp.seed,
-        task.tokenizer,
-        task,
-        splits,
-        hosts=hosts,
-        host=own_host,
-        date=began,
+        exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, host=own_host, date=began
     )
     longest = position_limit(exp.model.network)
     for split, store in zip(splits, stores, strict=True):

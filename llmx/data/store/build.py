@@ -46,12 +46,7 @@ from llmx.text import plural, printable
 
 
 def prepare(
-    data: DataConfig,
-    seed: int,
-    tokenizer: Any,
-    encoding: Encoding,
-    *,
-    split: str = "train",
+    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, *, split: str = "train"
 ) -> SampleStore:
     """The store of one split of ``data``; made now, or found from before.
 

@@ -53,11 +53,7 @@ class DatasetSpec:
 
 
 def dataset_spec(
-    data: DataConfig,
-    seed: int,
-    tokenizer: Any,
-    encoding: Encoding,
-    split: str,
+    data: DataConfig, seed: int, tokenizer: Any, encoding: Encoding, split: str
 ) -> DatasetSpec:
     """Raises ConfigError for options that do not go together, DataError for a source that
     cannot be read."""
