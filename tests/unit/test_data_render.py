@@ -300,7 +300,9 @@ def screen_rows() -> dict[str, list[dict[str, Any]]]:
     return {
         "calls": [*calling(), turn("assistant", "A1")],
         "calls, then an answer": [*calling(), turn("assistant", "A1"), *asked("A2")],
+        "a call at the end": calling()[:2],
         "a thought": asked("A1", within="T1"),
+        "a thought that the prompt opens": asked("T1\n</think>\n\nA1"),
         "two thoughts": [*asked("A1", within="T1"), *asked("A2", within="T2")],
         "a thought beside": asked("A1", beside="T1"),
         "thoughts and calls": [
@@ -335,7 +337,7 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
     assert layout.turns([Message("user", "Q")]) == asked["input_ids"]
     completions: dict[str, list[str]] = {}
     for case, messages in screen_rows().items():
-        tools = TOOLS if "calls" in case else None
+        tools = TOOLS if "call" in case else None
         row = FORMATS["messages"].readers[Conversation](
             Record({"messages": messages, "tools": tools}, WHERE), Reading()
         )

@@ -123,6 +123,22 @@ def test_results_belong_to_the_call_with_their_id():
     assert text.count("<|im_start|>toolwarm\n") == 2
 
 
+def test_a_last_call_has_the_thought_that_its_template_drops():
+    template = OWN.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
+    thinking = turn("assistant", "<think>T</think>I look.", tool_calls=[CALL])
+    _, spans = rendered(template, {"messages": [CHAT["messages"][0], thinking]})
+    assert spans == [f"<think>T</think>I look.{AS_OWN}<|im_end|>"]
+
+
+def test_what_a_template_writes_after_a_call_is_learned_without_an_end_token():
+    template = OWN.replace("endfor %}{{ '<|im_end|>", "endfor %}{{ ';")
+    template = template.replace("<|im_end|>", "").replace("<|im_start|>", "# ")
+    _, spans = rendered(template, CHAT)
+    assert spans == [f"{AS_OWN}{AS_OWN};", "Between 21 and 22.", "</s>"]
+    _, spans = rendered(template, {"messages": CHAT["messages"][:2]})
+    assert spans == [f"{AS_OWN}{AS_OWN};", "</s>"]
+
+
 def test_columns_of_arrow_bring_no_nulls(tmp_path: Path):
     """Arrow gives each call the arguments of all, and each schema the properties of all."""
     rows = [of_openai([call], ["21"]) for call in (WARM, {"name": "cold", "arguments": {"at": 1}})]
@@ -182,6 +198,13 @@ def test_calls_of_sharegpt_are_rendered_as_tool_calls(
         openai = of_openai(calls, results, said=said)
         sharegpt = of_sharegpt(value, *observations, said=said)
         assert rendered(template, openai) == rendered(template, sharegpt)
+
+
+def test_thoughts_beside_words_and_calls_are_those_of_the_answer():
+    row = of_sharegpt([WARM], "21", said="I look.")
+    for number in (1, 2):
+        row["conversations"][number]["reasoning_content"] = f"T{number}"
+    assert conversation(row).messages[1].thought == "T1\nT2"
 
 
 def test_a_call_that_is_no_json_is_the_words_themselves():

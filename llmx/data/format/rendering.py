@@ -60,8 +60,8 @@ class Turn:
     prompt: str
     """What the generation prompt has in its place."""
     closing: str
-    """The text from the data to the end of the token that ends the turn; empty where there is no
-    such token."""
+    """The text from the data to the end of the token that ends the turn, or to the end of what
+    belongs to the turn where there is no such token."""
 
     def start(self, text: str, at: int) -> int:
         """The start of the completion, where the data of the message before ends ``at``: after the
@@ -161,7 +161,8 @@ def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 _MARK = "\ue000{}.{}\ue001"
 _MARKS = re.compile("\ue000(\\d+)\\.(\\d+)\ue001")
 _HIDDEN = re.compile("\ue002(\\d+)\ue003")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+# Where the prompt has the "<think>", answers come without: the "</think>" is then a line.
+_THOUGHT = re.compile(r"(?:\s*<think>|(?=.*?\n</think>\n))(.*?)</think>\s*", re.DOTALL)
 _ASKING = (Message("user", "a"), Message("assistant", "b"))
 _CALLS = Message("assistant", "", calls='[{"id": "call00001", "name": "f", "arguments": {}}]')
 _CALLING = (_ASKING[0], _CALLS, Message("tool", "c", call_id="call00001"), _ASKING[1])
@@ -250,24 +251,19 @@ class TemplateSpans:
         tokens in data hidden from it (``_restored``)."""
         messages = []
         for message in _numbered(conversation.messages):
-            if message.calls and self._call_form is not None:
-                message = replace(message, content=message.said)
-            elif message.calls:
+            if message.calls and self._call_form is None:
                 message = replace(message, calls="")
+            elif message.calls:
+                message = replace(message, content=message.said)
             if message.role == "assistant":
                 message = self._with_thought(message)
-            calls = message.calls and _changed_json(message.calls, self._hidden)
             content, thought = map(self._hidden, (message.content, message.thought))
-            if message.role == "assistant" and (inline := _THOUGHT.match(message.content)):
-                # What opens and closes a thought is no data.
-                start, stop = inline.span(1)
-                content = message.content[:start] + self._hidden(inline[1])
-                content += message.content[stop : inline.end()]
-                content += self._hidden(message.content[inline.end() :])
+            if message.role == "assistant" and _THOUGHT.match(message.content):
+                for tag in ("<think>", "</think>"):  # they are no data
+                    content = content.replace(self._hidden(tag), tag, 1)
+            calls = _changed_json(message.calls, self._hidden)
             messages.append(replace(message, content=content, calls=calls, thought=thought))
-        tools = conversation.tools
-        hidden = _changed_json(tools, self._hidden) if tools else ""
-        tools = hidden if _HIDDEN.search(hidden) else tools
+        tools = _changed_json(conversation.tools, self._hidden)
         return replace(conversation, messages=tuple(messages), tools=tools)
 
     def _with_thought(self, message: Message) -> Message:
@@ -322,11 +318,11 @@ class TemplateSpans:
         probes = _PROBES[: 1 if self._call_form is None else 2]
         skeletons = [self._skeleton_of(probe) for probe in probes]
         return {
-            self.special_pattern.findall(turn.closing)[-1]
+            token
             for skeleton in skeletons
             if isinstance(skeleton, Skeleton)
             for turn in skeleton.turns.values()
-            if turn.closing
+            for token in self.special_pattern.findall(turn.closing)[-1:]
         }
 
     def _dicts(self, messages: Sequence[Message], form: CallForm | None) -> list[dict[str, Any]]:
@@ -340,7 +336,7 @@ class TemplateSpans:
             if message.calls and form is not None:
                 value["content"] = message.content or form.no_words
                 value["tool_calls"] = []
-                for call in json.loads(message.calls):
+                for call in _calls(message):
                     names[call["id"]] = call["name"]
                     arguments = call["arguments"]
                     if form.as_text:
@@ -406,9 +402,10 @@ class TemplateSpans:
 
     def _skeleton_of(self, conversation: Conversation) -> Skeleton | str:
         """The skeleton of the shape of a conversation, or why there is none."""
-        shape = tuple(
-            (m.role, bool(m.content.strip()), _called(m), m.call_id) for m in conversation.messages
-        )
+        shape = [
+            (m.role, bool(m.content.strip()), m.call_id, [c["name"] for c in _calls(m)])
+            for m in conversation.messages
+        ]
         key = (str(shape), conversation.tools)
         if key not in self._skeletons:
             if len(self._skeletons) > 1000:  # tools may differ in every record
@@ -455,7 +452,8 @@ class TemplateSpans:
             turns[i] = Turn(pieces[first], prompt, self._closing(closing, after, last=i == last))
             if prompt and not _common(prompt, pieces[first]):
                 raise _NotWritten(f"turn {i + 1} does not begin as the generation prompt does")
-        return Skeleton(tuple(order), tuple(pieces), turns, not turns[last].closing)
+        end_missing = not self.special_pattern.search(turns[last].closing)
+        return Skeleton(tuple(order), tuple(pieces), turns, end_missing)
 
     def _after_last(self, marked: list[Message], apply: Callable[[list[Message]], str]) -> str:
         """What stands behind the last turn where another follows; empty where none can."""
@@ -473,12 +471,12 @@ class TemplateSpans:
             if after.startswith(closing[:end]):
                 return closing[:end]
         if last:
-            return closing[: ends[0]] if ends else ""
+            return closing[: ends[0]] if ends else closing.rstrip()
         # Without a token of its own, a turn ends with that of the next one.
         following = self.special_pattern.match(after, len(closing))
         if not ends and following and after.startswith(closing):
             return after[: following.end()]
-        return ""
+        return _CUT_TAG.sub("", _common(closing, after)).rstrip()
 
     def _located(
         self, conversation: Conversation, skeleton: Skeleton, text: str, notes: Counter[str]
@@ -488,38 +486,39 @@ class TemplateSpans:
         rendering the conversation with markers in it: what is before and behind it stays.
 
         The last answer has its thought, also with a template that drops every one."""
-        messages = conversation.messages
+        messages, tools = conversation.messages, conversation.tools
         completions: list[Span] = []
         for i, turn in skeleton.turns.items():
-            others = (*messages[:i], _marked(messages[i], i), *messages[i + 1 :])
-            marked = self._apply(others, tools=conversation.tools)
+            before, content, following = messages[:i], messages[i].content, messages[i + 1 :]
+            marked = self._apply((*before, _marked(messages[i], i), *following), tools=tools)
             marks = list(_MARKS.finditer(marked))
-            start, stop = marks[0].start(), marks[-1].end()
-            begin, after = start - len(turn.before), marked[stop:]
-            inline = _THOUGHT.match(messages[i].content)
+            start, after = marks[0].start(), marked[marks[-1].end() :]
+            begin = start - len(turn.before)
+            inline = _THOUGHT.match(content)
             thought = (messages[i].thought or (inline[1] if inline else "")).strip()
-            answer = messages[i].content[inline.end() if inline else 0 :]
-            token = [match.start() for match in self.special_pattern.finditer(turn.closing)][-1:]
-            rest = after[token[0] if token else 0 :]
+            answer = content[inline.end() if inline else 0 :]
+            token = max((m.start() for m in self.special_pattern.finditer(turn.closing)), default=0)
+            rest = after[token:]
             written = text[begin : len(text) - len(rest)]
             if thought and written.count(thought) <= (turn.before + answer).count(thought):
-                if i < len(messages) - 1:
+                if following:
                     notes[LOST_THOUGHTS] += 1
                 elif not inline:
                     raise _NotWritten(f"it leaves out the thought of turn {i + 1}")
                 else:
+                    lead = content[: inline.end()]
                     opened = turn.prompt[len(_common(turn.before, turn.prompt)) :]
-                    content = messages[i].content
                     if opened.strip() == "<think>":
-                        content = opened + content.partition("<think>")[2].lstrip()
-                    text = marked[:start] + content + after
+                        lead = opened + content[inline.start(1) : inline.end()].lstrip()
+                    text = self._apply((*before, replace(messages[i], content=answer)), tools=tools)
+                    text = text[:start] + lead + text[start:]
             same = text.startswith(marked[:begin]) and text.endswith(rest)
             if marked[begin:start] != turn.before or not after.startswith(turn.closing) or not same:
                 raise _NotWritten(
                     f"what it writes around turn {i + 1} depends on the words of the turn, so what "
                     "is learned of it cannot be told"
                 )
-            end = len(text) - len(rest) + (len(turn.closing) - token[0] if token else 0)
+            end = len(text) - len(rest) + len(turn.closing) - token
             completions.append((turn.start(text, begin), end))
         return Rendering(text, tuple(completions), skeleton.end_missing)
 
@@ -548,8 +547,7 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     open_calls: dict[str, str] = {}
     number = 0
     for message in messages:
-        if message.calls:
-            calls = json.loads(message.calls)
+        if calls := _calls(message):
             open_calls = {}
             for call in calls:
                 number += 1
@@ -557,23 +555,24 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
                 open_calls[call.get("id") or call_id] = call_id
                 call["id"] = call_id
             message = replace(message, calls=json.dumps(calls, ensure_ascii=False))
-        elif message.role == "tool" and open_calls:
-            answered = message.call_id if message.call_id in open_calls else next(iter(open_calls))
-            message = replace(message, call_id=open_calls.pop(answered))
+        elif message.role == "tool":
+            answered = (
+                message.call_id if message.call_id in open_calls else next(iter(open_calls), "")
+            )
+            message = replace(message, call_id=open_calls.pop(answered, ""))
         numbered.append(message)
     return numbered
 
 
-def _called(message: Message) -> list[str]:
-    """The names of the tools that a turn calls."""
-    return [call["name"] for call in json.loads(message.calls or "[]")]
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return json.loads(message.calls or "[]")  # type: ignore[no-any-return]
 
 
 def _marked(message: Message, number: int) -> Message:
     """The message with markers in the place of its data: of what it says, and of each call."""
     calls = [
         {**call, "arguments": {"key": _MARK.format(number, 1 + k)}}
-        for k, call in enumerate(json.loads(message.calls or "[]"))
+        for k, call in enumerate(_calls(message))
     ]
     speaks = message.content.strip() or not calls
     return Message(
@@ -585,7 +584,7 @@ def _marked(message: Message, number: int) -> Message:
 
 
 def _changed_json(text: str, change: Callable[[str], str]) -> str:
-    """JSON text with each text in it changed."""
+    """JSON text with each text in it changed; empty text stays empty."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, str):
@@ -596,4 +595,4 @@ def _changed_json(text: str, change: Callable[[str], str]) -> str:
             return {change(key): changed(part) for key, part in value.items()}
         return value
 
-    return json.dumps(changed(json.loads(text)), ensure_ascii=False)
+    return text and json.dumps(changed(json.loads(text)), ensure_ascii=False)

@@ -203,7 +203,7 @@ def _turn(turn: Any) -> Message:
         message = _calling(content if isinstance(content, str) else "", calls)
         return replace(message, thought=_thought(turn))
     if name in CALLS:
-        return _called(content)
+        return replace(_called(content), thought=_thought(turn))
     if role == "tool" and isinstance(content, list | dict):
         content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
@@ -326,11 +326,13 @@ def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
 def _with_calls(before: Message, message: Message) -> Message:
     """One answer of two turns: words or calls, and further calls."""
     text = f"{before.content}\n{message.content}" if before.content else message.content
+    thought = "\n".join(filter(None, [before.thought, message.thought]))
     if not message.calls or ("<tool_call>" in before.content and not before.calls):
-        return replace(before, content=text, calls="", said="")
+        return replace(before, content=text, calls="", said="", thought=thought)
     calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
     words = before.said if before.calls else before.content
-    return replace(before, content=text, calls=json.dumps(calls, ensure_ascii=False), said=words)
+    calls_text = json.dumps(calls, ensure_ascii=False)
+    return replace(before, content=text, calls=calls_text, said=words, thought=thought)
 
 
 def _results(message: Message, *, calls: str) -> list[Message]:
