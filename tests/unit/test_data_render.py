@@ -403,6 +403,25 @@ def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str)
             assert prompt.tolist() == inputs["input_ids"]
 
 
+@pytest.mark.skipif("gptoss" not in OF_TRL, reason="TRL is not installed")
+def test_tools_of_all_rows_have_one_syntax():
+    """A bare function is written as any other; what the template cannot write is refused."""
+    tokenizer, renderer = of_trl("gptoss")
+    function = {"name": "warm", "description": "How warm?", "parameters": {"type": "object"}}
+
+    def text(tool: dict[str, Any]) -> str:
+        value = {"messages": screen_rows()["calls"], "tools": [tool]}
+        row = FORMATS["messages"].readers[Conversation](Record(value, WHERE), Reading())
+        assert isinstance(row, Conversation)
+        return str(tokenizer.decode(renderer.conversations([row])[0].tokens))
+
+    own = text({"type": "function", "function": function})
+    assert "namespace functions" in own
+    assert text(function) == own
+    with pytest.raises(DataError, match=r"line 7.*no attribute 'description'.*on_bad_row=skip"):
+        text({"name": "warm"})
+
+
 # Rows that went wrong
 
 

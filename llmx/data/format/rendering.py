@@ -120,21 +120,18 @@ def filled(skeleton: Skeleton, messages: tuple[Message, ...], text: str) -> Rend
 
 
 def shapes_of(conversation: Conversation, *, own_tools: bool) -> list[Conversation]:
-    """The conversation as it is, and then as a template that knows less can take it: tools
-    in the system message, tool results as words of the user, the system in the first turn.
-    ``own_tools``: the template may have its own way to write tools."""
+    """The conversation as it is, and then as a template that knows less can take it: tool results
+    as words of the user, the system in the first turn. ``own_tools``: the template has its own way
+    to write tools; else they are in the system message."""
     messages = conversation.messages
-    shapes = [conversation]
-    if conversation.tools:
+    if conversation.tools and not own_tools:
         note = f"Tools that you may call, as JSON:\n{conversation.tools}"
         if messages[0].role == "system":
-            shapes.append(replace(conversation, messages=_without_system(messages)))
             note = f"{messages[0].content}\n\n{note}"
             messages = messages[1:]
         messages = (Message("system", note), *messages)
-        shapes.append(replace(conversation, messages=messages, tools=""))
-        if not own_tools:
-            del shapes[:-1]
+        conversation = replace(conversation, messages=messages, tools="")
+    shapes = [conversation]
     has_calls = any(message.calls for message in messages)
     if not has_calls and any(message.role == "tool" for message in messages):
         turns: list[Message] = []
@@ -146,16 +143,11 @@ def shapes_of(conversation: Conversation, *, own_tools: bool) -> list[Conversati
                 message = Message("user", result)
             turns.append(message)
         messages = tuple(turns)
-        shapes.append(replace(conversation, messages=messages, tools=""))
+        shapes.append(replace(conversation, messages=messages))
     if messages[0].role == "system":
-        shapes.append(replace(conversation, messages=_without_system(messages), tools=""))
+        first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
+        shapes.append(replace(conversation, messages=(first, *messages[2:])))
     return shapes
-
-
-def _without_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages with that of the system in the first turn."""
-    first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
-    return first, *messages[2:]
 
 
 _MARK = "\ue000{}.{}\ue001"
@@ -170,6 +162,10 @@ _PROBES = tuple(
     Conversation(turns * 2, Where(Path("probe"), 1, "row")) for turns in (_ASKING, _CALLING)
 )
 """What is asked of a template once."""
+_TOOL = (
+    '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
+    '{"type": "object", "properties": {"key": {"type": "string", "description": "d"}}}}}]'
+)
 
 
 @dataclass(frozen=True)
@@ -214,20 +210,21 @@ class TemplateSpans:
         weights = tuple(message.weight for message in messages if message.role == "assistant")
         try:
             rendering = self._restored(self._render(self._prepared(conversation), notes))
-        except _NotWritten as error:
+        except Exception as error:  # whatever a template raises, it refuses this row
             roles = " → ".join(message.role for message in messages)
             raise DataError(
                 f"{conversation.where}: the chat template ({self._name}) cannot render {roles}: "
-                f"{error}. data.on_bad_row=skip leaves such rows out and counts them; another "
-                "template is chosen by data.template."
+                f"{_reason(error)}. data.on_bad_row=skip leaves such rows out and counts them; "
+                "another template is chosen by data.template."
             ) from error
         weights = () if set(weights) == {1.0} else weights
         return replace(rendering, weights=weights, notes=notes)
 
     def _render(self, conversation: Conversation, notes: Counter[str]) -> Rendering:
         problem = ""
-        own_tools = not conversation.tools or self._call_form is not None
-        for shaped in shapes_of(conversation, own_tools=own_tools):
+        for shaped in shapes_of(
+            conversation, own_tools=bool(conversation.tools) and self._own_tools
+        ):
             messages = shaped.messages
             skeleton = self._skeleton_of(shaped)
             if isinstance(skeleton, str):
@@ -264,6 +261,7 @@ class TemplateSpans:
             calls = _changed_json(message.calls, self._hidden)
             messages.append(replace(message, content=content, calls=calls, thought=thought))
         tools = _changed_json(conversation.tools, self._hidden)
+        tools = tools if _HIDDEN.search(tools) else conversation.tools  # as it stands
         return replace(conversation, messages=tuple(messages), tools=tools)
 
     def _with_thought(self, message: Message) -> Message:
@@ -311,6 +309,12 @@ class TemplateSpans:
             if turns_of[1].closing == turns_of[5].closing:
                 return form
         return None
+
+    @cached_property
+    def _own_tools(self) -> bool:
+        """Whether the template writes tools and calls of them. One decision for all rows."""
+        probe = replace(_PROBES[1], tools=_TOOL)
+        return self._call_form is not None and isinstance(self._skeleton_of(probe), Skeleton)
 
     @property
     def turn_ends(self) -> set[str]:
@@ -360,9 +364,16 @@ class TemplateSpans:
     ) -> str:
         if form is None and any(message.calls for message in messages):
             form = self._call_form
+        # Templates take tools as OpenAI's API does: a bare function stands in an object.
+        functions = [
+            {"type": "function", "function": tool}
+            if "name" in tool and "function" not in tool
+            else tool
+            for tool in json.loads(tools or "[]")
+        ]
         text = self._tokenizer.apply_chat_template(
             self._dicts(messages, form),
-            tools=json.loads(tools) if tools else None,
+            tools=functions or None,
             chat_template=self._template,
             add_generation_prompt=generation_prompt,
             tokenize=False,
