@@ -222,9 +222,8 @@ class TemplateSpans:
 
     def _render(self, conversation: Conversation, notes: Counter[str]) -> Rendering:
         problem = ""
-        for shaped in shapes_of(
-            conversation, own_tools=bool(conversation.tools) and self._own_tools
-        ):
+        own_tools = not conversation.tools or self._own_tools
+        for shaped in shapes_of(conversation, own_tools=own_tools):
             messages = shaped.messages
             skeleton = self._skeleton_of(shaped)
             if isinstance(skeleton, str):
