@@ -711,8 +711,8 @@ class Grpo(Task):
         )
         for at, name in enumerate(self._functions):
             self._report(name, [row[at].problem for row in outcomes])
-        values = [[np.nan if one.value is None else one.value for one in row] for row in outcomes]
-        failed = np.array([any(one.problem for one in row) for row in outcomes], np.bool_)
+        values = [[outcome.value for outcome in row] for row in outcomes]  # NaN for None
+        failed = np.array([any(outcome.problem for outcome in row) for row in outcomes], np.bool_)
         return np.array(values, np.float64).reshape(len(rows), len(self._functions)), failed
 
     def _report(self, reward: str, problems: Sequence[str]) -> None:
@@ -725,11 +725,11 @@ class Grpo(Task):
             )
         self._failed[reward] += len(failures)
         self._seen[reward] += len(problems)
-        count, seen, max_lost = self._failed[reward], self._seen[reward], self.exp.task.max_lost
-        if failures and too_much(count / seen, count, max_lost=max_lost):
+        count, total, max_lost = self._failed[reward], self._seen[reward], self.exp.task.max_lost
+        if failures and too_much(count / total, count, max_lost=max_lost):
             raise ConfigError(
-                f"the reward {reward} failed for {count} of {plural(seen, 'completion')}: "
-                f"{failures[0]} Correct it. {rule(count / seen, max_lost=max_lost)}"
+                f"the reward {reward} failed for {count} of {plural(total, 'completion')}: "
+                f"{failures[0]} Correct it. {rule(count / total, max_lost=max_lost)}"
             )
 
     def _over_ranks(
