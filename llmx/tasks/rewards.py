@@ -212,7 +212,7 @@ def all_outcomes(
 
     def of_row(row: Scored) -> list[Outcome]:
         outcomes = [outcome(reward, row, limit_s=limit_s) for reward in rewards.values()]
-        are_none = not may_abstain and all(given == Outcome(None) for given in outcomes)
+        are_none = not may_abstain and outcomes == [Outcome(None)] * len(outcomes)
         return [Outcome(None, NO_VALUE)] * len(outcomes) if are_none else outcomes
 
     def here(part: Sequence[Scored]) -> list[list[Outcome]]:

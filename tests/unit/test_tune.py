@@ -157,7 +157,7 @@ def test_the_default_batch_of_a_task_is_the_same_for_all_candidates(
     """Two ranks of 3 take 30 of the 32, two of 8 would take 32."""
     make_model(vocab_size=1024).save_pretrained(tmp_path / "base")
     words = "model.tokenizer=demo hardware=cpu2 data=demo zero=stage1 data.seq_len=16 "
-    words += "model.activation_checkpointing=none batch.micro_batch=3,8"
+    words += "model.activation_checkpointing=none batch.micro_batch=3,8 task.max_lost=1"
     assert main(["tune", f"model.path={tmp_path / 'base'}", *words.split()]) == 0
     assert speeds.batches == [30, 30]
     assert "every candidate trains 30 samples a step" in capsys.readouterr().out
