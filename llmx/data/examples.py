@@ -295,3 +295,11 @@ def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()"
 
 def listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "none"
+
+
+def over_long_of(split: DatasetSplit, encoding: Encoding) -> str:
+    """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
+    data = split.data
+    splits = encoding.splits_documents and not encoding.columns and split.has_text
+    splits = splits and data.packing != "concat"  # which cuts anyway
+    return "truncate" if data.over_long == "split" and not splits else data.over_long

@@ -57,8 +57,6 @@ from llmx.text import plural, printable
 if TYPE_CHECKING:  # the control process reads first rows, and draws none
     import numpy as np
 
-    from llmx.data.examples import Encoding
-
 T = TypeVar("T")
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
@@ -620,11 +618,3 @@ def with_progress(records: Iterator[T], meter: Meter, progress: PreparationProgr
 
 def pass_over(error: RecordError) -> None:
     """Ignores a bad record, which another reading of the same source records."""
-
-
-def over_long_of(split: DatasetSplit, encoding: Encoding) -> str:
-    """``data.over_long``; ``truncate`` where it is ``split`` and there is nothing to split."""
-    data = split.data
-    splits = encoding.splits_documents and not encoding.columns and split.has_text
-    splits = splits and data.packing != "concat"  # which cuts anyway
-    return "truncate" if data.over_long == "split" and not splits else data.over_long

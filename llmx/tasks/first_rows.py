@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
-from llmx.data.examples import check_task, encoded
+from llmx.data.examples import check_task, encoded, over_long_of
 from llmx.data.source.records import OnBad, RecordError, Row, refuse
-from llmx.data.split import DatasetSplit, Source, over_long_of
+from llmx.data.split import DatasetSplit, Source
 from llmx.errors import ConfigError, LlmxError
 from llmx.plan.geometry import position_limit
 from llmx.run.rundir import load_yaml, write_json

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx import text as human
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding
+from llmx.data.examples import Encoding, over_long_of
 from llmx.data.format.rendering import NOTES
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import (
@@ -33,7 +33,7 @@ from llmx.data.source.records import (
     names,
     write_rejected,
 )
-from llmx.data.split import DatasetSplit, over_long_of
+from llmx.data.split import DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT, SampleStore, cannot_write, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec, renderer_of
 from llmx.data.store.staging import Staging

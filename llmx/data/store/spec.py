@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding, check_task
+from llmx.data.examples import Encoding, check_task, over_long_of
 from llmx.data.format.rendering import day_written
 from llmx.data.format.rows import Conversation, Preference, Prompted
-from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit, over_long_of
+from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
