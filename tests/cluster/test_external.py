@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from llmx.run.rundir import read_json
 from tests.cluster.launching import SMALL, nothing_left, rank_pids
 from tests.cluster.netns import Cluster, wait_until
@@ -15,6 +17,7 @@ from tests.cluster.netns import Cluster, wait_until
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_the_ranks(
     make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
 ) -> None:

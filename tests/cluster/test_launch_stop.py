@@ -67,7 +67,11 @@ def bystanders(cluster: Cluster) -> Iterator[Callable[[], bool]]:
 # One handler serves SIGINT and SIGTERM; how ranks are reached differs by transport.
 @pytest.mark.parametrize(
     ("transport", "number"),
-    [("ssh", signal.SIGINT), ("openmpi", signal.SIGTERM), ("slurm", signal.SIGUSR1)],
+    [
+        ("ssh", signal.SIGINT),
+        pytest.param("openmpi", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("slurm", signal.SIGUSR1, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_killed_rank_is_named_and_a_stopped_run_leaves_nothing(
     transport: str,
@@ -103,7 +107,9 @@ def test_a_killed_rank_is_named_and_a_stopped_run_leaves_nothing(
         assert "checkpoint of step" in run.result()["cause"]
 
 
-@pytest.mark.parametrize("transport", ["ssh", "openmpi", "slurm"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("ssh", marks=pytest.mark.nightly), "openmpi", "slurm"]
+)
 def test_ranks_do_not_outlive_their_supervisor(
     transport: str, request: pytest.FixtureRequest, tmp_path: Path, need: Callable[..., None]
 ) -> None:

@@ -9,6 +9,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from llmx.launch.supervision.journal import read_attempts
 from llmx.observe.status.observer import Observer
 from llmx.observe.status.view import interpret
@@ -44,6 +46,7 @@ def until_attempt(run: LlmxRun, number: int, *, step: int) -> None:
     wait_until(there, timeout_s=240, what=f"attempt {number} saves after step {step}")
 
 
+@pytest.mark.nightly
 def test_a_host_goes_and_comes_back_empty(make_cluster: Make, tmp_path: Path, need: Need) -> None:
     """No shared disk. The far host loses its power: the run goes on without it, from what was
     collected; when it is back, with nothing on its disk, it takes part again."""
@@ -165,6 +168,7 @@ def test_a_supervisor_that_is_away(make_cluster: Make, tmp_path: Path, need: Nee
     nothing_left(cluster, timeout_s=10)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path) -> None:
     """The last checkpoint does not fit: the run waits until somebody makes space, and ends well."""
     cluster = make_cluster(hosts=1)
@@ -197,6 +201,7 @@ def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path) -> None:
     nothing_left(cluster, timeout_s=5)
 
 
+@pytest.mark.nightly
 def test_a_network_that_fails_between_the_hosts(make_cluster: Make, tmp_path: Path) -> None:
     """ssh works on. It is said who waits for whom; training goes on when the network does. Where
     ranks have failed meanwhile, the next attempt waits for the network."""

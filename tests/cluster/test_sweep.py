@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from llmx.run.rundir import RunDir, read_mapping
@@ -32,6 +33,7 @@ TRIALS: dict[str, dict[str, Any]] = {
 """In this order, two at a time: the first two have a host each; the third waits for the first."""
 
 
+@pytest.mark.nightly
 def test_a_sweep_on_two_hosts_ends_as_it_must(
     make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     assert "The frozen weights of the model 'policy' are others" in logs(started.dir)
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.nightly), "lora"])
 def test_added_tokens_from_zero_3_to_the_exported_model(
     ranks: Server, base: Path, tmp_path: Path, adapter: str
 ) -> None:

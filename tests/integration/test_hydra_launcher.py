@@ -85,6 +85,7 @@ def losses(run: Path) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -> None:
     """Two at a time, and two that are refused; the sweep is killed while both train, and goes on.

@@ -28,6 +28,7 @@ WORDS = (
 )
 
 
+@pytest.mark.nightly
 def test_it_is_ended_in_its_second_stage_and_finished_by_the_same_command(tmp_path: Path) -> None:
     sft, reward, grpo = (RunDir(tmp_path / "chain" / name) for name in ("sft", "reward", "grpo"))
     words = [*WORDS, forked()]

@@ -45,6 +45,7 @@ def check_metrics(run: LocalRun, last: int) -> None:
     assert [record["kind"] for record in found].count("start") == 1
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, "task.steps=160", *SAVING)
     until_committed(run, 2 * EVERY)
@@ -120,6 +121,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     assert run.result()["run_id"] == read_json(run.dir.identity)["run_id"]
 
 
+@pytest.mark.nightly
 def test_a_step_that_diverges_twice_is_passed_over(tmp_path: Path) -> None:
     """The first time it may have been the machine; the second time it is that step's samples."""
     words = ("task.steps=12", "checkpoint.every_steps=4", "task.log_every_steps=1")

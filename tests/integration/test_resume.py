@@ -280,6 +280,7 @@ def test_saved_by_the_clock_and_in_the_middle_of_an_evaluation(
     assert_same_run(run, reference)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_asked_for_its_stacks_a_thousand_times_trains_on(
     ranks: Server, tmp_path: Path
 ) -> None:

@@ -64,7 +64,7 @@ def numbers(run: RunDir) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in trained(run)]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_unequal_ranks_train_the_same_and_resume_bitwise(
     stage: int, tmp_path: Path, ranks: Server
 ) -> None:
@@ -177,7 +177,7 @@ DRIFTING = 12
 """Steps of a run in which a rank gets slower."""
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_drift_is_corrected_and_resume_repeats_it(
     stage: int, tmp_path: Path, ranks: Server
 ) -> None:

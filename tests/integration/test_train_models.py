@@ -49,7 +49,10 @@ def start(jobs: list[dict[str, Any]], out: Path, *, world: int) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+NIGHTLY_SPLITS = [pytest.param(world, marks=pytest.mark.nightly) for world in (1, 3)]
+
+
+@pytest.fixture(scope="module", params=[2, *NIGHTLY_SPLITS])
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, list[dict[str, Any]]]:

@@ -55,7 +55,7 @@ def without_compilers(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_bf16(plain: Finished, stage: int) -> None:
     run = beside(plain, f"bf16-{stage}", "precision=bf16", f"zero=stage{stage}")
     # Eight bits of mantissa: near the fp32 curve, and not on it.
@@ -64,7 +64,9 @@ def test_bf16(plain: Finished, stage: int) -> None:
     assert run.losses[-1] < run.losses[0] - 1.0
 
 
-@pytest.mark.parametrize("zero", ["stage2_offload", "stage3_offload"])
+@pytest.mark.parametrize(
+    "zero", [pytest.param("stage2_offload", marks=pytest.mark.nightly), "stage3_offload"]
+)
 def test_offload_is_the_same_training(plain: Finished, zero: str, tmp_path: Path) -> None:
     """With PyTorch's AdamW, so no compiler is needed, and none is there."""
     run = beside(plain, zero, f"zero={zero}", PATH=without_compilers(tmp_path / "bin"))
