@@ -1,6 +1,8 @@
-"""How much of a run may be lost: one rule for rows, tokens and rewards (``task.max_lost``).
+"""How much of a run may be lost: one rule for rows, tokens, rewards and checkpoints
+(``task.max_lost``).
 
-Tried by ``python -m pytest tests/unit/test_data_prepare.py tests/unit/test_tasks_grpo.py``.
+Tried by ``python -m pytest tests/unit/test_data_prepare.py tests/unit/test_tasks_grpo.py
+tests/unit/test_train_save.py``.
 """
 
 from __future__ import annotations

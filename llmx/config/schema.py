@@ -428,8 +428,8 @@ class TaskConfig:
     Null: only a loss that is not finite counts."""
     max_lost: float = number(0.2, minimum=0, maximum=1)
     """The largest part that may be lost of the rows (left out or rejected), of their tokens (cut
-    off), and of the rewards of completions (they fail). A run that loses more of them, and at least
-    12, is refused or ends with the reason. 1 allows everything."""
+    off), of the rewards of completions and of the checkpoints (they fail). A run that loses more of
+    them, and at least 12, is refused or ends with the reason. 1 allows everything."""
 
 
 @dataclass

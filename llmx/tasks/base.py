@@ -23,7 +23,7 @@ from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.models.sampling import sample_seed
 from llmx.run.metrics import Metric
-from llmx.run.metrics.completions import DEFAULT_METRICS, declare, score
+from llmx.run.metrics.completions import DEFAULT_METRICS, METRICS, declare, load_metric, score
 
 if TYPE_CHECKING:
     import numpy as np
@@ -219,8 +219,8 @@ class Task:
     (``data.over_long=split``). Its example has no columns then."""
 
     asks_tokenizer: bool = False
-    """Whether the task may refuse a tokenizer, or runs code of the user's: before a launch it is
-    then made with the tokenizer, and ``load`` is called, in a process of its own."""
+    """Whether the task may refuse a tokenizer: before a launch it is then made with the tokenizer,
+    and ``load`` is called, in a process of its own, as it is where it runs code of the user's."""
 
     normaliser: Normaliser = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
@@ -360,7 +360,13 @@ class Task:
         """Raise ConfigError for data, or options of it, that this task cannot be trained on."""
 
     def load(self) -> None:
-        """Import what the options name. Raises ConfigError for what cannot be used."""
+        """Import the functions that the config names, before data are read.
+
+        Raises ConfigError for what cannot be used.
+        """
+        for name in self.exp.task.eval_metrics:
+            if name not in METRICS:
+                load_metric(name)
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
         """Called once on every rank, when the data is prepared and before the models are built:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
+from llmx.config.user_code import user_functions
 from llmx.data.examples import check_task, encoded, over_long_of
 from llmx.data.source.records import OnBad, RecordError, Row, refuse
 from llmx.data.split import DatasetSplit, Source
@@ -43,7 +44,8 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
     """
     task, max_lost = task_of(exp, tokenizer), exp.task.max_lost
     longest = position_limit(exp.model.network)
-    warnings, asks_tokenizer = list[str](), task.asks_tokenizer
+    warnings = list[str]()
+    asks_tokenizer = task.asks_tokenizer or bool(user_functions(exp.task))
     for split in ["train", "eval"] if exp.data.has_eval else ["train"]:
         dataset_split = DatasetSplit.of(
             exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights

@@ -304,9 +304,7 @@ class Grpo(Task):
         self._collapse = CollapseWatch(
             may_stop=exp.task.max_lost < 1 and "no_signal" in self._measures
         )
-        self.asks_tokenizer = any(":" in name for name in self.options.rewards) or bool(
-            self.options.environment
-        )
+        self.asks_tokenizer = bool(self.options.environment)
 
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
@@ -359,11 +357,11 @@ class Grpo(Task):
         return [name for name in self.options.rewards if name in ("exact_match", MATH)]
 
     def see_data(self, train: SampleStore, evaluation: SampleStore | None) -> list[str]:
-        self.load()  # before models are built
         return [f"rewards: {', '.join(self._rewards)}"]
 
     def load(self) -> None:
-        """Import the rewards and the environment."""
+        """Import the rewards, the environment and the metrics."""
+        super().load()
         _ = self._functions
         if self.options.environment:
             self._observations.check()

@@ -37,6 +37,7 @@ from llmx.config import CheckpointConfig
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json
 from llmx.run.scratch import scratch_directory
+from llmx.tolerance import rule, too_much
 from llmx.train.engine.build import Engine
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import ResumePoint
@@ -171,6 +172,11 @@ class DiskFull(OSError):
     """The disk could not take the last checkpoint of a run."""
 
 
+def _lost(error: SaveFailed, text: str) -> DiskFull | SaveFailed:
+    """The end of a run that cannot save: a fault of the storage where the disk named one."""
+    return DiskFull(error.fault, text) if error.fault else SaveFailed(text)
+
+
 def ever_saves(config: CheckpointConfig) -> bool:
     """Whether a run may write checkpoints at all."""
     return bool(config.every_steps or config.every_minutes or config.at_end or config.on_signal)
@@ -186,6 +192,7 @@ class Saver:
         run_dir: RunDir,
         *,
         lr: float,
+        max_lost: float,
         engine: Engine,
         tokenizer: Any,
         identity: dict[str, Any],
@@ -198,7 +205,8 @@ class Saver:
         log: Callable[[str], None],
         files: Mapping[str, str] = NO_FILES,
     ) -> None:
-        """``files``: beside the model in every checkpoint (``Task.export_files``)."""
+        """``files``: beside the model in every checkpoint (``Task.export_files``). ``max_lost``:
+        the share of saves that may fail."""
         self.config, self.plan, self.engine, self.lr = config, plan, engine, lr
         self.identity, self.resume_point = identity, resume_point
         self.consensus, self.topology = consensus, topology
@@ -219,6 +227,7 @@ class Saver:
         self._job: SaveJob | None = None
         self._began = time.monotonic()
         self._passed_over = self._reported_foreground = False
+        self._max_lost, self._num_saves, self._num_failed = max_lost, 0, 0
 
     # Flags: exchanged at every step.
 
@@ -285,7 +294,7 @@ class Saver:
                 "the previous checkpoint are lost. Free some space, or make the disk writable, "
                 "then resume with `python -m llmx resume RUN`."
             )
-            raise DiskFull(job.error.fault, text) if job.error.fault else SaveFailed(text)
+            raise _lost(job.error, text)
 
     def save_and_exit(self, step: int, progress: TrainingProgress) -> NoReturn:
         """Save unless this step is saved, then exit with the status ``interrupted``. Collective."""
@@ -378,9 +387,26 @@ class Saver:
         self._collect()
 
     def _collect(self) -> None:
-        """Drop a save that is over."""
+        """Drop a save that is over. Where too many have failed, training is for nothing.
+
+        Raises:
+            DiskFull, SaveFailed: alike on all ranks.
+        """
         self._raise_if_broken()
-        self._job = None
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._num_saves += 1
+        self._num_failed += isinstance(job.error, SaveFailed)
+        share = self._num_failed / self._num_saves
+        if isinstance(job.error, SaveFailed) and too_much(
+            share, self._num_failed, max_lost=self._max_lost
+        ):
+            raise _lost(
+                job.error,
+                f"{self._num_failed} of {self._num_saves} checkpoints could not be saved, the last "
+                f"one because of: {job.error}. {rule(share, max_lost=self._max_lost)}",
+            )
 
     def _raise_if_broken(self) -> None:
         """Raise an error that is not of the disk (a dead peer): others may not have noticed, and

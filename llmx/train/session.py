@@ -19,7 +19,6 @@ from llmx.plan.geometry import position_limit
 from llmx.plan.types import Plan
 from llmx.rollout.client import IDLE_SHARE, RolloutServers
 from llmx.run.metrics import Metric
-from llmx.run.metrics.completions import METRICS, load_metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.tasks import Task, task_of, tokenizer_of
@@ -192,6 +191,7 @@ def open_session(
         plan,
         run_dir,
         lr=optim_of(exp.optim, exp.adapter).lr,
+        max_lost=exp.task.max_lost,
         engine=engine,
         tokenizer=task.tokenizer,
         identity=run_identity,
@@ -229,9 +229,7 @@ def _open_task(exp: Experiment) -> tuple[Task, CheckpointConfig, EarlyStopping |
     """The task, and the rules by its metrics. What they name wrongly fails before data is read."""
     task = task_of(exp, tokenizer_of(exp))
     check_declared(task.metrics, task=exp.task.kind)
-    for name in exp.task.eval_metrics:
-        if name not in METRICS:
-            load_metric(name)
+    task.load()
     checkpoint, kind = exp.checkpoint, exp.task.kind
     if checkpoint.metric == "auto":
         checkpoint = dataclasses.replace(checkpoint, metric=task.judged_by)

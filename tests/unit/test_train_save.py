@@ -285,6 +285,7 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
         make_plan(exp),
         run,
         lr=exp.optim.lr,
+        max_lost=0.2,
         engine=None,
         tokenizer=None,
         identity={},
@@ -328,6 +329,20 @@ def test_a_save_that_broke_on_one_rank_is_not_taken_for_a_slow_disk(run, monkeyp
     done(saver._job)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         saver.at_boundary(3, Flags(busy=True), PROGRESS)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, 0])
+def test_a_run_that_cannot_save_ends_and_says_why(run: RunDir, fault: int) -> None:
+    saver = make_saver(run, print)
+    for number in range(1, 13):
+        saver._job = done(make_job(run, number))
+        saver._job.error = SaveFailed("the disk is full", fault=fault) if number > 1 else None
+        saver.at_boundary(number, Flags(), PROGRESS)
+    saver._job = done(make_job(run, 13))
+    saver._job.error = SaveFailed("the disk is full", fault=fault)
+    expected = saver_module.DiskFull if fault else SaveFailed
+    with pytest.raises(expected, match=r"12 of 13 .* disk is full\. At most 20% .*max_lost=0.93"):
+        saver.at_boundary(13, Flags(), PROGRESS)
 
 
 def test_a_disk_that_is_too_slow_is_waited_for_once(run, monkeypatch) -> None:
