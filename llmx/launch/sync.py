@@ -5,10 +5,8 @@ Only what the ranks read is copied, and never what looks like a credential (``DE
 ``python -m llmx plan launch=rsync ...`` lists it. Prepared data is not copied here: the ranks send
 it to each other, of this run only (``llmx/data/distributed``).
 
-``python -m llmx launch.sync=rsync ...``. rsync sends only what changed and verifies every file that
-it sends. Afterwards a dry run compares again: by content for paths of up to
-``CHECKSUM_LIMIT_BYTES``, by size and time for larger ones. What has not changed since then, here
-and there, is not looked at again (``HostRecord``): the next trial of a sweep costs one question.
+``python -m llmx launch.sync=rsync ...``. rsync sends only what changed, by size and time, and
+verifies every file that it sends.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from llmx.config.schema import Experiment
 from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
 from llmx.hardware.remote import survey_source
-from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.agents.connection import AgentError, Connection, Message
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
@@ -69,36 +66,21 @@ class HostRecord:
                 stack.enter_context(_lock(self.path.with_suffix(".sync"), cancelled))
             yield
 
-    def is_synced(self, path: str, here: str | None, there: str | None) -> bool:
-        """Whether the path was verified on the host, and neither side has changed since."""
-        stamps = self._read("synced").get(path)
-        return bool(here and there) and stamps == [here, there]
-
-    def note_synced(self, path: str, here: str | None, there: str | None) -> None:
-        """The path was verified; with a stamp missing it will be looked at again."""
-        self._note("synced", path, [here, there] if here and there else None)
-
     def survey(self, request: str) -> dict[str, Any]:
         """The facts of the last survey that was asked the same; empty where there is none."""
-        facts = self._read("surveys").get(request)
+        facts = self._surveys().get(request)
         return facts if isinstance(facts, dict) else {}
 
     def note_survey(self, request: str, facts: Mapping[str, Any]) -> None:
-        self._note("surveys", request, dict(facts))
-
-    def _read(self, part: str) -> dict[str, Any]:
-        values = read_mapping(self.path).get(part)
-        return values if isinstance(values, dict) else {}
-
-    def _note(self, part: str, key: str, value: Any) -> None:
+        """Keep the facts, and of the earlier surveys the last ones."""
         with contextlib.suppress(OSError), _lock(self.path.with_suffix(".lock"), lambda: False):
-            values = read_mapping(self.path)
-            entries = {name: stamp for name, stamp in self._read(part).items() if name != key}
-            if value is not None:
-                entries[key] = value
-            if part == "surveys":
-                entries = dict(list(entries.items())[-MAX_SURVEYS:])
-            write_json(self.path, {**values, part: entries})
+            surveys = {name: kept for name, kept in self._surveys().items() if name != request}
+            surveys[request] = dict(facts)
+            write_json(self.path, {"surveys": dict(list(surveys.items())[-MAX_SURVEYS:])})
+
+    def _surveys(self) -> dict[str, Any]:
+        surveys = read_mapping(self.path).get("surveys")
+        return surveys if isinstance(surveys, dict) else {}
 
 
 def survey_request(python: str, questions: Mapping[str, Any]) -> str:
@@ -126,7 +108,6 @@ def _lock(path: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-CHECKSUM_LIMIT_BYTES = 1 << 30
 DENIED = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", ".git-credentials", ".npmrc", ".pypirc", ".ssh",
     ".aws", ".azure", ".gnupg", ".kube", "kubeconfig", ".docker", ".dockerconfigjson", ".config",
@@ -296,7 +277,7 @@ def push(
     def push_host(connection: Connection) -> str:
         record = HostRecord(spec.plan.hosts[connection.hosts[0]])
         with record.alone(cancelled=lambda: pool.terminated):
-            return _push_host(spec, pool, connection, record, notify)
+            return _push_host(spec, pool, connection, notify)
 
     with ThreadPoolExecutor(max_workers=8) as threads:
         try:
@@ -311,7 +292,6 @@ def _push_host(
     spec: LaunchSpec,
     pool: RsyncPool,
     connection: Connection,
-    record: HostRecord,
     notify: Callable[[str], None],
 ) -> str:
     name, private_run_dir = connection.name, not connection.shared
@@ -328,11 +308,6 @@ def _push_host(
     def there_of(path: str | Path) -> str:
         return spec.path_on(connection.hosts[0], path)
 
-    def stamps(items: list[SyncPath]) -> dict[str, str | None]:
-        paths = [(there_of(item.path), list(item.excludes)) for item in items]
-        reply = ask("look at its files", "stamp", timeout_s=600, paths=paths)
-        return {item.path: reply["stamps"].get(there_of(item.path)) for item in items}
-
     items = [
         item
         for item in paths_to_push(spec, run_dir=private_run_dir)
@@ -341,14 +316,6 @@ def _push_host(
     parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
     outputs = [spec.run_dir.logs, spec.run_dir.ranks] if private_run_dir else []
     ask("create the directories", "mkdir", paths=[*map(there_of, parents), *map(there_of, outputs)])
-    trees = [item for item in items if not item.only]
-    here = {item.path: tree_stamp(item.path, list(item.excludes)) for item in trees}
-    there = stamps(trees)
-    changed = [
-        item
-        for item in trees
-        if not record.is_synced(there_of(item.path), here[item.path], there.get(item.path))
-    ]
     files = sent = 0
     for item in items:
         if item.only:
@@ -356,21 +323,11 @@ def _push_host(
             encoded = {file: base64.b64encode(data).decode() for file, data in contents.items()}
             ask("write the run's files", "put", path=there_of(item.path), files=encoded)
             files, sent = files + len(contents), sent + sum(map(len, contents.values()))
-        elif item in changed:
+        else:
             notify(f"sync: {name}: {item.what} {item.path}")
             new_files, new_bytes = _send(pool, name, item)
-            _verify(pool, name, item)
             files, sent = files + new_files, sent + new_bytes
-    if changed:
-        there = stamps(changed)
-        for item in changed:
-            record.note_synced(there_of(item.path), here[item.path], there.get(item.path))
-    unchanged = len(trees) - len(changed)
-    return (
-        f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB; "
-        f"{plural(len(changed), 'path')} verified"
-        + (f", {unchanged} unchanged since the last sync" if unchanged else "")
-    )
+    return f"sync: {name}: {plural(files, 'file')} sent, {sent / 2**20:.1f} MiB"
 
 
 def _there(item: SyncPath) -> list[str]:
@@ -390,34 +347,6 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
         host=host,
     )
     return _number(output, r"transferred: ([\d,]+)"), _bytes_received(output)
-
-
-def _verify(pool: RsyncPool, host: str, item: SyncPath) -> None:
-    """LaunchError where the content on the host differs."""
-    by_content = size_of(item.path) <= CHECKSUM_LIMIT_BYTES
-    mode = ["--checksum"] if by_content else []
-    arguments, names = source_of(item)
-    output = pool.run(
-        ["--dry-run", "--itemize-changes", *mode, *arguments, _target(pool, host, item)],
-        label=item.path,
-        stdin=names,
-        host=host,
-    )
-    lines = differing(output, by_content=by_content)
-    if lines:
-        raise LaunchError(
-            f"launch.sync=rsync: {item.path} on {host} differs after the copy ({lines[0].strip()}, "
-            f"{len(lines)} in all). If something writes there, leave it out, e.g. "
-            "launch.sync_exclude=[*.log]."
-        )
-
-
-def differing(output: str, *, by_content: bool) -> list[str]:
-    """The lines of ``rsync --itemize-changes`` for content that differs: files that would be sent
-    (``<fc``, ``<f+``), directories that would be made (``cd+``). Not ``by_content``, also files of
-    another size or time (``<f.s``, ``<f..t``)."""
-    pattern = r"<f[c+]|cd\+" if by_content else r"<f|cd\+"
-    return [line for line in output.splitlines() if re.match(pattern, line)]
 
 
 def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +18,12 @@ import pytest
 from llmx.checkpoint.manifest import Manifest, digest_bytes
 from llmx.checkpoint.selection import list_steps
 from llmx.errors import LaunchError
-from llmx.launch.agents.agent import tree_stamp
 from llmx.launch.agents.connection import AgentError
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.journal import write_resume
-from llmx.launch.sync import differing, paths_to_push, push, source_of, sync_sizes
+from llmx.launch.sync import RsyncPool, paths_to_push, push, source_of, sync_sizes
 from llmx.run.rundir import RunDir
 from tests.agents import wait_until
 from tests.launches import experiment, spec_of
@@ -51,16 +48,13 @@ class Host:
 
     def __init__(self, name: str = "node-b", index: int = 1) -> None:
         self.name, self.hosts = name, (index,)
-        self.has_files = True
         self.received: dict[str, dict[str, bytes]] = {}
 
     def request(self, cmd: str, *, timeout_s: float, **values: Any) -> dict[str, Any]:
         if cmd == "put":
             files = {name: base64.b64decode(data) for name, data in values["files"].items()}
             self.received[values["path"]] = files
-        paths = values["paths"] if cmd == "stamp" else []
-        stamps = {path: tree_stamp(path, names) for path, names in paths if self.has_files}
-        return {"stamps": stamps}
+        return {}
 
 
 def test_code_run_directory_and_named_paths(tmp_path: Path) -> None:
@@ -168,29 +162,6 @@ def test_credentials_and_what_git_ignores_stay(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("by_content", [True, False])
-def test_what_differs_after_the_copy(tmp_path: Path, by_content: bool) -> None:
-    """By rsync itself, over a remote shell that stays here."""
-    here, there, shell = tmp_path / "here", tmp_path / "there", tmp_path / "shell"
-    for directory in (here, there):
-        directory.mkdir()
-        for name in ("same", "longer", "later", "mode"):
-            (directory / name).write_text("12")
-    (here / "longer").write_text("123")
-    (here / "new").touch()
-    for name in ("same", "longer", "mode"):
-        subprocess.run(["touch", "-r", here / name, there / name], check=True)
-    subprocess.run(["touch", "-d", "yesterday", there / "later"], check=True)
-    (there / "mode").chmod(0o600)
-    shell.write_text(SHELL)
-    shell.chmod(0o755)
-    argv = ["rsync", "-a", "-s", "-e", str(shell), "--dry-run", "--itemize-changes"]
-    argv += ["--checksum"] if by_content else []
-    said = said_by([*argv, f"{here}/", f"host:{there}/"])
-    wrong = {line.split()[-1] for line in differing(said, by_content=by_content)}
-    assert wrong == {"longer", "new"} | (set() if by_content else {"later"})
-
-
 def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one fails, or the user asks for the end, nobody waits for gigabytes to travel."""
     (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
@@ -210,100 +181,57 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - began < 300
 
 
-class Rsync:
-    """Counts what rsync is asked, on this machine: its remote shell stays here."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log = directory / "rsync.log"
-        shell, program = directory / "shell", directory / "bin" / "rsync"
-        real = shutil.which("rsync")
-        program.parent.mkdir()
-        shell.write_text(SHELL)
-        program.write_text(
-            f'#!/bin/sh\n[ "$1" = --server ] && exec {real} "$@"\n'
-            f'echo "$*" >> {self.log}\nexec {real} "$@" -e {shell}\n'
-        )
-        for path in (shell, program):
-            path.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-
-    def calls(self) -> int:
-        """Since the last time it was asked."""
-        text = self.log.read_text() if self.log.exists() else ""
-        self.log.write_text("")
-        return len(text.splitlines())
-
-
 def test_what_has_not_changed_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second trial of a sweep asks the host one question, and sends its own small files."""
+    """The second trial of a sweep sends its own small files; rsync's remote shell stays here."""
+    shell, program = tmp_path / "shell", tmp_path / "bin" / "rsync"
+    program.parent.mkdir()
+    shell.write_text(SHELL)
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --server ] || set -- "$@" -e {shell}\n'
+        f'exec {shutil.which("rsync")} "$@"\n'
+    )
+    for path in (shell, program):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
-    for name in ("code/llmx", "model", "cache/data"):
+    for name in ("code/llmx", "model"):
         (tmp_path / name).mkdir(parents=True)
     weights = tmp_path / "model/weights"
     weights.write_text("1")
-    rsync, said = Rsync(tmp_path, monkeypatch), []
     made = spec(tmp_path, model__path=str(tmp_path / "model"))
     made = dataclasses.replace(
         made, code_root=str(tmp_path / "code"), run_dir=RunDir(tmp_path / "sweep/0")
     )
+    # What the host has is elsewhere: the paths are the same on every host.
+    there = tmp_path / "there"
+    monkeypatch.setattr(RsyncPool, "at", lambda pool, host, path: f"{host}:{there}{path}")
+    for path in ("code/llmx", "model"):
+        (there / str(tmp_path / path).lstrip("/")).mkdir(parents=True)
     made.run_dir.root.mkdir(parents=True)
     made.run_dir.config.write_text("seed: 1\n")
     host: Any = Host()
 
-    def sync() -> int:
-        said.clear()
+    def sync() -> str:
+        said: list[str] = []
         push(made, [host], said.append)
-        return rsync.calls()
+        assert len(said) == 3, "code, the model, and what was sent"
+        return said[-1]
 
-    # Code and the model are sent and compared.
-    assert sync() == 2 + 2
+    assert sync() == "sync: node-b: 2 files sent, 0.0 MiB"
     assert host.received == {str(made.run_dir.root): {"config.yaml": b"seed: 1\n"}}
-    assert sync() == 0
-    assert said == [
-        "sync: node-b: 1 file sent, 0.0 MiB; 0 paths verified, 2 unchanged since the last sync"
-    ]
-    weights.write_text("2")
-    assert sync() == 2
-    (tmp_path / "cache/data/store").write_text("prepared by a trial")
+    copied = there / str(weights).lstrip("/")
+    assert copied.read_text() == "1"
+    assert sync() == "sync: node-b: 1 file sent, 0.0 MiB"
+    weights.write_text("22")
     (tmp_path / "code/llmx/__pycache__").mkdir()
-    assert sync() == 0
-    # A disk that was lost there, an old agent that is asked something new, no cache here.
-    host.has_files = False
-    assert sync() == 4
-    host.has_files = True
-    assert sync() == 4
-    assert sync() == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        (lambda top: (top / "a/keep.pyc").write_text("another"), True),
-        (lambda top: (top / "runs/one/file").write_text("another"), True),
-        (lambda top: (top / "a/runs/one/file").write_text("another"), False),
-        (lambda top: (top / "a/file").write_text("another"), False),
-        (lambda top: (top / "a/file").unlink(), False),
-        (lambda top: (top / "a/new").touch(), False),
-        (lambda top: (top / "a/empty").mkdir(), False),
-        (lambda top: os.utime(top / "a/file", (1, 1)), False),
-    ],
-)
-def test_a_stamp_is_of_what_rsync_would_send(
-    tmp_path: Path, change: Callable[[Path], object], same: bool
-) -> None:
-    top = tmp_path / "top"
-    for name in ("a", "runs/one", "a/runs/one"):
-        (top / name).mkdir(parents=True, exist_ok=True)
-        (top / name / "file").write_text(name)
-    excludes = ["*.pyc", "/runs/one"]
-    before = tree_stamp(str(top), excludes)
-    assert before is not None
-    change(top)
-    assert (tree_stamp(str(top), excludes) == before) is same
-    assert tree_stamp(str(top), ["runs/*"]) is None, "a pattern that is rsync's own"
-    assert tree_stamp(str(top / "nothing"), []) is None
+    assert sync() == "sync: node-b: 2 files sent, 0.0 MiB"
+    assert copied.read_text() == "22"
+    shutil.rmtree(copied.parent)  # a disk that was lost there
+    copied.parent.mkdir()
+    assert sync() == "sync: node-b: 2 files sent, 0.0 MiB"
+    assert not list(there.rglob("__pycache__"))
 
 
 class SavingHost:

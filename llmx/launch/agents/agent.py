@@ -27,7 +27,6 @@ import collections
 import contextlib
 import errno
 import fcntl
-import fnmatch
 import glob
 import json
 import os
@@ -35,7 +34,6 @@ import random
 import select
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -525,10 +523,6 @@ class Agent:
             os.makedirs(path, exist_ok=True)
         return {}
 
-    def do_stamp(self, message: Message) -> Message:
-        """The stamps of paths here, each with the names that are left out of it."""
-        return {"stamps": {path: tree_stamp(path, names) for path, names in message["paths"]}}
-
     def do_put(self, message: Message) -> Message:
         """Write small files into a directory, each whole or not at all."""
         os.makedirs(message["path"], exist_ok=True)
@@ -817,50 +811,6 @@ def tag_of(token: str) -> str:
     import hashlib  # not for each start of an agent
 
     return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
-
-
-def tree_stamp(path: str, excludes: list[str]) -> str | None:
-    """A digest of names, sizes and times, which stays as long as no file of the path is changed,
-    added or removed. None where the path is missing, or where ``excludes`` has a pattern of rsync
-    that is more than a name (``*.pyc``) or a path from the top (``/runs/a``).
-    """
-    names = [pattern for pattern in excludes if "/" not in pattern]
-    tops = {pattern for pattern in excludes if pattern not in names}
-    if any(not top.startswith("/") or set(top) & set("*?[") for top in tops):
-        return None
-    import hashlib  # not for each start of an agent
-
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(where: str, relative: str) -> None:
-        status = os.lstat(where)
-        if stat.S_ISLNK(status.st_mode):
-            entry = f"{relative}\0{os.readlink(where)}"
-        elif stat.S_ISREG(status.st_mode):
-            entry = f"{relative}\0{status.st_size}\0{status.st_mtime_ns}"
-        elif stat.S_ISDIR(status.st_mode):
-            digest.update(f"{relative}/\n".encode("utf-8", "surrogateescape"))
-            below(where, relative)
-            return
-        else:
-            return
-        digest.update(f"{entry}\n".encode("utf-8", "surrogateescape"))
-
-    def below(directory: str, relative: str) -> None:
-        for name in sorted(os.listdir(directory)):
-            inner = f"{relative}/{name}"
-            if inner not in tops and not any(fnmatch.fnmatchcase(name, n) for n in names):
-                add(os.path.join(directory, name), inner)
-
-    try:
-        real = os.path.realpath(path)
-        if os.path.isdir(real):
-            below(real, "")
-        else:
-            add(real, "")
-    except OSError:  # not there, or changed meanwhile
-        return None
-    return digest.hexdigest()
 
 
 def _is_rank(argv: list[str]) -> bool:
