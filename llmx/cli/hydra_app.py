@@ -15,13 +15,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmx.cli.commands import COMMANDS
 from llmx.errors import ConfigError, LlmxError, did_you_mean, disk_is_full
 from llmx.text import one_line, plural
 
 if TYPE_CHECKING:
+    from llmx.cli.arguments import Line
     from llmx.config import Experiment
 
 _READERS = ("hydra", "omegaconf", "antlr4")
@@ -38,6 +39,61 @@ def run_hydra(words: list[str], *, command: str | None = None, own_keys: Sequenc
     line = read_line(words)
     if command and line.multirun:
         raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
+    if line.multirun or line.show:
+        return _by_hydra(line)
+    exp, typed, is_placed = composed(line, command=command)
+    if command:
+        return _run_command(command, exp, own_keys=own_keys)
+    return _run(exp, typed, config_dir=line.config_dir, is_placed=is_placed)
+
+
+def composed(line: Line, *, command: str | None = None) -> tuple[Experiment, list[str], bool]:
+    """The experiment of a command line, its words, and whether they place the run directory.
+
+    ``command``: which reads the experiment; without it training does.
+    """
+    from llmx.compose.effects import check_effects
+    from llmx.compose.hydra_config import composed_values, register_defaults
+    from llmx.config import experiment_from_dict
+
+    words = line.checked().words
+    register_defaults()
+    directories = [line.config_dir] if line.config_dir else []
+    values, directory = composed_values("config", words, typed=words, config_dirs=directories)
+    exp = experiment_from_dict(values)
+    typed = [word for word in words if not word.startswith("hydra")]
+    check_effects(exp, typed, command=command)
+    return exp, typed, exp.run_dir != directory
+
+
+def _run(exp: Experiment, typed: list[str], *, config_dir: str | None, is_placed: bool) -> int:
+    """Start a run, in a directory of its own where none is named."""
+    from llmx.compose.complete import complete, plan_experiment
+    from llmx.lifecycle.start import run_composed
+    from llmx.run.rundir import RunDir, claim
+
+    directory = Path(config_dir).expanduser().absolute() if config_dir else None
+    unused: list[Path] = []
+    if not is_placed:
+        outputs = outputs_dir()
+        new_parents = [path for path in (outputs, *outputs.parents) if not path.exists()]
+        root = claim(Path(exp.run_dir))  # named after the second, which another command may share
+        unused = [RunDir(root).logs, root, *new_parents]
+        exp = dataclasses.replace(exp, run_dir=str(root))
+    try:
+        planned = plan_experiment(*complete(exp))
+        return run_composed(
+            planned, overrides=typed, config_dir=str(directory) if directory else None
+        )
+    except LlmxError:
+        for path in unused:  # one that nothing was written to is not a run
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _by_hydra(line: Line) -> int:
+    """Have Hydra run a sweep, by the launcher plugin, or print a config."""
     checked = line.checked()
     argv = list(checked.words)
     directory = str(Path(line.config_dir).expanduser().absolute()) if line.config_dir else None
@@ -55,13 +111,7 @@ def run_hydra(words: list[str], *, command: str | None = None, own_keys: Sequenc
             argv = [*_continued(argv, directory), *argv]
     if directory:
         argv += ["--config-dir", directory]
-    return _compose(
-        [*argv, *line.show],
-        checked.words,
-        command=command,
-        own_keys=own_keys,
-        config_dir=directory,
-    )
+    return _hydra_main([*argv, *line.show], checked.words)
 
 
 def _detaches(word: str) -> bool:
@@ -90,19 +140,10 @@ def _continued(argv: Sequence[str], config_dir: str | None) -> list[str]:
     return [f"hydra.sweep.dir='{sweep.directory}'"]
 
 
-def _compose(
-    argv: list[str],
-    overrides: list[str],
-    *,
-    command: str | None,
-    own_keys: Sequence[str],
-    config_dir: str | None,
-) -> int:
+def _hydra_main(argv: list[str], overrides: list[str]) -> int:
+    """Hydra's own program. ``overrides``: for messages."""
     import hydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     from llmx.compose.hydra_config import explain_hydra, register_defaults
@@ -111,60 +152,9 @@ def _compose(
     from llmx.config.groups import CONF
 
     register_defaults()
-    outputs = outputs_dir()
-    new_parents = [path for path in (outputs, *outputs.parents) if not path.exists()]
-    ended: list[int | LlmxError] = []
-    inside = False
 
-    def job(cfg: DictConfig) -> int:
-        from llmx.compose.complete import complete, plan_experiment
-        from llmx.compose.effects import check_effects
-        from llmx.config import experiment_from_dict
-        from llmx.lifecycle.start import require_success, run_composed
-        from llmx.run.rundir import RunDir, claim
-
-        nonlocal inside
-        inside = True
-        hydra_config = HydraConfig.get()
-        directory = Path(hydra_config.runtime.output_dir)
-        is_single = hydra_config.mode == RunMode.RUN
-        unused = [directory, *new_parents] if is_single else []
-        try:
-            values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-            exp = experiment_from_dict(values)
-            words = list(hydra_config.overrides.task)
-            if is_single:
-                check_effects(exp, words, command=command)
-            if command or exp.run_dir != str(directory):
-                _remove_empty(unused)
-            elif is_single:
-                # Named after the second, which another command may share.
-                directory = claim(directory)
-                unused = [RunDir(directory).logs, directory, *new_parents]
-                exp = dataclasses.replace(exp, run_dir=str(directory))
-            if command:
-                code = _run_command(command, exp, own_keys=own_keys)
-            else:
-                composed = plan_experiment(*complete(exp))
-                code = run_composed(composed, overrides=words, config_dir=config_dir)
-            if not is_single:
-                require_success(code)
-        except (LlmxError, OmegaConfBaseException) as error:
-            # Hydra made the directory; one that nothing was written to is not a run.
-            _remove_empty(unused)
-            if isinstance(error, LlmxError):
-                problem = error
-            else:
-                problem = ConfigError(explain_hydra(error, overrides))
-            if not is_single:
-                raise problem from error
-            # Raised inside, Hydra would print its own words around ours.
-            ended.append(problem)
-            return problem.exit_code
-        finally:
-            inside = False
-        ended.append(code)
-        return code
+    def job(_: object) -> None:
+        raise ConfigError("the trials of a sweep run by hydra/launcher=deepspeed alone.")
 
     # Without it Hydra prints its own traceback and exits before our message can be made.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -173,7 +163,7 @@ def _compose(
     part = argv[argv.index("--package") + 1] if "--package" in argv else None
     unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
     try:
-        with unheard, _mode_as_typed():
+        with unheard:
             decorated(job)()
     except SystemExit:  # how Hydra ends where the config has no such part
         if not part:
@@ -189,37 +179,16 @@ def _compose(
             raise
         raise ConfigError(explain_hydra(error, overrides)) from error
     except OSError as error:
-        if inside or not error.filename or disk_is_full(error):
+        if not error.filename or disk_is_full(error):
             raise
-        _remove_empty(new_parents)
         where = one_line(str(error.filename), limit=200)
         raise ConfigError(
-            f"{where}: cannot create the run directory ({error.strerror}). Set run_dir=DIR, or "
-            "LLMX_OUTPUTS=DIR for all runs."
+            f"{where}: cannot create the directory of the sweep ({error.strerror}). Set "
+            "hydra.sweep.dir=DIR, or LLMX_OUTPUTS=DIR for all runs."
         ) from error
     finally:
         sys.argv = saved
-    for end in ended:
-        if isinstance(end, LlmxError):
-            raise end
-    return next((end for end in ended if isinstance(end, int) and end), 0)
-
-
-@contextlib.contextmanager
-def _mode_as_typed() -> Iterator[None]:
-    """Hydra composes the whole config once more only to read ``hydra.mode`` in it: a quarter of
-    what a command takes before it does anything. Here ``--multirun`` alone decides."""
-    from hydra._internal.hydra import Hydra
-
-    get_mode: Any = getattr(Hydra, "get_mode", None)
-    if get_mode is None:
-        yield
-        return
-    Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = get_mode  # type: ignore[method-assign]
+    return 0
 
 
 def _run_command(command: str, exp: Experiment, *, own_keys: Sequence[str]) -> int:
@@ -279,10 +248,3 @@ def _of_hydra(error: BaseException) -> bool:
 def outputs_dir() -> Path:
     """The directory of runs, unless ``run_dir`` names another."""
     return Path(os.path.abspath(os.environ.get("LLMX_OUTPUTS") or "outputs"))
-
-
-def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove, one after the other, those of the directories with nothing in them."""
-    for path in directories:
-        with contextlib.suppress(OSError):
-            path.rmdir()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from llmx.cli.hydra_app import outputs_dir, run_hydra
+from llmx.cli.hydra_app import composed, outputs_dir, run_hydra
 from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
@@ -82,21 +82,9 @@ def planned(line: Line) -> Composed:
 def composed_line(line: Line) -> Composed:
     """The experiment of a command line with its first plan; data and models are not looked at."""
     from llmx.compose.complete import complete, plan_experiment
-    from llmx.compose.effects import check_effects
-    from llmx.compose.hydra_config import composed_values, register_defaults
-    from llmx.compose.overrides import quoted
-    from llmx.config import experiment_from_dict
 
-    typed = line.checked().words
-    words = list(typed)
-    has_place = any(word.lstrip("+").startswith("run_dir=") for word in words)
-    if not has_place:  # Hydra's own is of a run that has begun
-        words.append(f"run_dir={quoted(str(outputs_dir() / 'plan'))}")
-    register_defaults()
-    directories = [line.config_dir] if line.config_dir else []
-    values = composed_values("config", words, typed=typed, config_dirs=directories)
-    exp = experiment_from_dict(values)
-    check_effects(exp, typed)
-    if not has_place:
-        exp = dataclasses.replace(exp, name=exp.name or exp.model.name)
+    exp, _, is_placed = composed(line)
+    if not is_placed:  # a new one is that of a run that has begun
+        place = str(outputs_dir() / "plan")
+        exp = dataclasses.replace(exp, run_dir=place, name=exp.name or exp.model.name)
     return plan_experiment(*complete(exp))

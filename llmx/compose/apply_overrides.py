@@ -112,7 +112,7 @@ def apply(
         words.insert(0, "hardware/devices=catalogue")
     elif any(word.startswith("hardware.hosts") for word in words):
         words.insert(0, "hardware.kind=static")  # those of kind=local are detected
-    values = composed_values(_SNAPSHOT, words, typed=overrides, config_dirs=config_dirs)
+    values, _ = composed_values(_SNAPSHOT, words, typed=overrides, config_dirs=config_dirs)
     return experiment_from_dict(values)
 
 

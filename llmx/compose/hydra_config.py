@@ -12,14 +12,18 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from llmx.compose.overrides import quoted
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.config.build import hints_of
 from llmx.config.groups import CONF, GROUPS, key_problem, no_such_option, shown
 from llmx.errors import ConfigError, did_you_mean
 from llmx.text import file_name
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -174,28 +178,66 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def composed_values(
     config: str, overrides: Sequence[str], *, typed: Sequence[str], config_dirs: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The values that Hydra composes from a config of its store or of ``conf/``.
+) -> tuple[dict[str, Any], str]:
+    """The values that Hydra composes from a config of its store or of ``conf/``, and the directory
+    that a run gets where ``run_dir`` names none. Nothing is made.
 
     ``typed``: the words of the user, for messages. ConfigError for what Hydra refuses.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    words = list(overrides)
-    if config_dirs:
-        paths = ",".join(f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs)  # noqa: PTH111
-        words.insert(0, f"hydra.searchpath=[{paths}]")
+    places = [f"file://{os.path.abspath(os.path.expanduser(path))}" for path in config_dirs]  # noqa: PTH111
+    words = list[str]()
+    for word in overrides:
+        if word.startswith("hydra.searchpath="):
+            places += re.findall(r"'(file://[^']*)'", word)
+        else:
+            words.append(word)
+    if places:
+        words.insert(0, f"hydra.searchpath={quoted(places)}")
     GlobalHydra.instance().clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose(config, overrides=words)
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+            composed = compose(config, overrides=words, return_hydra_config=True)
+            return resolved(composed, lambda hydra: hydra.run.dir)
+    except (
+        HydraException, OmegaConfBaseException, RecursionError,
+        ValueError, TypeError, KeyError, AttributeError, AssertionError,
+    ) as error:  # fmt: skip
         raise ConfigError(explain_hydra(error, list(typed))) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+
+
+def resolved(
+    composed: DictConfig, directory_of: Callable[[DictConfig], str]
+) -> tuple[dict[str, Any], str]:
+    """The values of a config that was composed with Hydra's own part, and its run directory.
+
+    ``directory_of``: that directory by Hydra's own part, whose ``${hydra:...}`` has values then.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict, read_write
+    from omegaconf.errors import OmegaConfBaseException
+
+    outer = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(composed)
+        try:
+            directory = os.path.abspath(directory_of(composed.hydra))
+        except OmegaConfBaseException:
+            # An error in a key that the directory is named after is told by that key.
+            keys = [key for key in composed if key not in ("hydra", "run_dir")]
+            OmegaConf.to_container(OmegaConf.masked_copy(composed, keys), resolve=True)
+            raise
+        with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+            composed.hydra.runtime.output_dir = directory
+        HydraConfig.instance().set_config(composed)
+        with read_write(composed), open_dict(composed):
+            del composed["hydra"]
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    finally:
+        HydraConfig.instance().cfg = outer
+    return {str(key): value for key, value in values.items()}, directory

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 from hydra.core.utils import (
@@ -21,11 +20,11 @@ from hydra.core.utils import (
     setup_globals,
 )
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from llmx.compose.effects import without_effect
-from llmx.compose.hydra_config import explain_hydra
+from llmx.compose.hydra_config import explain_hydra, resolved
 from llmx.config import experiment_from_dict
 from llmx.errors import ConfigError, LlmxError
 from llmx.run.sweepdir import OWN_WORDS, WELL
@@ -150,20 +149,10 @@ def trial_values(
         ConfigError: a value cannot be resolved.
     """
     composed = _trial_config(context, config, index, overrides)
-    outer = HydraConfig.instance().cfg
     try:
-        HydraConfig.instance().set_config(composed)
-        directory = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir))
-        with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
-            composed.hydra.runtime.output_dir = str(directory.absolute())
-        HydraConfig.instance().set_config(composed)
-        with read_write(composed), open_dict(composed):
-            del composed["hydra"]
-        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        values, _ = resolved(composed, lambda of: str(Path(of.sweep.dir, of.sweep.subdir)))
     except OmegaConfBaseException as error:
         raise ConfigError(explain_hydra(error, filter_overrides(overrides))) from error
-    finally:
-        HydraConfig.instance().cfg = outer
     return {**values, "run_dir": os.path.abspath(values["run_dir"])}
 
 
