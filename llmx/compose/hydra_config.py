@@ -229,7 +229,7 @@ def resolved(
             directory = os.path.abspath(directory_of(composed.hydra))
         except OmegaConfBaseException:
             # An error in a key that the directory is named after is told by that key.
-            keys = [key for key in composed if key not in ("hydra", "run_dir")]
+            keys = [str(key) for key in composed if key not in ("hydra", "run_dir")]
             OmegaConf.to_container(OmegaConf.masked_copy(composed, keys), resolve=True)
             raise
         with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
