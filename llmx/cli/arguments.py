@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.commands import COMMANDS, HYDRA_WORDS
-from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias, searched
+from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
 from llmx.compose.user_files import FILES, check_foreign, check_keys
 from llmx.config import Experiment
 from llmx.config.build import shown
@@ -228,8 +228,7 @@ def as_meant(overrides: Sequence[str]) -> list[str]:
         typed |= dict(option.split("=") for option in implied)
     if not any(group in typed for group in _WHOLE_RUN):
         words.insert(0, "experiment=demo")
-    is_searched = any(word.startswith("experiment=") and "/" in word for word in words)
-    return with_searched(words) if is_searched else words
+    return words
 
 
 def read_words(path: Path) -> list[str] | Experiment:
@@ -298,25 +297,6 @@ def _chosen(path: Path, node: Any, defaults: object) -> Iterator[str]:
             )
         group, option = pairs[0]
         yield f"{str(group).split()[-1].lstrip('/')}={option}"
-
-
-def with_searched(overrides: Sequence[str]) -> list[str]:
-    """``experiment=DIR/best``, where DIR is a config directory with ``experiment/best.yaml``, as
-    Hydra takes it: the option and a search path."""
-    words: list[str] = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        path = Path(os.path.abspath(os.path.expanduser(value.strip("'\""))))  # noqa: PTH111
-        name = path.name.removesuffix(".yaml")
-        if (
-            key == "experiment"
-            and "/" in value
-            and (path.parent / "experiment" / f"{name}.yaml").is_file()
-        ):
-            words += [f"experiment={name}", searched(path.parent)]
-        else:
-            words.append(override)
-    return words
 
 
 def sweep_overrides(path: Path) -> list[str]:

@@ -263,7 +263,7 @@ COMMANDS = {
         "equals another, is skipped. Without a file: python -m llmx -m zero=stage1,stage2\n"
         "batch.micro_batch=8,16 sweep resume DIR runs the missing and failed trials of the sweep\n"
         "in DIR; so does the same command, typed again in the same directory. To train the best\n"
-        "trial in full: python -m llmx experiment=DIR/best Keys: python -m llmx help sweep;\n"
+        "trial in full: python -m llmx DIR/best.yaml Keys: python -m llmx help sweep;\n"
         "docs/sweeps.md.",
         Runs.WORDS,
         "llmx.cli.sweeps:sweep",
@@ -282,8 +282,8 @@ COMMANDS = {
         "the configuration that trains fastest on this hardware. Every candidate is planned\n"
         "first; a candidate that cannot fit is never started. The promising ones run as short\n"
         "trials, one axis at a time, until no neighbour of the best one can be faster.\n"
-        "batch.global_batch is not changed. Prints a table and writes an experiment that trains\n"
-        "with the best configuration: python -m llmx experiment=SWEEP_DIR/best A key that you set\n"
+        "batch.global_batch is not changed. Prints a table and writes a file that trains\n"
+        "with the best configuration: python -m llmx SWEEP_DIR/best.yaml A key that you set\n"
         "is fixed; a key with several values is searched over those values. So zero=stage1,stage2\n"
         "batch.micro_batch=8 searches two stages with a micro batch of 8. Type the same command\n"
         "again to continue a search. More: docs/tuning.md. To minimise a loss,\n"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from llmx.cli.arguments import sweep_overrides
 from llmx.cli.hydra_app import run_hydra
-from llmx.compose.overrides import SET
 from llmx.config.build import shown
 from llmx.config.groups import SWEEPS
 from llmx.config.schema import FAILURES
@@ -62,11 +61,7 @@ def resume(words: Sequence[str]) -> int:
         )
     os.chdir(sweep.cwd)
     changed = {word.partition("=")[0] for word in overrides}
-    unchanged = [
-        f"{SET}{word}" if word.startswith("hydra.searchpath=") else word  # of experiment=DIR/best
-        for word in sweep.words
-        if word.partition("=")[0] not in changed
-    ]
+    unchanged = [word for word in sweep.words if word.partition("=")[0] not in changed]
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     return run_hydra(
         ["--multirun", *config_dir, *unchanged, *overrides, f"hydra.sweep.dir='{directory}'"]

@@ -189,14 +189,9 @@ def composed_values(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    places = [f"file://{os.path.abspath(os.path.expanduser(path))}" for path in config_dirs]  # noqa: PTH111
-    words = list[str]()
-    for word in overrides:
-        if word.startswith("hydra.searchpath="):
-            places += re.findall(r"'(file://[^']*)'", word)
-        else:
-            words.append(word)
-    if places:
+    words = list(overrides)
+    if config_dirs:
+        places = [f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs]  # noqa: PTH111
         words.insert(0, f"hydra.searchpath={quoted(places)}")
     GlobalHydra.instance().clear()
     os.environ["HYDRA_FULL_ERROR"] = "1"

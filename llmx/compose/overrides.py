@@ -45,8 +45,6 @@ MAX_WORD = 65536
 MAX_JOBS = 10_000
 """Jobs of one sweep."""
 
-_SEARCHED = f"{SET}hydra.searchpath=['file://"
-
 _MIXTURE = (
     "Mix data sets with data.sources: 'data.sources=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]'."
 )
@@ -114,9 +112,6 @@ def check_overrides(
     """
     parsed = [(word, _parsed(word, commands)) for word in map(resolve_alias, words)]
     directories = [Path(directory).expanduser().absolute() for directory in config_dirs]
-    for word, override in parsed:
-        if is_searched(word):
-            directories += [Path(place.removeprefix("file://")) for place in override.value()]
     accepted: dict[tuple[str, str], tuple[str, Any]] = {}
     choices: list[tuple[str, Any]] = []
     problems: list[str] = []
@@ -143,8 +138,7 @@ def check_overrides(
     if multirun:
         _check_sweep([override for _, override in accepted.values()])
     return Checked(
-        # Hydra does not look for its search path behind a sign.
-        [word.removeprefix(SET) if is_searched(word) else word for word, _ in accepted.values()],
+        [word for word, _ in accepted.values()],
         tuple(o.key_or_group for _, o in accepted.values() if not o.is_sweep_override()),
     )
 
@@ -223,17 +217,6 @@ def _unreadable(word: str) -> str:
     )
 
 
-def searched(directory: Path) -> str:
-    """The word by which Hydra finds the options of a directory beside that of ``--config-dir``; as
-    llmx writes it, and not a user."""
-    return f"{_SEARCHED}{directory}']"
-
-
-def is_searched(word: str) -> bool:
-    """Whether a word is ``searched(directory)``."""
-    return re.fullmatch(re.escape(_SEARCHED) + r"[^']*'\]", word) is not None
-
-
 def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Path]) -> list[Any]:
     """Options chosen by a word that is a group's; ``[None]`` for a group that is left out.
     ConfigError for what cannot be composed."""
@@ -249,8 +232,7 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     if override.package is not None:
         raise ConfigError(f"{shown(word)}: @ is not supported here. Write {shown(key)}=...")
     if key.startswith("hydra"):
-        if not is_searched(word):
-            _check_hydra(word, override)
+        _check_hydra(word, override)
         return []
     if key in GROUPS or key in _NESTED:
         return _check_group(word, override, directories)

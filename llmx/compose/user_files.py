@@ -67,12 +67,14 @@ def check_foreign(path: Path) -> None:
 
 def check_no_file(option: str) -> None:
     """Raise ConfigError for a file in the place of an option of ``experiment``."""
-    path = os.path.expanduser(option)  # noqa: PTH111 - of Path it raises for ~ and no user's name
-    if option.endswith(FILES) and os.path.isfile(path):  # noqa: PTH113 - nor for a name too long
-        check_foreign(Path(path))
-        raise ConfigError(
-            f"experiment={shown(option)}: is a file. Give it alone: python -m llmx {shown(option)}."
-        )
+    for name in (option, f"{option}.yaml"):  # SWEEP_DIR/best
+        path = os.path.expanduser(name)  # noqa: PTH111 - of Path it raises for ~ and no user's name
+        if name.endswith(FILES) and os.path.isfile(path):  # noqa: PTH113 - nor for a name too long
+            check_foreign(Path(path))
+            raise ConfigError(
+                f"experiment={shown(option)}: is a file. Give it alone: python -m llmx "
+                f"{shown(name)}."
+            )
 
 
 def _read_json(path: Path) -> Any:

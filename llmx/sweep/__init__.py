@@ -5,7 +5,7 @@
 - ``halving.py``: which trials continue (``sweep.halving``);
 - ``slots.py``, ``process.py``, ``slurm.py``: where a trial runs;
 - ``search.py``, ``candidates.py``, ``tuned.py``: the search of ``tune``;
-- ``best.py``: the best trial as an experiment of its own.
+- ``best.py``: the words of the best trial, a file to start from.
 
 ``llmx.run.sweepdir`` has the trials and their file, ``sweep.json``.
 """

@@ -102,9 +102,7 @@ def test_a_sweep_on_two_hosts_ends_as_it_must(
         for name in ("good", "broken", "better")
     }
     assert min(losses, key=lambda name: losses[name]) == "better"
-    assert (
-        "Trial 5, the best of 3 by train/loss" in (directory / "experiment/best.yaml").read_text()
-    )
+    assert "Trial 5, the best of 3 by train/loss" in (directory / "best.yaml").read_text()
     table = (directory / "sweep.md").read_text()
     for word in ("oom", "hang", "pruned", "OOM killer", "ran out of memory and needs no more"):
         assert word in table

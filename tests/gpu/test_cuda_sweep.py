@@ -43,5 +43,5 @@ def test_a_trial_out_of_memory_spares_the_larger_one(tmp_path: Path) -> None:
     assert [trial["outcome"] for trial in trials] == ["ok", "oom", "pruned"], done.stdout
     assert "out of memory" in trials[1]["cause"]
     assert trials[2]["cause"].startswith("trial 1 ran out of memory and needs no more")
-    best = (tmp_path / "sweep/experiment/best.yaml").read_text()
-    assert "micro_batch: 2\n" in best
+    best = (tmp_path / "sweep/best.yaml").read_text()
+    assert "- batch.micro_batch=2\n" in best

@@ -128,7 +128,7 @@ def test_trials_beside_each_other_train_what_each_trains_alone(tmp_path: Path) -
         "| 0 | zero=stage1 optim.lr=0.001 | ok | 3 |" in (again.directory / "sweep.md").read_text()
     )
     assert (again.directory / "sweep.html").is_file()
-    best = (again.directory / "experiment" / "best.yaml").read_text()
+    best = (again.directory / "best.yaml").read_text()
     assert "best of 2 by tokens_per_s" in best
 
     alone = llmx(tmp_path, "reproduce", str(runs[1]))

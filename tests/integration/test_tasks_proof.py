@@ -100,7 +100,7 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     succeeds(tmp_path, "-m", *words, f"data.cache_dir={tmp_path / 'cache'}")
     trials = {path.name[-6:]: RunDir(path) for path in tmp_path.glob("outputs/sweeps/*/*_*")}
     assert sorted(trials) == ["stage2", "stage3"]
-    assert list(tmp_path.glob("outputs/sweeps/*/experiment/best.yaml")), "it names a best trial"
+    assert list(tmp_path.glob("outputs/sweeps/*/best.yaml")), "it names a best trial"
     losses, norms = {}, {}
     for name, whole in trials.items():
         train = [line for line in measurements(whole) if line["kind"] == "train"]

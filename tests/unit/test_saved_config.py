@@ -11,11 +11,11 @@ from llmx.cli.arguments import as_meant, read_line
 from llmx.cli.plan import composed_line
 from llmx.compose.complete import Composed, complete
 from llmx.compose.effects import check_effects
+from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.errors import ConfigError
 from llmx.run.provenance.differences import changed_values
 from llmx.run.snapshot import dump_config
-from llmx.sweep.best import experiment as as_option
 from tests.composing import composed, values
 
 CLUSTER = "hardware.hosts=[{name: n1, slots: 4, device: mine}, {name: n2, slots: 2, device: mine}]"
@@ -174,10 +174,10 @@ def test_the_words_of_a_run_are_typed_again() -> None:
 
 
 def test_the_best_trial_of_a_saved_config_keeps_it() -> None:
-    """Groups that are left out stay left out in ``experiment=SWEEP_DIR/best``."""
+    """Groups that are left out stay left out in ``SWEEP_DIR/best.yaml``."""
     exp = saved("model=llama_1_7b", "model.tokenizer=demo", "data.path=rows.jsonl", "optim=muon")
-    Path("experiment").mkdir()
-    option = yaml.safe_dump(as_option(as_meant(["theirs.yaml"])))
-    Path("experiment", "best.yaml").write_text(f"# @package _global_\n{option}")
-    mine = composed_line(read_line(["experiment=./best", "run_dir=/runs/theirs"])).experiment
+    Path("best.yaml").write_text(yaml.safe_dump(as_meant(["theirs.yaml"])))
+    mine = composed_line(read_line(["best.yaml", "run_dir=/runs/theirs"])).experiment
     assert changed_values(to_dict(exp), to_dict(mine)) == {}
+    with pytest.raises(ConfigError, match=r"experiment=./best: is a file. .* llmx ./best.yaml"):
+        check_overrides(["experiment=./best"])

@@ -13,12 +13,13 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from llmx.__main__ import main
+from llmx.cli.arguments import read_words
 from llmx.errors import ConfigError
 from llmx.run import sweepdir
 from llmx.run.rundir import RunDir
 from llmx.run.snapshot import put_aside, write_identity
 from llmx.run.sweepdir import Sweep, Trial
-from llmx.sweep.best import experiment, write_best
+from llmx.sweep.best import write_best
 from tests.composing import composed
 from tests.made_up_trials import enter, only_sweep, outcomes
 
@@ -224,7 +225,7 @@ def test_a_short_trial_keeps_the_schedule_and_writes_nothing() -> None:
 # --- What is left ----------------------------------------------------------------------------
 
 
-def test_the_best_trial_is_an_experiment_that_composes(here: Path) -> None:
+def test_the_best_trial_is_a_file_of_words_that_compose(here: Path) -> None:
     assert main(["-m", "zero=stage1,stage3", "optim.lr=1e-3", *PLAN_ONLY]) == 0
     journal = only_sweep()
     journal.objective = "train/loss"
@@ -233,21 +234,19 @@ def test_the_best_trial_is_an_experiment_that_composes(here: Path) -> None:
     write_best(journal)
     assert journal.best is journal.trials[1]
     place = journal.directory.relative_to(here)
-    assert main([f"experiment={place}/best", "dry_run=true", "run_dir=run", "seed=7"]) == 0
+    assert main([f"{place}/best.yaml", "dry_run=true", "run_dir=run", "seed=7"]) == 0
     values = yaml.safe_load((here / "run" / "config.yaml").read_text())
     assert (values["zero"]["stage"], values["optim"]["lr"], values["seed"]) == (3, 1e-3, 7)
     assert values["data"]["path"] == "demo"
     assert values["sweep"]["trial_steps"] is None
 
 
-def test_what_is_of_the_sweep_is_not_of_the_best_run() -> None:
-    words = "experiment=demo zero=stage1 sweep.trial_steps=20 dry_run=true ~experiment run_dir=x"
-    words = [*words.split(), "data.columns={a: b}", "model.config.hidden_size=64"]
-    assert experiment(words) == {
-        "defaults": ["demo", {"override /zero": "stage1"}, "_self_"],
-        "data": {"columns": {"a": "b"}},
-        "model": {"config": {"hidden_size": 64}},
-    }
+def test_what_is_of_the_sweep_is_not_of_the_best_run(tmp_path: Path) -> None:
+    kept = ["experiment=demo", "~experiment", "data.columns={a: b}", "++model.name='a, \\'b\\''"]
+    words = ["sweep.trial_steps=20", "dry_run=true", "+run_dir=x", "name=y", "hydra/sweeper=grid"]
+    best = Trial(0, [*kept, *words], tmp_path / "0", "ok", loss=1.0)
+    write_best(Sweep(tmp_path, [best], "train/loss", words=[], cwd="/x", started=1.0))
+    assert read_words(tmp_path / "best.yaml") == kept
 
 
 def test_a_torn_or_foreign_file_is_refused(tmp_path: Path) -> None:

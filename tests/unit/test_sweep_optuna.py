@@ -52,7 +52,7 @@ def test_the_search_comes_near_the_best_and_outlives_failures(trials: Rates, cap
     assert study.direction == optuna.study.StudyDirection.MINIMIZE
     states = [trial.state.name == "COMPLETE" for trial in study.trials]
     assert states == [outcome == "ok" for outcome in outcomes(journal)]
-    assert (journal.directory / "experiment" / "best.yaml").is_file()
+    assert (journal.directory / "best.yaml").is_file()
     assert capsys.readouterr().out.count("Sweep: ") == 1  # one table, at the end
 
 

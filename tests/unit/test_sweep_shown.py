@@ -209,9 +209,9 @@ def test_what_to_type_is_the_sweeps_own_best_where_it_has_one(tmp_path: Path, ca
     directory = sweepdirs.rates(tmp_path / "rates")
     assert run_here("report", [str(directory)]) == 0
     assert "to train with it: python -m llmx reproduce" in capsys.readouterr().out
-    write_text(directory / "experiment" / "best.yaml", "# @package _global_\n")
+    write_text(directory / "best.yaml", "- seed=1\n")
     assert run_here("report", [str(directory)]) == 0
-    assert re.search(r"python -m llmx experiment=\S*rates/best\n", capsys.readouterr().out)
+    assert re.search(r"python -m llmx \S*rates/best.yaml\n", capsys.readouterr().out)
     # best.yaml is by the objective of the sweep.
     assert run_here("report", [str(directory), "--objective", "train/loss"]) == 0
     assert "reproduce" in capsys.readouterr().out

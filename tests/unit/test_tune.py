@@ -9,10 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from llmx.__main__ import main
-from llmx.cli.arguments import with_searched
+from llmx.cli.arguments import read_words
 from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment
 from llmx.errors import RunFailed
@@ -79,14 +78,12 @@ def test_it_finds_the_fastest_and_leaves_an_experiment(speeds: Speeds, capsys) -
     journal = only_sweep()
     assert outcomes(journal).count("oom") == 1
     assert journal.complete
-    best = yaml.safe_load((journal.directory / "experiment" / "best.yaml").read_text())
-    assert {"override /zero": "stage1"} in best["defaults"]
-    assert best["batch"]["micro_batch"] == 4
-    assert "sweep" not in best
+    best = read_words(journal.directory / "best.yaml")
+    assert {"zero=stage1", "batch.micro_batch=4"} <= set(best)
+    assert not [word for word in best if "sweep" in word]
     assert (journal.directory / "tune.md").read_text().count("\n|") == 31
-    assert f"experiment={journal.directory.relative_to(Path.cwd())}/best" in said
-    words = with_searched([f"experiment={journal.directory}/best"])
-    exp = composed(check_overrides(words).words).experiment
+    assert f"llmx {journal.directory.relative_to(Path.cwd())}/best.yaml" in said
+    exp = composed(check_overrides(best).words).experiment
     assert (exp.zero.stage, exp.batch.micro_batch, exp.batch.global_batch) == (1, 4, 32)
 
 
@@ -258,7 +255,7 @@ def test_the_better_half_goes_on(rates: Rates, capsys) -> None:
     assert journal.trials[2].rungs == [[10, 1.0], [20, 1.0], [40, 1.0], [100, 1.0]]
     assert journal.is_finished
     assert len(list(journal.directory.glob("*/checkpoints"))) == 1
-    assert "lr: 0.0003" in (journal.directory / "experiment" / "best.yaml").read_text()
+    assert "- optim.lr=0.0003" in (journal.directory / "best.yaml").read_text()
     said = capsys.readouterr().out
     for words in (
         "rung 2 of 4, to step 20: [1], [2], [3], [4]", "rung 4 of 4, to their whole run: [2]",

@@ -25,7 +25,7 @@ from llmx.run.sweepdir import NOT_RUN, STOPPED, WELL, Sweep, Trial
 from llmx.text import plural
 
 MARKDOWN = "sweep.md"
-BEST_CONFIG = "experiment/best.yaml"
+BEST_CONFIG = "best.yaml"
 BEST = "*"
 TITLES = {
     "tokens_per_s": "tokens/s", "memory_gib": "peak memory (GiB)", "seconds": "time",
@@ -134,10 +134,10 @@ def best_command(sweep: Sweep, best: Trial) -> str:
 
 
 def experiment_command(sweep: Sweep) -> str:
-    """The command that trains with ``experiment/best.yaml`` of a sweep."""
+    """The command that trains with the ``best.yaml`` of a sweep."""
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
-    experiment = f"experiment={near(sweep.directory / 'best')}"
-    return shlex.join(["python", "-m", "llmx", *config_dir, experiment])
+    best = near(sweep.directory / BEST_CONFIG)
+    return shlex.join(["python", "-m", "llmx", *config_dir, best])
 
 
 def near(path: Path) -> str:
