@@ -20,7 +20,7 @@ TIMES := build/test-times
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-real-data nightly fast test-oldest check fuzz chaos docs site golden behaviour behaviour-record bench gpu clean venv system again
+.PHONY: help demo test test-real-data nightly fast test-oldest check fuzz chaos site golden behaviour behaviour-record bench gpu clean venv system again
 
 
 help: ## this list
@@ -71,15 +71,12 @@ SETUP ?= sft
 chaos: system venv ## hit a long training with N faults on a cluster (N=200 SEED=7 SETUP=rollouts), record it in benchmarks/results
 	$(BIN)/python -m tests.chaos --setup $(SETUP) --faults $(N) --seed $(SEED) --docs
 
-docs: venv ## write docs/config.md and docs/failures.md anew, and the table of sizes
-	$(BIN)/python -m llmx.cli.help > docs/config.md
-	$(BIN)/python -m llmx.failures.page > docs/failures.md
-	$(BIN)/python scripts/sizes.py --write
-
 # Strict: a link to a page or a heading that is not there is an error.
 site: venv ## the documentation as pages with a search: build/site/index.html
 	rm -rf build/pages && mkdir -p build/pages
 	git ls-files '*.md' ':!tests' | xargs cp --parents --target-directory=build/pages
+	$(BIN)/python -m llmx.cli.help > build/pages/docs/config.md
+	$(BIN)/python -m llmx.failures.page > build/pages/docs/failures.md
 	$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo 'build/site/index.html opens from disk. The search wants a server: python3 -m http.server -d build/site'
 

@@ -421,8 +421,7 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "LOG | - | RUN_DIR [--json]",
         "Reads the log of a training that failed, of any program (torchrun, accelerate,\n"
         "LLaMA-Factory, deepspeed, llmx), and prints the cause, the lines that show it, and the\n"
-        "fix. - is standard input. Of a run directory it shows the outcome of the run.\n"
-        "docs/failures.md lists all known failures.",
+        "fix. - is standard input. Of a run directory it shows the outcome of the run.",
         Runs.FLAGS,
         "llmx.cli.explain",
         words=(Word("--json", "print JSON, for scripts"),),
@@ -923,7 +922,7 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         "[KEY | GROUP | GROUP=OPTION | COMMAND | environment] ...",
         "Explains a key (type, range, default, meaning, example), a group (its options and keys),\n"
         "an option (its file), a command, or the environment variables. For a part of a name it\n"
-        "lists the matches. docs/config.md has all keys on one page.",
+        "lists the matches.",
         Runs.WORDS,
         "llmx.cli.help",
         arguments=(Argument("topic", count="+"),),

@@ -22,8 +22,6 @@ from llmx.redact import redact
 from llmx.run.rundir import RunDir, no_run, read_mapping
 from llmx.text import for_terminal, printable
 
-PAGE = "docs/failures.md"
-
 
 @dataclass(frozen=True)
 class LogLine:
@@ -47,7 +45,6 @@ class Explanation:
     """The keys of llmx that do it."""
     lines: tuple[LogLine, ...] = ()
     """The lines that show it."""
-    doc: str = ""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,7 +85,6 @@ def _of_match(match: Match | None, *, first_line: int) -> Explanation:
     return Explanation(
         True, row.name, row.outcome, _shown(cause_of(row, match.groups)),
         _shown(fill(row.fix, match.groups)), _shown(fill(row.llmx, match.groups)), lines,
-        f"{PAGE}#{row.name}",
     )  # fmt: skip
 
 
@@ -106,7 +102,6 @@ def _of_run(run: RunDir) -> Explanation:
         bool(name) or outcome not in ("crash", "comm"), name, outcome,
         _shown(str(result.get("cause") or "")), _shown(str(result.get("fix") or "")), "",
         tuple(LogLine(0, _shown(line.text)) for line in match.lines) if match else (),
-        f"{PAGE}#{name}" if name else "",
     )  # fmt: skip
 
 
@@ -134,11 +129,9 @@ def _show(explanation: Explanation) -> str:
     if not explanation.known:
         if not lines:
             return f"unknown: {explanation.cause}"
-        return "\n".join([f"unknown: {PAGE} has no such failure. The error is:", *lines])
+        return "\n".join(["unknown: no known failure fits. The error is:", *lines])
     kind = f" ({explanation.outcome})" if explanation.outcome else ""
     report = [f"cause{kind}: {explanation.cause}", *lines]
-    for title, text in (
-        ("fix", explanation.fix), ("in llmx", explanation.llmx), ("more", explanation.doc),
-    ):  # fmt: skip
+    for title, text in (("fix", explanation.fix), ("in llmx", explanation.llmx)):
         report += [f"{title}: {text}"] if text else []
     return "\n".join(report)

@@ -1,11 +1,11 @@
-"""``python -m llmx --help`` and ``help TOPIC``, and the page ``docs/config.md``.
+"""``python -m llmx --help`` and ``help TOPIC``, and the page of every key.
 
     python -m llmx help optim.lr         type, range, default, meaning, an example
     python -m llmx help zero             its options and all of its keys
     python -m llmx help zero=stage3      the file of an option
     python -m llmx help seq_len          a part of a name lists what it may mean
 
-``make docs`` writes ``docs/config.md`` with ``markdown()``.
+``make site`` writes the page of every key: ``python -m llmx.cli.help``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ you may have meant. Without experiment, model or data, the bundled demo runs.
   tab completion:  eval "$(llmx completion bash)"     (zsh and fish alike)
 
 python -m llmx help KEY (optim.lr) says what a key means and takes, help GROUP (zero) lists a
-group's keys, help environment the variables. All keys on one page: docs/config.md.
+group's keys, help environment the variables. All keys: python -m llmx.cli.help.
 Exit codes (help exit-codes): 0 went well, 1 the run did not end well, 2 config or usage,
 3 data, 4 launch or host, 5 checkpoint, 130 Ctrl-C.
 """
@@ -319,11 +319,11 @@ def all_options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, str]:
 
 
 def markdown() -> str:
-    """The page ``docs/config.md`` with every key."""
+    """The page with every key."""
     lines = [
         "# Every key of the config",
         "",
-        "Made from the schema (`llmx/config/schema.py`) by `make docs`; do not edit. The same on",
+        "Made from the schema (`llmx/config/schema.py`) by `make site`. The same on",
         "a terminal: `python -m llmx help KEY`, `help GROUP`, `help GROUP=OPTION`. A key is set by",
         "its name (`optim.lr=1e-4`), a group by one of its options (`zero=stage3`); what is not",
         "set has the value of the group's option, else the default below.",

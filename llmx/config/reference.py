@@ -1,7 +1,7 @@
 """Every key of the schema with its type, range, default, meaning and an example, as data.
 
 Read from the schema itself: the dataclasses, the metadata beside the fields, and the texts under
-them, which ``ast`` finds in the source. ``python -m llmx help``, ``docs/config.md`` and shell
+them, which ``ast`` finds in the source. ``python -m llmx help``, its page of all keys and shell
 completion are made from it, so none of them can fall behind.
 """
 

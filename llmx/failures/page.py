@@ -1,4 +1,4 @@
-"""Writes the page of all known failures: ``python -m llmx.failures.page > docs/failures.md``."""
+"""Writes the page of all known failures for the site: ``python -m llmx.failures.page``."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -10,7 +10,7 @@ from llmx.failures.row import Row
 _HEAD = """\
 # Known failures
 
-Written by `make docs` from `llmx/failures`. Search this page for the words of your error, or let llmx read the log:
+Written by `make site` from `llmx/failures`. Search this page for the words of your error, or let llmx read the log:
 
 ```sh
 python -m llmx explain LOG

@@ -26,7 +26,7 @@ class Row:
     """How a known failure is recognised, and what to say of it."""
 
     name: str
-    """Also the anchor of ``docs/failures.md``."""
+    """Also the anchor on the page of all failures."""
     outcome: str
     """The class of the failure: an outcome of a run (``result.json``)."""
     pattern: str

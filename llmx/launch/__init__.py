@@ -18,7 +18,7 @@ Nothing here imports torch or deepspeed.
 ``outcome``: ``ok``, ``oom``, ``nan``, ``comm``, ``hang``, ``host_lost``, ``disk_full``,
 ``config``, ``data``, ``interrupted``, ``crash``. Success only if every rank's status file, fresh
 for this token, says ``finished``. The task's metrics (``exact_match``), as the last evaluation
-measured them, are flat keys. ``failure`` is the name of a known one (``docs/failures.md``);
+measured them, are flat keys. ``failure`` is the name of a known one (``llmx.failures``);
 ``log`` is that of the failed rank; ``attempts`` and ``restarts`` count over the whole life of the
 run directory. ``other_fix``: of an interrupted run, ``fix`` without the command that resumes it.
 

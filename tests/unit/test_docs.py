@@ -279,7 +279,7 @@ def test_keys_that_are_named_exist() -> None:
     groups = {name.split(".")[0] for name in names if "." in name}
     variables = {name for table in ENVIRONMENT.values() for name in table}
     pattern = rf"`((?:{'|'.join(groups)})\.[a-z_.]+[a-z_])(?:=[^`]*)?`"
-    for page in [p for p in PAGES if p.name not in ("contracts.md", "config.md")]:
+    for page in [p for p in PAGES if p.name != "contracts.md"]:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         for name in re.findall(pattern, text):
             a_file = re.search(r"\.(json|yaml|py|md|png|html|jsonl|gz|onnx|csv)$", name)
@@ -308,7 +308,8 @@ def test_the_site_and_its_index_list_every_page() -> None:
     pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent.name != "adr"}
     assert pages <= set(listed)
     assert pages <= linked | {"docs/README.md", "README.md"}
-    assert all((ROOT / page).is_file() for page in listed)
+    made = {"docs/config.md", "docs/failures.md"}  # by `make site`, from the code
+    assert all((ROOT / page).is_file() for page in set(listed) - made)
 
 
 def test_the_chinese_readme_has_the_headings_and_commands_of_the_english_one() -> None:

@@ -125,9 +125,10 @@ def test_keys_of_llmx_that_rows_name_exist() -> None:
             assert key in names, f"{row.name}: {key}"
 
 
-def test_the_page_of_all_failures_is_current(golden) -> None:
-    """docs/failures.md: ``make docs`` (or recording the golden files) writes it anew."""
-    golden("../../docs/failures.md", markdown())
+def test_the_page_of_all_failures_has_each() -> None:
+    page = markdown()
+    assert re.findall(r"^### (\w+)$", page, re.M) == [row.name for row in ROWS]
+    assert all(message in page for row in ROWS for message in row.messages)
 
 
 def test_what_the_catalogue_says_is_no_credential() -> None:
@@ -439,7 +440,6 @@ def test_logs_of_other_programs(
     assert f"  line {line}: {OOM}\n" in shown
     assert "\nfix: " in shown
     assert "batch.micro_batch=1" in shown
-    assert shown.endswith("more: docs/failures.md#cuda_oom\n")
 
 
 def test_standard_input_as_json(
@@ -486,7 +486,7 @@ def test_a_run_shows_its_own_outcome(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = failed_run(tmp_path / "run", cause="memory!", fix="less", failure="cuda_oom")
     assert main(["explain", str(run.root)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "cause (oom): memory!", f"  {OOM}", "fix: less", "more: docs/failures.md#cuda_oom",
+        "cause (oom): memory!", f"  {OOM}", "fix: less",
     ]  # fmt: skip
 
 

@@ -185,7 +185,7 @@ class Result:
     other_fix: str = ""
     """Of an interrupted run: ``fix`` without the command that resumes it."""
     failure: str = ""
-    """The name of the known failure (``docs/failures.md``); empty where none matches."""
+    """The name of the known failure (``llmx.failures``); empty where none matches."""
     stopped_by: str = ""
     """Who asked an interrupted run to end: ``user``, ``time_limit`` or ``scheduler``."""
     signal: str = ""
