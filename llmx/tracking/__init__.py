@@ -6,11 +6,6 @@ has, by tracker, what it does, where it writes, and the command that uploads wha
 (``base.Status``).
 """
 
-from llmx.tracking.base import CompositeTracker, RunMeta, Status, Tracker
+from llmx.tracking.base import RunMeta, Status, Tracker
 
-__all__ = [
-    "CompositeTracker",
-    "RunMeta",
-    "Status",
-    "Tracker",
-]
+__all__ = ["RunMeta", "Status", "Tracker"]

@@ -1,18 +1,11 @@
-"""What a tracker is, and several of them side by side.
-
-``CompositeTracker`` gives every tracker a thread: one that hangs or fails holds up neither
-the others nor the run. ``python -m llmx.tracking.process RUN_DIR`` runs it.
-"""
+"""What a tracker is. ``python -m llmx.tracking.process RUN_DIR`` feeds those of a run."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import queue
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
@@ -77,7 +70,8 @@ Notify = Callable[[Status], None]
 
 
 class Tracker(abc.ABC):
-    """A service or a file that gets the metrics. Every method may block or raise: see Composite."""
+    """A service or a file that gets the metrics. Every method may block or raise
+    (``process.Feed``)."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -107,93 +101,6 @@ class Tracker(abc.ABC):
     def report(self, state: str, message: str, *, where: str = "", **more: str) -> None:
         """Notify the user of this tracker's ``Status``. ``where``: the message, if not given."""
         self._notify(Status(self.name, state, message, where=where or message, **more))
-
-
-class CompositeTracker:
-    """Several trackers as one; none of them can hold up the caller or another tracker."""
-
-    def __init__(self, trackers: Sequence[Tracker], *, notify: Notify) -> None:
-        self._lanes = [_Lane(tracker, notify) for tracker in trackers]
-        self._notify = notify
-        self._timeout_s = RunMeta.finish_timeout_s
-        self._run_dir = Path()
-
-    def start(self, meta: RunMeta) -> None:
-        """Start every tracker in its thread; returns at once."""
-        self._timeout_s, self._run_dir = meta.finish_timeout_s, meta.run_dir
-        for lane in self._lanes:
-            lane.put("start", meta)
-
-    def log(self, record: Record) -> None:
-        """Hand one line to every tracker; returns at once."""
-        for lane in self._lanes:
-            lane.put("log", record)
-
-    def rewind(self, step: int) -> None:
-        """Tell every tracker that a restart went back; returns at once."""
-        for lane in self._lanes:
-            lane.put("rewind", step)
-
-    def finish(self, result: Record | None) -> None:
-        """Wait for every tracker, within ``finish_timeout_s`` in all; name the late ones."""
-        # A little earlier than the supervisor loses patience: the late ones are to be named.
-        deadline = time.monotonic() + 0.95 * self._timeout_s
-        for lane in self._lanes:
-            lane.put("finish", result)
-        for lane in self._lanes:
-            if not lane.join(max(0.0, deadline - time.monotonic())):
-                self._notify(
-                    Status(
-                        lane.tracker.name,
-                        "failed",
-                        f"not finished within {self._timeout_s:g} s "
-                        "(tracking.finish_timeout_s) and stopped; metrics.jsonl has everything",
-                        fix=replay_command(self._run_dir),
-                    )
-                )
-
-
-class _Lane:
-    """One tracker, its thread and what it has yet to do."""
-
-    def __init__(self, tracker: Tracker, notify: Notify) -> None:
-        self.tracker = tracker
-        self._notify = notify
-        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._run_dir = Path()
-        self._thread = threading.Thread(
-            target=self._work, name=f"tracker-{tracker.name}", daemon=True
-        )
-        self._thread.start()
-
-    def put(self, method: str, *args: Any) -> None:
-        if method == "start":
-            self._run_dir = args[-1].run_dir
-        self._calls.put((method, args))
-
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        while True:
-            method, args = self._calls.get()
-            try:
-                getattr(self.tracker, method)(*args)
-            except Exception as error:  # a tracker is foreign code: say it once and stop
-                reason = str(error).strip().splitlines() or [type(error).__name__]
-                self._notify(
-                    Status(
-                        self.tracker.name,
-                        "failed",
-                        f"{type(error).__name__}: {reason[0]} (while it should {method}); "
-                        "training continues and metrics.jsonl has everything",
-                        fix=replay_command(self._run_dir),
-                    )
-                )
-                return
-            if method == "finish":
-                return
 
 
 def check_packages(tracking: TrackingConfig) -> None:

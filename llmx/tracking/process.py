@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +32,7 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.redact import redacted
 from llmx.run.metrics.lines import MetricsTail, Record
 from llmx.run.rundir import RunDir, load_yaml, read_mapping, write_json
-from llmx.tracking.base import CompositeTracker, RunMeta, Status
+from llmx.tracking.base import Notify, RunMeta, Status, Tracker, replay_command
 
 POLL_S = 0.5
 
@@ -66,34 +67,78 @@ def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifel
     started = time.time()
     identity = read_mapping(run.identity).get("run_id", "")
     statuses = TrackerStatuses(run)
-    composite = _start(run, experiment, config, statuses=statuses)
-    tail = MetricsTail(run.metrics)
+    feeds = _start(run, experiment, config, statuses=statuses)
     result = None
     alive = True
     while alive and result is None:
         alive = not _ended(lifeline, timeout_s=POLL_S)
         result = fresh_result(run, identity=identity, started=started)
-        _forward(tail, composite)
-    composite.finish(result)
+    finish(feeds, result)
     return statuses.exit_code
 
 
 def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
     """Send the lines that are there, from the first one, and end."""
     statuses = TrackerStatuses(run)
-    composite = _start(run, experiment, config, statuses=statuses)
-    _forward(MetricsTail(run.metrics), composite)
-    composite.finish(read_mapping(run.result) or None)
+    finish(_start(run, experiment, config, statuses=statuses), read_mapping(run.result) or None)
     return statuses.exit_code
 
 
-def _forward(tail: MetricsTail, composite: CompositeTracker) -> None:
-    """Hand on what is new, and first what a restart took back."""
-    records = tail.read()
-    if tail.cut_to is not None:
-        composite.rewind(tail.cut_to)
-    for record in records:
-        composite.log(record)
+class Feed(threading.Thread):
+    """Sends the lines of ``metrics.jsonl`` to one tracker, until the end is set. A tracker that
+    hangs or fails holds up neither the others nor the run."""
+
+    def __init__(self, tracker: Tracker, meta: RunMeta, notify: Notify) -> None:
+        super().__init__(name=f"tracker-{tracker.name}", daemon=True)
+        self.tracker, self.meta, self._notify = tracker, meta, notify
+        self.end = threading.Event()
+        """Set when all lines are there."""
+        self.result: Record | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Start the tracker, send what is there and what comes, and finish."""
+        tracker, tail, task = self.tracker, MetricsTail(RunDir(self.meta.run_dir).metrics), "start"
+        try:
+            tracker.start(self.meta)
+            task, is_last = "log", False
+            while not is_last:
+                is_last = self.end.wait(POLL_S)
+                records = tail.read()
+                if tail.cut_to is not None:  # a restart took lines back
+                    tracker.rewind(tail.cut_to)
+                for record in records:
+                    tracker.log(record)
+            task = "finish"
+            tracker.finish(self.result)
+        except Exception as error:  # a tracker is foreign code: say it once and stop
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            self.failed(
+                f"{type(error).__name__}: {reason[0]} (while it should {task}); training continues "
+                "and metrics.jsonl has everything"
+            )
+
+    def failed(self, message: str) -> None:
+        """Tell the user that this tracker has not everything, and how to send it again."""
+        fix = replay_command(self.meta.run_dir)
+        self._notify(Status(self.tracker.name, "failed", message, fix=fix))
+
+
+def finish(feeds: Sequence[Feed], result: Record | None) -> None:
+    """Wait for every tracker, within ``finish_timeout_s`` in all; name the late ones."""
+    for feed in feeds:
+        feed.result = result
+        feed.end.set()
+    began = time.monotonic()
+    for feed in feeds:
+        timeout_s = feed.meta.finish_timeout_s
+        # A little earlier than the supervisor loses patience: the late ones are to be named.
+        feed.join(max(0.0, began + 0.95 * timeout_s - time.monotonic()))
+        if feed.is_alive():
+            feed.failed(
+                f"not finished within {timeout_s:g} s (tracking.finish_timeout_s) and stopped; "
+                "metrics.jsonl has everything"
+            )
 
 
 class TrackerStatuses:
@@ -132,12 +177,10 @@ class TrackerStatuses:
 
 def _start(
     run: RunDir, experiment: Experiment, config: dict[str, Any], *, statuses: TrackerStatuses
-) -> CompositeTracker:
+) -> list[Feed]:
+    meta = run_meta(run, experiment.name, experiment.tracking, config)
     kinds = dict.fromkeys(experiment.tracking.kinds)
-    trackers = [TRACKERS.load(kind)(statuses) for kind in kinds]
-    composite = CompositeTracker(trackers, notify=statuses)
-    composite.start(run_meta(run, experiment.name, experiment.tracking, config))
-    return composite
+    return [Feed(TRACKERS.load(kind)(statuses), meta, statuses) for kind in kinds]
 
 
 def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str, Any]) -> RunMeta:

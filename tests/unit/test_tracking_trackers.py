@@ -16,11 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llmx.config import TrackingConfig
 from llmx.errors import ConfigError
 from llmx.run.metrics.lines import MetricsTail, scalars
-from llmx.run.rundir import write_text
-from llmx.tracking import CompositeTracker, RunMeta, Status, Tracker
+from llmx.run.rundir import RunDir, write_text
+from llmx.tracking import RunMeta, Status, Tracker
 from llmx.tracking.base import check_packages
 from llmx.tracking.csv_file import CsvTracker
 from llmx.tracking.mlflow_run import MlflowTracker
+from llmx.tracking.process import Feed, finish
 from llmx.tracking.tensorboard import TensorBoardTracker
 from llmx.tracking.wandb_run import WandbTracker
 from tests import tracked_run
@@ -274,12 +275,11 @@ class Failing(Kept):
 def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> None:
     said: list[Status] = []
     hanging, failing, kept = Hanging(), Failing(), Kept()
-    composite = CompositeTracker([hanging, failing, kept], notify=said.append)
     records = tracked_run.lines()
-    composite.start(RunMeta("id", "name", tmp_path, finish_timeout_s=0.3))
-    for record in records:
-        composite.log(record)
-    composite.finish(tracked_run.result())
+    RunDir(tmp_path).metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    meta = RunMeta("id", "name", tmp_path, finish_timeout_s=3)
+    feeds = [Feed(tracker, meta, said.append) for tracker in (hanging, failing, kept)]
+    finish(feeds, tracked_run.result())
     hanging.release.set()
 
     assert kept.records == records
@@ -287,7 +287,7 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     assert failing.calls == 1, "a tracker that failed is left alone"
     by_name = {status.tracker: status for status in said}
     assert len(said) == 2, "each failure is said once"
-    assert "not finished within 0.3 s" in by_name["hanging"].message
+    assert "not finished within 3 s" in by_name["hanging"].message
     assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"].message
     for status in said:
         assert status.fix == f"python -m llmx.tracking.process {tmp_path} --replay"
