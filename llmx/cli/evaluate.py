@@ -22,9 +22,9 @@ from typing import Any
 from llmx.cli.target import (
     Target,
     find_target,
-    load_causal,
+    load_network,
     load_tokenizer,
-    not_loaded,
+    on_device,
 )
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
@@ -238,35 +238,20 @@ def _generates_alone(task: Any) -> bool:
 
 
 def _trained_network(target: Target, spec: Any) -> Any:
+    """In the precision that it was written in; a CPU computes fp32."""
     import torch
-    from transformers import AutoConfig
 
-    from llmx.models.model import CAUSAL_LM, CLASSIFICATION, auto_class
+    from llmx.models.model import CAUSAL_LM, CLASSIFICATION
 
-    cuda = torch.cuda.is_available()
-    # In the precision that it was written in; a CPU computes fp32.
     directory = target.directory
-    if target.base is None:
-        try:
-            config = AutoConfig.from_pretrained(
-                directory, trust_remote_code=target.trusts_remote_code
-            )
-            network = auto_class(spec.head, config).from_pretrained(
-                directory,
-                dtype="auto" if cuda else "float32",
-                trust_remote_code=target.trusts_remote_code,
-            )
-        except Exception as error:  # of a damaged file, libraries raise anything
-            raise ConfigError(not_loaded(target, error)) from error
-    elif spec.head == CAUSAL_LM:
-        network = load_causal(target)
-        network = network if cuda else network.float()
-    else:
+    if target.base is not None and spec.head != CAUSAL_LM:
         raise ConfigError(
             f"{directory} is an adapter in a model with a head of its own, and eval loads whole "
             "models of this kind. Write one with `python -m llmx export RUN --to merged`, and give "
             "it as --model DIR."
         )
+    network = load_network(target, head=spec.head)
+    network = network if torch.cuda.is_available() else network.float()
     outputs = int(getattr(network.config, "num_labels", 0))
     if spec.head == CLASSIFICATION and outputs != spec.num_labels:
         raise ConfigError(
@@ -305,23 +290,20 @@ def _frozen_network(name: str, spec: Any, target: Target, exp: Experiment, token
 
 def _as_model(name: str, spec: Any, network: Any) -> Any:
     """The model that the task computes with, given one sequence per line."""
-    import torch
-
     from llmx.models.attention import AttentionMethod
     from llmx.models.experts import Routing
     from llmx.models.isolation import sees_ahead
     from llmx.models.model import BACKBONE, CAUSAL_LM, CLASSIFICATION, Model
     from llmx.models.pooling import give_pooled_forward, has_score
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = network.to(device).eval()
+    network = on_device(network)
     if spec.head == CLASSIFICATION and has_score(network):
         give_pooled_forward(network)
     config = network.config.get_text_config()
     implementation = config._attn_implementation or "eager"
     causal = spec.head == CAUSAL_LM or (spec.head == CLASSIFICATION and has_score(network))
     if spec.head == BACKBONE:
-        causal = not sees_ahead(network, device)
+        causal = not sees_ahead(network, network.device)
     return Model(
         name=name,
         spec=spec,
@@ -334,7 +316,7 @@ def _as_model(name: str, spec: Any, network: Any) -> Any:
             implementation, "none" if causal else "padding_mask", "padded", causal=causal
         ),
         dtype=network.dtype,
-        device=device,
+        device=network.device,
         routing=Routing(network),
     )
 

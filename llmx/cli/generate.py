@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmx.cli.target import Target, check_generates, find_target, load_causal, load_tokenizer
+from llmx.cli.target import Target, check_generates, find_target, load_network, load_tokenizer
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import Renderer
@@ -169,7 +169,7 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
     from llmx.models.generate import stop_ids
 
     tokenizer = load_tokenizer(target)
-    model = load_causal(target)
+    model = load_network(target)
     # Of its generation config only the stop tokens: a published one may sample, or punish
     # repetition, and the completions would not be those of the run's evaluation.
     return model, tokenizer, frozenset(stop_ids(model, tokenizer))

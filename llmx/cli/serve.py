@@ -19,7 +19,7 @@ from typing import Any
 
 from llmx.cli.target import Target, check_generates, dtype_of, find_target
 from llmx.errors import ConfigError
-from llmx.hardware.detect import Gpu, detect_gpus, visible_gpus
+from llmx.hardware.detect import Gpu, usable_gpus
 from llmx.models.adapter_names import CONFIG_FILE
 from llmx.run.rundir import read_mapping
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         options.target, command="serve", model=options.model, trusted=options.trust
     )
     check_generates(target)
-    gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = usable_gpus()
     command = vllm_command(
         target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
     )

@@ -1,7 +1,7 @@
 """Resolves ``RUN|MODEL`` of the commands that use a trained model, and loads the model.
 
     target = find_target(Path("outputs/mine"), command="chat")
-    model, tokenizer = load_causal(target), load_tokenizer(target)
+    model, tokenizer = load_network(target), load_tokenizer(target)
 
 A run directory stands for its ``model/``; a directory of a model, or of an adapter of ``peft``, for
 itself. Torch is imported only to load. Used by ``generate``, ``chat``, ``eval`` and ``serve``.
@@ -21,8 +21,10 @@ from typing import Any
 from llmx.checkpoint.model_files import COPY_AGAIN, check_model_files, check_sealed
 from llmx.checkpoint.selection import list_steps
 from llmx.config import Experiment, ModelConfig
+from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError, did_you_mean
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE, holds_adapter
+from llmx.models.spec import CAUSAL_LM
 from llmx.run import snapshot, trust
 from llmx.run.exported import generates_no_text
 from llmx.run.rundir import RunDir, no_run, read_mapping, runs_inside
@@ -256,26 +258,28 @@ def load_tokenizer(target: Target) -> Any:
         ) from error
 
 
-def load_causal(target: Target) -> Any:
-    """The network, in the dtype of its files, on the GPU where there is one.
+def load_network(target: Target, *, head: str = CAUSAL_LM) -> Any:
+    """The network, in the dtype of its files, on the GPU where there is one (``on_device``).
 
     Raises:
-        ConfigError: it writes no text, its base is not here, it is too large for the GPU.
+        ConfigError: it writes no text and was to, its base is not here, it is too large for the
+            GPU.
     """
-    check_generates(target)
+    if head == CAUSAL_LM:
+        check_generates(target)
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     from llmx.models.adapter import load_adapted
-    from llmx.models.model import CAUSAL_LM, auto_class
+    from llmx.models.model import auto_class
 
     logging.disable_progress_bar()  # its bar would stand between the completions
     try:
         if target.base is None:
             options = {"trust_remote_code": target.trusts_remote_code}
             config = AutoConfig.from_pretrained(target.directory, **options)
-            network: torch.nn.Module = auto_class(CAUSAL_LM, config).from_pretrained(
+            network: torch.nn.Module = auto_class(head, config).from_pretrained(
                 target.directory, dtype="auto", **options
             )
         else:
@@ -284,15 +288,29 @@ def load_causal(target: Target) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(not_loaded(target, error)) from error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return network.to(device).eval()
+        return on_device(network)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{target.directory} does not fit into the memory of this GPU. Set "
             "CUDA_VISIBLE_DEVICES= (empty) to use the CPU, or serve it on several GPUs: "
             "python -m llmx serve."
         ) from error
+
+
+def on_device(network: Any) -> Any:
+    """A network for evaluation, moved to the GPU where there is one. Its weights in bf16 become
+    fp16 on a GPU that only emulates bf16 (before Ampere), as such a GPU trains."""
+    import torch
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if "bf16" not in native_precisions(major + minor / 10):
+            for tensor in (*network.parameters(), *network.buffers()):
+                if tensor.dtype == torch.bfloat16:
+                    tensor.data = tensor.data.half()
+        network = network.to("cuda")
+    return network.eval()
 
 
 def not_loaded(target: Target, error: Exception) -> str:

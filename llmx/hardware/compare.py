@@ -15,7 +15,6 @@ from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import (
     Experiment,
     HardwareConfig,
-    ModelConfig,
     OptimConfig,
     ZeroConfig,
 )
@@ -64,17 +63,21 @@ def asked_of_hosts(zero: ZeroConfig, optim: OptimConfig, plan: Plan) -> dict[str
     }
 
 
-ATTENTION = {
-    "flash_attention_2": (
-        "flash_attn",
-        "flash-attn (pip install flash-attn --no-build-isolation)",
+AUTO = "model.attention=auto, which uses what is installed"
+BITSANDBYTES = ("bitsandbytes", "bitsandbytes (pip install 'llmx[qlora]')")
+PACKAGES = {
+    "model.attention=flash_attention_2": (
+        "flash_attn", "flash-attn (pip install flash-attn --no-build-isolation)", AUTO
     ),
-    "flash_attention_3": (
+    "model.attention=flash_attention_3": (
         "flash_attn_interface",
-        "flash-attn-3 (https://github.com/Dao-AILab/flash-attention, directory hopper)",
+        "flash-attn-3 (https://github.com/Dao-AILab/flash-attention, directory hopper)", AUTO
     ),
-}
-"""``model.attention`` -> the module of its kernels, and where it is from."""
+    "adapter.quantize=nf4": (*BITSANDBYTES, "adapter=lora"),
+    "adapter.quantize=fp4": (*BITSANDBYTES, "adapter=lora"),
+    "optim.kind=adam8bit": (*BITSANDBYTES, "optim=adamw"),
+}  # fmt: skip
+"""A choice -> the module that it needs, where that is from, and what to choose without it."""
 CLOCK_S = 5.0
 """A difference of clocks that makes logs of hosts hard to read side by side."""
 
@@ -116,7 +119,7 @@ def compare_hosts(
     busy: list[str] = []
     for name, facts in surveys.items():
         gpus_of_host = (gpus or {}).get(name, ())
-        more_errors, more_warnings = _host(exp.model, exp.zero, exp.optim, plan, name, facts)
+        more_errors, more_warnings = _host(exp, plan, name, facts)
         errors += _missing_gpus(name, gpus_of_host, facts)
         busy += _gpus_in_use(name, gpus_of_host, facts)
         warnings += _gpu_health(name, gpus_of_host, facts)
@@ -206,13 +209,9 @@ def _missing_gpus(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> I
 
 
 def _host(
-    model: ModelConfig,
-    zero: ZeroConfig,
-    optim: OptimConfig,
-    plan: Plan,
-    name: str,
-    facts: dict[str, Any],
+    exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
+    model, zero, optim, adapter = exp.model, exp.zero, exp.optim, exp.adapter
     errors: list[str] = []
     warnings: list[str] = []
     slots = sum(host.slots for host in plan.hosts if host.name == name)
@@ -241,13 +240,17 @@ def _host(
             f"{facts['nvcc']} for a torch of CUDA {_torch(facts)['cuda']}, which is untested."
         )
     errors += _nvme(zero, plan, name, facts)
-    module, package = ATTENTION.get(model.attention, ("", ""))
-    if module and module not in facts.get("modules", [module]):
-        errors.append(
-            f"{name}: model.attention={model.attention} needs the package {package}, which "
-            "is not installed. Install it on every host, or set model.attention=auto, which "
-            "uses what is installed."
-        )
+    for choice in (
+        f"model.attention={model.attention}",
+        f"adapter.quantize={adapter.quantize}",
+        f"optim.kind={optim.kind}",
+    ):
+        module, package, instead = PACKAGES.get(choice, ("", "", ""))
+        if module and module not in facts.get("modules", [module]):
+            errors.append(
+                f"{name}: {choice} needs the package {package}, which is not installed. Install it "
+                f"on every host, or set {instead}."
+            )
     if facts["stale_locks"]:
         line = (
             f"{name}: a build of an extension was left unfinished ({facts['stale_locks'][0]}); "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from llmx.config.hardware_rules import native_precisions
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
 from llmx.hardware.survey import count_gpus, toolkit_of_torch
+from llmx.text import plural
 
 if TYPE_CHECKING:
     from llmx.plan.types import HostPlan
@@ -43,14 +43,40 @@ class Gpu:
     uuid: str = ""
 
 
-def detect_gpus() -> list[Gpu]:
-    """GPUs of this machine in driver order; empty without a driver."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+def detect_gpus(root: str = "/") -> list[Gpu]:
+    """GPUs of this machine in driver order; empty without a driver.
+
+    Raises:
+        ConfigError: this process can open GPUs, and nvidia-smi lists none.
+    """
+    if not Path(root, "proc/driver/nvidia").exists() and not Path(root, "dev/nvidiactl").exists():
         return []  # nvidia-smi takes up to a second to say so
-    if shutil.which(_QUERY[0]) is None:
-        return []
-    answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=False)
-    return parse_gpus(answer.stdout) if answer.returncode == 0 else []
+    try:
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=False)
+        gpus = parse_gpus(answer.stdout) if answer.returncode == 0 else []
+        said = f"{answer.stdout}\n{answer.stderr}".strip() or f"exit code {answer.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        gpus, said = [], str(error)
+    if not gpus and (
+        devices := [path for path in Path(root, "dev").glob("nvidia[0-9]*") if _opens(path)]
+    ):
+        raise ConfigError(
+            f"nvidia-smi lists no GPU, and this machine has {plural(len(devices), 'GPU')} "
+            f"({min(devices)}). It says: {said.splitlines()[0]}. Correct the driver (a container "
+            "needs NVIDIA_DRIVER_CAPABILITIES=compute,utility); or describe the GPUs, e.g. "
+            "hardware=static 'hardware.hosts=[{name: localhost, slots: 1, device: a100_80g}]'; or "
+            "export CUDA_VISIBLE_DEVICES= to use the CPU."
+        )
+    return gpus
+
+
+def _opens(device: Path) -> bool:
+    """Whether this process may use a device: a control group may keep it away."""
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def parse_gpus(csv: str) -> list[Gpu]:
@@ -113,6 +139,13 @@ def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     return chosen
 
 
+def usable_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` leaves to this process."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    hides_all = visible is not None and visible.strip() in HIDES_ALL
+    return [] if hides_all else visible_gpus(detect_gpus(), visible)
+
+
 def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, DeviceConfig]:
     """The catalogue's entry for a GPU, else one made from what the driver says of it."""
     words = gpu.name.lower().replace("-", " ").split()
@@ -139,9 +172,7 @@ def detect_hardware(
     """``kind: local`` with its host: the GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` shows,
     else two CPU ranks."""
     devices = dict(hardware.devices)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible_gpus(detect_gpus(), visible)
-    if gpus:
+    if gpus := usable_gpus(environ):
         name, device = match_device(max(gpus, key=lambda gpu: gpu.memory_gib), devices)
         other_types = [gpu for gpu in gpus if match_device(gpu, devices)[0] != name]
         if other_types:
@@ -155,7 +186,7 @@ def detect_hardware(
         host = HostConfig(name="localhost", slots=len(gpus), device=name)
     else:
         rocm = toolkit_of_torch("hip")
-        if rocm and count_gpus() and visible is None:
+        if rocm and count_gpus() and "CUDA_VISIBLE_DEVICES" not in environ:
             raise ConfigError(
                 f"hardware=local detects NVIDIA GPUs only, and this torch is for ROCm {rocm}. "
                 "Describe the AMD GPUs, e.g. hardware=static 'hardware.hosts=[{name: localhost, "

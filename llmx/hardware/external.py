@@ -15,7 +15,7 @@ from typing import Any
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import Gpu, detect_gpus, match_device, visible_gpus
+from llmx.hardware.detect import Gpu, match_device, usable_gpus
 
 PLACES = (
     ("RANK", "WORLD_SIZE"),
@@ -66,7 +66,7 @@ def refuse_several(environ: Mapping[str, str]) -> None:
 
 def process_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     """What rank 0 must know of this process."""
-    gpus = visible_gpus(detect_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = usable_gpus(environ)
     local_rank = int(environ["LOCAL_RANK"])
     gpu = gpus[local_rank if local_rank < len(gpus) else 0] if gpus else None
     return {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import detect_gpus, match_device, visible_gpus
+from llmx.hardware.detect import match_device, usable_gpus
 
 COMMAND_S = 30.0
 """For the controller to answer."""
@@ -208,7 +208,7 @@ def _device(
         cpu = DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
         devices.setdefault("cpu", cpu)
         return "cpu", devices
-    gpus = visible_gpus(detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = usable_gpus()
     if socket.gethostname().split(".")[0] not in allocation.nodes or not gpus:
         raise ConfigError(
             f"hardware=slurm: job {allocation.job} has GPUs, and this machine cannot tell their "

@@ -32,8 +32,8 @@ from importlib import metadata, util
 from typing import Any
 
 COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safetensors")
-MODULES = ("flash_attn", "flash_attn_interface")
-"""Modules of attention kernels; looked for without importing them."""
+MODULES = ("flash_attn", "flash_attn_interface", "bitsandbytes")
+"""Modules of kernels; looked for without importing them."""
 STALE_LOCK_S = 600
 """Written to measure a disk, which all hosts may share."""
 GPU_STATE = {

@@ -214,13 +214,16 @@ def build_model(
 
 
 def _import_network(head: str, config: Any) -> None:
-    """Import the module of a network of transformers.
+    """Import the modules of a network of transformers and of the language model in it.
 
     On every rank before ``deepspeed.zero.Init``, which wraps the ``__init__`` of each class of
     modules, and at its end takes from those that were defined meanwhile what they had around it
     (0.19.8): experts lose the decorator that gives them their config.
     """
+    from transformers import AutoModel
+
     auto_class(head, config)._model_mapping.get(type(config), None)
+    AutoModel._model_mapping.get(type(config.get_text_config()), None)
 
 
 def _construct(

@@ -169,7 +169,8 @@ class Connection:
         if self.info.get("problem"):
             return (
                 f"{self.place.host}: rollout.vllm_python cannot draw: {self.info['problem']}. "
-                "Set it to the Python of an environment on that host which has vLLM."
+                "Set it to the Python of an environment whose vLLM runs there, or leave it out: "
+                "llmx then draws itself."
             )
         of_ranks: dict[str, Any] = {"protocol": PROTOCOL, **versions()}
         for name in ("protocol", "llmx", "transformers"):

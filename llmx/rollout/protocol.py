@@ -70,9 +70,14 @@ def parse_servers(text: str) -> list[ServerAddress]:
     return servers
 
 
-def digest(data: bytes | bytearray | memoryview) -> str:
+def digest(data: bytes) -> str:
     """The hash by which a receiver knows that it has what was sent."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return hasher(data).hexdigest()
+
+
+def hasher(data: bytes = b"") -> hashlib.blake2b:
+    """``digest``, for data that come in pieces."""
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def sealed(text: str) -> bytes:

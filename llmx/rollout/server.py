@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+import io
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ from llmx.rollout.protocol import (
     VLLM_PYTHON,
     Refused,
     digest,
+    hasher,
     parse_servers,
     password_of,
     sealed,
@@ -47,6 +49,8 @@ from llmx.rollout.vllm_policy import VllmPolicy
 TOKEN = "LLMX_RUN_TOKEN"
 PARENT_S = 0.5
 """Between two looks at whether the agent that started this process is there."""
+PIECE_BYTES = 1 << 22
+"""Of a body that is received."""
 BIND_S = 20.0
 """For a server before this one to leave the port."""
 
@@ -186,12 +190,21 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def _body(self) -> bytes | None:
-        """What was sent. None where it arrived damaged, which is answered."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        """What was sent. None where it arrived damaged, which is answered.
+
+        It is hashed as it arrives: after its end, the client waits for an answer only so long.
+        """
+        received, arrived = io.BytesIO(), hasher()
+        missing = int(self.headers.get("Content-Length", 0))
+        while piece := self.rfile.read(min(PIECE_BYTES, missing)):
+            arrived.update(piece)
+            received.write(piece)
+            missing -= len(piece)
         self._start()
-        if digest(body) == self.headers.get(DIGEST):
-            return body
-        self._write({"error": DAMAGED, "message": f"{len(body)} bytes have another digest"})
+        if arrived.hexdigest() == self.headers.get(DIGEST):
+            return received.getvalue()
+        size = received.tell()
+        self._write({"error": DAMAGED, "message": f"{size} bytes have another digest"})
         return None
 
     def _start(self) -> None:

@@ -36,6 +36,8 @@ class Engine:
             needed = ".".join(map(str, OLDEST))
             raise RuntimeError(f"vLLM {vllm.__version__} is too old. Install {needed} or newer")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cuda":
+            check_build(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
         self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         self.llm: Any = None
         self.fixed: dict[str, Any] = {}
@@ -123,6 +125,18 @@ class Engine:
                 }
             )
         return {"completions": completions}
+
+
+def check_build(capability: tuple[int, int], archs: list[str]) -> None:
+    """Raise RuntimeError where the torch of vLLM, and so vLLM, has no code for the GPU: the machine
+    code of its major version, or code that the driver compiles (PTX)."""
+    for arch in archs:
+        kind, _, number = arch.rstrip("af").partition("_")
+        version = divmod(int(number), 10)
+        if version <= capability and (kind == "compute" or version[0] == capability[0]):
+            return
+    number = ".".join(map(str, capability))
+    raise RuntimeError(f"it is built for {', '.join(archs)}, and this GPU is of {number}")
 
 
 def _tensors(body: bytes) -> dict[str, Any]:

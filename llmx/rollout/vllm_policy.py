@@ -89,7 +89,8 @@ class VllmPolicy:
         assert self.child.stdout is not None
         line = json.dumps({"do": method, "size": len(body), **values})
         try:
-            self.child.stdin.write(line.encode() + b"\n" + body)
+            self.child.stdin.write(line.encode() + b"\n")
+            self.child.stdin.write(body)
             self.child.stdin.flush()
             reply = self.child.stdout.readline()
         except OSError:

@@ -71,6 +71,12 @@ def whitened(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [(part - tokens.mean()) / np.sqrt(variance + 1e-8) for part in advantages]
 
 
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp``, at most e^20: fp32 ends at e^88, which the sum over a sequence may pass. Beyond it
+    there is no gradient."""
+    return log_ratio.clamp(max=20.0).exp()
+
+
 def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
     """Of KL(policy || reference) at each token, from ``difference``: its log-probability under the
     policy minus that under the reference (Schulman 2020)."""
@@ -80,7 +86,7 @@ def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
         case "k2":
             return difference**2 / 2
         case "k3":
-            return (-difference).exp() - 1 + difference
+            return ratio_of(-difference) - 1 + difference
     raise ValueError(kind)
 
 
@@ -171,7 +177,7 @@ def policy_loss(
         # Zheng et al. 2025 take the mean over the tokens, RLOO the probability of the whole.
         divisor = counts.clamp(min=1) if options.loss == "gspo" else 1
         log_ratios = by_sequence(log_ratios) / divisor
-    ratios, factors = log_ratios.exp(), advantages if of_sequence else advantages[sequences]
+    ratios, factors = ratio_of(log_ratios), advantages if of_sequence else advantages[sequences]
     gains, clipped = clipped_gains(ratios, factors, low, high)
     if options.loss == "cispo":  # MiniMax-M1, 2025, eq. 4
         gains = ratios.clamp(max=high).detach() * factors * logps

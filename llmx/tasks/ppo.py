@@ -28,6 +28,7 @@ from llmx.tasks.policy_loss import (
     clipped_gains,
     estimated_advantages,
     kl_estimate,
+    ratio_of,
     value_losses,
     whitened,
 )
@@ -157,7 +158,7 @@ class Ppo(Grpo):
         def by_target(column: str) -> torch.Tensor:
             return batch[column][targets].to(logps.device, non_blocking=True)
 
-        ratios = (logps - by_target("old_logp")).exp()
+        ratios = ratio_of(logps - by_target("old_logp"))
         gains, clipped = clipped_gains(
             ratios, by_target("token_advantage"), 1 - options.clip, 1 + options.clip
         )

@@ -185,6 +185,11 @@ def test_between_two_lines_llmx_waits_for_nothing(out: Path) -> None:
             assert not [place for place in places if not place.startswith("deepspeed/")], name
 
 
+def test_a_trial_that_fails_leaves_the_engine_as_it_was(out: Path) -> None:
+    """At ZeRO-3 a forward that has failed leaves weights that cannot be freed."""
+    assert answers(out, "fused_loss_that_fails") == [{"2": False, "3": False}] * 2
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_base_of_an_adapter_is_a_frozen_model(out: Path, stage: str, recompute: str) -> None:

@@ -24,6 +24,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
+import llmx.models.loss as loss_module
 import llmx.train.engine.build as build_module
 from llmx.checkpoint.state.engine_state import capture, frozen_fingerprints
 from llmx.data import collate
@@ -703,6 +704,24 @@ def base_of_an_adapter(out: Path) -> Any:
                 "saved": [n for n, _ in engine.module.named_parameters() if engine.is_saved(n)][:1],
                 "fingerprints": list(frozen_fingerprints(engine)),
             }
+            engine.engine.destroy()
+    return answer
+
+
+@check
+def fused_loss_that_fails(out: Path) -> Any:
+    """Whether head and loss are together where they fail, by stage. The weights are gathered whole
+    afterwards."""
+    answer: dict[str, Any] = {}
+    with (
+        mock.patch.object(loss_module, "fused_linear_cross_entropy", side_effect=ValueError("no")),
+        mock.patch.object(build_module, "fused_loss", return_value=True),
+    ):
+        for stage in (2, 3):
+            job = {"stage": stage, "zero": {"param_persistence_threshold": 0}}
+            engine, _ = trained(job, out, steps=0)
+            with whole_weights(engine):
+                answer[str(stage)] = engine.main.fused_loss
             engine.engine.destroy()
     return answer
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmx.cli import generate, generate_file
 from llmx.cli.arguments import check_spelling
@@ -17,6 +19,7 @@ from llmx.cli.flags import parse
 from llmx.cli.generate import Stream, learns_chats, wanted
 from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import main, run_here
+from llmx.cli.target import find_target, load_network
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -47,6 +50,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     model.save_pretrained(run_dir.final_model)
     tokenizer.save_pretrained(run_dir.final_model)
     return run_dir
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16")]
+)
+def test_bf16_is_fp16_on_a_gpu_that_emulates_it(
+    capability: tuple[int, int],
+    dtype: str,
+    run: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for what is fp32, such as the frequencies of the positions."""
+    saved = AutoModelForCausalLM.from_pretrained(run.final_model, dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    target = find_target(tmp_path, command="generate")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda network, device: network)
+    network = load_network(target)
+    assert {str(p.dtype) for p in network.parameters()} == {f"torch.{dtype}"}
+    assert {b.dtype for b in network.buffers()} == {torch.float32}
+    assert decoder_of(network).dtype == getattr(torch, dtype)
 
 
 class Command:

@@ -334,11 +334,27 @@ def test_deepspeeds_own_list_of_minor_versions() -> None:
             assert cuda_builds.compiles_for(nvcc, cuda) is together, (nvcc, cuda)
 
 
-def test_flash_attention_needs_its_package() -> None:
-    done = composed("hardware=a100x8", "model.attention=flash_attention_2", "precision=bf16")
-    here = facts(gpus=8, modules=[])
-    (error,) = compare_hosts(done.experiment, done.plan, {"localhost": here}).errors
-    assert "needs the package flash-attn" in error
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["model.attention=flash_attention_2"],
+            "localhost: model.attention=flash_attention_2 needs the package flash-attn .*=auto",
+        ),
+        (
+            ["model=llama2_7b", "adapter=qlora", "zero=stage2"],
+            "adapter.quantize=nf4 needs .*bitsandbytes .*qlora",
+        ),
+        (["optim=adam8bit", "zero=stage0"], "optim.kind=adam8bit needs .*bitsandbytes .*optim=ad"),
+    ],
+)
+def test_what_was_chosen_needs_its_package(words: list[str], message: str) -> None:
+    done = composed("hardware=a100x8", "precision=bf16", *words)
+    surveys = {"localhost": facts(gpus=8, modules=[])}
+    (error,) = compare_hosts(done.experiment, done.plan, surveys).errors
+    assert re.search(message, error)
+    surveys = {"localhost": facts(gpus=8, modules=[*program.MODULES])}
+    assert not compare_hosts(done.experiment, done.plan, surveys).errors
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ else: driver output read, the catalogue matched, programs sent there (run here a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -118,6 +119,44 @@ def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, monkeypatch)
         ConfigError, match=r"takes whole GPUs|GPUs found: none\. .*empty to train on the C"
     ):
         detect.detect_hardware(LOCAL, environ={"CUDA_VISIBLE_DEVICES": visible})
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("echo 'NVIDIA H100 80GB HBM3, 81559, 9.0, 0, GPU-1'", ""),
+        ("echo No devices were found; exit 6", "2 GPUs .*nvidia0.*It says: No devices were found"),
+        ("echo Driver/library version mismatch; exit 18", "It says: Driver/library version mism"),
+        ("echo 'NVIDIA GB10, [N/A], 12.1, 0, GPU-1'", "It says: NVIDIA GB10"),
+        ("exit 3", "It says: exit code 3"),
+        (None, "It says: .*No such file.*compute,utility.*hardware=static.*to use the CPU"),
+    ],
+)
+def test_gpus_that_the_driver_does_not_list_are_an_error(
+    program: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not two CPU ranks; but those where no GPU can be opened, or the variable hides them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if program is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / "nvidiactl").touch()
+    (devices / "nvidia2").mkdir()  # cannot be opened
+    listed = [] if problem else detect.parse_gpus("NVIDIA H100 80GB HBM3, 81559, 9.0, 0, GPU-1")
+    assert detect.detect_gpus(f"{tmp_path}") == listed
+    (devices / "nvidia0").touch()
+    (devices / "nvidia1").touch()
+    if not problem:
+        assert detect.detect_gpus(f"{tmp_path}") == listed
+        return
+    with pytest.raises(ConfigError, match=f"nvidia-smi lists no GPU, and .*{problem}"):
+        detect.detect_gpus(f"{tmp_path}")
+    monkeypatch.setattr(detect, "detect_gpus", functools.partial(detect.detect_gpus, f"{tmp_path}"))
+    with pytest.raises(ConfigError, match="nvidia-smi lists no GPU"):
+        detect.detect_hardware(LOCAL, environ={})
+    assert detect.detect_hardware(LOCAL, environ={"CUDA_VISIBLE_DEVICES": ""}).hosts[0].slots == 2
 
 
 def test_gpus_of_two_kinds_in_this_machine(monkeypatch) -> None:

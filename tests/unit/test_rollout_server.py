@@ -25,9 +25,11 @@ from llmx.models.generate import Completion
 from llmx.models.model import Model
 from llmx.models.sampling import Sampling
 from llmx.rollout import client
+from llmx.rollout import server as serving
 from llmx.rollout.client import Body, Connection, RolloutServers
 from llmx.rollout.network import describe, gather, pack
 from llmx.rollout.protocol import (
+    DIGEST,
     LISTEN,
     Refused,
     ServerAddress,
@@ -337,6 +339,35 @@ def test_damaged_weights_are_refused_and_sent_again(places: list[ServerAddress])
         assert refused.value.kind == "damaged"
         server.greet()
         assert server.weights == 7
+
+
+def test_weights_are_hashed_while_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client hears nothing from its last byte on until they are: 30 s are 29 GB on a core."""
+    seen: list[int] = []
+
+    class Hash:
+        def update(self, piece: bytes) -> None:
+            seen.append(len(piece))
+
+        def hexdigest(self) -> str:
+            return "as sent"
+
+    size = serving.PIECE_BYTES
+    monkeypatch.setattr(serving, "hasher", Hash)
+    head = f"PUT /weights/1 HTTP/1.0\r\nAuthorization: Bearer {password_of(TOKEN)}\r\n"
+    head += f"{DIGEST}: as sent\r\nContent-Length: {size + 3}\r\n\r\n"
+    with serving.Server(
+        ("127.0.0.1", 0), password_of(TOKEN), serving.VllmPolicy("/nowhere")
+    ) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        with socket.create_connection(listening.server_address) as peer:
+            peer.sendall(head.encode() + bytes(size))
+            wait_until(lambda: seen == [size])
+            peer.sendall(b"end")
+            answer = peer.makefile("rb").read()
+        listening.shutdown()
+    assert seen == [size, 3]
+    assert b"no model has been sent" in answer
 
 
 @pytest.mark.parametrize("answers", [0, 1])

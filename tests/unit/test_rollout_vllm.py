@@ -3,6 +3,7 @@ an environment that has it, and a module of its name everywhere."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmx.errors import ConfigError
 from llmx.models.model import Model
+from llmx.plan.cuda_builds import has_code_for
+from llmx.rollout.vllm_child import check_build
 from tests.small_models import small_model
 from tests.unit.test_rollout_server import (
     PROMPTS,
@@ -63,6 +66,14 @@ class LLM:
 """
 
 
+OLD_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda: (7, 0)
+torch.cuda.get_arch_list = lambda: ["sm_75", "sm_80", "compute_120"]
+"""
+
+
 def server(python: str, **env: str) -> Iterator[ServerProcess]:
     os.environ.update(env, LLMX_ROLLOUT_VLLM=python)
     process = ServerProcess()
@@ -70,16 +81,21 @@ def server(python: str, **env: str) -> Iterator[ServerProcess]:
     process.end()
 
 
+def environment(directory: Path, module: str) -> str:
+    """A Python with this text as the module vllm."""
+    (directory / "vllm").mkdir()
+    (directory / "vllm" / "__init__.py").write_text(module)
+    (directory / "vllm" / "inputs.py").write_text("TokensPrompt = dict\n")
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server whose environment has a module called vllm: this Python with one more directory."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
-    (tmp_path / "vllm" / "inputs.py").write_text("TokensPrompt = dict\n")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    yield from server(str(python))
+    yield from server(environment(tmp_path, STAND_IN))
 
 
 def test_weights_and_prompts_reach_the_child_and_samples_come_back(stand_in: ServerProcess) -> None:
@@ -120,6 +136,21 @@ def test_an_environment_without_vllm_is_named(python: str, why: str) -> None:
     for process in server(python):
         with pytest.raises(ConfigError, match=expected), ranks(policy(), [process.place]):
             pass
+
+
+def test_a_gpu_that_vllm_has_no_code_for_is_named(tmp_path: Path) -> None:
+    """A V100, which vLLM's wheels have left out: as torch's own check says it of others."""
+    expected = "here: rollout.vllm_python cannot draw: .*sm_75, sm_80, compute_120.* of 7.0. Set"
+    for process in server(environment(tmp_path, STAND_IN + OLD_GPU)):
+        with pytest.raises(ConfigError, match=expected), ranks(policy(), [process.place]):
+            pass
+    for major, minor in ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)):
+        for archs in (["sm_70"], ["sm_75", "sm_86"], ["sm_100f"], ["sm_80", "compute_90"]):
+            problem = contextlib.nullcontext()
+            if not has_code_for(float(f"{major}.{minor}"), archs):
+                problem = pytest.raises(RuntimeError, match=f"of {major}.{minor}")
+            with problem:
+                check_build((major, minor), archs)
 
 
 @pytest.mark.parametrize("tied", [False, True])

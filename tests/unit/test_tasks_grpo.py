@@ -186,6 +186,23 @@ def test_kl_estimates() -> None:
         assert mean == pytest.approx(exact, rel=tolerance), kind
 
 
+@pytest.mark.parametrize("loss", [*LOSSES, "rloo"])
+def test_a_policy_that_has_left_the_old_one_has_a_finite_loss(loss: str) -> None:
+    """Tokens that the old policy and the reference give next to no probability, and a bad reward:
+    the ratio of rloo is that of the whole sequence."""
+    logps = torch.full((6,), -0.1, requires_grad=True)
+    away = torch.tensor([-60.0, -60.0, -100.0, -0.2, -0.1, -0.1])
+    options = Options(loss=loss, beta=0.1, kl_in="loss")
+    advantages, sequences = torch.tensor([-1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    for reference in (away, 2 * logps.detach() - away):
+        total, _, kl = policy_loss(options, logps, away, advantages, sequences, reference)
+        (gradient,) = torch.autograd.grad(total, logps)
+        assert total.isfinite()
+        assert kl is not None
+        assert kl.isfinite().all()
+        assert gradient.norm().isfinite()
+
+
 # The task as a whole, on a small network
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -158,3 +160,22 @@ def test_what_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.Mon
     model = model_of("mixtral")
     run(model, Routing(model), [(5,), (4, 3)])
     assert copied == [torch.Size([2 * 16]), torch.Size([2])]
+
+
+BESIDE_A_TOWER = """
+import sys
+from transformers import InternVLConfig, Qwen3MoeConfig
+from llmx.models.factory import _import_network
+_import_network("causal_lm", InternVLConfig(text_config=Qwen3MoeConfig().to_dict()))
+print({"internvl.modeling_internvl", "qwen3_moe.modeling_qwen3_moe"}
+      <= {name.removeprefix("transformers.models.") for name in sys.modules})
+"""
+
+
+def test_the_experts_of_a_multi_modal_model_are_imported_with_it() -> None:
+    """Its network imports them when it is built; inside ``deepspeed.zero.Init`` that is too late.
+    In a process that has imported nothing yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_TOWER], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-1] == "True"

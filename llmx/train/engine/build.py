@@ -46,9 +46,9 @@ from llmx.models.factory import (
     new_token_ids,
     vocab_rows,
 )
-from llmx.models.isolation import turn_dropout_off
+from llmx.models.isolation import line_of, tiny_model, turn_dropout_off
 from llmx.models.liger import apply_liger, wants_liger
-from llmx.models.loss import fused_loss_problem, without_cache
+from llmx.models.loss import fused_loss_problem, output_head_problem, without_cache
 from llmx.models.model import (
     LANGUAGE_MODELS,
     ForwardOf,
@@ -63,6 +63,7 @@ from llmx.models.parameters import whole_shape
 from llmx.models.pooling import has_score
 from llmx.models.select_attention import select_attention
 from llmx.models.spec import are_bases
+from llmx.models.tiny import tiny_config
 from llmx.plan.by_device import on_device
 from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
@@ -310,6 +311,13 @@ def build_engine(
         gather_experts_together(combined)
     if computes_by_device(plan) and ds_config["zero_optimization"]["stage"] in (1, 2):
         check_gradient_order(parts, plan, device=device)
+    fused = [
+        name
+        for name, part in parts.items()
+        if own_specs[name].head in LANGUAGE_MODELS
+        and fused_loss(exp.model, plan.accelerator)
+        and _can_fuse(part, head=own_specs[name].head)
+    ]
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
@@ -347,11 +355,8 @@ def build_engine(
             for name, part in parts.items()
         },
     )
-    for model in models.values():
-        if model.spec.head in LANGUAGE_MODELS:
-            model.fused_loss = fused_loss(exp.model, plan.accelerator) and _can_fuse(
-                model, seq_len=exp.data.seq_len, required=bool(exp.model.fused_loss)
-            )
+    for name in fused:
+        models[name].fused_loss = True
     for name in sorted(bases):
         models[name] = base_of(models.main, name=name, spec=specs[name])
     return Engine(
@@ -655,15 +660,29 @@ def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _can_fuse(model: Model, *, seq_len: int, required: bool) -> bool:
-    """Whether head and loss of this model can be computed together; logs why not. Collective."""
-    inputs = model.inputs(_few_tokens(seq_len))
-    rank_and_problem = first_problem(fused_loss_problem(model.forward, *inputs))
+def _can_fuse(part: BuiltNetwork, *, head: str) -> bool:
+    """Whether head and loss of this network can be computed together; logs why not. Collective.
+
+    A small one of its class is tried: an error of a forward inside an engine of ZeRO-3, even one
+    that is caught, leaves weights that DeepSpeed can no longer free.
+    """
+    choice, kind = part.exp.model, type(part.network).__name__
+    problem = output_head_problem(part.network)
+    if problem is None:
+        try:
+            tiny = tiny_config(part.config)
+            tiny._attn_implementation = "eager"
+            small = tiny_model(tiny, remote=choice.trust_remote_code, head=head)
+        except Exception as error:
+            problem = f"no small model of its class could be tried ({line_of(error)})"
+        else:
+            ids = torch.arange(8)[None]
+            problem = fused_loss_problem(small, {"input_ids": ids}, ids)
+    rank_and_problem = first_problem(problem)
     if rank_and_problem is None:
         return True
     _, problem = rank_and_problem
-    kind = type(model.module).__name__
-    if required:
+    if choice.fused_loss:
         raise ConfigError(
             f"model.fused_loss=true does not work with {kind}: {problem}. "
             "Set model.fused_loss=null, which turns it off for this model."
