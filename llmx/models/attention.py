@@ -100,8 +100,7 @@ def isolation_mask(segment_ids: torch.Tensor, *, causal: bool = True) -> torch.T
 
 def additive(mask: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """The boolean ``mask`` as eager attention wants it: 0 where seen, else the lowest number."""
-    hidden = torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=mask.device)
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def segment_bounds(segment_ids: torch.Tensor) -> tuple[int, ...]:
@@ -135,22 +134,22 @@ def model_inputs(
     ids, labels = batch["input_ids"], batch["labels"]
     positions, segments = batch["position_ids"], batch["segment_ids"]
     if method.isolation == "none":
-        return {"input_ids": ids.to(device, non_blocking=True)}, labels
+        return {"input_ids": to_device(ids, device)}, labels
     if method.isolation == "padding_mask":
         real = (segments != 0).to(torch.long)
         # A line of padding alone would be a row of nothing in a softmax.
         real[:, 0] = 1
         inputs = {"input_ids": ids, "attention_mask": real}
-        return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, labels
+        return {name: to_device(x, device) for name, x in inputs.items()}, labels
     arguments: dict[str, Any] = {"attention_mask": None}
     if method.isolation == "cu_seq_lens":
         ids, positions, labels = (x.reshape(1, -1) for x in (ids, positions, labels))
         arguments.update(_bound_arguments(segment_bounds(segments), method.implementation, device))
     elif method.isolation == "mask" and needs_mask(segments, causal=method.causal):
-        arguments["attention_mask"] = _mask(segments.to(device, non_blocking=True), method, dtype)
+        arguments["attention_mask"] = _mask(to_device(segments, device), method, dtype)
     elif method.isolation == "layer_masks" and int(segments.max()) > 1:
-        lines = segments.to(device, non_blocking=True)
-        places = positions.to(device, non_blocking=True)
+        lines = to_device(segments, device)
+        places = to_device(positions, device)
         arguments["attention_mask"] = {
             kind: _mask(lines, method, dtype, _in_window(kind, window, places))
             for kind, window in method.windows
@@ -165,9 +164,9 @@ def model_inputs(
         # each layer keeps. One row a line needs none: nothing looks at the padding at its right.
         on_device = torch.arange(ids.shape[1], device=device).expand(ids.shape[0], -1)
     else:
-        on_device = positions.to(device, non_blocking=True)
+        on_device = to_device(positions, device)
     inputs = {
-        "input_ids": ids.to(device, non_blocking=True),
+        "input_ids": to_device(ids, device),
         "position_ids": on_device,
         **arguments,
     }
@@ -200,7 +199,7 @@ def _bound_arguments(
         # The kernels of state-space layers know a row by its number.
         lengths = torch.tensor(bounds, dtype=torch.int32).diff()
         rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
-        arguments["seq_idx"] = rows[None].to(device, non_blocking=True)
+        arguments["seq_idx"] = to_device(rows[None], device)
     return arguments
 
 

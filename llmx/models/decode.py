@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -33,11 +34,11 @@ from llmx.models.generate import (
     cache_argument,
     takes_left_padding,
 )
-from llmx.models.loss import head_at, takes
+from llmx.models.loss import head_at, takes, to_device
 from llmx.models.sampling import Sampling, draw, truncated, uniforms
 
 ROOM = 64
-"""Columns by which buffers grow at once, and random numbers that are drawn at once."""
+"""Columns by which buffers grow at once, and tokens whose random numbers are made at once."""
 
 
 @dataclass(eq=False)
@@ -54,15 +55,6 @@ class Row:
     """The column of the cache that its prompt begins in."""
     logps: list[float] = field(default_factory=list)
     sampled_logps: list[float] = field(default_factory=list)
-    uniforms: list[float] = field(default_factory=list)
-    """One for each token: a function of the seed and the token's position."""
-
-    def uniform(self) -> float:
-        """The random number of the next token."""
-        at = len(self.tokens)
-        if at >= len(self.uniforms):
-            self.uniforms += uniforms(self.seed, first=len(self.prompt) + at, count=ROOM).tolist()
-        return self.uniforms[at]
 
     def add(self, token: int, sampling: Sampling, *, last_position: float) -> None:
         """Take a token that was drawn, and end with it if it is the last."""
@@ -119,14 +111,13 @@ class Slots(DynamicLayer):
                 new[:count, :, end - width : end] = old[:count, :, used]
             self.buffers[at] = new
 
-    def put(self, layer: Any, *, source: list[int], slot: int) -> None:
+    def put(self, layer: Any, *, source: torch.Tensor, slot: int) -> None:
         """Write rows ``source`` of a layer into the slots from ``slot`` on, at the right."""
         end = self.batch.end
         for buffer, states in zip(self.buffers, (layer.keys, layer.values), strict=True):
-            place = buffer[slot : slot + len(source), :, end - states.shape[-2] : end]
-            place.copy_(states[source])
+            buffer[slot : slot + len(source), :, end - states.shape[-2] : end] = states[source]
 
-    def move(self, sources: list[int], slots: list[int]) -> None:
+    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy rows from slot to slot."""
         for buffer in self.buffers:
             used = buffer[:, :, self.batch.start : self.batch.end]
@@ -148,6 +139,13 @@ class Decoding:
         last = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.last_position = last or math.inf
         self.rows: list[Row] = []
+        """A list that is replaced, and never changed."""
+        self.described: list[Row] | None = None
+        """The rows that ``newest``, ``first_columns`` and ``uniforms`` describe, in their order.
+        These stay on the device, so that no token copies them."""
+        self.newest = self.first_columns = self.uniforms = torch.zeros(0)
+        self.num_drawn = 0
+        """Columns of ``uniforms`` [rows, ROOM] that are used."""
         self.start = self.end = 0
         """The columns of the cache that count."""
         self.columns = 0
@@ -173,7 +171,7 @@ class Decoding:
             elif self.rows:
                 self._decode()
             else:  # for the others, whose layers are gathered from all ranks
-                self._forward(torch.zeros(1, 1, dtype=torch.long), [0], length=1, cache=None)
+                self._forward(torch.zeros(1, 1, dtype=torch.long), None, length=1, cache=None)
         self._keep_log_probabilities()
 
     def _joining(self, queue: deque[list[Row]]) -> list[list[Row]]:
@@ -185,7 +183,8 @@ class Decoding:
             if not self.joins or free < enough:
                 return groups
         while queue and len(queue[0]) <= free:
-            if groups and not self.takes_padding and _length(queue[0]) != _length(groups[0]):
+            lengths = {len(group[0].prompt) for group in (queue[0], *groups[:1])}
+            if len(lengths) > 1 and not self.takes_padding:
                 break
             groups.append(queue.popleft())
             free -= len(groups[-1])
@@ -203,11 +202,14 @@ class Decoding:
         length = tokens.shape[1]
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(tokens, padding, length=length, cache=cache)
-        self._draw(rows, logits[source] if len(rows) > len(groups) else logits)
+        if len(rows) > len(groups):
+            logits = logits[self._index(source)]
+        self._draw(rows, logits, self._uniforms(rows, count=1)[:, 0])
         alive = [at for at, row in enumerate(rows) if row.ended is None]
-        rows, source = [rows[at] for at in alive], [source[at] for at in alive]
+        rows = [rows[at] for at in alive]
         if not rows:
             return
+        kept = self._index([source[at] for at in alive])
         if self.cache is None:
             self.joins = (
                 self.takes_padding
@@ -217,15 +219,15 @@ class Decoding:
                 )
             )
         if self.joins:
-            self._put(cache, rows, source, length=length)
+            self._put(cache, rows, kept, length=length)
         else:
-            cache.reorder_cache(cast(torch.LongTensor, self._index(source)))
+            cache.reorder_cache(cast(torch.LongTensor, kept))
             self.rows, self.cache, self.start, self.end = rows, cache, 0, length
             for row in rows:
                 row.first_column = length - len(row.prompt)
 
-    def _put(self, cache: Any, rows: list[Row], source: list[int], *, length: int) -> None:
-        """Let rows join: their cache goes into slots behind those in use."""
+    def _put(self, cache: Any, rows: list[Row], source: torch.Tensor, *, length: int) -> None:
+        """Let rows join: rows ``source`` of their cache go into slots behind those in use."""
         if self.cache is None:
             self.cache = DynamicCache(config=self.model.config)
             self.cache.layers = [Slots(self, layer) for layer in cache.layers]
@@ -235,7 +237,7 @@ class Decoding:
             self._lay_out(length)
         for slots, layer in zip(self.cache.layers, cache.layers, strict=True):
             slots.put(layer, source=source, slot=len(self.rows))
-        self.rows += rows
+        self.rows = [*self.rows, *rows]
         for row in rows:
             row.first_column = self.end - len(row.prompt)
         self.start = min(row.first_column for row in self.rows)
@@ -249,23 +251,42 @@ class Decoding:
         shift = end - self.end
         for row in self.rows:
             row.first_column += shift
+        self.first_columns = self.first_columns + shift
         self.start, self.end = self.start + shift, end
 
     def _decode(self) -> None:
         """One more token of every row."""
+        rows = self.rows
+        if self.joins and self.end >= self.columns:
+            self._lay_out(self.end - self.start)
+        if self.described is not rows or self.num_drawn == ROOM:
+            self.newest = self._index([(row.tokens or row.prompt)[-1] for row in rows])
+            self.first_columns = self._index([row.first_column for row in rows])
+            self.uniforms = self._uniforms(rows, count=ROOM)
+            self.described, self.num_drawn = rows, 0
         if self.cache_name is None:  # all goes through the model again
-            tokens, padding = left_padded([(*row.prompt, *row.tokens) for row in self.rows])
+            tokens, padding = left_padded([(*row.prompt, *row.tokens) for row in rows])
             logits = self._forward(tokens, padding, length=tokens.shape[1], cache=None)
         else:
-            if self.joins and self.end >= self.columns:
-                self._lay_out(self.end - self.start)
-            tokens = torch.tensor([row.tokens[-1:] for row in self.rows])
-            padding = [row.first_column - self.start for row in self.rows]
-            length = self.end + 1 - self.start
-            logits = self._forward(tokens, padding, length=length, cache=self.cache)
+            is_padded = any(row.first_column > self.start for row in rows)
+            logits = self._forward(
+                self.newest[:, None],
+                self.first_columns - self.start if is_padded else None,
+                length=self.end + 1 - self.start,
+                cache=self.cache,
+            )
             self.end += 1
-        self._draw(self.rows, logits)
+        self.newest = self._draw(rows, logits, self.uniforms[:, self.num_drawn])
+        self.num_drawn += 1
         self._drop_ended()
+
+    def _uniforms(self, rows: list[Row], *, count: int) -> torch.Tensor:
+        """fp64 [rows, count]: the random numbers of their next tokens, each a function of the seed
+        and the token's position."""
+        numbers = [
+            uniforms(row.seed, first=len(row.prompt) + len(row.tokens), count=count) for row in rows
+        ]
+        return to_device(torch.from_numpy(np.stack(numbers)), self.model.device)
 
     def _drop_ended(self) -> None:
         """The last rows take the slots of those that have ended."""
@@ -277,42 +298,50 @@ class Decoding:
         order = list(range(num_alive))
         for hole, slot in zip(holes, last, strict=True):
             order[hole] = slot
-        self.rows = [self.rows[slot] for slot in order]
-        if self.joins and self.rows:
-            for layer in self.cache.layers if holes else ():
-                layer.move(last, holes)
+        self.rows = self.described = [self.rows[slot] for slot in order]
+        if not self.rows:
+            return
+        kept = self._index(order)
+        self.newest, self.first_columns = self.newest[kept], self.first_columns[kept]
+        self.uniforms = self.uniforms[kept]
+        if self.joins:
+            if holes:
+                sources, slots = self._index(last), self._index(holes)
+                for layer in self.cache.layers:
+                    layer.move(sources, slots)
             self.start = min(row.first_column for row in self.rows)
-        elif self.cache is not None and self.rows:
-            self.cache.reorder_cache(self._index(order))
+        elif self.cache is not None:
+            self.cache.reorder_cache(kept)
 
     def _forward(
-        self, tokens: torch.Tensor, padding: list[int], *, length: int, cache: Any
+        self, tokens: torch.Tensor, padding: torch.Tensor | None, *, length: int, cache: Any
     ) -> torch.Tensor:
         """Logits [n, vocabulary] (fp32) behind the last of ``tokens`` [n, new].
 
         Args:
-            padding: tokens at the left of each row that are none.
+            padding: int64 [n], tokens at the left of each row that are none; None: no row has any.
             length: tokens of a row that are seen, padding and new ones included.
         """
         model, (count, new) = self.model, tokens.shape
         place = torch.arange(length - new, length, device=model.device)
-        num_padding = self._index(padding)
         arguments: dict[str, Any] = {}
+        positions = place.expand(count, -1)
+        if padding is not None:
+            padding = to_device(padding, model.device)
+            positions = (positions - padding[:, None]).clamp(min=0)
+            arguments["attention_mask"] = mask(model, place, length, padding)
         if self.takes_positions:
-            positions = place[None, :] - num_padding[:, None]
-            arguments["position_ids"] = positions.clamp(min=0)
-        if any(padding):
-            arguments["attention_mask"] = mask(model, place, length, num_padding)
+            arguments["position_ids"] = positions
         if cache is not None and self.cache_name:
             arguments.update({self.cache_name: cache, "use_cache": True})
         every_row = torch.arange(count, device=model.device)
         with head_at(model.module, every_row, torch.full_like(every_row, new - 1)):
-            outputs = model.module(input_ids=tokens.to(model.device), **arguments)
+            outputs = model.module(input_ids=to_device(tokens, model.device), **arguments)
         logits: torch.Tensor = outputs.logits[0, :, : model.vocab_size].float()
         return logits
 
-    def _draw(self, rows: list[Row], logits: torch.Tensor) -> None:
-        """The next token of each of ``rows``."""
+    def _draw(self, rows: list[Row], logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """The next token of each of ``rows``, drawn with its random number; waits for it."""
         sampling = self.sampling
         if sampling.greedy:
             chosen = logits.argmax(dim=-1)
@@ -320,15 +349,15 @@ class Decoding:
             sampled_logps = torch.zeros_like(logps)
         else:
             drawn_from = logits if sampling.is_model else truncated(logits, sampling)
-            numbers = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
-            chosen = draw(drawn_from, numbers.to(logits.device))
+            chosen = draw(drawn_from, numbers)
             logps = _log_probabilities(logits, chosen)
             sampled_logps = logps if sampling.is_model else _log_probabilities(drawn_from, chosen)
-        self.steps.append((list(rows), logps, sampled_logps))
+        self.steps.append((rows, logps, sampled_logps))
         for row, token in zip(rows, chosen.tolist(), strict=True):
             row.add(token, sampling, last_position=self.last_position)
             if self.on_token is not None:
                 self.on_token(row.index, token)
+        return chosen
 
     def _keep_log_probabilities(self) -> None:
         """Give every row its own: they were left on the device until now, which then need not be
@@ -343,15 +372,15 @@ class Decoding:
         self.steps.clear()
 
     def _index(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self.model.device)
+        return to_device(torch.tensor(numbers, dtype=torch.long), self.model.device)
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
-    """(tokens [n, longest], how many at the left of each row are padding)."""
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(tokens [n, longest], how many at the left of each row are padding; None: nowhere any)."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     rows = [[0] * pads + list(prompt) for pads, prompt in zip(padding, prompts, strict=True)]
-    return torch.tensor(rows), padding
+    return torch.tensor(rows), torch.tensor(padding) if any(padding) else None
 
 
 def mask(model: Decoder, place: torch.Tensor, length: int, padding: torch.Tensor) -> torch.Tensor:
@@ -368,10 +397,6 @@ def mask(model: Decoder, place: torch.Tensor, length: int, padding: torch.Tensor
     return visible
 
 
-def _length(group: list[Row]) -> int:
-    return len(group[0].prompt)
-
-
 def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
@@ -380,6 +405,6 @@ def _any_rank(condition: bool, device: torch.device) -> bool:
     """Whether it is so on any rank. Collective."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return condition
-    flag = torch.tensor(int(condition), dtype=torch.int32, device=device)
+    flag = torch.full((), int(condition), dtype=torch.int32, device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
     return bool(flag)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod, windows_of
 from llmx.models.loss import takes
 from llmx.models.sampling import Sampling
+
+if TYPE_CHECKING:
+    from llmx.models.model import Model
 
 FILE = "generation_config.json"
 
@@ -110,45 +113,24 @@ STOP, LENGTH, POSITIONS = "stop", "length", "positions"
 """Why a completion ended: a stop token; ``max_new_tokens``; the model's last position."""
 
 
-class Decoder(Protocol):
-    """A causal language model for generation. A ``Model`` is one; a bare module becomes one by
-    ``decoder_of``."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Its forward takes ``input_ids`` and gives ``logits``."""
-
-    @property
-    def config(self) -> Any:
-        """The Hugging Face config of the model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the vocabulary that count; the others are never drawn."""
-
-    @property
-    def attention(self) -> AttentionMethod:
-        """The method by which it gets a batch."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the activations."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its inputs."""
-
-
 @dataclass(frozen=True)
 class BareDecoder:
-    """A causal language model that nothing wraps."""
+    """A causal language model that nothing wraps. Its fields are named as those of a ``Model``."""
 
     module: nn.Module
     config: Any
+    """The Hugging Face config of the model."""
     vocab_size: int
+    """Rows of the vocabulary that count; the others are never drawn."""
     attention: AttentionMethod
+    """The method by which it gets a batch."""
     dtype: torch.dtype
+    """Of the activations."""
     device: torch.device
+
+
+Decoder = Union[BareDecoder, "Model"]
+"""A causal language model for generation."""
 
 
 def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
@@ -358,17 +340,21 @@ def cache_argument(model: Decoder) -> str | None:
 
 @contextlib.contextmanager
 def _generating(model: Decoder) -> Iterator[None]:
-    """Inside, no dropout, and an attention that takes a cache."""
+    """Inside, no dropout, and an attention that takes a cache: not cuDNN's, whose plan is made anew
+    for each length, so for each token."""
     module: Any = model.module
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     training = [child for child in module.modules() if child.training]
     implementation = model.attention.implementation
     packed_only = implementation.startswith("llmx_")  # knows packed lines, and no cache
     module.eval()
     if packed_only:
         module.set_attn_implementation("sdpa")
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
         if packed_only:
             module.set_attn_implementation(implementation)
         for child in training:

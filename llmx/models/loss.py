@@ -354,20 +354,6 @@ def summed_cross_entropy(
     return apply(logits, targets, vocab_size or logits.shape[-1])
 
 
-def target_log_probabilities(
-    engine: nn.Module,
-    inputs: dict[str, Any],
-    labels: torch.Tensor,
-    *,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """fp32 [n]: log-probability of each target token, in the order of ``labels``; with a graph.
-
-    Arguments and the empty case as of ``target_log_values``.
-    """
-    return target_log_values(engine, inputs, labels, vocab_size=vocab_size)[0]
-
-
 def target_log_values(
     engine: nn.Module,
     inputs: dict[str, Any],

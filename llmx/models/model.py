@@ -35,7 +35,7 @@ from llmx.models.loss import (
     TokenLoss,
     logits_at,
     micro_batch_loss,
-    target_log_probabilities,
+    target_log_values,
     target_positions,
     to_device,
     values_of_logits,
@@ -222,9 +222,7 @@ class Model:
         positions only, and no fp32 copy of them is ever whole."""
         inputs, labels = self.inputs(batch)
         with self._watch(batch):
-            values = target_log_probabilities(
-                self.forward, inputs, labels, vocab_size=self.vocab_size
-            )
+            values, _ = target_log_values(self.forward, inputs, labels, vocab_size=self.vocab_size)
         numbers, count = self.sequences_of_targets(batch)
         return SequenceLogProbs(values, to_device(numbers, self.device), count)
 
@@ -232,6 +230,10 @@ class Model:
         """int64 [n]: the sequence of each target token of the batch; and how many there are."""
         numbers, count = sequence_numbers(batch["segment_ids"])
         return numbers.reshape(-1)[batch["labels"].reshape(-1) != IGNORE], count
+
+    def by_target(self, batch: Batch, column: str) -> torch.Tensor:
+        """[n, ...]: a column by token at every target token, on the device of the network."""
+        return to_device(batch[column][batch["labels"] != IGNORE], self.device)
 
     def of_logits(
         self, batch: Batch, function: OfLogits, *beside: torch.Tensor

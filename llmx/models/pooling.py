@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmx.models.loss import to_device
 from llmx.models.tiny import tiny_config
 
 MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
@@ -54,13 +55,14 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
     places = torch.nonzero(real).squeeze(1)
     stops = torch.cumsum(counts, 0)
     if pooling == MEAN:
-        tokens = flat[places.to(flat.device, non_blocking=True)].float()
+        tokens = flat[to_device(places, flat.device)].float()
+        counts = to_device(counts, flat.device)
         # Not index_add, whose order of additions differs from run to run on CUDA.
-        sums = torch.segment_reduce(tokens, "sum", lengths=counts.to(flat.device), unsafe=True)
-        means: torch.Tensor = sums / counts.to(flat.device, torch.float32)[:, None]
+        sums = torch.segment_reduce(tokens, "sum", lengths=counts, unsafe=True)
+        means: torch.Tensor = sums / counts.float()[:, None]
         return means
     chosen = places[stops - counts] if pooling == CLS else places[stops - 1]
-    return flat[chosen.to(flat.device, non_blocking=True)].float()
+    return flat[to_device(chosen, flat.device)].float()
 
 
 def published_pooling(path: str | None, *, revision: str | None = None) -> str | None:

@@ -33,7 +33,7 @@ from llmx.config.fields import (
     text,
 )
 from llmx.config.tasks import TaskDefaults
-from llmx.data import IGNORE, EvalPrompt, Sample, SampleStore, collate, held_out_prompts
+from llmx.data import EvalPrompt, Sample, SampleStore, collate, held_out_prompts
 from llmx.data.examples import Column, Example, Rejected, Tokens
 from llmx.data.format.rows import Conversation, Prompted
 from llmx.errors import ConfigError
@@ -870,18 +870,14 @@ class Grpo(Task):
         _log(f"a sample of step {step + 1}: reward {total:.3g} ({parts}): {excerpt}")
 
     def loss(self, models: Models, batch: Batch) -> Loss:
+        from llmx.models.loss import to_device
+
         options, policy = self.options, models.main
-        targets = batch["labels"] != IGNORE
         logps, entropy = self._token_values(policy, batch)
-        device = logps.device
-
-        def by_target(column: str) -> torch.Tensor:
-            return batch[column][targets].to(device, non_blocking=True)
-
-        sequences, _ = policy.sequences_of_targets(batch)
-        advantages = batch["advantage"].to(device, non_blocking=True)
-        reference = by_target("reference_logp") if options.beta else None
-        sequences, old_logps = sequences.to(device, non_blocking=True), by_target("old_logp")
+        advantages = to_device(batch["advantage"], policy.device)
+        sequences = to_device(policy.sequences_of_targets(batch)[0], policy.device)
+        old_logps = policy.by_target(batch, "old_logp")
+        reference = policy.by_target(batch, "reference_logp") if options.beta else None
         num_targets = float(len(logps))
         importance, of_staleness = None, {}
         if self.exp.rollout.weights_samples:

@@ -12,6 +12,7 @@ are in one engine: checkpoints have both, ``model/`` is the policy. Tried by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ import numpy as np
 
 from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
-from llmx.data import IGNORE
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser, RolloutKey
 from llmx.tasks.grpo import Drawn, Group, Grpo, RolloutOptions, Signal
@@ -34,8 +34,6 @@ from llmx.tasks.policy_loss import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from llmx.models.model import Batch, Model, Models, ModelSpec
 
 
@@ -151,13 +149,9 @@ class Ppo(Grpo):
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Of the policy and of the value model, summed over target tokens."""
         options, policy = self.options, models.main
-        targets = batch["labels"] != IGNORE
         logps, entropy = self._token_values(policy, batch)
         values = models["value"].token_scores(batch)
-
-        def by_target(column: str) -> torch.Tensor:
-            return batch[column][targets].to(logps.device, non_blocking=True)
-
+        by_target = functools.partial(policy.by_target, batch)
         ratios = ratio_of(logps - by_target("old_logp"))
         gains, clipped = clipped_gains(
             ratios, by_target("token_advantage"), 1 - options.clip, 1 + options.clip

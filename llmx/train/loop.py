@@ -20,7 +20,7 @@ from llmx.plan.types import Plan
 from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
 from llmx.text import plural
-from llmx.train.batches import Prefetch, Step, make_step
+from llmx.train.batches import Prefetch, Step, make_step, pinned
 from llmx.train.evaluation import (
     complete_eval_prompts,
     evaluate,
@@ -267,9 +267,10 @@ class Upcoming:
             "stop": session.length.stop,
             "balance": session.plan.balance,  # a thread must not see a later one
         }
+        pin = session.engine.device.type == "cuda"
         if task.generates:
             depth = session.exp.rollout.max_staleness
-            self._steps: Iterator[Step] = (
+            steps: Iterator[Step] = (
                 rollout_step(
                     session.engine,
                     task,
@@ -281,6 +282,7 @@ class Upcoming:
                 )
                 for step in numbers
             )
+            self._steps = map(pinned, steps) if pin else steps
             return
         self._ahead = Prefetch(
             (
@@ -294,7 +296,7 @@ class Upcoming:
                 )
                 for step in numbers
             ),
-            pin=session.engine.device.type == "cuda",
+            pin=pin,
         )
         self._steps = iter(self._ahead)
 

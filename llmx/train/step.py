@@ -27,7 +27,7 @@ import torch
 from llmx.collectives import all_gather
 from llmx.data.examples import Schema
 from llmx.errors import ConfigError
-from llmx.models.loss import IGNORE
+from llmx.models.loss import IGNORE, to_device
 from llmx.models.model import Batch, Models
 from llmx.tasks import JointLoss, Loss, SampleKey, Task, next_token_loss
 from llmx.train.batches import Step, Transform
@@ -347,16 +347,10 @@ def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = Non
     device = outputs[0].device
     return Whole(
         torch.cat(ordered_outputs).requires_grad_(),
-        {name: _moved(torch.cat(values), device) for name, values in columns.items()},
+        {name: to_device(torch.cat(values), device) for name, values in columns.items()},
         own_sequences,
         own_examples,
     )
-
-
-def _moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values on ``device``; the host does not wait for the copy."""
-    pinned = values.pin_memory() if device.type == "cuda" else values
-    return pinned.to(device, non_blocking=True)
 
 
 def _on_host(part: Part) -> Part:

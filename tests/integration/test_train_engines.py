@@ -177,14 +177,6 @@ def test_the_peak_of_a_step_is_what_the_plan_says(out: Path) -> None:
             assert predicted == pytest.approx(measured, rel=tolerance), name
 
 
-def test_between_two_lines_llmx_waits_for_nothing(out: Path) -> None:
-    """Waits for the device are DeepSpeed's (docs/development/engineering-notes.md)."""
-    for found in answers(out, "host_synchronisations"):
-        assert len(found) == 12
-        for name, places in found.items():
-            assert not [place for place in places if not place.startswith("deepspeed/")], name
-
-
 def test_a_trial_that_fails_leaves_the_engine_as_it_was(out: Path) -> None:
     """At ZeRO-3 a forward that has failed leaves weights that cannot be freed."""
     assert answers(out, "fused_loss_that_fails") == [{"2": False, "3": False}] * 2

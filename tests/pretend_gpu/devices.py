@@ -249,6 +249,8 @@ def _type(x: torch.Tensor, *words: Any, **options: Any) -> Any:
 
 
 def _pinned(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    if x.is_pinned():
+        return x
     copy = raw_to(x.detach(), copy=True)
     copy.untyped_storage().pinned = True
     return copy

@@ -3,11 +3,13 @@ it is there of a rank that hangs, too."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,14 +23,20 @@ PACKAGES = {
 too. Found without an import, since torch is to be replaced before they see it."""
 
 
+STEP = "step"
+
+
 class Report:
     """Of this process, once it is a rank."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
-        self.waits: Counter[str] = Counter()
-        """Place -> number, of steps that are watched."""
+        self.waits: Counter[tuple[str, str]] = Counter()
+        """(Phase, place) -> number, of steps that are watched."""
+        self.begun: Counter[str] = Counter()
+        """How often each phase was entered in these steps."""
         self.watching = False
+        self._here = threading.local()
 
     def open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,10 +47,21 @@ class Report:
         self._write("fault", f"{text}, at {place()}")
         return RuntimeError(f"pretended GPU: {text}, at {place()}")
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, this thread's waits are those of a phase; outside of all, of the step."""
+        outer = getattr(self._here, "phase", STEP)
+        self.begun[name] += self.watching
+        self._here.phase = name
+        try:
+            yield
+        finally:
+            self._here.phase = outer
+
     def wait(self, kind: str) -> None:
         """The host waits for its GPU here."""
         if self.watching:
-            self.waits[f"{kind} {place()}"] += 1
+            self.waits[getattr(self._here, "phase", STEP), f"{kind} {place()}"] += 1
 
     def collective(self, group: str, call: str) -> None:
         """One call of this rank. Threads of one name have an order of their own."""
@@ -51,7 +70,9 @@ class Report:
         self._write("collective", [f"{group} {name}", call, place()])
 
     def close(self) -> None:
-        self._write("waits", dict(self.waits))
+        for (phase, where), count in self.waits.items():
+            self._write("wait", [phase, where, count])
+        self._write("begun", self.begun)
 
     def _write(self, kind: str, value: Any) -> None:
         if self._file is not None:
@@ -60,7 +81,7 @@ class Report:
 
 def read(path: Path) -> dict[str, list[Any]]:
     """The values of each kind, in their order."""
-    values: dict[str, list[Any]] = {"fault": [], "collective": [], "waits": []}
+    values: dict[str, list[Any]] = {"fault": [], "collective": [], "wait": [], "begun": []}
     for line in path.read_text(encoding="utf-8").splitlines():
         kind, value = json.loads(line)
         values[kind].append(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cuda"
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -38,6 +39,22 @@ def be_rank(run_dir: Path) -> None:
     DEVICES.report.open(run.ranks / f"pretended-{rank:03d}.jsonl")
 
 
+def tell_phases() -> None:
+    """Let the report know which part of a step a rank is in."""
+    from llmx.models.decode import Decoding
+    from llmx.rollout.client import RolloutServers
+    from llmx.train import loop
+
+    parts: list[tuple[str, Any, str]] = [
+        ("prefill", Decoding, "_prefill"),
+        ("token", Decoding, "_decode"),
+        ("rollout", loop, "rollout_step"),
+        ("push", RolloutServers, "_send_weights"),
+    ]
+    for phase, owner, name in parts:
+        setattr(owner, name, DEVICES.report.phase(phase)(getattr(owner, name)))
+
+
 def main() -> None:
     # Before DeepSpeed is imported, which keeps some of what is replaced.
     cuda.install(DEVICES)
@@ -47,6 +64,7 @@ def main() -> None:
     from tests.programs import ranks
 
     kernels.install(DEVICES)
+    tell_phases()
     run_worker = worker.main
 
     def run_pretended(argv: list[str]) -> int:

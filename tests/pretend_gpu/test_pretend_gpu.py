@@ -22,6 +22,7 @@ from llmx.run.rundir import RunDir, read_json
 from llmx.train.rebalance import Change, record_change
 from tests.forked_ranks import Server
 from tests.pretend_gpu.collectives import differences
+from tests.pretend_gpu.report import STEP
 from tests.pretend_gpu.runs import gpus, reports, run_of
 from tests.rundirs import TINY_LLAMA, logs
 
@@ -38,6 +39,9 @@ WHOLE = {
 }
 """Completions, checkpoints and an export beside the training and its evaluations."""
 PAIRS = {"path": "{rows}/pairs.jsonl", "packing": "none", "over_long": "truncate"}
+ANSWERS = {**PAIRS, "path": "{rows}/answers.jsonl"}
+EVERY_TIME = ("stage2", "stage3", "grpo")
+DRAWN = {"rewards": ["length"], "max_new_tokens": 12}
 BERT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -72,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     "embed": {
         "zero": {"stage": 2},
         "task": {"kind": "embed"},
-        "data": {"path": "{rows}/answers.jsonl", "packing": "none", "over_long": "truncate"},
+        "data": ANSWERS,
     },
     "classify": {
         "zero": {"stage": 3},
@@ -83,6 +87,19 @@ CASES: dict[str, dict[str, Any]] = {
     "distill": {
         "zero": {"stage": 2},
         "task": {"kind": "distill", "options": {"teacher": "{rows}/teacher", "top_k": 8}},
+    },
+    "grpo": {
+        "zero": {"stage": 2},
+        "task": {
+            "kind": "grpo",
+            "options": {**DRAWN, "group_size": 4, "beta": 0.04, "updates": 2},
+        },
+        "data": ANSWERS,
+    },
+    "ppo-stage3": {
+        "zero": {"stage": 3},
+        "task": {"kind": "ppo", "options": {**DRAWN, "updates": 2}},
+        "data": ANSWERS,
     },
     "mlm": {
         "zero": {"stage": 2},
@@ -165,10 +182,7 @@ def losses(run: RunDir) -> list[tuple[str, int, float]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[] if case in ("stage2", "stage3") else pytest.mark.nightly)
-        for case in CASES
-    ],
+    [pytest.param(case, marks=[] if case in EVERY_TIME else pytest.mark.nightly) for case in CASES],
 )
 def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
     case: str, pretended: Server, ranks: Server, rows: Path, tmp_path: Path
@@ -250,11 +264,16 @@ def test_a_fault_is_seen(fault: str, message: str, pretended: Server, tmp_path: 
 
 
 def check_waits(case: str, run: RunDir) -> None:
-    """Of no place more than the golden file has, for a step."""
+    """Of no place more than the golden file has, for a step, or for a phase in which it is."""
     counts: dict[str, float] = {}
     for report in reports(run):
-        for place, count in report["waits"][0].items():
-            counts[place] = max(counts.get(place, 0), count / WATCHED)
+        begun = {STEP: WATCHED, **report["begun"][0]}
+        for phase, place, count in report["wait"]:
+            name = place if phase == STEP else f"{phase}: {place}"
+            counts[name] = max(counts.get(name, 0), round(count / begun[phase], 2))
+    for phase in ("prefill", "token"):  # which rows have ended is asked once
+        own = sum(n for name, n in counts.items() if name.startswith(phase) and " llmx/" in name)
+        assert own <= 1, counts
     recorded = json.loads(WAITS.read_text()) if WAITS.exists() else {}
     if os.environ.get("LLMX_RECORD_GOLDEN") == "1":
         recorded[case] = dict(sorted(counts.items()))

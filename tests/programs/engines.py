@@ -44,13 +44,11 @@ from llmx.train.engine.process_group import join_process_group
 from llmx.train.evaluation import evaluate_task
 from llmx.train.precompute import frozen_models
 from llmx.train.step import train_step
-from llmx.train.stopping import NonFiniteWatch
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train
 from tests.reference import SEQ_LEN, VOCABULARY, synthetic_store, word_tokenizer
 from tests.rundirs import experiment, free_port
-from tests.synchronisations import Synchronisations
 
 WORLD = 2
 OWN_TASK = "tests.programs.own_task:Everything"
@@ -723,38 +721,6 @@ def fused_loss_that_fails(out: Path) -> Any:
             with whole_weights(engine):
                 answer[str(stage)] = engine.main.fused_loss
             engine.engine.destroy()
-    return answer
-
-
-@check
-def host_synchronisations(out: Path) -> Any:
-    """Of one step with two micro steps that no line is written for, by place."""
-    answer: dict[str, Any] = {}
-    for stage in range(4):
-        for precision in ("fp32", "bf16", "fp16"):
-            job = {
-                "name": "x",
-                "world": WORLD,
-                "stage": stage,
-                "precision": precision,
-                "clip_norm": 1.0,
-                "accumulation": 2,
-                "micro_batches": [1, 1],
-                "model": {"fused_loss": stage == 2},
-                "zero": {"extra": scale_of(precision)},
-            }
-            exp, plan = job_experiment(job, out)
-            engine, _ = trained(job, out, steps=2)
-            rank, store = torch.distributed.get_rank(), synthetic_store(out / "store")
-            layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
-            watch = NonFiniteWatch(engine.device, gradients=precision != "fp16")
-            step = make_step(store, 2, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
-            with fp16_allowed(job), Synchronisations(*step.micro_batches) as found:
-                engine.set_lr(0.01)
-                loss = train_step(engine, step, world=WORLD)
-                watch.record(3, loss, engine.last_norm())
-            engine.engine.destroy()
-            answer[f"{stage}-{precision}"] = dict(sorted(found.places.items()))
     return answer
 
 

@@ -141,6 +141,23 @@ def test_the_mode_is_as_it_was_afterwards() -> None:
     assert [module.training for module in model.modules()] == modes
 
 
+@pytest.mark.parametrize("was", [True, False])
+def test_cudnn_computes_no_attention_meanwhile(was: bool) -> None:
+    """It would plan anew for the length of every token."""
+    cuda, seen = torch.backends.cuda, []
+    usual, model = cuda.cudnn_sdp_enabled(), small_model("llama")
+    model.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
+    cuda.enable_cudnn_sdp(was)
+    try:
+        greedy(packed(model), [(3, 4)], new=2)
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            greedy(packed(model), [(3, 4)], new=2)
+        assert (seen, cuda.cudnn_sdp_enabled()) == ([False] * 3, was)
+    finally:
+        cuda.enable_cudnn_sdp(usual)
+
+
 def test_ranks_share_the_prompts_evenly() -> None:
     lengths = [5, 3, 9, 3, 5, 5, 3]
     rows = [(index + 1,) * length for index, length in enumerate(lengths)]
