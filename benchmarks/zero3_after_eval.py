@@ -107,8 +107,8 @@ def measure(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     store = store_of(job, out)
     engines, found = {}, {}
     for name in ("deepspeed", "llmx"):
-        known = build_module.know_evaluations_apart if name == "llmx" else lambda engine: None
-        with mock.patch.object(build_module, "know_evaluations_apart", known):
+        known = build_module.know_passes_apart if name == "llmx" else lambda engine: None
+        with mock.patch.object(build_module, "know_passes_apart", known):
             engines[name] = build(job, exp, plan, first_weights=exp.seed)
         evaluated(engines[name], exp, plan, store)
         train(engines[name], exp, plan, store, steps=range(3))  # it learns the order

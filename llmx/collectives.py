@@ -8,11 +8,15 @@ import torch
 
 T = TypeVar("T")
 
+host_group: Any = None
+"""Of all ranks, over gloo, where the default group is NCCL's (``join_process_group``): that would
+copy objects to the GPU and wait for it."""
+
 
 def all_gather(value: T, *, group: Any = None) -> list[T]:
     """The value of every rank, by rank. Values are pickled; keep them small."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, value, group=group)
+    torch.distributed.all_gather_object(everyone, value, group=group or host_group)
     return everyone
 
 

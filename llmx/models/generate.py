@@ -1,7 +1,7 @@
 """Text generation: completions of prompts, batched, with a key-value cache, on one process or many.
 
     sampling = Sampling(temperature=1.0, max_new_tokens=256, stop_ids=frozenset({2}))
-    completions = generate(engine, prompts, sampling, seeds=seeds)     # all ranks together
+    completions = generate(engine.main, prompts, sampling, seeds=seeds)     # all ranks together
 
 The ranks share the prompts. Where ZeRO-3 gathers layers in each forward, they make as many as each
 other. How rows are completed together is in ``llmx.models.decode``.
@@ -113,6 +113,9 @@ STOP, LENGTH, POSITIONS = "stop", "length", "positions"
 """Why a completion ended: a stop token; ``max_new_tokens``; the model's last position."""
 
 
+Weights = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 @dataclass(frozen=True)
 class BareDecoder:
     """A causal language model that nothing wraps. Its fields are named as those of a ``Model``."""
@@ -127,6 +130,7 @@ class BareDecoder:
     dtype: torch.dtype
     """Of the activations."""
     device: torch.device
+    for_generation: Weights = contextlib.nullcontext
 
 
 Decoder = Union[BareDecoder, "Model"]
@@ -281,7 +285,7 @@ def generate(
         if group[0].ended is None
     ]
     slots = min(batch_size, sum(map(len, queue)))
-    with _generating(model):
+    with model.for_generation(), _generating(model):
         decoding = Decoding(model, sampling, slots=slots, on_token=on_token)
         decoding.run(queue, lockstep=world > 1 and _is_sharded(model.module))
     completed = {row.index: row.completion() for group in groups.values() for row in group}

@@ -27,7 +27,7 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing
-from llmx.models.generate import Completion, generate
+from llmx.models.generate import Completion, Weights, generate
 from llmx.models.loss import (
     CROSS_ENTROPY,
     IGNORE,
@@ -161,6 +161,9 @@ class Model:
     gradient_scale: float = 1.0
     """The known factor of the loss: gradients that are computed in the forward pass are kept at
     that scale."""
+    for_generation: Weights = contextlib.nullcontext
+    """Inside, an engine holds this network whole, where that has room (``weights_for_generation``).
+    """
     sampler: Sampler | None = None
     """Draws the completions of ``sample`` in place of the ranks (``llmx.rollout``)."""
 

@@ -300,7 +300,7 @@ def shares_right(margin: torch.Tensor, beta: float) -> torch.Tensor:
     """1 where a reward is higher by this ``margin``, 0 where it is lower; 0.5 where they tie."""
     import torch
 
-    half = margin.new_tensor(0.5)
+    half = margin.new_full((), 0.5)
     return torch.heaviside(margin * (margin.abs() > TIE * beta), half)
 
 

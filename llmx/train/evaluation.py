@@ -23,7 +23,7 @@ from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tasks import Accumulator, Mean, Table, Task
 from llmx.train.batches import Layout
-from llmx.train.engine.build import Engine, weights_for_generation
+from llmx.train.engine.build import Engine
 from llmx.train.session import Session
 
 
@@ -125,8 +125,7 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
         max_new_tokens=limit,
         stop_ids=frozenset(stop_ids(session.engine.main.module, session.task.tokenizer)),
     )
-    with weights_for_generation(session.engine):
-        generated = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
+    generated = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
     completions = [session.task.decode(list(completion.text_tokens)) for completion in generated]
     scores = session.task.score(prompts, completions)
     if session.rank == 0 and when is not None:

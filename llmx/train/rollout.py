@@ -8,7 +8,6 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_state_resume.py`
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ from llmx.rollout.protocol import SERVERS, parse_servers
 from llmx.run.rundir import RunDir
 from llmx.tasks import GeneratedSample, Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
-from llmx.train.engine.build import Engine, weights_for_generation
+from llmx.train.engine.build import Engine
 
 
 def rollout_step(
@@ -91,7 +90,7 @@ def rollout_step(
     by_sample = prompts_at(indices)
     prompts = list(chain.from_iterable(by_sample))
     key = RolloutKey(seed, step, further)
-    by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len, by_ranks=servers is None)
+    by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len)
     ends = np.cumsum([0, *map(len, by_sample)]).tolist()
     drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
 
@@ -151,12 +150,10 @@ def _drawn(
     key: RolloutKey,
     *,
     seq_len: int,
-    by_ranks: bool,
 ) -> list[list[Sample]]:
-    """What the task generates now for each prompt. Collective. ``by_ranks``: no server draws."""
+    """What the task generates now for each prompt. Collective."""
     engine.engine.eval()
-    weights = weights_for_generation(engine) if by_ranks else contextlib.nullcontext()
-    with torch.no_grad(), weights:
+    with torch.no_grad():
         rollouts = task.rollout(engine.models, prompts, key)
     engine.engine.train()
     if len(rollouts) != len(prompts):

@@ -135,6 +135,10 @@ def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) ->
         # What the pass within a step uses is released by it, and gathered again; nothing else is.
         assert found["within"]["numbers"] == plain["numbers"]
         assert max(found["within"]["counts"][1:]) <= plain["parameters"] + 1
+        # Two passes before a backward pass are one order with it.
+        assert found["twice"]["counts"][1:] == plain["counts"][1:]
+        assert found["twice"]["numbers"] == plain["numbers"]
+        assert max(found["networks"]["counts"][1:]) <= found["networks"]["parameters"]
         # Two micro steps, each with two passes: all of them are known.
         assert found["joint"]["counts"][1:] == [4] * 5
         assert {name: one["left"] for name, one in found.items()} == {name: [] for name in found}
@@ -155,8 +159,10 @@ def test_completions_between_steps_are_the_same_under_every_stage(out: Path, tas
         wanted = runs["0"]["completions"]
         assert {one["ended"] for one in wanted["sampled policy"]} == {"stop", "length"}
         assert ("sampled reference" in wanted) == (task != "pretrain")
+        writers = {kind.split()[1] for kind in wanted}
         for name, one in runs.items():
             frozen = {"reference": False} if task != "pretrain" else {}
+            assert one["whole"] == ({n: [n] for n in writers} if name == "3-whole" else {}), name
             assert one["training"] == {**dict.fromkeys(one["training"], True), **frozen}, name
             for kind, completions in one["completions"].items():
                 for got, expected in zip(completions, wanted[kind], strict=True):

@@ -8,6 +8,7 @@ ranks as ``tests/programs/ranks.py`` does. In each of them
   for the GPU are counted by place.
 - ``cuda.py``: ``torch.cuda``, with the compute capability that the run's plan has for the host.
 - ``collectives.py``: the rules of NCCL, and a log of the collectives of each rank.
+- ``fetches.py``: what ZeRO-3 gathers ahead of a module, and what only when that begins.
 
 The report of a rank is ``ranks/pretended-NNN.json`` of its run (``report.py``). What this cannot
 show: the numbers, memory, speed and kernels of a GPU, and the order of its streams.

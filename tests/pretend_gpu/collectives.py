@@ -1,8 +1,10 @@
-"""The rules of NCCL over gloo: it takes tensors on the GPU of the rank alone, and all ranks call
-the same collectives in one order. ``differences`` compares what they called."""
+"""The rules of NCCL over gloo: it takes tensors on the GPU of the rank alone, one thread uses a
+group, and all ranks call the same collectives in one order. ``differences`` compares what they
+called. llmx's own objects go over gloo."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from tests.pretend_gpu.devices import Devices, device_of
+from tests.pretend_gpu.report import place
 
 CALLS = (
     "all_reduce all_gather all_gather_into_tensor all_gather_single reduce_scatter "
@@ -24,6 +27,7 @@ def install(devices: Devices) -> None:
     """Replace the calls of ``torch.distributed``, before DeepSpeed takes them."""
     report = devices.report
     on_gloo: set[str] = set()
+    threads: dict[str, int] = {}
     new_group, init = distributed_c10d.new_group, distributed_c10d.init_process_group
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
@@ -41,6 +45,8 @@ def install(devices: Devices) -> None:
         return group
 
     def device_of_objects(group: Any = None) -> str:
+        if not _is_gloo(group) and place().startswith("llmx/"):
+            raise report.fault("NCCL is given Python objects")
         return "cpu" if _is_gloo(group) else f"cuda:{devices.current}"
 
     def _is_gloo(group: Any) -> bool:
@@ -53,9 +59,12 @@ def install(devices: Devices) -> None:
             tensors = [x for x in tree_leaves((words, options)) if isinstance(x, torch.Tensor)]
             if not _is_gloo(group) and any(device_of(x).type != "cuda" for x in tensors):
                 raise report.fault(f"NCCL's {name} of a tensor on the CPU")
+            this_thread, members = threading.get_ident(), _members(group)
+            if not _is_gloo(group) and threads.setdefault(members, this_thread) != this_thread:
+                raise report.fault(f"a second thread uses NCCL's group {members}")
             # Objects are pickled: their sizes may differ.
             sizes = sorted((x.numel(), str(x.dtype)) for x in tensors if x.dtype != torch.uint8)
-            report.collective(_members(group), f"{name} {sizes}")
+            report.collective(members, f"{name} {sizes}")
             # What gloo copies is not NCCL's.
             watching, report.watching = report.watching, False
             try:
@@ -89,8 +98,8 @@ def differences(reports: list[dict[str, list[Any]]]) -> list[str]:
     orders: list[dict[str, list[str]]] = []
     for report in reports:
         order: dict[str, list[str]] = {}
-        for group, call, place in report["collective"]:
-            order.setdefault(group, []).append(f"{call} at {place}")
+        for group, call, at in report["collective"]:
+            order.setdefault(group, []).append(f"{call} at {at}")
         orders.append(order)
     found = []
     for group in sorted(set().union(*orders)):

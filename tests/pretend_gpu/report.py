@@ -1,5 +1,5 @@
-"""What a pretended GPU saw: faults, waits of the host, collectives. Written line by line, so that
-it is there of a rank that hangs, too."""
+"""What a pretended GPU saw: faults, waits of the host, collectives, fetches. Written line by line,
+so that it is there of a rank that hangs, too."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Report:
         """(Phase, place) -> number, of steps that are watched."""
         self.begun: Counter[str] = Counter()
         """How often each phase was entered in these steps."""
+        self.fetches: Counter[str] = Counter()
+        """Parameters that ZeRO-3 gathers in passes of ``training`` and ``other`` ones, ``ahead`` of
+        their module or ``late``; of the same steps."""
         self.watching = False
         self._here = threading.local()
 
@@ -63,6 +66,12 @@ class Report:
         if self.watching:
             self.waits[getattr(self._here, "phase", STEP), f"{kind} {place()}"] += 1
 
+    def fetch(self, *, training: bool, ahead: bool) -> None:
+        """ZeRO-3 gathers a parameter."""
+        if self.watching:
+            kind = "training" if training else "other"
+            self.fetches[f"{kind} {'ahead' if ahead else 'late'}"] += 1
+
     def collective(self, group: str, call: str) -> None:
         """One call of this rank. Threads of one name have an order of their own."""
         thread = threading.current_thread()
@@ -73,6 +82,7 @@ class Report:
         for (phase, where), count in self.waits.items():
             self._write("wait", [phase, where, count])
         self._write("begun", self.begun)
+        self._write("fetches", dict(self.fetches))
 
     def _write(self, kind: str, value: Any) -> None:
         if self._file is not None:
@@ -81,7 +91,8 @@ class Report:
 
 def read(path: Path) -> dict[str, list[Any]]:
     """The values of each kind, in their order."""
-    values: dict[str, list[Any]] = {"fault": [], "collective": [], "wait": [], "begun": []}
+    kinds = ("fault", "collective", "wait", "begun", "fetches")
+    values: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for line in path.read_text(encoding="utf-8").splitlines():
         kind, value = json.loads(line)
         values[kind].append(value)

@@ -14,7 +14,7 @@ import transformers.models.bert.modeling_bert
 import transformers.models.llama.modeling_llama  # noqa: F401
 import yaml
 
-from tests.pretend_gpu import collectives, cuda, kernels
+from tests.pretend_gpu import collectives, cuda, fetches, kernels
 from tests.pretend_gpu.devices import Devices
 
 DEVICES = Devices()
@@ -65,6 +65,7 @@ def main() -> None:
 
     kernels.install(DEVICES)
     tell_phases()
+    fetches.install(DEVICES.report)
     run_worker = worker.main
 
     def run_pretended(argv: list[str]) -> int:

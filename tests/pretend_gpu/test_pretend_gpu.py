@@ -190,6 +190,7 @@ def test_a_run_mixes_no_devices_and_waits_for_no_more_than_it_did(
     groups, hosts = prepared(case, rows)
     run = trained_on(pretended, run_of(tmp_path / "run", gpus(*hosts), **groups), hosts)
     check_waits(case, run)
+    check_fetches(run, at_stage_3=groups["zero"]["stage"] == 3)
     if case == "overflow":
         assert any(line.get("skipped_steps") for line in read_metrics(run.metrics)), logs(run)
     if groups.get("precision", "fp32") == "fp32":
@@ -247,6 +248,8 @@ def test_a_resumed_run_shares_out_anew_and_stops_early(
         ("other-gpu", "local rank 1 makes a tensor on cuda:0"),
         ("two-devices", "aten.add.Tensor takes tensors on cpu and on cuda"),
         ("cpu-in-nccl", "NCCL's all_reduce of a tensor on the CPU"),
+        ("two-threads", "a second thread uses NCCL's group world"),
+        ("objects-in-nccl", "NCCL is given Python objects"),
         ("other-collective", "rank 0: all_reduce [(1, 'torch.float32')]"),
     ],
 )
@@ -261,6 +264,15 @@ def test_a_fault_is_seen(fault: str, message: str, pretended: Server, tmp_path: 
     seen = reports(run)
     faults = [text for report in seen for text in report["fault"]] + differences(seen)
     assert any(message in text for text in faults), faults
+
+
+def check_fetches(run: RunDir, *, at_stage_3: bool) -> None:
+    """Each parameter that ZeRO-3 gathers is on its way before its module begins, in passes that
+    train and in others."""
+    for report in reports(run):
+        fetches = report["fetches"][0]
+        assert bool(fetches.get("training ahead")) == at_stage_3
+        assert {kind.split()[1] for kind in fetches} <= {"ahead"}, fetches
 
 
 def check_waits(case: str, run: RunDir) -> None:

@@ -253,8 +253,9 @@ def gatherings(out: Path) -> Any:
     """How often each of six steps at ZeRO-3 gathers parameters, and what it computes: with and
     without evaluations before the first two and the fourth, and with completions after those; with
     a pass without gradients between each forward pass and its backward pass; of a task whose loss
-    takes such a pass in each step; of a low-rank adapter, whose layers look at each other's
-    parameters. And which parameters a backward pass has left gathered, in any step."""
+    takes such a pass in each step, two passes of a network, or passes of several; of a low-rank
+    adapter, whose layers look at each other's parameters. And which parameters a backward pass has
+    left gathered, in any step."""
     from deepspeed.runtime.zero import partition_parameters
 
     answer: dict[str, Any] = {}
@@ -264,6 +265,8 @@ def gatherings(out: Path) -> Any:
         ("completed", "pretrain", "evaluate and complete"),
         ("within", "pretrain", "evaluate"),
         ("joint", "embed", ""),
+        ("twice", "tests.programs.own_task:Twice", ""),
+        ("networks", OWN_TASK, ""),
         ("adapter", "pretrain", "evaluate"),
     ):
         job = {
@@ -289,8 +292,7 @@ def gatherings(out: Path) -> Any:
             if between and step in (0, 1, 3):
                 evaluated(engine, exp, plan, store)
             if between.endswith("complete") and step in (0, 1, 3):
-                with whole_weights(engine):
-                    generate(engine.main, PROMPTS, Sampling(max_new_tokens=2), batch_size=1)
+                generate(engine.main, PROMPTS, Sampling(max_new_tokens=2), batch_size=1)
             with mock.patch.object(partition_parameters, "_dist_allgather_fn", wraps=real) as calls:
                 numbers += train(engine, exp, plan, store, steps=range(step, step + 1))
             counts.append(calls.call_count)
@@ -405,17 +407,27 @@ def generated(task: str, stage: str, out: Path) -> dict[str, Any]:
     stops = frozenset({2, *range(60, 66)})
     drawn = Sampling(temperature=1.2, top_p=0.95, max_new_tokens=8, stop_ids=stops)
     found: dict[str, Any] = {}
+    whole: dict[str, list[str]] = {}
     for name in sorted({"policy", "reference"} & set(engine.models)):
         for sampling in (Sampling(max_new_tokens=8), drawn):
-            with whole_weights(engine) if stage == "3-whole" else contextlib.nullcontext():
-                model = engine.models[name]
-                made = generate(model, PROMPTS, sampling, seeds=range(5), batch_size=1)
+            model = engine.models[name]
+            if stage == "3":
+                model.for_generation = contextlib.nullcontext
+            elif stage == "3-whole":
+                with model.for_generation():
+                    whole[name] = [n for n, one in engine.networks.items() if is_whole(one.module)]
+            made = generate(model, PROMPTS, sampling, seeds=range(5), batch_size=1)
             kind = "greedy" if sampling.greedy else "sampled"
             found[f"{kind} {name}"] = [asdict(one) for one in made]
     numbers += train(engine, exp, plan, store, steps=range(2, 4))
     training = {name: model.module.training for name, model in engine.models.items()}
     engine.engine.destroy()
-    return {"completions": found, "numbers": numbers, "training": training}
+    return {"completions": found, "numbers": numbers, "training": training, "whole": whole}
+
+
+def is_whole(network: torch.nn.Module) -> bool:
+    """Whether every weight is gathered here."""
+    return all(p.numel() == p.ds_numel for p in network.parameters())
 
 
 JOINT = {

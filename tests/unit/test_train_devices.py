@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+from llmx import collectives
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.train.engine import process_group as devices
@@ -112,11 +113,14 @@ def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
     monkeypatch.setattr(devices, "gpus_here", lambda: V100)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: calls.append("init"))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **given: given["backend"])
+    monkeypatch.setattr(collectives, "host_group", None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     devices.join_process_group(plan_of(*MIXED))
     assert calls == [("set_device", 1), ("is_fp16_supported",), "init"]
+    assert collectives.host_group == "gloo"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

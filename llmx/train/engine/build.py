@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -69,7 +70,7 @@ from llmx.plan.memory import fused_loss
 from llmx.plan.types import Plan
 from llmx.train.engine.muon import Muon, hidden_matrices
 from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, load_muon_uncompiled, lr_scales
-from llmx.train.engine.patches import grow_after_step, know_evaluations_apart
+from llmx.train.engine.patches import grow_after_step, know_passes_apart
 from llmx.train.engine.process_group import check_quantized_gradients, device_of
 
 
@@ -340,7 +341,7 @@ def build_engine(
     )
     forget_dummy_step(engine)
     grow_after_step(engine)
-    know_evaluations_apart(engine)
+    know_passes_apart(engine)
     if isinstance(optimizer, Muon):
         optimizer.distribute(
             state_layout(engine), matrices=shapes.keys(), shapes=shapes, device=device
@@ -359,7 +360,7 @@ def build_engine(
         models[name].fused_loss = True
     for name in sorted(bases):
         models[name] = base_of(models.main, name=name, spec=specs[name])
-    return Engine(
+    built = Engine(
         engine=engine,
         models=models,
         dtype=DTYPES[plan.precision],
@@ -367,6 +368,9 @@ def build_engine(
         stage=stage,
         precision=plan.precision,
     )
+    for model in models.values():
+        model.for_generation = partial(weights_for_generation, built, model)
+    return built
 
 
 def computes_by_device(plan: Plan) -> bool:
@@ -693,34 +697,35 @@ def _can_fuse(part: BuiltNetwork, *, head: str) -> bool:
 
 
 @contextlib.contextmanager
-def whole_weights(engine: Engine) -> Iterator[None]:
-    """Inside, every rank holds the whole model, gathered once. Collective; without ZeRO-3 nothing
-    happens.
+def whole_weights(engine: Engine, network: nn.Module | None = None) -> Iterator[None]:
+    """Inside, every rank holds ``network``, or all of them, whole, gathered once; no other can be
+    used. Collective; without ZeRO-3 nothing happens.
 
-        with whole_weights(engine):
-            completions = generate(engine, prompts, sampling, seeds=seeds)
-
-    It takes the memory of all weights on every device (2 bytes a parameter in bf16), and saves a
-    gathering of every layer for each token. Weights must not be changed inside. An error inside
-    is the end of the engine: DeepSpeed puts its hooks back only where the block ends well.
+    It takes the memory of these weights on every device (2 bytes a parameter in bf16). Weights must
+    not be changed inside. An error inside is the end of the engine: DeepSpeed puts its hooks back
+    only where the block ends well.
     """
     if engine.stage != 3:
         yield
         return
     from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
-    with unwrap_model_for_generation(engine.engine), _without_backward_hooks(engine.module):
+    engine.release_gathered()
+    held = network or engine.module
+    of_engine = SimpleNamespace(parameters=held.parameters, optimizer=engine.engine.optimizer)
+    with unwrap_model_for_generation(of_engine), _without_backward_hooks(engine.module):
         yield
 
 
 @contextlib.contextmanager
-def weights_for_generation(engine: Engine) -> Iterator[None]:
-    """``whole_weights`` where these take at most half of the memory that is free on every rank: the
-    rest is for keys and values. Which it is, is logged when it changes. Collective."""
+def weights_for_generation(engine: Engine, model: Model) -> Iterator[None]:
+    """``whole_weights`` of a model where these take at most half of the memory that is free on
+    every rank: the rest is for keys and values. It saves a gathering of every layer for each token.
+    Which it is, is logged when it changes. Collective."""
     if engine.stage != 3:
         yield
         return
-    needed = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
+    needed = sum(math.prod(whole_shape(p)) * p.element_size() for p in model.module.parameters())
     free = all_gather(_free_bytes(engine.device))
     rank = min(range(len(free)), key=free.__getitem__)
     fits = 2 * needed <= free[rank]
@@ -729,13 +734,13 @@ def weights_for_generation(engine: Engine) -> Iterator[None]:
         text = f"Generation gathers the weights ({weights}) once, and not for each token."
         if not fits:
             text = (
-                "Generation gathers every layer again for each token (ZeRO-3), which is slow: all "
+                "Generation gathers every layer again for each token (ZeRO-3), which is slow: the "
                 f"weights take {weights}, more than half of the {human.size(free[rank])} that are "
                 f"free on rank {rank}. Where the optimizer fits, set zero=stage2."
             )
         print(f"{text}\n", end="", flush=True)
     engine.generates_whole = fits
-    with whole_weights(engine) if fits else contextlib.nullcontext():
+    with whole_weights(engine, model.module) if fits else contextlib.nullcontext():
         yield
 
 

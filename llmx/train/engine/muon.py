@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from llmx.checkpoint.state.layout import StateLayout
+from llmx.collectives import all_gather
 from llmx.config.optimizers import layer_number
 from llmx.models.parameters import whole_shape
 
@@ -150,10 +151,7 @@ class Muon(torch.optim.Optimizer):
         pieces = [piece for piece in layout.trained if piece.name in matrices]
         local_pieces = [(number[id(p.owner)], p.name, p.start, p.length, p.offset) for p in pieces]
         holders: dict[str, set[int]] = {}
-        pieces_by_rank: list[Any] = [local_pieces]
-        if layout.partitioned and dist.get_world_size() > 1:
-            pieces_by_rank = [None] * dist.get_world_size()
-            dist.all_gather_object(pieces_by_rank, local_pieces)
+        pieces_by_rank = all_gather(local_pieces) if layout.partitioned else [local_pieces]
         place: dict[str, int] = {}
         for rank, parts in enumerate(pieces_by_rank):
             for index, name, *_ in parts:

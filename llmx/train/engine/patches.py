@@ -17,37 +17,38 @@ import torch
 from llmx.checkpoint.state.values import loss_scaler
 
 
-def know_evaluations_apart(engine: Any) -> None:
-    """Let ``engine`` remember two orders of its modules: of passes with gradients, and without.
+def know_passes_apart(engine: Any) -> None:
+    """Let ``engine`` remember several orders of its modules: one of the passes that train, and for
+    each network one of its passes without gradients.
 
     DeepSpeed 0.19.8 has one coordinator (``PartitionedParameterCoordinator``), which learns the
-    order of modules from a pass, and what to release after each of them. A pass in another order
-    makes it learn anew: the two micro steps after an evaluation fetch nothing ahead. What it
-    releases is not even learned anew (``__params_to_release`` is cached by module and place, over
-    the end of an order): after an evaluation that came first, as that before training does, each
-    forward pass of training releases all parameters, and the backward pass gathers them one by one.
-    Where a loss takes a pass without gradients in each micro step (``embed``, a live reference),
-    nothing was ever fetched ahead.
+    order of modules from a forward pass and what follows it, and what to release after each of
+    them. A pass in another order makes it learn anew: the two micro steps after an evaluation fetch
+    nothing ahead. What it releases is not even learned anew (``__params_to_release`` is cached by
+    module and place, over the end of an order): after an evaluation that came first, as that before
+    training does, each forward pass of training releases all parameters, and the backward pass
+    gathers them one by one. Where a loss takes a pass without gradients in each micro step
+    (``embed``, a live reference), or several passes before the backward pass (``ppo``), nothing was
+    ever fetched ahead.
 
     Nothing happens at other stages.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is not None:
-        offload.param_coordinator = ByGradients(
-            offload.param_coordinator, another(offload), list(offload.module.modules())
-        )
+        offload.param_coordinator = ByPass(offload)
 
 
 def another(offload: Any) -> Any:
     """A coordinator like the one that ``DeepSpeedZeRoOffload`` has made for itself."""
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    return type(offload.param_coordinator)(
+    return PartitionedParameterCoordinator(
         prefetch_bucket_sz=offload._prefetch_bucket_sz,
         max_reuse_distance_in_numel=offload._max_reuse_distance_in_numel,
         max_available_parameters_in_numel=offload._max_available_parameters_in_numel,
         allgather_stream=offload._DeepSpeedZeRoOffload__allgather_stream,
-        # One for both: what is under way when the other one takes over is waited for.
+        # One for all: what is under way when another one takes over is waited for.
         inflight_param_registry=offload.module.ds_inflight_param_registry,
         prefetch_nvme=offload.offload_device == OffloadDeviceEnum.nvme,
         timers=offload.timers,
@@ -58,24 +59,42 @@ def another(offload: Any) -> Any:
     )
 
 
-class ByGradients:
-    """Both coordinators in the place of one: forward passes go to the one that is theirs, what
+class ByPass:
+    """Several coordinators in the place of one: forward passes go to the one that is theirs, what
     happens within a backward pass (what is computed again there, too) to that of training. So a
-    pass without gradients may lie between a forward pass and its backward pass."""
+    pass without gradients may lie between a forward pass and its backward pass, and all forward
+    passes with gradients before a backward pass are one order with it."""
 
-    def __init__(self, training: Any, other: Any, modules: list[Any]) -> None:
-        self._training, self._other, self._modules = training, other, modules
-        self._current = training
-        self._external = {training: 0, other: 0}
+    def __init__(self, offload: Any) -> None:
+        self._offload, self._modules = offload, list(offload.module.modules())
+        self._training = self._current = another(offload)
+        self._others: dict[str, Any] = {}
+        """By network."""
+        self._external: dict[Any, int] = {}
+        self._network = ""
+        self._goes_on = False
+        """A forward pass has begun whose backward pass is to come."""
+        offload.module.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
+
+    def _note(self, _module: Any, _inputs: Any, named_inputs: dict[str, Any]) -> None:
+        self._network = named_inputs.get("network_name", "")
 
     def reset_step(self) -> None:
         """A forward pass begins: DeepSpeed calls this before each one. Collective while an order is
         being learned."""
-        self._current = self._training if torch.is_grad_enabled() else self._other
+        if not self._offload.forward_hooks:
+            return  # within whole_weights, nothing is fetched
+        if torch.is_grad_enabled():
+            self._current, goes_on = self._training, self._goes_on
+            self._goes_on = True
+            if goes_on:
+                return
+        else:
+            self._current = self._without_gradients(self._network)
         # DeepSpeed's external parameters are of other modules: peft's layers look at the weights of
         # their adapters. Once used, they are fetched for it; an order without them is an error.
         external = sum(len(module._external_params) for module in self._modules)
-        if external != self._external[self._current] and self._current.is_complete_trace():
+        if external != self._external.get(self._current, 0) and self._current.is_complete_trace():
             self._current._invalidate_trace()
         self._external[self._current] = external
         self._current.reset_step()
@@ -83,20 +102,25 @@ class ByGradients:
     def release_backward_leftovers(self) -> None:
         """A backward pass has ended."""
         self._training.release_backward_leftovers()
+        self._goes_on = False
+        # Of modules that are called without the engine, which is not seen to begin.
+        self._current = self._without_gradients("")
+
+    def _without_gradients(self, network: str) -> Any:
+        if network not in self._others:
+            self._others[network] = another(self._offload)
+        return self._others[network]
 
     def _invalidate_trace(self) -> None:
-        """Hooks are registered anew (``whole_weights``). Passes without them were of the current
-        coordinator; what the other one has learned counts. It must not be left for later: modules
-        have other ids by then."""
-        if not self._current.is_invalid_trace():
-            self._current._invalidate_trace()
-        for coordinator in (self._training, self._other):
-            if coordinator is not self._current and coordinator.is_record_trace():
+        """Hooks are registered anew, after ``whole_weights``. What is learned counts, since no
+        pass within was seen; it must not be left for later, as modules have other ids by then."""
+        for coordinator in (self._training, *self._others.values()):
+            if coordinator.is_record_trace():
                 coordinator.reset_step()
 
     def is_invalid_trace(self) -> bool:
-        """Whether nothing is known, nor being learned."""
-        return bool(self._training.is_invalid_trace() and self._other.is_invalid_trace())
+        """Asked before hooks are registered anew."""
+        return False
 
     def __getattr__(self, name: str) -> Any:
         # DeepSpeed asks in the same way, in the thread of the hook.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from llmx import collectives
 from llmx.config import LaunchConfig, ZeroConfig
 from llmx.config.hardware_rules import LEAST_BF16
 from llmx.errors import ConfigError
@@ -61,12 +62,15 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
     _need_precision(plan.precision)
     if (shared_memory := get_accelerator().create_op_builder("ShareMemCommBuilder")) is not None:
         deepspeed.ops.__compatible_ops__[shared_memory.NAME] = False
+    timeout = timedelta(seconds=timeout_s)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         verbose=False,
     )
+    if plan.on_gpus:
+        collectives.host_group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
 
 def _need_precision(precision: str) -> None:
