@@ -20,7 +20,7 @@ TIMES := build/test-times
 # Thousands of processes import llmx in the tests: compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-real-data nightly fast test-oldest check fuzz chaos site golden behaviour behaviour-record bench gpu clean venv system again
+.PHONY: help demo test test-real-data nightly fast test-oldest check fuzz chaos site golden behaviour behaviour-record bench gpu wheels clean venv system again
 
 
 help: ## this list
@@ -96,18 +96,36 @@ bench: venv ## start-up, throughput, tokenizing and checkpoints against what oth
 	$(BIN)/python benchmarks/compose.py
 	$(BIN)/python benchmarks/plan_blocks.py
 	$(BIN)/python benchmarks/zero3_after_eval.py
-	$(BIN)/python benchmarks/sft_throughput.py
-	$(BIN)/python benchmarks/trl_throughput.py lora --only defaults
-	$(BIN)/python benchmarks/trl_throughput.py dpo --only "reference once"
+	$(BIN)/python benchmarks/throughput.py sft
+	$(BIN)/python benchmarks/throughput.py lora --only defaults
+	$(BIN)/python benchmarks/throughput.py dpo --only "reference once"
 	$(BIN)/python benchmarks/grpo_throughput.py
 	$(BIN)/python benchmarks/tokenization.py
 	$(BIN)/python benchmarks/data_memory.py
 	$(BIN)/python benchmarks/data_wait.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 
-# WHEELS=DIR: a folder of wheels, where there is no package index. ARGS="--parts mfu,peers".
-gpu: ## what the GPUs of this machine do, in about ten minutes; the table lands in benchmarks/results
-	PYTHON=$(PYTHON) scripts/gpu.sh $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+# Measured with .venv where there is one, else with PYTHON and what is installed there.
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+# PARTS="paths rl": these parts anew. OUT=DIR: the table. ARGS=--pretend: shrunken, also on a CPU.
+gpu: ## what the GPUs of this machine do, an hour for all: parts that have not been measured; benchmarks/README.md
+	$(GPU_PYTHON) -m benchmarks.gpu $(PARTS) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+# What llmx needs and an image with torch, transformers, peft and accelerate lacks. The compiled ones
+# are for FOR, the Python of that image.
+WHEELS := build/wheels
+FOR ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PURE := annotated-types antlr4-python3-runtime deepspeed einops hjson hydra-core markdown-it-py mdurl \
+	omegaconf py-cpuinfo pydantic pygments rich typing-inspection
+COMPILED := msgpack ninja pydantic-core
+wheels: ## wheels of what an image with torch, transformers, peft, accelerate lacks (FOR=3.12: its Python)
+	rm -rf $(WHEELS)
+	$(PYTHON) -m pip wheel --quiet --no-deps -c constraints.txt --wheel-dir $(WHEELS) $(PURE)
+	$(PYTHON) -m pip download --quiet --no-deps -c constraints.txt --dest $(WHEELS) --only-binary :all: \
+		--python-version $(FOR) --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(COMPILED)
+	@du -sk $(WHEELS) | awk '$$1 > 65536 {print "over 64 MiB"; exit 1}'
+	@echo 'There, in a copy of this directory, without an index; then make gpu:'
+	@echo 'python3 -m pip install --no-index --no-deps $(WHEELS)/*.whl'
 
 venv: $(VENV)/.installed
 
@@ -135,4 +153,4 @@ system:
 	scripts/install-system-packages.sh
 
 clean: ## remove the virtual environment and caches; runs under outputs/ stay
-	rm -rf $(VENV) .venv-gpu .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build

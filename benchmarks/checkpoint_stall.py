@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import write_result
-from sft_throughput import free_port, run
+from throughput import free_port, run
 
 TARGET = 0.20
 RANKS = 2

@@ -17,7 +17,6 @@ seed for each of ``--seeds`` runs of both.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -29,11 +28,9 @@ from typing import Any
 
 import yaml
 from machine import write_result
-from sft_throughput import free_port, run, train
+from throughput import AUTO, RANKS, run, run_peer, train, verdict
 
 TARGET = 2.0
-FEWEST_PAIRS = 3
-RANKS = 2
 MICRO_BATCH = 8
 """Samples of one forward pass in training, on both sides."""
 LR, LEARNING_LR = 1e-6, 4e-3
@@ -177,26 +174,11 @@ class Bench:
             "max_new_tokens": options.max_new_tokens,
             "steps": options.steps,
             "lr": self.lr,
-            "ds_config": {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "train_batch_size": "auto",
-                "gradient_clipping": "auto",
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": self.zero,
-            },
+            "ds_config": {**AUTO, "zero_optimization": self.zero},
             "out": str(out),
         }
-        path = out.with_suffix(".job.json")
-        path.write_text(json.dumps(job))
-        deepspeed = Path(sys.executable).with_name("deepspeed")
-        words = [str(deepspeed), "--num_gpus", str(RANKS), "--no_local_rank"]
-        words += ["--master_port", str(free_port()), str(PEERS / "trl_grpo.py"), str(path)]
-        env = {**self.env, "LOCAL_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
-        env["PATH"] = f"{deepspeed.parent}:{env['PATH']}"
-        others = run(words, env=env, log=path.with_suffix(".log"), proof=out)
-        return self.side(json.loads(out.read_text()), others)
+        points, others = run_peer("trl_grpo.py", job, env=self.env)
+        return self.side(points, others)
 
     def side(self, points: list[dict[str, Any]], others: float) -> Side:
         """What the steps behind those of warming up took."""
@@ -255,7 +237,6 @@ def throughput(pairs: list[tuple[Side, Side]], bench: Bench) -> tuple[list[str],
     """The table of samples a second; and 0 where the median ratio reaches the target."""
     options = bench.options
     ratios = [ours.samples_per_s / peer.samples_per_s for peer, ours in pairs]
-    median = statistics.median(ratios)
     lines = [
         f"Llama {options.layers} x {options.hidden}, {bench.num_parameters:,} parameters; "
         f"{options.prompts} prompts of the bundled data a step, {options.group_size} completions "
@@ -272,11 +253,8 @@ def throughput(pairs: list[tuple[Side, Side]], bench: Bench) -> tuple[list[str],
             f"| {number + 1} | {peer.samples_per_s:.1f} | {ours.samples_per_s:.1f} | {ratio:.2f} | "
             f"{peer.tokens:.1f} and {ours.tokens:.1f} | {peer.others:.0%} |"
         )
-    verdict = "reached" if median >= TARGET else "MISSED"
-    if len(pairs) < FEWEST_PAIRS:
-        verdict += f" (of {len(pairs)}: too few to count; take --pairs {FEWEST_PAIRS})"
-    lines += ["", f"Median ratio {median:.2f}; target {TARGET:g}: {verdict}."]
-    return lines, 0 if median >= TARGET else 1
+    said, code = verdict(ratios, TARGET)
+    return [*lines, "", said], code
 
 
 def rewards(curves: list[tuple[Side, Side]]) -> list[str]:

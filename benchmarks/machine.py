@@ -17,7 +17,12 @@ PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
 
 
 def described() -> str:
-    """Date, commit, processor, cores, memory, versions and load, in one line."""
+    """Date, commit, machine, versions and load, in one line."""
+    return f"{machine()}; load {os.getloadavg()[0]:.1f} at the end"
+
+
+def machine() -> str:
+    """Date, commit, processor, cores, memory and versions, in one line."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -28,8 +33,7 @@ def described() -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}, commit {commit()}; {model}, {os.cpu_count()} cores, "
         f"{memory_gib:.0f} GiB; "
-        f"Python {platform.python_version()}, {versions}; "
-        f"load {os.getloadavg()[0]:.1f} at the end"
+        f"Python {platform.python_version()}, {versions}"
     )
 
 

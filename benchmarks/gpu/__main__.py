@@ -1,12 +1,13 @@
-"""What the GPUs of this machine do: kernels, training runs, memory against the plan, against peers.
+"""What the GPUs of this machine do: kernels, every path, generation, memory against the plan.
 
-    python -m benchmarks.gpu                      every part that this machine can run
-    python -m benchmarks.gpu --parts matmul,mfu   some of them
-    python -m benchmarks.gpu --tiny               tiny sizes, to test that it runs (also on a CPU)
+    python -m benchmarks.gpu                 every part that has not been measured yet
+    python -m benchmarks.gpu paths rl        these parts, measured anew
+    python -m benchmarks.gpu --pretend       shrunken sizes, also on a CPU: shows that it runs
 
-Each part is a process of its own with a time limit: one that fails, hangs or runs out of memory
-never stops the next. Every number stands beside what is expected of it. ``make gpu`` sets up a
-bare machine first and keeps the table under ``benchmarks/results/``.
+Each part is a process of its own with eight minutes: one that fails, hangs or runs out of memory
+stops no other. Each measure stands beside what is expected of it and is appended to
+``OUT/gpu-CHIP.jsonl`` at once. ``OUT/gpu-CHIP.md`` is the table of all calls; the lines of several
+machines of one kind make one file: ``cat A.jsonl B.jsonl``.
 """
 
 from __future__ import annotations
@@ -17,49 +18,127 @@ import dataclasses
 import importlib
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from benchmarks.gpu.part import Context, Measure, NotHere, Outcome, PartFailed
-from llmx import __version__
+from benchmarks.gpu.part import Context, Measure, NotHere, PartFailed
+from benchmarks.machine import RESULTS, machine
 from llmx.config.groups import CONF
 from llmx.config.schema import DeviceConfig
 from llmx.errors import ConfigError, did_you_mean, exit_code
 from llmx.hardware import detect
-from llmx.run.rundir import write_json, write_text
+from llmx.run.rundir import write_text
 from llmx.run.scratch import scratch_directory
 
 ROOT = Path(__file__).parents[2]
 
-PARTS: dict[str, tuple[str, str, float]] = {
-    # name: (module:function, title, minutes at most)
-    "versions": ("kernels:versions", "Versions", 1),
-    "matmul": ("kernels:matmul", "Matrix products and memory", 1),
-    "attention": ("kernels:attention", "Attention kernels, forward and backward", 3),
-    "demo": ("training:demo", "The demo", 4),
-    "stages": ("training:stages", "ZeRO stages and offload", 5),
-    "resume": ("training:resume", "Resume, bit for bit", 5),
-    "mfu": ("training:mfu", "Speed and memory of pretraining at 4096 tokens", 8),
-    "packed": ("training:packed", "SFT, packed and padded", 4),
-    "saves": ("training:saves", "Saving in the background", 5),
-    "fp16": ("training:fp16", "fp16 with a dynamic loss scale", 4),
-    "synchronisations": ("training:synchronisations", "Waiting for the GPU", 3),
-    "several_gpus": ("training:several_gpus", "Several GPUs", 6),
-    "peers": ("peers:peers", "Packed SFT against TRL and the Hugging Face Trainer", 8),
+PARTS = {
+    # name: (module:function, title)
+    "kernels": ("kernels:kernels", "Versions, matrix products, attention kernels"),
+    "paths": ("training:paths", "Six steps of every kind of run, against a CPU's losses"),
+    "rl": ("training:rl", "GRPO on a network of 0.6B, 64 rows of 512 tokens"),
+    "mfu": ("training:mfu", "Speed and memory of pretraining at 4096 tokens"),
+    "resume": ("training:resume", "Resume, bit for bit; fp16 with a dynamic loss scale"),
+    "server": ("training:server", "A rollout server beside the rank"),
+    "packed": ("training:packed", "SFT, packed and padded"),
+    "waits": ("training:waits", "Waiting for the GPU, by phase"),
+    "saves": ("training:saves", "Saving in the background"),
+    "several_gpus": ("training:several_gpus", "Several GPUs"),
+    "peers": ("peers:peers", "Packed SFT against TRL"),
 }
-"""In the order in which they run: what is quick and tells most comes first."""
+"""In the order in which they run: what tells most comes first."""
 
+LIMIT_S = 480.0
+"""Of a part on a GPU."""
 END_S = 45.0
 """Seconds in which a part that is told to end can end its own ranks."""
+
+
+@dataclass
+class Outcome:
+    """How a part ended, and what is known of it from all calls."""
+
+    state: str = "not ended"
+    """``done``, ``failed``, ``not run``, or ``not ended``: the machine went away."""
+    seconds: float = 0.0
+    why: str = ""
+    """Of a part that failed or was not run, in one line."""
+    measures: dict[str, Measure] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    """What it need not measure again: an earlier call of it was ended before its last measure."""
+
+    def begin(self) -> None:
+        """It is called, perhaps again."""
+        fine = {name for name, measure in self.measures.items() if measure.ok is not False}
+        self.known = frozenset() if self.state == "done" else frozenset(fine)
+        self.state, self.why = "not ended", "the machine went away"
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed and nothing is below what is expected."""
+        fine = self.state in ("done", "not run")
+        return fine and all(measure.ok is not False for measure in self.measures.values())
+
+
+class Records:
+    """The lines of ``gpu-CHIP.jsonl``, and the table that is made of them."""
+
+    def __init__(self, directory: Path, context: Context) -> None:
+        chip = f"{context.num_gpus} x {context.device_name}" if context.cuda else "CPU"
+        self.title = chip + (", pretended sizes" if context.pretend else "")
+        name = re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        self.path = directory / f"gpu-{name}.jsonl"
+
+    def add(self, part: str, **values: Any) -> None:
+        """Append a line, and flush it: what was measured stays when the machine goes away."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"part": part, **values}) + "\n")
+
+    def read(self) -> tuple[list[str], dict[str, Outcome]]:
+        """The machines of all lines, and what is known of each part. A later measure replaces
+        an earlier one of its name."""
+        machines: list[str] = []
+        outcomes: dict[str, Outcome] = {}
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        for line in map(json.loads, text.splitlines()):
+            outcome = outcomes.setdefault(line["part"], Outcome())
+            if "machine" in line:
+                machines += [line["machine"]] if line["machine"] not in machines else []
+                outcome.begin()
+            elif "state" in line:
+                outcome.state, outcome.why = line["state"], line["why"]
+                outcome.seconds = line["seconds"]
+            else:
+                measure = Measure(**line["measure"])
+                outcome.measures[measure.name] = measure
+        return machines, {part: outcomes[part] for part in PARTS if part in outcomes}
+
+    def write_table(self) -> None:
+        """``gpu-CHIP.md``, from all lines."""
+        machines, outcomes = self.read()
+        lines = [f"# What `make gpu` measured: {self.title}", "", *(f"- {m}" for m in machines), ""]
+        for part, outcome in outcomes.items():
+            lines += [f"## {PARTS[part][1]} (`{part}`, {outcome.seconds:.0f} s)", ""]
+            if outcome.state != "done":
+                lines += [f"{outcome.state}: {outcome.why}", ""]
+            if outcome.measures:
+                lines += ["| what | measured | expected | |", "|---|---|---|---|"]
+                lines += [
+                    f"| {m.name} | {m.shown()} | {m.expected} | {m.mark()} |"
+                    for m in outcome.measures.values()
+                ]
+                lines.append("")
+        write_text(self.path.with_suffix(".md"), "\n".join(lines).rstrip() + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,150 +149,121 @@ def main(argv: list[str] | None = None) -> int:
         epilog="parts: " + ", ".join(PARTS),
         allow_abbrev=False,
     )
-    parser.add_argument("--parts", metavar="A,B", help="only these (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test that it runs")
-    parser.add_argument("--minutes", type=float, default=60, help="start no new part after so long")
-    parser.add_argument("--out", type=Path, help="directory for gpu-CHIP.md and gpu-CHIP.json")
+    parser.add_argument("parts", nargs="*", help="default: those that are not done yet")
+    parser.add_argument("--pretend", action="store_true", help="shrunken sizes, also on a CPU")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the table")
     parser.add_argument(
         "--work-dir", type=Path, help="directory for runs and data (default: a temporary one)"
     )
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    return exit_code(lambda: run_job(options.job) if options.job else run_parts(options))
-
-
-def parts_in_order(words: str | None) -> list[str]:
-    """The parts of ``--parts`` in their order. Raises ConfigError for an unknown one."""
-    names = [word.strip() for word in words.split(",") if word.strip()] if words else list(PARTS)
-    for name in names:
-        if name not in PARTS:
-            raise ConfigError(
-                f"--parts: there is no part {name!r}.{did_you_mean(name, PARTS)} "
-                f"Parts: {', '.join(PARTS)}."
-            )
-    return [name for name in PARTS if name in names]
+    return exit_code(lambda: run_inside(options) if options.inside else run_parts(options))
 
 
 def run_parts(options: argparse.Namespace) -> int:
-    """Run every part in turn, print its measures as they come, and write the table after each."""
-    names = parts_in_order(options.parts)
-    outcomes: list[Outcome] = []
+    """Run each part as a process; write the table after each."""
+    for name in options.parts:
+        if name not in PARTS:
+            raise ConfigError(
+                f"there is no part {name!r}.{did_you_mean(name, PARTS)} Parts: {', '.join(PARTS)}."
+            )
     with contextlib.ExitStack() as stack:
-        root = options.work_dir or stack.enter_context(scratch_directory())
-        root = root.absolute()
-        (root / "logs").mkdir(parents=True, exist_ok=True)
-        context = find_context(root, tiny=options.tiny)
-        machine = describe(context)
-        print("\n".join(machine), flush=True)
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
+        options.work_dir = options.work_dir or stack.enter_context(scratch_directory())
+        (options.work_dir / "logs").mkdir(parents=True, exist_ok=True)
+        context = find_context(options.work_dir.absolute(), pretend=options.pretend)
+        records = Records(options.out.absolute(), context)
+        known = records.read()[1]
+        ended = {part for part, outcome in known.items() if outcome.state in ("done", "not run")}
+        names = [name for name in PARTS if name in (options.parts or PARTS.keys() - ended)]
+        this_machine = f"{records.title}; {machine()}"
+        print(this_machine, *([PRETENDED] if context.pretend else []), sep="\n", flush=True)
         for number, name in enumerate(names, start=1):
-            title = PARTS[name][1]
-            print(f"\n[{number}/{len(names)}] {title} ({name})", flush=True)
-            if time.monotonic() - began > 60 * options.minutes:
-                late = f"the {options.minutes:g} minutes of --minutes were used up"
-                outcome = Outcome(name, title, "not run", why=late)
-            else:
-                outcome = run_part(name, context)
-            show(outcome)
-            outcomes.append(outcome)
-            if options.out:
-                # After each part: what was measured stays when the machine goes away.
-                write(options.out, outcomes, machine)
-    failed = [outcome.part for outcome in outcomes if not outcome.ok]
-    done = sum(outcome.state == "done" for outcome in outcomes)
-    print(f"\n{done} of {len(outcomes)} parts ran", end="")
-    print(f"; not as expected: {', '.join(failed)}" if failed else "; all as expected")
-    return 1 if failed else 0
+            print(f"\n[{number}/{len(names)}] {PARTS[name][1]} ({name})", flush=True)
+            records.add(name, machine=this_machine)
+            run_part(name, context, records)
+            records.write_table()
+    outcomes = records.read()[1]
+    missed = [part for part, outcome in outcomes.items() if not outcome.ok]
+    print(f"\n{len(outcomes)} of {len(PARTS)} parts are in {records.path.with_suffix('.md')}")
+    print(f"not as expected: {', '.join(missed)}" if missed else "all as expected")
+    return 1 if missed else 0
 
 
-def find_context(root: Path, *, tiny: bool) -> Context:
+PRETENDED = "Shrunken sizes (--pretend): this shows that it runs; the numbers mean nothing."
+
+
+def find_context(root: Path, *, pretend: bool) -> Context:
     """The GPUs of this machine as the catalogue of devices knows them, else its CPU."""
     gpus = detect.visible_gpus(detect.detect_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
-        if not tiny:
+        if not pretend:
             raise ConfigError(
                 "this benchmark measures GPUs, and this process sees none (nvidia-smi, "
-                "CUDA_VISIBLE_DEVICES). --tiny runs every part shrunken on the CPU."
+                "CUDA_VISIBLE_DEVICES). --pretend runs every part shrunken on the CPU."
             )
         device = DeviceConfig(accelerator="cpu", precisions=["fp32"])
-        return Context(root, tiny, device, "cpu", 0)
+        return Context(root, pretend, device, "cpu", 0)
     catalogue = (CONF / "hardware" / "devices" / "catalogue.yaml").read_text(encoding="utf-8")
     devices = {name: DeviceConfig(**values) for name, values in yaml.safe_load(catalogue).items()}
     name, device = detect.match_device(gpus[0], devices)
-    return Context(root, tiny, device, name, len(gpus))
+    return Context(root, pretend, device, name, len(gpus))
 
 
-def describe(context: Context) -> list[str]:
-    """Date, chip and versions, a line each."""
-    packages = ("torch", "deepspeed", "transformers")
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
-    chip = f"{context.num_gpus} x {context.device_name}" if context.cuda else "CPU"
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}; {chip}; {os.cpu_count()} cores; "
-        f"Python {platform.python_version()}, {versions}, llmx {__version__}"
-    ]
-    if context.tiny:
-        lines.append("Shrunken sizes (--tiny): this shows that it runs; the numbers mean nothing.")
-    return lines
-
-
-def run_part(name: str, context: Context) -> Outcome:
+def run_part(name: str, context: Context, records: Records) -> None:
     """One part as a process, ended when its time is over."""
-    _, title, minutes = PARTS[name]
-    job = context.root / f"{name}.json"
-    values = {**dataclasses.asdict(context), "root": str(context.root)}
-    job.write_text(json.dumps({"part": name, "context": values}), encoding="utf-8")
-    answer = job.with_suffix(".outcome.json")
-    answer.unlink(missing_ok=True)
     log = context.root / "logs" / f"{name}.log"
+    words = ["--inside", name, "--work-dir", str(context.root), "--out", str(records.path.parent)]
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu", "--job", str(job)],
+            [sys.executable, "-m", "benchmarks.gpu", *words]
+            + (["--pretend"] if context.pretend else []),
             cwd=ROOT,
+            # llmx and its plugin of Hydra, where neither is installed.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "launchers")))},
             stdin=subprocess.DEVNULL,
-            stdout=stream,
             stderr=stream,
             start_new_session=True,
         )
-        why = wait(process, limit_s=60 * minutes)
-    seconds = time.monotonic() - began
-    if not why and answer.is_file():
-        values = json.loads(answer.read_text(encoding="utf-8"))
-        values["measures"] = [Measure(**measure) for measure in values["measures"]]
-        outcome = Outcome(**{**values, "seconds": seconds})
-    else:
-        why = why or f"ended with exit code {process.returncode}"
-        outcome = Outcome(name, title, "failed", seconds, why)
+        why = wait(process, limit_s=LIMIT_S if context.cuda else 3 * LIMIT_S)
+    outcome = records.read()[1][name]
+    if why or outcome.state == "not ended":
+        outcome.state, outcome.why = "failed", why or f"exit code {process.returncode}"
+        records.add(name, state="failed", why=outcome.why, seconds=time.monotonic() - began)
+    if outcome.state != "done":
+        print(f"  {outcome.state}: {outcome.why}")
     if outcome.state == "failed":
-        tail = log.read_text(errors="replace").splitlines()[-15:]
-        print("\n".join(f"    | {line}" for line in tail), flush=True)
-    return outcome
+        print(
+            "\n".join(
+                f"    | {line}" for line in log.read_text(errors="replace").splitlines()[-15:]
+            )
+        )
+    print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
-def run_job(path: Path) -> int:
-    """Run the part of a job file in this process; write its outcome beside the file."""
-    job = json.loads(path.read_text(encoding="utf-8"))
-    values = job["context"]
-    device = DeviceConfig(**values["device"])
-    context = Context(**{**values, "root": Path(values["root"]), "device": device})
-    place, title, _ = PARTS[job["part"]]
-    module, function = place.split(":")
-    outcome = Outcome(job["part"], title, "done")
+def run_inside(options: argparse.Namespace) -> int:
+    """Be the process of one part: append its measures and its end. Its runs write to the log."""
+    (name,) = options.parts
+    context = find_context(options.work_dir, pretend=options.pretend)
+    records = Records(options.out, context)
+    known = records.read()[1][name].known
+    context = dataclasses.replace(context, known=known)
+    module, function = PARTS[name][0].split(":")
+    state, why, began = "done", "", time.monotonic()
     try:
-        run = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
-        outcome.measures = run(context)
+        part = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+        for measure in part(context):
+            records.add(name, measure=dataclasses.asdict(measure))
+            bound = f"  ({measure.expected})" if measure.expected else ""
+            line = f"  {measure.name:<58} {measure.shown():<24}{bound} {measure.mark()}"
+            print(line.rstrip(), flush=True)
     except NotHere as error:
-        outcome.state, outcome.why = "not run", str(error)
-    except PartFailed as error:
-        outcome.state, outcome.why = "failed", str(error)
+        state, why = "not run", str(error)
     except Exception as error:  # whatever it is, the other parts run all the same
         traceback.print_exc()
-        outcome.state = "failed"
-        outcome.why = f"{type(error).__name__}: {error}".splitlines()[0]
-    write_json(path.with_suffix(".outcome.json"), dataclasses.asdict(outcome))
+        kind = "" if isinstance(error, PartFailed) else f"{type(error).__name__}: "
+        state, why = "failed", f"{kind}{error}".splitlines()[0]
+    records.add(name, state=state, why=why, seconds=time.monotonic() - began)
     return 0
 
 
@@ -225,46 +275,13 @@ def wait(process: subprocess.Popen[bytes], *, limit_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"it did not end within its {limit_s:,.3g} s"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(timeout=END_S)
-
-
-def mark(measure: Measure) -> str:
-    """``ok``, ``MISSED``, or nothing where nothing is expected."""
-    return {True: "ok", False: "MISSED", None: ""}[measure.ok]
-
-
-def show(outcome: Outcome) -> None:
-    """Print the measures of one part in columns."""
-    if outcome.state != "done":
-        print(f"  {outcome.state}: {outcome.why}", flush=True)
-    for measure in outcome.measures:
-        bound = f"  ({measure.expected})" if measure.expected else ""
-        print(f"  {measure.name:<58} {measure.shown():<24}{bound} {mark(measure)}".rstrip())
-    print(f"  {outcome.seconds:.0f} s", flush=True)
-
-
-def write(directory: Path, outcomes: list[Outcome], machine: list[str]) -> None:
-    """``gpu-CHIP.md`` for people and ``gpu-CHIP.json`` for programs."""
-    title = machine[0].split("; ")[1]
-    lines = [f"# What `python -m benchmarks.gpu` measured: {title}", "", *machine, ""]
-    for outcome in outcomes:
-        lines += [f"## {outcome.title} (`{outcome.part}`)", ""]
-        if outcome.state != "done":
-            lines += [f"{outcome.state}: {outcome.why}", ""]
-        if outcome.measures:
-            lines += ["| what | measured | expected | |", "|---|---|---|---|"]
-            lines += [
-                f"| {m.name} | {m.shown()} | {m.expected} | {mark(m)} |" for m in outcome.measures
-            ]
-            lines.append("")
-    chip = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-    write_text(directory / f"gpu-{chip}.md", "\n".join(lines).rstrip() + "\n")
-    values = {"machine": machine, "outcomes": [dataclasses.asdict(out) for out in outcomes]}
-    write_json(directory / f"gpu-{chip}.json", values)
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=END_S)
+        with contextlib.suppress(ProcessLookupError):  # a rank may not end when it is told to
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -1,28 +1,26 @@
-"""Parts without a model: versions, matrix products and memory, attention kernels.
+"""The part without a model: versions, matrix products and memory, attention kernels, cuDNN.
 
 Timed with events of the device (the median of repeated calls after a warm-up); on a CPU, where
-only ``--tiny`` is meant to run, with the clock.
+only ``--pretend`` is meant to run, with the clock.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import Context, Measure, at_least, at_most, must
+from benchmarks.gpu.part import Context, Measure, at_most, must
 from llmx.plan.cuda_builds import has_code_for
 
-PACKAGES = "torch deepspeed transformers datasets triton flash-attn liger-kernel trl".split()
+PACKAGES = "torch deepspeed transformers triton flash-attn liger-kernel bitsandbytes trl".split()
 
 MATMUL_PART_OF_PEAK = 0.75
 """A library's product of 8192 cubed reaches about 0.8 of the data sheet on an H200 (770 to 800 of
@@ -32,37 +30,39 @@ COPY_PART_OF_PEAK = 0.8
 """A device-to-device copy, bytes read and written counted, of the data sheet's bandwidth."""
 
 
-def versions(context: Context) -> list[Measure]:
+def kernels(context: Context) -> Iterator[Measure]:
+    """The parts of this module, one after another: none has a process of its own."""
+    for part in (versions, matmul, attention, cudnn):
+        yield from part(context)
+
+
+def versions(context: Context) -> Iterator[Measure]:
     """What is installed, and whether this torch has kernels for this chip."""
-    found = []
     for name in PACKAGES:
         try:
-            found.append(Measure(name, metadata.version(name)))
+            yield Measure(name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            found.append(Measure(name, "not installed"))
-    found += [Measure(tool, shutil.which(tool) or "not found") for tool in ("nvcc", "ninja", "c++")]
+            yield Measure(name, "not installed")
+    for tool in ("nvcc", "ninja", "c++"):
+        yield Measure(tool, shutil.which(tool) or "not found")
     if not context.cuda:
-        return [*found, Measure("device", "CPU")]
+        return
     major, minor = torch.cuda.get_device_capability()
     archs = torch.cuda.get_arch_list()
     here = has_code_for(float(f"{major}.{minor}"), archs)
-    return [
-        *found,
-        Measure("device", torch.cuda.get_device_name()),
-        Measure("GPUs", float(context.num_gpus)),
-        Measure("memory", torch.cuda.get_device_properties(0).total_memory / 2**30, "GiB"),
-        Measure("CUDA of torch", str(torch.version.cuda)),
-        Measure("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version())),
-        must(f"torch has kernels for sm_{major}{minor}", here, no=f"no: it has {', '.join(archs)}"),
-    ]
+    yield Measure("device", torch.cuda.get_device_name())
+    yield Measure("memory", torch.cuda.get_device_properties(0).total_memory / 2**30, "GiB")
+    yield Measure("CUDA of torch", str(torch.version.cuda))
+    yield Measure("cuDNN", str(torch.backends.cudnn.version()))
+    yield Measure("NCCL", ".".join(str(part) for part in torch.cuda.nccl.version()))
+    title = f"torch has kernels for sm_{major}{minor}"
+    yield must(title, here, no=f"no: it has {', '.join(archs)}")
 
 
-def matmul(context: Context) -> list[Measure]:
+def matmul(context: Context) -> Iterator[Measure]:
     """Peak of a matrix product on random data by precision, and bandwidth of a copy."""
-    size = 256 if context.tiny else 8192
-    measures = []
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in dtypes.items():
+    size = 256 if context.pretend else 8192
+    for name, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
         if context.cuda and name not in context.device.precisions:
             continue
         left, right = (
@@ -70,34 +70,24 @@ def matmul(context: Context) -> list[Measure]:
         )
         seconds = timed(partial(torch.matmul, left, right), context=context)
         rate = 2 * size**3 / seconds / 1e12
-        peak = context.peak_tflops(name)
-        title = f"{name} product of {size} cubed"
-        if context.compares and peak:
-            measures.append(at_least(title, rate, MATMUL_PART_OF_PEAK * peak, "TFLOP/s"))
-        else:
-            measures.append(Measure(title, rate, "TFLOP/s"))
-    elements = 2**20 if context.tiny else 2**30
-    source = torch.randn(elements, device=context.torch_device)
+        bound = MATMUL_PART_OF_PEAK * (context.peak_tflops(name) or 0)
+        yield context.at_least(f"{name} product of {size} cubed", rate, bound, "TFLOP/s")
+    source = torch.randn(2**20 if context.pretend else 2**30, device=context.torch_device)
     target = torch.empty_like(source)
     seconds = timed(lambda: target.copy_(source), context=context)
     rate = 2 * source.numel() * source.element_size() / seconds / 1e9
-    peak = context.device.memory_gb_per_s
-    if context.compares and peak:
-        measures.append(at_least("copy on the device", rate, COPY_PART_OF_PEAK * peak, "GB/s"))
-    else:
-        measures.append(Measure("copy on the device", rate, "GB/s"))
-    return measures
+    bound = COPY_PART_OF_PEAK * (context.device.memory_gb_per_s or 0)
+    yield context.at_least("copy on the device", rate, bound, "GB/s")
 
 
-def attention(context: Context) -> list[Measure]:
+def attention(context: Context) -> Iterator[Measure]:
     """Kernels at 4 x 32 heads x 4096 x 128, forward and backward; packed rows isolated.
 
     ``causal`` has one row a line; the others four rows packed into each line. All packed ones
     must agree with the dense mask.
     """
-    batch, heads, length, width = (1, 2, 64, 16) if context.tiny else (4, 32, 4096, 128)
-    dtype = torch.bfloat16 if "bf16" in context.device.precisions else torch.float16
-    dtype = dtype if context.cuda else torch.float32
+    batch, heads, length, width = (1, 2, 64, 16) if context.pretend else (4, 32, 4096, 128)
+    dtype = _half(context)
     rows = 4
     segments = torch.arange(length, device=context.torch_device) // (length // rows)
     segments = segments.expand(batch, length)
@@ -110,18 +100,17 @@ def attention(context: Context) -> list[Measure]:
     gradient = torch.randn(shape, device=context.torch_device, dtype=dtype)
     # Forward 2 and backward 5 products of n^2 x width, the causal half of each.
     flops = 7 * batch * heads * length**2 * width
-    measures: list[Measure] = []
     reference: list[torch.Tensor] = []
     for name, call in _attentions(context, segments=segments):
         try:
             output, *gradients = _forward_backward(call, leaves, gradient)
             seconds = timed(partial(_forward_backward, call, leaves, gradient), context=context)
         except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as error:
-            measures.append(Measure(name, f"does not run: {str(error).splitlines()[0][:90]}"))
+            yield Measure(name, f"does not run: {str(error).splitlines()[0][:90]}")
             continue
         part = 1 if name == "causal" else rows
-        measures.append(Measure(name, 1e3 * seconds, "ms"))
-        measures.append(Measure(f"{name}, useful", flops / part / seconds / 1e12, "TFLOP/s"))
+        yield Measure(name, 1e3 * seconds, "ms")
+        yield Measure(f"{name}, useful", flops / part / seconds / 1e12, "TFLOP/s")
         if name == "dense mask":
             reference = [output, *gradients]
         elif reference:
@@ -131,8 +120,34 @@ def attention(context: Context) -> list[Measure]:
             )
             # Two roundings of 16 bits each way; fp32 agrees to its own precision.
             bound = 1e-4 if dtype == torch.float32 else 2e-2
-            measures.append(at_most(f"{name}, apart from the dense mask", apart, bound))
-    return measures
+            yield at_most(f"{name}, apart from the dense mask", apart, bound)
+
+
+def cudnn(context: Context) -> Iterator[Measure]:
+    """Attention of one new token, whose keys are one more each time, as generation calls it: the
+    host's time of a call, with cuDNN's attention (a plan for each length) and without."""
+    tokens = 8 if context.pretend else 200
+    shape = (2, 2, tokens, 16) if context.pretend else (64, 16, 512 + tokens, 128)
+    keys = torch.randn(shape, device=context.torch_device, dtype=_half(context))
+    for title, allowed in {"with": True, "without": False}.items():
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+        taken = []
+        for end in range(shape[2] - tokens + 1, shape[2]):
+            begun = time.perf_counter()
+            seen = keys[:, :, :end]
+            torch.nn.functional.scaled_dot_product_attention(seen[:, :, -1:], seen, seen)
+            if context.cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - begun)
+        yield Measure(f"one token, {title} cuDNN", 1e3 * statistics.median(taken), "ms")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _half(context: Context) -> torch.dtype:
+    """The 16 bits of this device; on a CPU all 32."""
+    if not context.cuda:
+        return torch.float32
+    return torch.bfloat16 if "bf16" in context.device.precisions else torch.float16
 
 
 def _forward_backward(
@@ -220,7 +235,7 @@ def _attentions(
 
 def timed(call: Callable[[], object], *, context: Context, repeats: int = 20) -> float:
     """Median seconds of a call, after three to warm up."""
-    repeats = 3 if context.tiny else repeats
+    repeats = 3 if context.pretend else repeats
     for _ in range(3):
         call()
     if context.torch_device == "cpu":
@@ -239,9 +254,3 @@ def timed(call: Callable[[], object], *, context: Context, repeats: int = 20) ->
         pairs.append((begin, end))
     torch.cuda.synchronize()
     return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
-
-
-def free_gib(directory: Path) -> float:
-    """Free space of the disk that holds a directory."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize / 2**30

@@ -10,7 +10,9 @@ import itertools
 import json
 import random
 import string
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.part import Context
 
@@ -23,7 +25,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def vocab_size(context: Context) -> int:
-    return 512 if context.tiny else 64_000
+    return 512 if context.pretend else 64_000
 
 
 def tokenizer(context: Context) -> Path:
@@ -84,7 +86,7 @@ def text(context: Context, *, tokens: int) -> Path:
         source, written = random.Random(0), 0
         with path.open("w", encoding="utf-8") as stream:
             while written < tokens:
-                count = source.randint(20, 60) if context.tiny else source.randint(200, 2000)
+                count = source.randint(20, 60) if context.pretend else source.randint(200, 2000)
                 stream.write(json.dumps({"text": _sentence(words, count, source)}) + "\n")
                 written += count
     return path
@@ -92,18 +94,40 @@ def text(context: Context, *, tokens: int) -> Path:
 
 def chats(context: Context, *, rows: int) -> Path:
     """Prompt and response rows whose lengths vary as instructions do (median about 300)."""
-    path = context.root / f"chats-{rows}.jsonl"
-    if not path.is_file():
-        _, words = _trie(vocab_size(context) - 256 - len(SPECIAL))
-        source = random.Random(1)
-        longest = 40 if context.tiny else 3000
-        with path.open("w", encoding="utf-8") as stream:
-            for _ in range(rows):
-                asked = min(longest // 4, 5 + int(source.lognormvariate(4.0, 0.8)))
-                answered = min(longest, 5 + int(source.lognormvariate(5.3, 0.9)))
-                row = {
-                    "prompt": _sentence(words, asked, source),
-                    "response": _sentence(words, answered, source),
-                }
-                stream.write(json.dumps(row) + "\n")
+    _, words = _trie(vocab_size(context) - 256 - len(SPECIAL))
+    source = random.Random(1)
+    longest = 40 if context.pretend else 3000
+    lengths = [
+        (
+            min(longest // 4, 5 + int(source.lognormvariate(4.0, 0.8))),
+            min(longest, 5 + int(source.lognormvariate(5.3, 0.9))),
+        )
+        for _ in range(rows)
+    ]
+    found = [
+        {"prompt": _sentence(words, asked, source), "response": _sentence(words, answered, source)}
+        for asked, answered in lengths
+    ]
+    return _written(context.root / f"chats-{rows}.jsonl", found)
+
+
+def labelled(context: Context) -> Path:
+    """Texts of two kinds that differ in their words."""
+    rows = [{"prompt": f"{n} {'odd' if n % 2 else 'even'}", "label": n % 2} for n in range(256)]
+    return _written(context.root / "labelled.jsonl", rows)
+
+
+def experts(context: Context) -> Path:
+    """The directory of a small mixture of experts, whose weights are drawn."""
+    directory = context.root / "experts"
+    directory.mkdir(exist_ok=True)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **shape, **heads}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def _written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

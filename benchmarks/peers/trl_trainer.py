@@ -1,10 +1,11 @@
-"""The peer: TRL's SFTTrainer (with peft) or DPOTrainer with DeepSpeed, on rows of an llmx store.
+"""The peer: Hugging Face's Trainer, TRL's SFTTrainer (with peft) or DPOTrainer, with DeepSpeed, on
+rows of an llmx store.
 
-Started by ``benchmarks/trl_throughput.py`` on every rank:
+Started by ``benchmarks/throughput.py`` on every rank:
 
     deepspeed --num_gpus 2 benchmarks/peers/trl_trainer.py JOB.json
 
-As TRL's documentation shows it; the rows are tokenized already, by the same code as llmx's, so that
+As their documentation shows it; the rows are tokenized already, by the same code as llmx's, so that
 only training is measured. Rank 0 writes the time, the count of non-padding tokens and the loss of
 every step to ``out`` of JOB.json, and how long the reference took.
 """
@@ -19,20 +20,33 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from llmx.data import SampleStore
 
 
 def chats(store: SampleStore) -> Dataset:
-    """Ids and the mask of the answer."""
+    """Ids, and the answer: its mask for TRL, labels for the Trainer."""
     rows = [store[number] for number in range(len(store))]
     return Dataset.from_list(
         [
-            {"input_ids": row.tokens.tolist(), "completion_mask": row.targets.astype(int).tolist()}
+            {
+                "input_ids": row.tokens.tolist(),
+                "completion_mask": row.targets.astype(int).tolist(),
+                "labels": np.where(row.targets, row.tokens.astype(np.int64), -100).tolist(),
+            }
             for row in rows
         ]
     )
@@ -105,7 +119,6 @@ def main() -> None:
         "learning_rate": job["lr"],
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
-        "max_length": job["seq_len"],
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -120,13 +133,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     clock, began = Clock(), time.time()
-    if job["kind"] == "lora":
+    if job["kind"] == "sft":
+        trainer: Any = Trainer(
+            model=model,
+            args=TrainingArguments(**common),
+            train_dataset=chats(store).remove_columns("completion_mask"),
+            # Pads to the longest row of the batch.
+            data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+            callbacks=[clock],
+        )
+    elif job["kind"] == "lora":
         from peft import LoraConfig
 
-        trainer: Any = SFTTrainer(
+        trainer = SFTTrainer(
             model=model,
-            args=SFTConfig(**common, completion_only_loss=True),
-            train_dataset=chats(store),
+            args=SFTConfig(**common, max_length=job["seq_len"], completion_only_loss=True),
+            train_dataset=chats(store).remove_columns("labels"),
             processing_class=tokenizer,
             peft_config=LoraConfig(task_type="CAUSAL_LM", **job["lora"]),
             callbacks=[clock],
@@ -134,7 +156,7 @@ def main() -> None:
     else:
         trainer = Pairs(
             model=model,
-            args=DPOConfig(**common, beta=job["beta"]),
+            args=DPOConfig(**common, max_length=job["seq_len"], beta=job["beta"]),
             train_dataset=pairs(store, Path(job["out"]).with_suffix(".rows")),
             processing_class=tokenizer,
             callbacks=[clock],

@@ -1,87 +1,140 @@
-"""``benchmarks/gpu``: its measures, and every part at tiny sizes; what fails or hangs does not stop
-the next part, and a lock that would stop it is named."""
+"""``benchmarks/gpu``: its measures, and every part at pretended sizes; what fails or hangs stops no
+other part, and a lock that would stop a peer is named."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import venv
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from benchmarks.gpu.__main__ import PARTS, ROOT, find_context, main, wait
+from benchmarks.gpu.__main__ import (
+    PARTS,
+    ROOT,
+    Outcome,
+    Records,
+    find_context,
+    main,
+    wait,
+)
+from benchmarks.gpu.training import LOSSES
 from benchmarks.machine import refuse_left_locks
 from llmx.errors import ConfigError
 from llmx.hardware import detect
 from tests.cluster.host import wait_until
-from tests.forked_ranks import shared
 
-NEEDS_GPUS = {"fp16", "synchronisations", "several_gpus"}
+FOUR = ("torch", "transformers", "peft", "accelerate")
+"""What an image for training has."""
 
 
 def bench(
     directory: Path, *words: str, python: Path | str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     command = [str(python), "-m", "benchmarks.gpu", "--work-dir", str(directory / "work")]
-    command += ["--out", str(directory / "results"), *words]
+    command += ["--out", str(directory / "results"), "--pretend", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def outcomes(directory: Path) -> dict[str, dict]:
-    (path,) = (directory / "results").glob("gpu-*.json")
-    return {outcome["part"]: outcome for outcome in json.loads(path.read_text())["outcomes"]}
+def outcomes(directory: Path) -> dict[str, Outcome]:
+    context = find_context(directory, pretend=True)
+    return Records(directory / "results", context).read()[1]
+
+
+def needed_by(names: Iterable[str]) -> dict[str, metadata.Distribution]:
+    """The distributions of these names, and all that they require here."""
+    found: dict[str, metadata.Distribution] = {}
+    queue = list(names)
+    while queue:
+        name = canonicalize_name(queue.pop())
+        if name not in found:
+            found[name] = metadata.distribution(name)
+            wanted = map(Requirement, found[name].requires or ())
+            queue += [w.name for w in wanted if not w.marker or w.marker.evaluate({"extra": ""})]
+    return found
+
+
+def bare_python(directory: Path) -> Path:
+    """An environment with the four packages, and what `make wheels` adds to them alone."""
+    added = re.findall(
+        r"^(?:PURE|COMPILED) := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.M
+    )
+    names = [name for words in added for name in words.replace("\\", " ").split()]
+    venv.create(directory, symlinks=True)
+    (site,) = directory.glob("lib/python*/site-packages")
+    known = needed_by(FOUR) | {name: metadata.distribution(name) for name in names}
+    for one in known.values():
+        for top in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(one.locate_file(top))
+    return directory / "bin" / "python"
 
 
 @pytest.mark.deepspeed
 @pytest.mark.nightly
-def test_every_part_runs_to_its_end_with_shrunken_sizes(tmp_path) -> None:
-    # Forked ranks: what starts them otherwise is tested elsewhere (test_launch_local).
-    done = bench(tmp_path, "--tiny", python=shared().python)
+def test_every_part_runs_in_a_bare_environment(tmp_path) -> None:
+    done = bench(tmp_path, python=bare_python(tmp_path / "bare"))
     results = outcomes(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(results) == list(PARTS)
-    for name, outcome in results.items():
-        if outcome["state"] == "not run":
-            assert name in NEEDS_GPUS
-            assert outcome["why"]
-        else:
-            assert outcome["state"] == "done", (name, outcome)
-            assert outcome["measures"], name
-    assert {measure["name"] for measure in results["resume"]["measures"]} == {
-        "stage2: losses equal after a resume",
-        "stage2: weights equal after a resume",
+    assert {part for part, one in results.items() if one.state == "not run"} == {
+        "several_gpus",
+        "peers",
     }
+    apart = [name for name in results["paths"].measures if "apart from a CPU" in name]
+    assert len(apart) == len(json.loads(LOSSES.read_text()))
     (table,) = (tmp_path / "results").glob("gpu-*.md")
-    text = table.read_text()
-    assert all(f"(`{name}`)" in text for name in PARTS)
-    assert "Shrunken sizes" in text
+    assert all(f"(`{name}`" in table.read_text() for name in PARTS)
+    assert "all as expected" in bench(tmp_path).stdout  # nothing is missing
 
 
 def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "runs").write_text("a file where the runs should lie")
-    done = bench(tmp_path, "--tiny", "--parts", "demo,matmul")
+    done = bench(tmp_path, "mfu", "kernels")
     assert done.returncode == 1
-    assert "not as expected: demo" in done.stdout
+    assert "not as expected: mfu" in done.stdout
     results = outcomes(tmp_path)
-    assert results["demo"]["state"] == "failed"
-    assert results["matmul"]["state"] == "done"
+    assert results["kernels"].state == "done"
+    assert results["mfu"].measures
+    assert not results["mfu"].ok
+
+
+def test_what_a_part_measured_before_it_was_ended_is_kept_and_not_measured_again(tmp_path) -> None:
+    records = Records(tmp_path, find_context(tmp_path, pretend=True))
+    records.add("rl", machine="a")
+    records.add("rl", measure={"name": "with cuDNN", "value": 2.0, "ok": None})
+    records.add("rl", machine="b")
+    machines, found = records.read()
+    assert machines == ["a", "b"]
+    assert (found["rl"].state, found["rl"].known) == ("not ended", {"with cuDNN"})
+    records.add("rl", state="done", why="", seconds=1.0)
+    records.add("rl", machine="b")  # asked for by its name: all of it is measured anew
+    assert records.read()[1]["rl"].known == frozenset()
+    records.write_table()
+    assert "| with cuDNN | 2 |" in records.path.with_suffix(".md").read_text()
 
 
 def test_parts_and_gpus_that_are_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["--parts", "matmull"]) == 2
-    message = "no part 'matmull'. Did you mean \"matmul\"? Parts: versions, "
+    assert main(["kernel"]) == 2
+    message = "no part 'kernel'. Did you mean \"kernels\"? Parts: kernels, "
     assert message in capsys.readouterr().err
     monkeypatch.setattr(detect, "detect_gpus", list)
     assert main([]) == 2
-    assert "--tiny" in capsys.readouterr().err
+    assert "--pretend" in capsys.readouterr().err
 
 
 def test_the_gpus_are_those_that_this_process_sees(tmp_path, monkeypatch) -> None:
@@ -91,12 +144,12 @@ def test_the_gpus_are_those_that_this_process_sees(tmp_path, monkeypatch) -> Non
     ]
     monkeypatch.setattr(detect, "detect_gpus", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    context = find_context(tmp_path, tiny=False)
+    context = find_context(tmp_path, pretend=False)
     assert (context.device_name, context.num_gpus) == ("h200_141g", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not find_context(tmp_path, tiny=True).cuda
+    assert not find_context(tmp_path, pretend=True).cuda
     with pytest.raises(ConfigError, match="this process sees none"):
-        find_context(tmp_path, tiny=False)
+        find_context(tmp_path, pretend=False)
 
 
 def living_of_group(group: int) -> list[int]:

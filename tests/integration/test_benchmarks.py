@@ -40,13 +40,13 @@ OTHERS = (
     "sweep.py overhead --steps 2 --trials 1 --pairs 1",
 )
 IN_THE_README_ON_REAL_DATA = (
-    "sft_throughput.py --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "throughput.py sft --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "tokenization.py --mib 0.5 --rounds 1 --only 'English byte-level BPE$'",
 )
 OTHERS_ON_REAL_DATA = (
     # Behind figures as well, but two more peers are too much for every landing.
-    "trl_throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
-    "trl_throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
+    "throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "data_wait.py --steps 5",
     "data_memory.py --size-gb 0.001 0.002",
     "book_reviews.py {data}/book_review",

@@ -1,6 +1,7 @@
-"""Throughput of llmx against TRL, both with DeepSpeed ZeRO-2: LoRA SFT, and DPO of all weights.
+"""Throughput of llmx against others, both with DeepSpeed ZeRO-2: SFT against the Hugging Face
+Trainer, LoRA SFT and DPO of all weights against TRL.
 
-    LLMX_REAL_DATA=... python benchmarks/trl_throughput.py lora|dpo [--pairs 3] [--only ...]
+    LLMX_REAL_DATA=... python benchmarks/throughput.py sft|lora|dpo [--pairs 3] [--only ...]
 
 The same rows (``alpaca_zh_demo.json`` or ``dpo_en_demo.json``, 50k BPE), tokenized once by the same
 code; the same weights to begin with (a Llama of 4 layers, width 256, 50,304 rows of vocabulary),
@@ -9,7 +10,8 @@ are run in turn, so that a busy machine burdens all. Counted are useful tokens: 
 padding; the steps of the beginning, and what is computed once before them, are not counted. Matched
 are the rows (or pairs) of an optimizer step.
 
-llmx packs rows, isolated from each other, and computes logits where there is a target. TRL is run
+llmx packs rows, isolated from each other, and computes logits where there is a target. The Trainer
+pads each batch to its longest row. TRL is run
 as it is set by default (for SFT, its loss by chunks of targets), and for DPO also with the
 reference's log-probabilities computed once. Its padding-free batches and its
 packing of whole rows need FlashAttention, which no CPU has; its other packing cuts rows at any
@@ -22,27 +24,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import write_result
-from sft_throughput import LLAMA, RANKS, SEQ_LEN, free_port, run, train, write_tokenizer
+from machine import refuse_left_locks, write_result
 
-TARGET = 2.0
+FEWEST_PAIRS = 3
+RANKS = 2
+SEQ_LEN = 1024
+LLAMA = {
+    "vocab_size": 50_304,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": SEQ_LEN,
+    "tie_word_embeddings": False,
+}
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 BETA = 0.1
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained, and how TRL is set."""
+    """What is trained, against whom, and how that is set."""
 
     title: str
+    peer: str
+    target: float
     file: str
     ours: tuple[str, ...]
     lr: float
@@ -54,8 +73,20 @@ class Kind:
 
 
 KINDS = {
+    "sft": Kind(
+        "SFT",
+        "the Hugging Face Trainer",
+        2.5,
+        "alpaca_zh_demo.json",
+        ("task=sft", "data=alpaca"),
+        1e-4,
+        8,
+        {"defaults": {}},
+    ),
     "lora": Kind(
         "LoRA SFT",
+        "TRL",
+        2.0,
         "alpaca_zh_demo.json",
         ("task=sft", "data=alpaca", "adapter=lora", "adapter.lr=null"),
         1e-3,
@@ -67,6 +98,8 @@ KINDS = {
     ),
     "dpo": Kind(
         "DPO",
+        "TRL",
+        2.0,
         "dpo_en_demo.json",
         ("task=dpo", "data=file", f"task.options.beta={BETA}", "data.over_long=drop"),
         1e-4,
@@ -95,8 +128,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
     parser.add_argument("--skip", type=int, default=3, help="steps of warming up, not counted")
-    parser.add_argument("--rows-per-rank", type=int, help="TRL's batch size (8; dpo: 2)")
-    parser.add_argument("--only", help="settings of TRL, separated by commas (all by default)")
+    parser.add_argument("--rows-per-rank", type=int, help="the peer's batch size (8; dpo: 2)")
+    parser.add_argument("--only", help="settings of the peer, separated by commas (all by default)")
     options = parser.parse_args()
     source = os.environ.get("LLMX_REAL_DATA")
     if not source:
@@ -110,7 +143,7 @@ def main() -> int:
         bench.prepare()
         rounds: list[dict[str, Side]] = []
         for index in range(options.pairs):
-            sides = {name: bench.trl(index, name) for name in names}
+            sides = {name: bench.peer(index, name) for name in names}
             sides["llmx"] = bench.llmx(index)
             rounds.append(sides)
             words = [
@@ -203,10 +236,10 @@ class Bench:
         losses = [point["loss"] for point in points]
         return Side(self.steady(points), rows, trained, losses, others)
 
-    def trl(self, index: int, name: str) -> Side:
+    def peer(self, index: int, name: str) -> Side:
         """One run of the peer, with the ZeRO section that llmx writes for the same run."""
         section = yaml.safe_load((self.root / "plan-none" / "ds_config.json").read_text())
-        out = self.root / f"trl-{name.replace(' ', '-')}-{index}.json"
+        out = self.root / f"peer-{name.replace(' ', '-')}-{index}.json"
         job = {
             "kind": self.options.kind,
             "store": str(self.store),
@@ -219,31 +252,13 @@ class Bench:
             "lora": LORA,
             "beta": BETA,
             "settings": self.kind.peers[name],
-            "ds_config": {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "train_batch_size": "auto",
-                "gradient_clipping": "auto",
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": section["zero_optimization"],
-            },
+            "ds_config": {**AUTO, "zero_optimization": section["zero_optimization"]},
             "out": str(out),
         }
         if name == "wrapped":  # as many tokens as in the rows of the others
             tokens = self.options.rows_per_rank / self.rows_per_sample
             job["rows_per_rank"] = max(1, round(tokens))
-        path = out.with_suffix(".job.json")
-        path.write_text(json.dumps(job))
-        program = Path(__file__).parent / "peers" / "trl_trainer.py"
-        deepspeed = Path(sys.executable).with_name("deepspeed")
-        words = [str(deepspeed), "--num_gpus", str(RANKS), "--no_local_rank"]
-        words += ["--master_port", str(free_port())]
-        env = {**self.env, "LOCAL_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
-        env["PATH"] = f"{deepspeed.parent}:{env['PATH']}"
-        command = [*words, str(program), str(path)]
-        others = run(command, env=env, log=path.with_suffix(".log"), proof=out)
-        found = json.loads(out.read_text())
+        found, others = run_peer("trl_trainer.py", job, env=self.env)
         rows = float(RANKS * self.options.rows_per_rank)
         return Side(self.steady(found["points"]), rows, found["trained"], found["losses"], others)
 
@@ -266,13 +281,12 @@ def report(rounds: list[dict[str, Side]], bench: Bench) -> int:
     names = list(rounds[0])
     best = [name for name in names if name not in ("llmx", "wrapped")][-1]
     ratios = [sides["llmx"].tokens_per_s / sides[best].tokens_per_s for sides in rounds]
-    median = statistics.median(ratios)
     ours = rounds[0]["llmx"]
     lines = [
         f"{bench.kind.title}: Llama 4 x 256, {ours.trained:,} trained parameters; "
         f"`{bench.kind.file}`, sequences of up to {SEQ_LEN} tokens; ZeRO-2, fp32, {RANKS} CPU "
         "ranks with one thread each.",
-        f"Rows of an optimizer step: TRL {rounds[0][best].rows_per_step:.1f}, llmx "
+        f"Rows of an optimizer step: {bench.kind.peer} {rounds[0][best].rows_per_step:.1f}, llmx "
         f"{ours.rows_per_step:.1f} (packed, on average). Steps {bench.options.skip} to "
         f"{bench.options.steps} counted, without what is computed once before them.",
         "",
@@ -283,20 +297,131 @@ def report(rounds: list[dict[str, Side]], bench: Bench) -> int:
     for index, sides in enumerate(rounds):
         for name, side in sides.items():
             ratio = sides["llmx"].tokens_per_s / side.tokens_per_s
-            title = name if name == "llmx" else f"TRL, {name}"
+            title = name if name == "llmx" else f"{bench.kind.peer}, {name}"
             lines.append(
                 f"| {index + 1} | {title} | {side.tokens_per_s:,.0f} | {ratio:.2f} | "
                 f"{side.losses[0]:.4f}, {side.losses[-1]:.4f} | {others_of(name, side)} |"
             )
-    verdict = "reached" if median >= TARGET else "MISSED"
-    if len(rounds) < 3:
-        verdict += f" (of {len(rounds)}: too few to count; take --pairs 3)"
-    verdict = f"Median ratio to TRL, {best}: {median:.2f}; target {TARGET:g}: {verdict}."
-    lines += ["", verdict]
-    print(verdict)
+    said, code = verdict(ratios, bench.kind.target)
+    print(said)
     name = f"{bench.options.kind}_throughput"
-    write_result(name, f"{bench.kind.title} throughput against TRL", lines)
-    return 0 if median >= TARGET else 1
+    write_result(
+        name, f"{bench.kind.title} throughput against {bench.kind.peer}", [*lines, "", said]
+    )
+    return code
+
+
+def verdict(ratios: list[float], target: float) -> tuple[str, int]:
+    """A sentence on the median, and the exit code: 0 where it reaches the target."""
+    median = statistics.median(ratios)
+    reached = "reached" if median >= target else "MISSED"
+    if len(ratios) < FEWEST_PAIRS:
+        reached += f" (of {len(ratios)}: too few to count; take --pairs {FEWEST_PAIRS})"
+    return f"Median ratio {median:.2f}; target {target:g}: {reached}.", int(median < target)
+
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+"""DeepSpeed's JSON of a peer, beside the ZeRO section that llmx writes for the same run."""
+
+
+def run_peer(program: str, job: dict[str, Any], *, env: dict[str, str]) -> tuple[Any, float]:
+    """Run a program of ``peers`` on both ranks: what it has written to ``out`` of its job, and the
+    part of the processors that others took."""
+    out = Path(job["out"])
+    path = out.with_suffix(".job.json")
+    path.write_text(json.dumps(job))
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    words = [str(deepspeed), "--num_gpus", str(RANKS), "--no_local_rank"]
+    words += ["--master_port", str(free_port())]
+    words += [str(Path(__file__).parent / "peers" / program), str(path)]
+    env = {**env, "LOCAL_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
+    env["PATH"] = f"{deepspeed.parent}:{env['PATH']}"
+    # A communication thread of the peer sometimes aborts at exit, after it has written.
+    others = run(words, env=env, log=path.with_suffix(".log"), proof=out)
+    return json.loads(out.read_text()), others
+
+
+def write_tokenizer(source: Path, directory: Path) -> None:
+    """A tokenizer directory from ``vocab.json`` and ``merges.txt`` (RoBERTa's ids)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    files = (str(source / "vocab.json"), str(source / "merges.txt"))
+    backend = Tokenizer(models.BPE.from_file(*files))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(str(directory))
+
+
+def run(words: list[str], *, env: dict[str, str], log: Path, proof: Path | None = None) -> float:
+    """Run to the end; the part of the processors that others took. A failure shows the log.
+
+    ``proof``: written only when everything is measured; then the exit code does not matter.
+    """
+    refuse_left_locks()
+    begun, busy, own = time.monotonic(), busy_s(), children_s()
+    with log.open("w") as stream:
+        done = subprocess.run(words, env=env, stdout=stream, stderr=stream, check=False)
+    if done.returncode != 0 and not (proof and proof.exists()):
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise RuntimeError(f"{words[:4]} ended with {done.returncode}:\n{tail}")
+    wall_s = time.monotonic() - begun
+    cores = os.cpu_count() or 1
+    return max(0.0, (busy_s() - busy - (children_s() - own)) / (wall_s * cores))
+
+
+def train(
+    words: list[str], run_dir: Path, *, steps: int, env: dict[str, str]
+) -> tuple[list[dict[str, Any]], float]:
+    """One run of ``python -m llmx`` that saves nothing: the lines of its ``metrics.jsonl``, and the
+    part of the processors that others took."""
+    words = [
+        *words,
+        f"task.steps={steps}",
+        "task.epochs=null",
+        "task.log_every_steps=1",
+        "task.save_model=false",
+        "checkpoint=none",
+        "tracking=none",
+        f"run_dir={run_dir}",
+    ]
+    command = [sys.executable, "-m", "llmx", *words]
+    others = run(command, env=env, log=run_dir.with_suffix(".log"))
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()], others
+
+
+def busy_s() -> float:
+    """Processor seconds that all processes of the machine took since boot."""
+    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    user, nice, system, _idle, _iowait, irq, softirq = fields[:7]
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def children_s() -> float:
+    """Processor seconds that the ended children of this process took, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
