@@ -168,12 +168,13 @@ def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path
     package.write_text("# @package launch.slurm\npartition: 007\n")
     line = content.count("\n") + 1
     rule = "this takes text, and YAML reads {0} as a number. Quote it: '{0}'."
-    for typed, place, number in (
+    place = str(tmp_path / "own")
+    for typed, where, number in (
         (Line((str(file),)), f"{file}, line {line}", written),
-        (Line((f"experiment={tmp_path}/own/mine",)), f"{own}, line {line + 1}", written),
-        (Line(("hardware=mine",), config_dir=str(tmp_path / "own")), f"{package}, line 2", "007"),
+        (Line(("experiment=mine",), config_dir=place), f"{own}, line {line + 1}", written),
+        (Line(("hardware=mine",), config_dir=place), f"{package}, line 2", "007"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(f"{place}: {rule.format(number)}")):
+        with pytest.raises(ConfigError, match=re.escape(f"{where}: {rule.format(number)}")):
             typed.checked()
     file.write_text(content.replace(written, f"'{written}'"))
     assert any(written in word for word in Line((str(file),)).checked().words)
