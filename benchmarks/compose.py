@@ -1,5 +1,5 @@
 """CPU of a command that is refused after composing: as llmx does it, and with Hydra's own look at
-``hydra.mode`` before, which composes everything once more (docs/adr/0014).
+``hydra.mode`` before, which composes everything once more.
 
     python benchmarks/compose.py [--rounds 9]
 

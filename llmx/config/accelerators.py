@@ -1,7 +1,7 @@
 """The kinds of devices that ranks train on, by the name that PyTorch and DeepSpeed have for them.
 
 To add one: an ``Accelerator`` here. What only a rank asks of a device (events, allocator, kernels)
-stands with the code that uses it, in ``llmx.train`` and ``llmx.models`` (ADR 18).
+stands with the code that uses it, in ``llmx.train`` and ``llmx.models``.
 """
 
 from __future__ import annotations
