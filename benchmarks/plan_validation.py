@@ -52,11 +52,17 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     vocab: int = 4000
     world: int = WORLD
+    drawn: dict[str, int] = field(default_factory=dict)
+    """Options of ``task=grpo``, which draws its samples; else it is pretraining."""
 
 
 LLAMA = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 1024,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 1024,
 }  # fmt: skip
 QWEN = {
     "hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 5,
@@ -146,6 +152,16 @@ def grid() -> list[Case]:
         Case("llama stage 3 hpZ micro batch 8", "llama", LLAMA, 3, 8, 128, zero=hpz),
         Case("llama stage 3 hpZ of 4 ranks", "llama", LLAMA, 3, 1, 128, zero=hpz, world=4),
     ]  # fmt: skip
+    for stage in range(4):
+        for precision in ("fp32", "bf16"):
+            found += [
+                Case(
+                    f"llama stage {stage} {precision} drawing {name}", "llama", SMALL, stage, 1,
+                    192, prompts, precision, vocab=1000,
+                    drawn={"group_size": group, "max_new_tokens": new},
+                )
+                for name, prompts, group, new in (("long", 4, 16, 128), ("many", 40, 2, 24))
+            ]  # fmt: skip
     return found
 
 
@@ -171,8 +187,17 @@ def experiment_of(case: Case, root: Path) -> Experiment:
             "run_dir": str(root / "run"),
             "precision": case.precision,
             "model": model,
-            "data": {"path": "demo", "seq_len": case.seq_len, "eval_samples": 0},
-            "task": {"kind": "pretrain", "steps": STEPS},
+            "data": {
+                "path": "demo",
+                "seq_len": case.seq_len,
+                "eval_samples": 0,
+                "packing": "none" if case.drawn else "auto",
+            },
+            "task": {
+                "kind": "grpo" if case.drawn else "pretrain",
+                "steps": STEPS,
+                "options": case.drawn,
+            },
             "zero": {"stage": case.stage, "pin_memory": False, **case.zero},
             "adapter": case.adapter,
             "hardware": {
@@ -227,6 +252,12 @@ def on_host(engine: Any) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+class Prompts(list[Any]):
+    """A store of samples without columns."""
+
+    columns = ()
+
+
 def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
     """Peak bytes of the CPU allocator of this rank, from before the network is built on."""
     import numpy as np
@@ -234,23 +265,36 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
     from llmx.data import collate
     from llmx.data.store.samples import Sample
     from llmx.plan import ds_config
-    from llmx.tasks import tokenizer_of
-    from llmx.train.batches import Step
+    from llmx.tasks import task_of, tokenizer_of
+    from llmx.train.batches import Layout, Step
     from llmx.train.engine.build import build_engine
-    from llmx.train.step import train_step
+    from llmx.train.rollout import rollout_step
+    from llmx.train.step import loss_of_step, train_step
 
     tokenizer = tokenizer_of(exp)
+    task = task_of(exp, tokenizer)
     length = exp.data.seq_len
     draw = np.random.Generator(np.random.Philox(key=rank))
+    prompts = Prompts()
+    if plan.drawn is not None:
+        same = np.random.Generator(np.random.Philox(key=0))
+        size = length - plan.drawn.new_tokens
+        for _ in range(STEPS * plan.batch.global_batch):
+            tokens = same.integers(3, tokenizer.vocab_size, size + 1).astype(np.uint32)
+            prompts.append(Sample(tokens, np.arange(size + 1) == size, np.array([0])))
     allocator = ctypes.CDLL(None)
     allocator.llmx_live.restype = allocator.llmx_peak.restype = ctypes.c_long
     before = allocator.llmx_live()
     allocator.llmx_restart()
     engine = build_engine(
-        exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan), tokenizer=tokenizer
+        exp,
+        plan,
+        ds_config(exp.model, exp.zero, exp.optim, plan),
+        tokenizer=tokenizer,
+        specs=task.models(),
     )
     phases = {"build": allocator.llmx_peak() - before}
-    for number in range(STEPS):
+    for number in range(STEPS - 1 if plan.drawn else STEPS):
         micro_batches = []
         for _ in range(plan.batch.accumulation):
             targets = np.ones(length, dtype=bool)
@@ -267,10 +311,20 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
             micro_batches.append(collate(samples, seq_len=length, pad_id=0, layout=engine.layout))
         allocator.llmx_restart()
         engine.set_lr(1e-3)
+        step = Step(number, tuple(micro_batches), 1000, 1000, tokens=1000, square_tokens=1)
+        if plan.drawn is not None:
+            phases[f"resting {number}"] = allocator.llmx_live() - before
+            engine.main.rows = plan.drawn.rows
+            layout = Layout(seq_len=length, pad_id=0, layout=engine.layout)
+            step = rollout_step(
+                engine, task, prompts, number, batch=plan.batch, rank=rank, seed=1, layout=layout
+            )
+            phases[f"drawing {number}"] = allocator.llmx_peak() - before
         train_step(
             engine,
-            Step(number, tuple(micro_batches), 1000, 1000, tokens=1000, square_tokens=1),
+            step,
             world=plan.world_size,
+            loss_of=loss_of_step(task, engine.models, step, group=None),
             before_update=lambda number=number: phases.update(
                 {f"backward {number}": allocator.llmx_peak() - before}
             ),
@@ -288,7 +342,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
 
 def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
     """As the plan predicts it, without what a process has beside tensors."""
-    from llmx.plan.memory import rules_of
+    from llmx.plan.memory import memory_of, rules_of
     from llmx.plan.step_memory import peak_of
     from llmx.train.memory_trace import trace_step
 
@@ -300,9 +354,10 @@ def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
         micro_batch=max(plan.batch.micro_batches),
     )
     peaks = peak_of(trace, rules_of(exp, plan))
+    drawing = round(memory_of(exp, plan, trace, "cpu").drawing_gib * 2**30)
     return {
-        "peak": peaks.total + peaks.host,
-        "parts": peaks.at,
+        "peak": peaks.total + peaks.host + drawing,
+        "parts": {**peaks.at, "drawing": drawing, "resting": peaks.now},
         "moment": peaks.moment,
         "host": peaks.host,
         "parameters": trace.num_parameters,
@@ -367,20 +422,22 @@ def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> N
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in place.items()})
+    from llmx.compose.task_rules import drawn_samples, loss_logits
     from llmx.plan import make_plan
     from llmx.train.engine.process_group import join_process_group
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp)
+    plan = make_plan(exp, logits=loss_logits(exp), drawn=drawn_samples(exp))
     join_process_group(plan)
     (out / f"{rank}.json").write_text(json.dumps(measured(exp, plan, rank)))
 
 
 def answer_predicted(case: Case, root: Path, out: Path) -> None:
+    from llmx.compose.task_rules import drawn_samples, loss_logits
     from llmx.plan import make_plan
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp)
+    plan = make_plan(exp, logits=loss_logits(exp), drawn=drawn_samples(exp))
     found = predicted(exp, plan)
     formula = None
     if plan.memory:

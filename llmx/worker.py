@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping
-from importlib import metadata
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -25,6 +24,7 @@ from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.threads import threads_per_rank
 from llmx.plan.types import Plan
 from llmx.redact import redact
+from llmx.rollout.server import choose_allocator
 from llmx.run.rundir import RunDir, load_yaml, read_json
 from llmx.train.status import RankStatus, ShutdownRequest, handle_signals
 
@@ -71,7 +71,8 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     choose_gpus(plan, os.environ)
     choose_interface(plan, os.environ)
     choose_threads(exp, plan, os.environ)
-    choose_allocator(plan, os.environ)
+    if plan.on_gpus:
+        choose_allocator(os.environ)
     if exp.deterministic and plan.on_gpus:
         # cuBLAS reads it at its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -165,16 +166,6 @@ def choose_threads(exp: Experiment, plan: Plan, environment: MutableMapping[str,
         exp, plan.accelerator, cores=cores, ranks=ranks, environment=environment
     )
     environment["OMP_NUM_THREADS"] = str(threads)
-
-
-def choose_allocator(plan: Plan, environment: MutableMapping[str, str]) -> None:
-    """Let torch's allocator extend its segments: rows of unequal length leave less memory unused
-    between them. A variable that the user has set stays as it is."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if plan.on_gpus and not any(name in environment for name in names):
-        # torch 2.9 has renamed it, and warns of the old name.
-        installed = tuple(map(int, metadata.version("torch").split(".")[:2]))
-        environment[names[installed >= (2, 9)]] = "expandable_segments:True"
 
 
 def read_experiment(run_dir: RunDir) -> Experiment:

@@ -22,6 +22,7 @@ from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import BatchConfig, Experiment, TaskConfig
 from llmx.config.tasks import TaskDefaults, shipped_tasks
 from llmx.errors import ConfigError
+from llmx.plan.geometry import model_geometry
 from llmx.plan.rollout_time import ROWS
 from llmx.plan.types import SUMMED, DrawnSamples
 from llmx.run.metrics.completions import declare
@@ -136,10 +137,12 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
     if kind.generates_with(exp):
+        left_out = ""
+        if model_geometry(exp.model) is None:
+            left_out = f", without the key-value cache of {ROWS} completions on each rank"
         warnings.append(
-            f"task={exp.task.kind} generates its samples. The plan leaves out the memory of the "
-            f"key-value cache of {ROWS} completions at once on each rank. Its time is that of "
-            "completions of full length. Measure with task.stop_at_step=5."
+            f"task={exp.task.kind} generates its samples. The plan counts completions of full "
+            f"length{left_out}. Measure with task.stop_at_step=5."
         )
     if num_prompts and exp.name != DEMO and kind.eval_prompts is base.eval_prompts:
         warnings.append(

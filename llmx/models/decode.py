@@ -104,6 +104,7 @@ class Slots(DynamicLayer):
     def lay_out(self, count: int, *, slots: int, end: int, columns: int) -> None:
         """Make buffers of ``columns``, in which the columns in use end at ``end``."""
         width = self.get_seq_length()
+        self.keys = self.values = None  # views, which would keep the old buffers of all layers
         for at, old in enumerate(self.buffers):
             new = old.new_zeros(slots, old.shape[1], columns, old.shape[3])
             if count:
@@ -172,6 +173,7 @@ class Decoding:
                 self._decode()
             else:  # for the others, whose layers are gathered from all ranks
                 self._forward(torch.zeros(1, 1, dtype=torch.long), None, length=1, cache=None)
+        self.cache = None  # its layers refer to this object: the cycle would keep them for long
         self._keep_log_probabilities()
 
     def _joining(self, queue: deque[list[Row]]) -> list[list[Row]]:

@@ -27,7 +27,7 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, base_alone
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.experts import Routing
-from llmx.models.generate import Completion, Weights, generate
+from llmx.models.generate import BATCH, Completion, Weights, generate
 from llmx.models.loss import (
     CROSS_ENTROPY,
     IGNORE,
@@ -166,6 +166,8 @@ class Model:
     """
     sampler: Sampler | None = None
     """Draws the completions of ``sample`` in place of the ranks (``llmx.rollout``)."""
+    rows: int = BATCH
+    """Completions that are drawn at once (``DrawnSamples.rows`` of the plan)."""
 
     def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
         """Keyword arguments of the forward, on the device; and the labels (``model_inputs``).
@@ -290,7 +292,7 @@ class Model:
         if self.sampler is not None:
             completions = self.sampler(rows, sampling, keys)
         else:
-            completions = generate(self, rows, sampling, seeds=keys)
+            completions = generate(self, rows, sampling, seeds=keys, batch_size=self.rows)
         return [completions[first : first + n] for first in range(0, len(completions), n)]
 
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -189,7 +189,10 @@ def lacks_ram(plan: Plan) -> str:
 def replan(exp: Experiment, plan: Plan) -> Plan:
     """The plan of a variant of the experiment that ``plan`` is of."""
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    return make_plan(exp, local_names=LOCAL_NAMES | local, beside=plan.beside, logits=plan.logits)
+    names = LOCAL_NAMES | local
+    return make_plan(
+        exp, local_names=names, beside=plan.beside, logits=plan.logits, drawn=plan.drawn
+    )
 
 
 def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPlan, ...] | None:

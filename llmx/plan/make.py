@@ -31,8 +31,8 @@ from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import BYTES, before_training_gib, predict_memory
-from llmx.plan.rollout_time import Samples, server_problem
+from llmx.plan.memory import before_training_gib, predict_memory, samples_of
+from llmx.plan.rollout_time import ROWS, server_problem
 from llmx.plan.step_time import micro_step_exchange_s, token_flops, with_time
 from llmx.plan.storage import with_storage
 from llmx.plan.types import (
@@ -50,6 +50,8 @@ from llmx.plan.types import (
     RankSpeed,
 )
 
+ROOMY = 0.9
+"""The part of a device's memory up to which completions are drawn at once."""
 USED_FLOPS = 0.4e12
 """FLOP/s that a well-fed training step reaches of each TFLOP/s of the peak; for the split alone."""
 
@@ -110,7 +112,6 @@ def make_plan(
         ),
         checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
         rollout_hosts=rollout_hosts,
-        drawn=drawn,
     )
 
     def fits(device: str, micro_batch: int) -> bool:
@@ -121,14 +122,17 @@ def make_plan(
     batch, balance = _batch(exp, plan, shape, fits=fits, measured_speeds=measured_speeds)
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
     plan = replace(plan, batch=batch, balance=balance, ranks=ranks)
-    memory_with = functools.cache(functools.partial(_memory, exp, plan, shape))
+    training = plan
     grad_accum = choose_grad_accum(
         exp.zero,
         precision,
         accumulation=batch.accumulation,
-        fits=lambda sums: all(part.fits for part in memory_with(sums)),
+        fits=lambda sums: all(part.fits for part in _memory(exp, training, shape, sums)),
     )
-    plan = replace(plan, memory=memory_with(grad_accum), grad_accum_dtype=grad_accum)
+    plan = replace(plan, grad_accum_dtype=grad_accum, drawn=drawn)
+    if drawn is not None:
+        plan = replace(plan, drawn=_with_rows(exp, plan, drawn, shape))
+    plan = replace(plan, memory=_memory(exp, plan, shape, grad_accum))
     plan = replace(plan, notes=tuple(_notes(exp, plan)))
     return with_storage(with_time(plan, exp), exp)
 
@@ -225,6 +229,7 @@ def _memory(
             grad_accum_dtype=grad_accum,
             beside=[network for network in plan.beside if not network.before_training],
             logits=plan.logits,
+            samples=None if plan.rollout_hosts else samples_of(exp, plan),
         )
         for name in plan.devices
     )
@@ -259,21 +264,51 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
         )
     yield from _of_balance(exp, plan)
     yield from _of_beside(exp, plan)
-    yield from _server_problems(exp, plan)
+    yield from _of_drawing(exp, plan)
 
 
-def _server_problems(exp: Experiment, plan: Plan) -> Iterator[str]:
-    """A sentence for each type of device that is too small for a rollout server."""
-    shape = model_geometry(exp.model)
-    if shape is None or plan.drawn is None:
-        return
-    samples = Samples(
-        shape, BYTES[plan.precision], plan.batch.global_batch, plan.drawn, exp.data.seq_len
-    )
-    for name in dict.fromkeys(host.device for host in plan.rollout_hosts):
-        device = exp.hardware.devices[name]
-        needed = samples.server_gib(context_gib=ACCELERATORS[device.accelerator].context_gib)
-        if problem := server_problem(name, needed, device.memory_gib):
+def _with_rows(
+    exp: Experiment, plan: Plan, drawn: DrawnSamples, shape: Geometry | None
+) -> DrawnSamples:
+    """With as many completions at once as the devices that draw have room for, whole groups. By
+    formula: samples do not depend on what this machine has traced."""
+
+    def fits(rows: int) -> bool:
+        trial = replace(plan, drawn=replace(drawn, rows=rows))
+        servers = _servers_gib(exp, trial)
+        ranks = _memory(exp, trial, shape, plan.grad_accum_dtype)
+        return all(
+            not has or needed <= ROOMY * has
+            for needed, has in [
+                *((needed, exp.hardware.devices[name].memory_gib) for name, needed in servers),
+                *((part.total_gib, part.capacity_gib) for part in ranks if part.drawing_gib),
+            ]
+        )
+
+    rows = _limit(ROWS, fits)
+    return replace(drawn, rows=max(rows - rows % drawn.group_size, min(rows, drawn.group_size)))
+
+
+def _servers_gib(exp: Experiment, plan: Plan) -> Iterator[tuple[str, float]]:
+    """The memory of a rollout server on each type of device that has one."""
+    samples = samples_of(exp, plan)
+    for name in dict.fromkeys(host.device for host in plan.rollout_hosts if samples):
+        assert samples is not None
+        context_gib = ACCELERATORS[exp.hardware.devices[name].accelerator].context_gib
+        yield name, samples.server_gib(context_gib=context_gib)
+
+
+def _of_drawing(exp: Experiment, plan: Plan) -> Iterator[str]:
+    """Notes about fewer completions at once, and rollout servers that do not fit."""
+    if plan.drawn is not None and plan.drawn.rows < ROWS:
+        yield (
+            f"Memory is left for at most {plan.drawn.rows} completions at once on each "
+            f"{'rollout server' if plan.rollout_hosts else 'rank'} (otherwise {ROWS}): drawing "
+            "takes longer. A smaller max_new_tokens or data.seq_len, or more memory left by "
+            "training (zero=stage3, an offload), draws more at once."
+        )
+    for name, needed in _servers_gib(exp, plan):
+        if problem := server_problem(name, needed, exp.hardware.devices[name].memory_gib):
             yield problem
 
 

@@ -28,6 +28,7 @@ from llmx.config.schema import (
 from llmx.plan.adapter import AdapterSize, adapter_size, trained_parameters
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
+from llmx.plan.rollout_time import Samples
 from llmx.plan.step_memory import ALL_REDUCED_ELEMENTS, StepRules, peak_of
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import NO_LOGITS, SUMMED, MemoryPlan, NetworkBeside, Plan
@@ -59,12 +60,14 @@ def predict_memory(
     grad_accum_dtype: str = "",
     beside: Sequence[NetworkBeside] = (),
     logits: str = SUMMED,
+    samples: Samples | None = None,
 ) -> MemoryPlan:
     """Predict the peak of one rank on ``device`` and of the RAM of its host (GiB).
 
     The peak is the larger of the last backward pass (with activations, logits and buckets) and of
     the update (with its temporaries). ``beside``: networks that are there all the time.
-    ``logits``: what the loss asks of the output head (``Task.logits``).
+    ``logits``: what the loss asks of the output head (``Task.logits``). ``samples``: what the ranks
+    draw in a step.
     """
     zero, adapter = exp.zero, adapter_size(exp.model, exp.adapter)
     accelerator = ACCELERATORS[device.accelerator]
@@ -104,7 +107,11 @@ def predict_memory(
         )
         host += step.gradients if zero.stage >= 2 and not on_device else 0.0
         optimizer, step = 0.0, StepBytes(on_device, on_device, step.buffers)
+    resting = parameters + optimizer
+    if zero.stage == 1 and precision == "bf16" and grad_accum_dtype == "fp32":
+        resting += 4 * trained  # BF16_Optimizer's sums
     if zero.stage >= 3:
+        resting += step.gradients + width * buckets["reduce"]
         # The working set: gathered layers (two: this one and the prefetched one), and those that
         # DeepSpeed does not release where the backward pass begins, since it needs them again
         # within max_reuse_distance.
@@ -148,7 +155,7 @@ def predict_memory(
         of_logits += max(of_frozen, default=0)
     in_backward, in_update = activations + of_logits + buffers, step.update - step.gradients
     freed = 0.0 if accelerator.is_gpu else max(0.0, min(in_backward, in_update))
-    return MemoryPlan(
+    memory = MemoryPlan(
         device=device_name,
         parameters_gib=parameters / GIB,
         gradients_gib=step.gradients / GIB,
@@ -162,6 +169,33 @@ def predict_memory(
         update_gib=max(0.0, in_update - in_backward) / GIB,
         saves_host_gib=_save_bytes(exp.checkpoint, exp.optim, shard, precision) * slots / GIB,
     )
+    return with_drawing(memory, samples, resting, sharded=zero.stage >= 3, world=world_size)
+
+
+def samples_of(exp: Experiment, plan: Plan) -> Samples | None:
+    """What a step of the plan draws; None where it draws nothing, or its network is not known."""
+    shape = model_geometry(exp.model)
+    if plan.drawn is None or shape is None:
+        return None
+    width, prompts = BYTES[plan.precision], plan.batch.global_batch
+    return Samples(shape, width, prompts, plan.drawn, exp.data.seq_len)
+
+
+def with_drawing(
+    memory: MemoryPlan, samples: Samples | None, resting: float, *, sharded: bool, world: int
+) -> MemoryPlan:
+    """The memory of a rank with what it takes to draw its part of the samples. ``resting``: bytes
+    between two steps. ``sharded``: the weights are gathered once for all samples, where they take
+    at most half of what is free (``weights_for_generation``)."""
+    if samples is None:
+        return memory
+    size = resting + samples.drawing_bytes(-(-samples.num_completions // world))
+    if sharded and world > 1:
+        weights = samples.width * samples.shape.num_parameters
+        free = (memory.capacity_gib - memory.context_gib) * GIB - resting
+        size += weights if not memory.capacity_gib or 2 * weights <= free else 0
+    training_gib = memory.total_gib - memory.context_gib
+    return replace(memory, drawing_gib=max(0.0, size / GIB - training_gib))
 
 
 def with_size(network: NetworkBeside, shape: Geometry | None) -> NetworkBeside:
@@ -487,7 +521,7 @@ def memory_of(
     peaks = peak_of(trace, rules_of(exp, plan))
     saves = next((part.saves_host_gib for part in plan.memory if part.device == device), 0.0)
     part = {name: size / GIB for name, size in peaks.at.items()}
-    return MemoryPlan(
+    memory = MemoryPlan(
         device=device,
         parameters_gib=part["parameters"],
         gradients_gib=part["gradients"],
@@ -503,3 +537,6 @@ def memory_of(
         saves_host_gib=saves,
         traced=True,
     )
+    samples = None if plan.rollout_hosts else samples_of(exp, plan)
+    sharded = exp.zero.stage >= 3
+    return with_drawing(memory, samples, peaks.now, sharded=sharded, world=plan.world_size)

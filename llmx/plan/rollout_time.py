@@ -1,4 +1,4 @@
-"""Predicted time of drawing the samples of a step, by a roofline. Pure arithmetic; nothing is run.
+"""Predicted time and memory of drawing the samples of a step. Pure arithmetic; nothing is run.
 
 A decoding step reads all weights and the key-value cache of its rows, and computes one token of
 each row. It takes as long as the slowest of three: memory, arithmetic, and launching the kernels of
@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from llmx.plan.geometry import Geometry
 from llmx.plan.types import USABLE, DrawnSamples
 
-ROWS = 64
-"""Completions that a device draws at once (``llmx.models.generate.BATCH``)."""
+ROWS = DrawnSamples.rows
+"""Completions that a device with room for them draws at once (``llmx.models.generate.BATCH``)."""
+ROOM = 64
+"""Tokens by which buffers of the key-value cache grow at once (``llmx.models.decode``)."""
+SAMPLING_BYTES = 20
+"""For each entry of the vocabulary and row: fp32 logits, and their mass in whole numbers."""
 BATCHES_EACH = 4
 """Batches of a step for each of several rollout servers (``llmx.rollout.client``)."""
 
@@ -79,10 +83,10 @@ class Samples:
         )
 
     def drawing_s(self, completions: int, speed: SamplerSpeed) -> float:
-        """Seconds in which one device draws so many completions, at most ``ROWS`` at once."""
+        """Seconds in which one device draws so many completions, at most ``drawn.rows`` at once."""
         if not completions:
             return 0.0
-        rounds = -(-completions // ROWS)
+        rounds = -(-completions // self.drawn.rows)
         prompts = -(-completions // self.drawn.group_size)
         prefill = prompts * self.prompt_tokens * self.forward_flops(self.prompt_tokens / 2)
         steps = rounds * self.drawn.new_tokens
@@ -108,11 +112,32 @@ class Samples:
             heapq.heappush(free, (seconds + self.drawing_s(size, speeds[number]), number))
         return [seconds for seconds, _ in sorted(free, key=lambda entry: entry[1])]
 
+    def drawing_bytes(self, completions: int) -> float:
+        """The most bytes beside the weights while one device draws so many completions."""
+        shape, rows = self.shape, min(self.drawn.rows, completions)
+        column = rows * self.cache_bytes_per_token
+        at_a_time = 2 * shape.num_layers  # keys or values of one layer are copied at a time
+        first = column * (self.prompt_tokens + ROOM)
+        grown = column * ROOM * max(0, -(-(self.drawn.new_tokens - 1) // ROOM) - 1)
+        # A prompt goes through the model once for all completions of its group.
+        layer = self.width * (3 * shape.intermediate_size + 4 * shape.hidden_size)
+        of_prompts, of_next = (
+            -(-count // self.drawn.group_size) * self.prompt_tokens
+            for count in (rows, min(rows, completions - rows))
+        )
+        beside = max(
+            grown and (first + grown - column * ROOM) / at_a_time,
+            SAMPLING_BYTES * rows * shape.vocab_size,
+            of_next * (self.cache_bytes_per_token + layer),
+        )
+        prompts = of_prompts * self.cache_bytes_per_token
+        put = first + column * self.prompt_tokens / at_a_time
+        return max(prompts + max(of_prompts * layer, put), first + grown + beside)
+
     def server_gib(self, *, context_gib: float) -> float:
-        """Memory of a rollout server: weights, and the cache of its rows."""
+        """Memory of a rollout server: weights, and what drawing a step's completions takes."""
         weights = self.shape.num_parameters * self.width
-        rows = min(ROWS, self.num_completions)
-        return (weights + rows * self.seq_len * self.cache_bytes_per_token) / 2**30 + context_gib
+        return (weights + self.drawing_bytes(self.num_completions)) / 2**30 + context_gib
 
 
 def server_problem(device: str, needed_gib: float, capacity_gib: float) -> str:

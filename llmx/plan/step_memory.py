@@ -85,7 +85,7 @@ class Peaks:
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     """Now."""
     now: int = 0
-    """Their sum."""
+    """Their sum; at the end, what a rank has between two steps."""
     total: int = 0
     at: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     """By part, when the total was highest."""
@@ -255,6 +255,7 @@ class _Unsharded(_Engine):
             peaks.look("all-reduce", BUFFERS, (rules.width + sent) * at_a_time)
         # In half precision whole fp32 gradients, beside the others.
         peaks.look("update", UPDATE, master * trained + self._temporaries())
+        peaks.drop(GRADIENTS, peaks.parts[GRADIENTS])
         return peaks
 
     def _temporaries(self) -> int:
@@ -300,6 +301,7 @@ class _WholeSums(_Engine):
             peaks.look("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
         largest = max(flat, default=0) // rules.world
         peaks.look("update", UPDATE, rules.temporary_width * largest)
+        peaks.drop(GRADIENTS, rules.width * self.total(self.trained))
         return peaks
 
     def gradient(self, index: int) -> None:

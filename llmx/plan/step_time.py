@@ -38,7 +38,7 @@ from llmx.plan.balance import NOT_HIDDEN, even_batch
 from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import BYTES, optimizer_bytes
+from llmx.plan.memory import BYTES, optimizer_bytes, samples_of
 from llmx.plan.rollout_time import SamplerSpeed, Samples
 from llmx.plan.trace import StepTrace
 from llmx.plan.types import BatchPlan, DrawnSamples, Exchange, Plan, RolloutTime, TimePlan
@@ -81,6 +81,9 @@ NETWORK_GBIT_PER_S = 10.0
 """Where the config does not say."""
 HOST_MEMORY_GB_PER_S = 100.0
 """The speed of a host's RAM during an update there, which all ranks of a host share. A guess."""
+PUSHED_GB_PER_S = 0.6
+"""The speed at which one core of rank 0's host and one of a server's copy, save, hash (0.96 GB/s
+alone) and load the weights of a push."""
 NVME_GB_PER_S = 3.0
 GB = 1e9
 
@@ -125,7 +128,7 @@ def step_time(
         return _Prediction(exp, plan, learned, flops, nominal=nominal).predict()
     batch = _generated_batch(plan.batch, plan.drawn)
     prediction = _Prediction(exp, replace(plan, batch=batch), learned, flops, nominal=nominal)
-    return prediction.with_drawing(prediction.predict(), plan.batch.global_batch)
+    return prediction.with_drawing(prediction.predict(), samples_of(exp, plan))
 
 
 def _generated_batch(batch: BatchPlan, drawn: DrawnSamples) -> BatchPlan:
@@ -341,14 +344,12 @@ class _Prediction:
 
     # Drawing.
 
-    def with_drawing(self, training: TimePlan, num_prompts: int) -> TimePlan:
+    def with_drawing(self, training: TimePlan, samples: Samples | None) -> TimePlan:
         """The time of a step that also draws its samples. ``training``: of one update; as it is
         where the time of drawing is not known."""
-        plan, drawn = self.plan, self.plan.drawn
-        assert drawn is not None
-        if not training.step_s or self.shape is None or self.nominal:
+        if not training.step_s or samples is None or self.nominal:
             return training
-        samples = Samples(self.shape, self.width, num_prompts, drawn, self.exp.data.seq_len)
+        plan, drawn = self.plan, samples.drawn
         servers = [host for host in plan.rollout_hosts for _ in range(host.slots)]
         devices = [host.device for host in servers] or [rank.device for rank in plan.ranks]
         speeds = [self._sampler_speed(name) for name in devices]
@@ -371,8 +372,9 @@ class _Prediction:
         steps = plan.total_steps or 0
         hours = whole_s * steps / 3600
         self.sources.append(
-            f"{num_prompts:,} prompts{human.TIMES}{human.plural(drawn.group_size, 'completion')} "
-            f"of {drawn.new_tokens:,} tokens (assumed: all of full length)"
+            f"{samples.num_prompts:,} prompts{human.TIMES}"
+            f"{human.plural(drawn.group_size, 'completion')} of {drawn.new_tokens:,} tokens "
+            "(assumed: all of full length)"
         )
         return replace(
             training,
@@ -425,7 +427,7 @@ class _Prediction:
 
     def _weights(self, servers: int) -> float:
         """Seconds until the weights of a step are where samples are drawn: ZeRO-3 gathers them, and
-        rank 0 sends what is trained to each server over its network."""
+        rank 0 packs what is trained and sends it to each server over its network."""
         seconds, world = 0.0, self.plan.world_size
         if self.exp.zero.stage == 3 and world > 1:
             size = self.width * self.elements * (world - 1) / world
@@ -434,7 +436,8 @@ class _Prediction:
             adapted = trained_parameters(self.exp.model, self.exp.adapter)
             assert self.shape is not None
             policy = self.shape.num_parameters if adapted is None else adapted
-            seconds += servers * self.width * policy / (self._network() * GB * LINK_REACHED)
+            sending_s = servers / (self._network() * LINK_REACHED)
+            seconds += self.width * policy / GB * (sending_s + 1 / PUSHED_GB_PER_S)
         return seconds
 
     # Computing.

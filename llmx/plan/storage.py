@@ -201,6 +201,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
     ranks_there = plan.slots_on(host.device)
     accelerator = ACCELERATORS[plan.accelerator]
     training = offload = staging = saves = nvme = None
+    push = 0
     if memory is not None:
         # A CPU rank's device memory is RAM of its host, and so is what it has freed.
         of_rank = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
@@ -212,6 +213,8 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         staging, nvme = host.slots * ranks.staging(), host.slots * ranks.nvme()
         if ranks.swaps:
             offload = host.slots * ranks.swapped_ram()
+        if host.first and plan.rollout_hosts:
+            push = ranks.push()
     return HostStorage(
         hosts=(),
         ranks=host.slots,
@@ -229,6 +232,7 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         shm_bytes=host.slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
         if host.slots > 1 and accelerator.is_gpu
         else 0,
+        push_bytes=push,
         download_bytes=download_bytes(exp.model),
     )
 
@@ -300,6 +304,12 @@ class _Ranks:
         if self.zero.offload_param == "nvme" and self.width * self.own >= SWAPPED_FROM_BYTES:
             size_bytes += self.width * self.own
         return size_bytes
+
+    def push(self) -> int:
+        """Bytes of the weights for rollout servers: those of the last push, gathered and packed new
+        ones; and what is frozen, packed, at first also gathered (``llmx.rollout.client``)."""
+        trained, frozen = self.size.trained, self.size.whole - self.size.trained
+        return self.width * (2 * trained + frozen + max(trained, frozen))
 
     def swapped_ram(self) -> int:
         """Bytes that stay in RAM where something is on NVMe."""

@@ -170,6 +170,9 @@ class MemoryPlan:
     """0 when the device's memory is not known."""
     update_gib: float = 0.0
     """The memory that the update needs beyond what the last backward pass has held."""
+    drawing_gib: float = 0.0
+    """The memory that drawing samples needs beyond the most that training holds; left out of the
+    file where there is none."""
     saves_host_gib: float = 0.0
     """RAM of one host for the copies that are written in the background."""
     traced: bool = False
@@ -186,6 +189,7 @@ class MemoryPlan:
             + self.buffers_gib
             + self.context_gib
             + self.update_gib
+            + self.drawing_gib
         )
 
     @property
@@ -236,6 +240,9 @@ class HostStorage:
     """``model/``, written at the end, where it is on its file system."""
     shm_bytes: int
     """``/dev/shm``, where GPUs of the host do not reach each other."""
+    push_bytes: int = 0
+    """RAM of rank 0's host for weights that go to rollout servers; left out of the file where there
+    is none."""
     download_bytes: int | None = 0
     """Weights from the Hub, in its cache (``HF_HOME``)."""
 
@@ -246,7 +253,7 @@ class HostStorage:
         if self.loading_bytes is None or any(part is None for part in parts):
             return None
         saves = 0 if self.saves_optional else self.saves_bytes or 0
-        training = sum(part or 0 for part in parts[:-1]) + saves
+        training = sum(part or 0 for part in parts[:-1]) + saves + self.push_bytes
         return self.processes_bytes + max(self.loading_bytes, training)
 
     @property
@@ -271,6 +278,8 @@ class HostStorage:
                 "Offload less, or to NVMe: zero=infinity zero.nvme_path=/path/on/a/fast/disk; "
                 "or more hosts."
             )
+        if self.push_bytes:
+            return "adapter=lora, of which little is sent, or no rollout.hosts."
         if self.training_bytes:
             return "batch.micro_batch=1, zero=stage3, or fewer ranks on the host."
         return "Fewer ranks on the host."
@@ -337,6 +346,8 @@ class DrawnSamples:
     """The most tokens of a completion."""
     updates: int = 1
     """Optimizer updates with the samples of a step."""
+    rows: int = 64
+    """The most completions that a device draws at once: fewer where memory is short."""
 
 
 @dataclass(frozen=True)
@@ -552,8 +563,12 @@ class Plan:
             if getattr(self, name) == getattr(Plan, name):  # as by default
                 del values[name]
         for memory in values["memory"]:
-            if not memory["traced"]:
-                del memory["traced"]
+            for name in ("traced", "drawing_gib"):
+                if not memory[name]:
+                    del memory[name]
+        for host in values["storage"]["hosts"] if self.storage else ():
+            if not host["push_bytes"]:
+                del host["push_bytes"]
         for name in ("micro_step_fs", "overlap", "source") if self.balance else ():
             if not values["balance"][name]:
                 del values["balance"][name]

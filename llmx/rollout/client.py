@@ -340,7 +340,8 @@ class RolloutServers:
                 f"{plural(len(keys), 'sample')} themselves"
             )
             # All: a batch of those that are missing would have other rows, so other last bits.
-            return generate(self.model, prompts, sampling, seeds=seeds)
+            rows = self.model.rows
+            return generate(self.model, prompts, sampling, seeds=seeds, batch_size=rows)
         return [drawn[key] for key in keys]
 
     def _draw_all(self, keys: list[Key], sampling: Sampling) -> dict[Key, Completion]:
@@ -495,6 +496,7 @@ class RolloutServers:
             "weights": server.weights,
             "prompts": prompts,
             "rows": [prompts.index(prompt) for prompt, _ in batch.keys],
+            "at_once": self.model.rows,
             "seeds": [seed for _, seed in batch.keys],
             "sampling": {
                 **dataclasses.asdict(batch.sampling),

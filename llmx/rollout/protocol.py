@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmx.config.addresses import bare, ipv6
 
-PROTOCOL = 2
+PROTOCOL = 3
 SERVER_MODULE = "llmx.rollout.server"
 SERVERS = "LLMX_ROLLOUT_SERVERS"
 """Variable of the ranks: where the servers listen (``render_servers``)."""

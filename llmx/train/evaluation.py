@@ -125,7 +125,8 @@ def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, fl
         max_new_tokens=limit,
         stop_ids=frozenset(stop_ids(session.engine.main.module, session.task.tokenizer)),
     )
-    generated = generate(session.engine.main, [prompt.tokens for prompt in prompts], greedy)
+    main, rows = session.engine.main, [prompt.tokens for prompt in prompts]
+    generated = generate(main, rows, greedy, batch_size=main.rows)
     completions = [session.task.decode(list(completion.text_tokens)) for completion in generated]
     scores = session.task.score(prompts, completions)
     if session.rank == 0 and when is not None:

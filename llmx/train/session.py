@@ -160,6 +160,8 @@ def open_session(
         status.at_step(resume_point.step)
         status.saved(resume_point.step)
 
+    if plan.drawn is not None:
+        engine.main.rows = plan.drawn.rows
     servers = open_servers(exp, engine, log)
     layout = layout_for(exp, plan, task, engine.layout)
     rebalance: Rebalance | None = None

@@ -17,6 +17,13 @@ def serve() -> None:
     sys.exit(server.main())
 
 
+def serve_and_note_allocator(note: Path) -> None:
+    """What the server has set for torch's allocator goes into a file, in the place of serving."""
+    variable = "PYTORCH_ALLOC_CONF"
+    server.Server.serve_forever = lambda *_: note.write_text(os.environ[variable])  # type: ignore
+    serve()
+
+
 def serve_below_an_agent(note: Path) -> None:
     """The number of the server's process goes into a file."""
     if (pid := os.fork()) == 0:

@@ -8,7 +8,9 @@ import pytest
 
 from llmx.cli.plan import main
 from llmx.plan import Plan
+from llmx.plan.choices import replan
 from llmx.plan.geometry import Geometry
+from llmx.plan.memory import samples_of
 from llmx.plan.rollout_time import SamplerSpeed, Samples, server_problem
 from llmx.plan.types import DrawnSamples
 from tests.composing import composed
@@ -66,11 +68,11 @@ def test_ranks_draw_equal_parts_and_a_faster_server_more() -> None:
 
 
 def test_a_server_that_does_not_fit_is_named() -> None:
-    """14 GB of weights, and 64 rows of 1,024 tokens of 128 KiB: 13.0 + 8 + 1 GiB."""
+    """14 GB of weights, and what 128 completions take: 13.0 + 9.3 + 1 GiB."""
     needed = SAMPLES.server_gib(context_gib=1.0)
-    assert needed == pytest.approx(14e9 / 2**30 + 8 + 1)
+    assert needed == pytest.approx((14e9 + SAMPLES.drawing_bytes(128)) / 2**30 + 1)
     assert server_problem("v100_32g", needed, 32) == ""
-    assert "v100_16g: a rollout server takes 22.0 GiB" in server_problem("v100_16g", needed, 16)
+    assert "v100_16g: a rollout server takes 23.4 GiB" in server_problem("v100_16g", needed, 16)
 
 
 def test_a_step_is_the_sum_of_its_parts_or_the_longer_one() -> None:
@@ -107,3 +109,67 @@ def test_plan_prints_who_waits(tmp_path, monkeypatch, capsys) -> None:
     assert main(MIXED) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "completions of 256 tokens (assumed" in text
+
+
+def test_drawing_takes_the_cache_and_the_prompts_beside_it() -> None:
+    """128 completions of 16 prompts, 64 at once: 768 + 256 columns of 64 x 128 KiB, and beside them
+    the next 8 prompts of 768 tokens with the activations of one layer."""
+    prompts = 8 * 768 * (131_072 + 2 * (3 * 11008 + 4 * 4096))
+    cache = 64 * 1024 * 131_072
+    assert SAMPLES.drawing_bytes(128) == pytest.approx(cache + prompts)
+    # All at once: only the buffers of one layer are laid out anew.
+    assert SAMPLES.drawing_bytes(64) == pytest.approx(cache + 64 * 960 * 131_072 / 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "drawer"),
+    [
+        (["hardware=a100x8", "zero=stage3"], 64, ""),
+        (["hardware=a100x2_v100x2", "adapter=lora"], 40, "rank"),  # 90 % of an A100's 40 GB
+        (MIXED[2:4] + MIXED[6:], 16, "rollout server"),  # of a V100's 32 GB
+    ],
+)
+def test_as_many_completions_at_once_as_memory_is_left_for(
+    words: list[str], rows: int, drawer: str
+) -> None:
+    exp = ["task=grpo", "model=llama3_8b", "data.seq_len=4096", "batch.global_batch=64", *words]
+    plan = composed(exp).plan
+    assert plan.drawn is not None
+    assert plan.drawn.rows == rows
+    notes = [note for note in plan.notes if "completions at once on each" in note]
+    assert [f"at most {rows} completions at once on each {drawer} " in n for n in notes] == (
+        [True] if drawer else []
+    )
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert replan(composed(exp).experiment, plan).memory == plan.memory  # as ``auto`` plans it
+
+
+def test_the_peak_of_a_rank_that_draws_is_in_the_plan() -> None:
+    """Stage 2: 16 GB of weights and the optimizer's part; 3,840 + 64 columns of 64 rows, the cache
+    of 8 prompts, and keys of one layer that are copied."""
+    words = ["task=grpo", "model=llama3_8b", "hardware=a100x8", "zero=stage2", "data.seq_len=4096"]
+    plan = composed([*words, "batch.global_batch=64"]).plan
+    (memory,) = plan.memory
+    samples = samples_of(composed([*words, "batch.global_batch=64"]).experiment, plan)
+    assert samples is not None
+    resting_gib = memory.parameters_gib + memory.optimizer_gib
+    drawing_gib = samples.drawing_bytes(64) / 2**30
+    assert drawing_gib == pytest.approx((64 * 3904 + 8 * 3840 + 60 * 64) * 2**17 / 2**30)
+    assert memory.total_gib == pytest.approx(resting_gib + drawing_gib + memory.context_gib)
+
+
+def test_a_push_takes_time_and_ram_of_hosts() -> None:
+    """8 billion parameters in fp16 to two servers over 10 Gbit/s: 34 s, and 27 s of work."""
+    words = [word for word in MIXED if word != "adapter=lora"]
+    plan = composed([*words, "zero=stage2"]).plan
+    assert plan.time is not None
+    assert plan.time.rollout is not None
+    gb = 2 * plan.num_parameters / 1e9
+    assert plan.time.rollout.weights_s == pytest.approx(gb * (2 / (1.25 * 0.75) + 1 / 0.6))
+    assert plan.storage is not None
+    (host,) = plan.storage.hosts
+    assert host.push_bytes == 3 * 2 * plan.num_parameters
+    (adapted,) = composed(MIXED).plan.storage.hosts  # its base is sent once
+    assert 2 * 16e9 < adapted.push_bytes < 2.1 * 16.1e9
+    assert host.ram_bytes == host.processes_bytes + host.push_bytes
+    assert "adapter=lora" in replace(host, ram_has_bytes=2**33).warning

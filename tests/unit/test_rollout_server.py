@@ -40,7 +40,11 @@ from llmx.rollout.protocol import (
 from tests import forks
 from tests.agents import wait_until
 from tests.chaos.bit_flips import Flipper, relay
-from tests.programs.rollout_server import serve, serve_below_an_agent
+from tests.programs.rollout_server import (
+    serve,
+    serve_and_note_allocator,
+    serve_below_an_agent,
+)
 from tests.small_models import small_model
 from tests.unit.test_models_adapter import adapted, experiment, train_a_little
 from tests.unit.test_models_model import model_of
@@ -426,11 +430,19 @@ def test_what_does_not_fit_is_named(
         raise AssertionError
 
 
+def test_a_server_has_the_allocator_of_a_rank(tmp_path: Path) -> None:
+    server = ServerProcess(serve_and_note_allocator, tmp_path / "note")
+    server.process.join(timeout=60)
+    assert (tmp_path / "note").read_text() == "expandable_segments:True"
+
+
 def test_a_request_before_its_weights_is_refused(places: list[ServerAddress]) -> None:
     server = Connection(places[0], password_of(TOKEN))
     model = policy()
     server.put("/model", Body.of(pack(gather(model, trained=False, keep=True), describe(model))))
-    request = {"weights": None, "prompts": [[5]], "rows": [0], "seeds": [1], "sampling": {}}
+    request = {
+        "weights": None, "prompts": [[5]], "rows": [0], "seeds": [1], "sampling": {}, "at_once": 1
+    }  # fmt: skip
     with pytest.raises(Refused) as refused:
         server.request("POST", "/sample", json.dumps(request).encode())
     assert refused.value.kind == "other_weights"

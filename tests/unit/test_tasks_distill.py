@@ -395,7 +395,7 @@ def test_what_on_policy_chooses_and_refuses() -> None:
     assert not live.plan.beside[0].before_training
     assert Distill(exp, Tokenizer()).precomputed == ()
     (warning,) = task_warnings(exp)
-    assert "task=distill generates its samples. The plan leaves out the memory" in warning
+    assert "task=distill generates its samples. The plan counts completions" in warning
     own = task(on_policy=True)
     assert own.loss_on == "last"
     assert own.encoding_identity() != task().encoding_identity()

@@ -284,7 +284,11 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
     planned = make_plan(
-        smaller, local_names=LOCAL_NAMES | local, beside=plan.beside, logits=plan.logits
+        smaller,
+        local_names=LOCAL_NAMES | local,
+        beside=plan.beside,
+        logits=plan.logits,
+        drawn=plan.drawn,
     )
     if planned.batch.global_batch != plan.batch.global_batch:
         raise ConfigError(

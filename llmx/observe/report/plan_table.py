@@ -58,6 +58,7 @@ MEMORY_PARTS = (
     ("logits, loss", "logits_gib"),
     ("communication buckets", "buffers_gib"),
     ("update", "update_gib"),
+    ("drawing samples", "drawing_gib"),
 )
 MAX_HOSTS = 8
 SHOWN_STEPS = 1000
@@ -429,6 +430,8 @@ def memory_table(plan: Plan) -> Table:
     for name, attribute in MEMORY_PARTS:
         if traced and attribute == "logits_gib":
             continue
+        if attribute == "drawing_gib" and not any(memory.drawing_gib for memory in plan.memory):
+            continue
         name = "activations, logits, loss" if traced and name == "activations" else name
         table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
     context = (human.gib(memory.context_gib) for memory in plan.memory)
@@ -654,6 +657,7 @@ RAM_PARTS: tuple[tuple[str, Callable[[HostStorage], int | None]], ...] = (
     ("RAM: training", lambda host: host.training_bytes),
     ("RAM: offload", lambda host: host.offload_bytes),
     ("RAM: offload buffers", lambda host: host.staging_bytes),
+    ("RAM: weights for rollout servers", lambda host: host.push_bytes),
 )
 
 
