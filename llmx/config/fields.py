@@ -183,19 +183,6 @@ def numbers(
     )
 
 
-def indices(*, maximum: int, example: Sequence[int]) -> Any:
-    """A list of whole numbers from 0 on, empty by default: at most ``maximum`` of them, each below
-    it."""
-    return field(
-        default_factory=list,
-        metadata={
-            "range": Range(0, None, None, maximum),
-            "length": Range(0, maximum),
-            "example": list(example),
-        },
-    )
-
-
 def text(default: str | None, rule: Text, *, example: str | None = None) -> Any:
     """A text with a rule of its own; without one a text is a line of at most 4096 characters."""
     return field(

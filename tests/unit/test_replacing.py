@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from llmx.run.rundir import is_stream, replacing, write_text
-from llmx.run.scratch import LEFT_AFTER_S, PREFIX, scratch_directory
 
 
 @pytest.fixture
@@ -106,22 +102,3 @@ def test_pictures_are_written_to_a_device(null_device: Path) -> None:
     with loss_axes(null_device) as axes:
         axes.plot([1, 2], [2, 1])
     assert stat.S_ISCHR(null_device.lstat().st_mode)
-
-
-def test_a_directory_of_a_killed_command_is_removed_by_a_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old = time.time() - 2 * LEFT_AFTER_S
-    left, held, young = (tmp_path / f"{PREFIX}{name}" for name in ("left", "held", "young"))
-    for path in (left, held, young):
-        path.mkdir()
-        (path / "config.yaml").touch()
-    for path in (left, held):
-        os.utime(path, (old, old))
-    descriptor = os.open(held, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with scratch_directory() as directory:
-        assert {path.name for path in tmp_path.iterdir()} == {held.name, young.name, directory.name}
-    os.close(descriptor)
-    assert not directory.exists()
