@@ -74,7 +74,7 @@ class HostRecord:
     def note_survey(self, request: str, facts: Mapping[str, Any]) -> None:
         """Keep the facts, and of the earlier surveys the last ones."""
         with contextlib.suppress(OSError), _lock(self.path.with_suffix(".lock"), lambda: False):
-            surveys = {name: kept for name, kept in self._surveys().items() if name != request}
+            surveys = {name: old for name, old in self._surveys().items() if name != request}
             surveys[request] = dict(facts)
             write_json(self.path, {"surveys": dict(list(surveys.items())[-MAX_SURVEYS:])})
 
