@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmx.cli.plan import main
+from llmx.models.attention import AttentionMethod
+from llmx.models.generate import BareDecoder, generate
+from llmx.models.sampling import Sampling
 from llmx.plan import Plan
 from llmx.plan.choices import replan
-from llmx.plan.geometry import Geometry
+from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import samples_of
 from llmx.plan.rollout_time import SamplerSpeed, Samples, server_problem
 from llmx.plan.types import DrawnSamples
 from tests.composing import composed
+from tests.live_memory import LiveMemory
 
 A100 = SamplerSpeed(flops_per_s=0.75 * 312e12, bytes_per_s=0.7 * 1555e9)
 V100 = SamplerSpeed(flops_per_s=0.4 * 125e12, bytes_per_s=0.7 * 900e9)
@@ -173,3 +178,35 @@ def test_a_push_takes_time_and_ram_of_hosts() -> None:
     assert 2 * 16e9 < adapted.push_bytes < 2.1 * 16.1e9
     assert host.ram_bytes == host.processes_bytes + host.push_bytes
     assert "adapter=lora" in replace(host, ram_has_bytes=2**33).warning
+
+
+@pytest.mark.parametrize(
+    ("prompts", "group", "new", "completions"),
+    [(2, 8, 128, 16), (20, 2, 24, 40)],  # all at once; the last ones join when rows have ended
+)
+def test_what_is_predicted_is_what_drawing_allocates(
+    prompts: int, group: int, new: int, completions: int
+) -> None:
+    config = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 100,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    }  # fmt: skip
+    shape = geometry("llama", config)
+    assert shape is not None
+    network = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    network.set_attn_implementation("sdpa")
+    attention = AttentionMethod("sdpa", "mask", "packed")
+    decoder = BareDecoder(network, network.config, 100, attention, network.dtype, network.device)
+    texts = [tuple((7 * n + k) % 100 for k in range(96)) for n in range(prompts)]
+    rows = [text for text in texts for _ in range(group)]
+    drawn = DrawnSamples(group, new, rows=32)
+    samples = Samples(shape, 4, prompts, drawn, seq_len=96 + new)
+    sampling = Sampling(max_new_tokens=new, temperature=1.0, stop_ids=frozenset())
+    generate(decoder, rows[:1], sampling, seeds=[0])  # what is made once
+    with LiveMemory() as memory:
+        memory.everything()
+        before = memory.live
+        memory.restart()
+        generate(decoder, rows, sampling, seeds=[*range(len(rows))], batch_size=drawn.rows)
+        assert memory.peak - before == pytest.approx(samples.drawing_bytes(completions), rel=0.05)
+        assert memory.live - before < 0.01 * (memory.peak - before)  # not when Python collects
