@@ -6,7 +6,7 @@
 
 The defects are drawn with a fixed seed from the code as it was at COMMIT, and put into the code as
 it is now, so that two versions of the tests get the same ones. Run it in a clone of its own: it
-edits files. CONTRIBUTING.md has the counts.
+edits files. docs/development/mutants.md has the counts.
 """
 
 from __future__ import annotations

@@ -54,16 +54,16 @@ def detect_gpus(root: str = "/") -> list[Gpu]:
     try:
         answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=False)
         gpus = parse_gpus(answer.stdout) if answer.returncode == 0 else []
-        said = f"{answer.stdout}\n{answer.stderr}".strip() or f"exit code {answer.returncode}"
+        message = f"{answer.stdout}\n{answer.stderr}".strip() or f"exit code {answer.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        gpus, said = [], str(error)
+        gpus, message = [], str(error)
     if not gpus and (
         devices := [path for path in Path(root, "dev").glob("nvidia[0-9]*") if _opens(path)]
     ):
         raise ConfigError(
             f"nvidia-smi lists no GPU, and this machine has {plural(len(devices), 'GPU')} "
-            f"({min(devices)}). It says: {said.splitlines()[0]}. Correct the driver (a container "
-            "needs NVIDIA_DRIVER_CAPABILITIES=compute,utility); or describe the GPUs, e.g. "
+            f"({min(devices)}). It says: {message.splitlines()[0]}. Correct the driver (a "
+            "container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility); or describe the GPUs: "
             "hardware=static 'hardware.hosts=[{name: localhost, slots: 1, device: a100_80g}]'; or "
             "export CUDA_VISIBLE_DEVICES= to use the CPU."
         )

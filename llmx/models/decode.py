@@ -211,7 +211,7 @@ class Decoding:
         rows = [rows[at] for at in alive]
         if not rows:
             return
-        kept = self._index([source[at] for at in alive])
+        sources = self._index([source[at] for at in alive])
         if self.cache is None:
             self.joins = (
                 self.takes_padding
@@ -221,9 +221,9 @@ class Decoding:
                 )
             )
         if self.joins:
-            self._put(cache, rows, kept, length=length)
+            self._put(cache, rows, sources, length=length)
         else:
-            cache.reorder_cache(cast(torch.LongTensor, kept))
+            cache.reorder_cache(cast(torch.LongTensor, sources))
             self.rows, self.cache, self.start, self.end = rows, cache, 0, length
             for row in rows:
                 row.first_column = length - len(row.prompt)
@@ -303,9 +303,9 @@ class Decoding:
         self.rows = self.described = [self.rows[slot] for slot in order]
         if not self.rows:
             return
-        kept = self._index(order)
-        self.newest, self.first_columns = self.newest[kept], self.first_columns[kept]
-        self.uniforms = self.uniforms[kept]
+        alive = self._index(order)
+        self.newest, self.first_columns = self.newest[alive], self.first_columns[alive]
+        self.uniforms = self.uniforms[alive]
         if self.joins:
             if holes:
                 sources, slots = self._index(last), self._index(holes)
@@ -313,7 +313,7 @@ class Decoding:
                     layer.move(sources, slots)
             self.start = min(row.first_column for row in self.rows)
         elif self.cache is not None:
-            self.cache.reorder_cache(kept)
+            self.cache.reorder_cache(alive)
 
     def _forward(
         self, tokens: torch.Tensor, padding: torch.Tensor | None, *, length: int, cache: Any

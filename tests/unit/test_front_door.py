@@ -236,6 +236,8 @@ def test_a_mistake_removes_the_directories_that_it_made_and_no_other(
         monkeypatch.setenv("LLMX_OUTPUTS", outputs)
         assert "zero.stage" in refused(llmx, "plan", "zero.stage=9")
         assert "slash" in refused(llmx, "plan", "model.name=../../../a")
+        # Found when the run has its directory.
+        assert "too short" in refused(llmx, "hardware=cpu2", "data.seq_len=2")
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("LLMX_OUTPUTS", str(tmp_path / "empty"))
     assert "zero.stage" in refused(llmx, "plan", "zero.stage=9")

@@ -192,6 +192,11 @@ def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(
         else:
             with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
                 with_checked_inputs(own)
+    measured = composed(tmp_path, [ROWS["alpaca"]])
+    measured.experiment.task.code_path = str(tmp_path)
+    measured.experiment.task.eval_metrics = ["early_rewards:four"]
+    with pytest.raises(ConfigError, match="early_rewards:four cannot be imported"):
+        with_checked_inputs(measured)
 
 
 def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

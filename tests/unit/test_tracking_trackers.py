@@ -25,6 +25,7 @@ from llmx.tracking.process import Feed, finish
 from llmx.tracking.tensorboard import TensorBoardTracker
 from llmx.tracking.wandb_run import WandbTracker
 from tests import tracked_run
+from tests.agents import wait_until
 
 
 def tracked(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
@@ -239,7 +240,7 @@ class Kept(Tracker):
         """Nothing to open."""
 
     def rewind(self, step: int) -> None:
-        """Nothing to take back."""
+        self.records = [record for record in self.records if record.get("step", 0) <= step]
 
     def log(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -291,3 +292,18 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"].message
     for status in said:
         assert status.fix == f"python -m llmx.tracking.process {tmp_path} --replay"
+
+
+def test_what_a_restart_takes_back_is_taken_back(tmp_path: Path) -> None:
+    """The file is written anew without the steps that come again."""
+    kept, metrics = Kept(), RunDir(tmp_path).metrics
+    first = [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 5)]
+    again = [*first[:2], {"kind": "train", "step": 3, "loss": 2.0}]
+    feed = Feed(kept, RunMeta("id", "name", tmp_path), lambda status: None)
+    for records in (first, again):
+        partial = tmp_path / "partial"
+        partial.write_text("".join(json.dumps(record) + "\n" for record in records))
+        partial.rename(metrics)
+        wait_until(lambda: kept.records == records, timeout_s=30)  # noqa: B023
+    finish([feed], None)
+    assert kept.records == again
