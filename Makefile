@@ -60,6 +60,7 @@ check: venv site ## format, lint, types, layers, sizes, links of the documentati
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/sizes.py --check
+	$(BIN)/python scripts/names.py --check
 
 fuzz: venv ## random command lines, config files and hostfiles through the command line (COUNT=2000 SEED=1)
 	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),2000) --seed $(or $(SEED),1)
@@ -93,16 +94,12 @@ behaviour-record: venv ## record these results anew, on purpose (before a redesi
 
 bench: venv ## start-up, throughput, tokenizing and checkpoints against what others use
 	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/compose.py
-	$(BIN)/python benchmarks/plan_blocks.py
 	$(BIN)/python benchmarks/zero3_after_eval.py
 	$(BIN)/python benchmarks/throughput.py sft
 	$(BIN)/python benchmarks/throughput.py lora --only defaults
 	$(BIN)/python benchmarks/throughput.py dpo --only "reference once"
 	$(BIN)/python benchmarks/grpo_throughput.py
 	$(BIN)/python benchmarks/tokenization.py
-	$(BIN)/python benchmarks/data_memory.py
-	$(BIN)/python benchmarks/data_wait.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 
 # Measured with .venv where there is one, else with PYTHON and what is installed there.

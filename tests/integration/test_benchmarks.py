@@ -29,15 +29,10 @@ IN_THE_README = (
     "grpo_throughput.py --pairs 1 --seeds 0 --steps 2 --skip 1 --prompts 4 --hidden 64 --layers 1 "
     "--max-new-tokens 16",
 )
-# Not here: "sweep.py autotuner", whose DeepSpeed side needs tabulate and minutes.
 OTHERS = (
-    "compose.py --rounds 1",
-    "plan_blocks.py --rounds 1",
     "startup.py --runs 1",
     "plan_published.py",
     "plan_time.py --limit 1 --rounds 1",
-    """ram_validation.py --only "demo's model" """,
-    "sweep.py overhead --steps 2 --trials 1 --pairs 1",
 )
 IN_THE_README_ON_REAL_DATA = (
     "throughput.py sft --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
@@ -47,17 +42,9 @@ OTHERS_ON_REAL_DATA = (
     # Behind figures as well, but two more peers are too much for every landing.
     "throughput.py lora --only defaults --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
     "throughput.py dpo --only 'reference once' --pairs 1 --steps 3 --skip 1 --rows-per-rank 1",
-    "data_wait.py --steps 5",
-    "data_memory.py --size-gb 0.001 0.002",
-    "book_reviews.py {data}/book_review",
     "explain.py",
 )
-WITH_A_CLUSTER = (
-    "sweep.py infeasible --steps 2 --trials 1 --micro-batches 1",
-    "sweep.py concurrent --steps 2 --trials 2 --cores 1",
-    "hetero.py --rounds 1 --round-s 8 --global-batch 12 --micro-batch 6",
-    "rollout_hosts.py --rounds 1 --steps 2",
-)
+WITH_A_CLUSTER = ("hetero.py --rounds 1 --round-s 8 --global-batch 12 --micro-batch 6",)
 
 pytestmark = pytest.mark.deepspeed
 
