@@ -61,6 +61,7 @@ def _write_arrays(
         samples=sample_starts,
         examples=example_starts,
         sequences=sequence_starts,
+        offsets=sequence_starts[:-1],
         target_counts=target_counts,
         weights=weights if weighted else None,
     )

@@ -6,7 +6,7 @@
     python -m llmx data out=clean.jsonl near=0.8 ...   # llmx.cli.data_out
 
 Run as ``python -m llmx.cli.data CONFIG.yaml [preview=N] [split=train|eval]``. A histogram of
-the rows' lengths is written beside each store.
+the rows' lengths is shown of each store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 0, or that of the error, which is printed."""
     return exit_code(
         lambda: _run(Path(argv[0]), dict(word.partition("=")[::2] for word in argv[1:])),
-        interrupted="the next preparation resumes from here.",
+        interrupted="the next preparation starts again.",
     )
 
 
@@ -86,15 +86,13 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     before = time.time()
     store = prepare(exp, tokenizer, split=split)
     was_cached = (store.path / "meta.json").stat().st_mtime < before
-    picture = store.path.with_name(f"{store.path.name}.png")
-    draw_histogram(store.meta, picture)
     table = Table(title=f"{split}: {store.path.name}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     for name, value in report(store.meta, was_prepared=was_cached):
         table.add_row(name, Text(printable(value)))
     table.add_row("store", Text(printable(str(store.path))))
-    table.add_row("lengths", Text(printable(str(picture))))
+    table.add_row("lengths", draw_histogram(store.meta))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
     for warning in lost_rows(store.meta, longest=position_limit(exp.model.network)):

@@ -152,7 +152,6 @@ EXAMPLES = {
     "tokenizer.max_bytes": "1e9",
     "tokenizer.max_memory_gib": "16",
     "tokenizer.min_frequency": "5",
-    "tokenizer.character_coverage": "0.999",
 }
 """Where an example says more than a choice, a switch, or the example in the field's metadata."""
 

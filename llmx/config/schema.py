@@ -952,9 +952,9 @@ class TrackingConfig:
 class TokenizerConfig:
     """A tokenizer to train: ``python -m llmx tokenizer data=... tokenizer.vocab_size=64000``."""
 
-    kind: str = choice("bbpe", "sentencepiece", "wordpiece")
-    """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3). ``sentencepiece`` is a BPE over
-    characters with byte fallback (Llama 2). ``wordpiece`` is BERT's, with ``[MASK]``."""
+    kind: str = choice("bbpe", "wordpiece")
+    """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3). ``wordpiece`` is BERT's, with
+    ``[MASK]``."""
     vocab_size: int = number(32000, minimum=300, maximum=10**7)
     """The number of tokens, special tokens included. The size padded to a multiple of 64 is
     reported, too."""
@@ -967,10 +967,7 @@ class TokenizerConfig:
     """Approximate memory limit of the training. The sample is made smaller until its distinct words
     fit. English rarely reaches the limit; Chinese does, because a sentence counts as a word."""
     min_frequency: int = number(2, minimum=1, maximum=10**9)
-    """Pairs that are rarer than this are not merged (bbpe, wordpiece)."""
-    character_coverage: float = number(0.9995, minimum=0.98, maximum=1)
-    """The fraction of all characters that get their own token (sentencepiece); the rest is encoded
-    as bytes."""
+    """Pairs that are rarer than this are not merged."""
     lowercase: bool = False
     """Convert letters to lower case and remove accents, as in ``bert-base-uncased`` (wordpiece)."""
 

@@ -12,7 +12,7 @@ In the order in which data flows:
 - ``examples``: what a task makes of it: sequences that belong together, with columns
 - ``tokenize``: examples to token ids and targets, on all cores, and truncated; loading and training
   tokenizers
-- ``store``: staging, packing; the store on disk, its name and its summary
+- ``store``: writing, packing; the store on disk, its name and its summary
 - ``distributed``: one host prepares the store for all
 - ``order``, ``collation``: which samples a step has, and their tensors; ``eval_prompts``
 

@@ -1,4 +1,4 @@
-"""From samples to the tensors of one micro batch: numpy in, torch out.
+"""Makes the tensors of one micro batch of samples: numpy in, torch out.
 
 The shift is done here, once: ``labels[b, t]`` is the token to predict *at* position t, that
 is, token t+1 of the same sequence (or what a task has put there: ``Sample.labels``), or -100. The

@@ -32,7 +32,7 @@ class EvalPrompt:
     """The completion as it is trained and decoded: with the empty thought that a template of
     reasoning models writes before an answer."""
     expected_tokens: int
-    """With the token that ends the turn."""
+    """The number of its tokens, with the one that ends the turn."""
 
 
 def held_out_prompts(

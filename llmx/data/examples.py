@@ -86,6 +86,33 @@ class Column:
         """The size of one value in bytes."""
         return self.numpy_dtype.itemsize * math.prod(self.shape)
 
+    def array(self, values: Any, *, count: int, task: str) -> np.ndarray:
+        """``count`` values as an array of its type; raises ConfigError for others."""
+        import numpy as np
+
+        shape = (count, *self.shape)
+        if not count:
+            return np.zeros(shape, self.numpy_dtype)
+        problem = ""
+        try:
+            array = np.asarray(values)
+            cast = array.astype(self.numpy_dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            problem = str(error)
+        else:
+            if array.shape != shape:
+                problem = f"{count} values have together the shape {array.shape}, not {shape}"
+            elif cast.dtype.kind == "f" and not np.isfinite(cast).all():
+                problem = "a value is not finite"
+            elif cast.dtype.kind != "f" and not np.array_equal(cast, array):
+                problem = f"{self.dtype} does not hold every value"
+            else:
+                return cast
+        raise ConfigError(
+            f"task={task}: the column {self.name} (by {self.per}, {self.dtype}) got "
+            f"{excerpt(str(values))}: {problem}."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -117,6 +144,48 @@ class Tokens:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns by token, each with as many values as there are ids."""
 
+    def arrays(
+        self, schema: Schema, *, task: str, vocab_size: int, by: str = "encode()"
+    ) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
+        """(ids uint32, targets, columns by token). Targets are bool; where the schema has weights,
+        float32.
+
+        Raises:
+            ConfigError: no ids of this vocabulary, or not the values of the declared columns.
+        """
+        import numpy as np
+
+        ids = np.asarray(self.ids)
+        right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
+        if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ConfigError(
+                f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the "
+                f"last of the vocabulary); {by} gave {excerpt(str(self.ids))}."
+            )
+        count = len(ids)
+        declared = "columns" if by == "encode()" else "rollout_columns"
+        weight = np.ones(count) if self.weight is None else self.weight
+        targets = TOKEN_WEIGHT.array(weight, count=count, task=task)
+        if not schema.weighted:
+            if not np.isin(targets, (0, 1)).all():
+                raise ConfigError(
+                    f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
+                    f'column: {declared} = (Column("weight", per="token"),).'
+                )
+            targets = targets != 0
+        token_columns = schema.per("token")
+        if set(self.columns) != {column.name for column in token_columns}:
+            raise ConfigError(
+                f"task={task}: Tokens have the columns {listed(self.columns)}, and the task "
+                f"declares {listed(column.name for column in token_columns)} by token in "
+                f"`{declared}`."
+            )
+        columns = {
+            column: column.array(self.columns[column.name], count=count, task=task)
+            for column in token_columns
+        }
+        return ids.astype(np.uint32), targets, columns
+
 
 ExampleSequence = Conversation | Document | Tokens
 """A sequence of an example."""
@@ -130,7 +199,7 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Column name -> the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
-    """Where an example that is too long is cut, for all sequences or for each of them: at its
+    """The place where an example that is too long is cut, for all sequences or each of them: at its
     ``end``, its ``start``, in its ``prompt`` (all before the first target), or ``none``. Prompts
     lose the same number of tokens, so that a shared prompt stays shared. ``auto``: the end of a
     single sequence (of a labelled one, the prompt), the prompts of several."""

@@ -1,17 +1,19 @@
-"""Progress of a preparation: a bar on a terminal, a line every ten seconds in a log."""
+"""Progress of a preparation: one line that changes on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
-from llmx.text import clock
+from llmx.text import clock, printable
 
 EVERY_S = 10.0
 """Seconds between two lines of a log."""
+REDRAW_S = 0.1
+"""Seconds between two states of the line on a terminal."""
 MIB = 1 << 20
 
 
@@ -30,59 +32,38 @@ class PreparationProgress:
         read: Callable[[], int] | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        self.title = title
+        self.title = printable(title, keep="")
         self.bytes = 0
         """Bytes of text that were encoded."""
         self.tokens = 0
         self._total = total_bytes
         self._read = read or (lambda: self.bytes)
         self._stream = stream or sys.stderr
-        self._started = self._said = time.monotonic()
-        self._from = 0
-        self._bar: Any = None
-        self._task: Any = None
+        self._on_terminal = self._stream.isatty()
+        self._started = self._shown = time.monotonic()
 
     def __enter__(self) -> PreparationProgress:
-        self._started = self._said = time.monotonic()
-        if self._stream.isatty():
-            from rich import progress as rich_progress
-            from rich.console import Console
-
-            columns = [
-                rich_progress.TextColumn("{task.description}"),
-                rich_progress.BarColumn(),
-                rich_progress.TextColumn("{task.fields[rates]}"),
-            ]
-            console = Console(file=self._stream)
-            self._bar = rich_progress.Progress(*columns, console=console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self._total or None, rates="")
+        self._started = self._shown = time.monotonic()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def begin_here(self) -> None:
-        """Estimate the remaining time from here on: earlier rows were prepared before."""
-        self._from = self._read()
-        self._started = time.monotonic()
+    def __exit__(self, *error: object) -> None:
+        if self._on_terminal:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
 
     def add(self, *, size: int, tokens: int = 0) -> None:
         """``size`` bytes of text became ``tokens`` tokens."""
         self.bytes += size
         self.tokens += tokens
         now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._read(), rates=self.rates(now))
-        elif now - self._said >= EVERY_S:
-            self._said = now
-            print(f"{self.title}: {self.rates(now)}", file=self._stream, flush=True)
+        if now - self._shown < (REDRAW_S if self._on_terminal else EVERY_S):
+            return
+        self._shown = now
+        line = f"{self.title}: {self.rates(now)}"
+        if self._on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{line[:width]}", end="", file=self._stream, flush=True)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def fraction(self) -> float:
         """The fraction of the sources that was read, 0 to 1; 0 where their size is unknown."""
@@ -96,7 +77,7 @@ class PreparationProgress:
         parts += [f"{self.bytes / MIB:,.1f} MiB", f"{self.bytes / seconds / MIB:,.1f} MiB/s"]
         if self.tokens:
             parts.append(f"{self.tokens / seconds / 1e6:,.2f} M tokens/s")
-        fresh = self._read() - self._from
-        if done and fresh > 0:
-            parts.append(f"{clock(max(0, self._total - self._read()) * seconds / fresh)} left")
+        if done:
+            left = max(0, self._total - self._read()) * seconds / self._read()
+            parts.append(f"{clock(left)} left")
         return ", ".join(parts)

@@ -20,10 +20,10 @@ from llmx.data.source.records import Document, Record, Row
 from llmx.errors import ConfigError
 
 _UNSPACED = "\u2e80-\u2fdf\u3005-\u3007\u3041-\u30fa\u30fc-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-"""Of a class: characters of Chinese and Japanese, without their punctuation."""
+"""Characters of Chinese and Japanese without their punctuation, for a class of a pattern."""
 WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
 PERMUTATIONS = 128
-"""Of a MinHash: its estimate of a similarity of 0.8 has a standard error of 0.035."""
+"""Values of a MinHash; its estimate of a similarity of 0.8 has a standard error of 0.035."""
 RECALL = 0.9
 """The least share of pairs at the threshold that the index finds."""
 SHORTEST = 8

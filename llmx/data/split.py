@@ -8,6 +8,7 @@ functions of that number and the seed alone.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -21,22 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.columns import ColumnCheck
-from llmx.data.format.formats import (
-    Reader,
-    Reading,
-    detect_form,
-    format_of,
-    to_record,
-    verdict_columns,
-)
-from llmx.data.format.rows import (
-    Conversation,
-    Labelled,
-    Preference,
-    TextPair,
-    UnpairedPreference,
-)
+from llmx.data.format.columns import unread_columns
+from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.formats import Format, Reader, detect_form, format_of, to_record
+from llmx.data.format.rows import Conversation, Preference, TextPair
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.files import DEMO_DIRECTORY, digest_of, read_file, source_files
 from llmx.data.source.hub import PREFIX, hub_id, hub_rows, revision_of
@@ -49,7 +38,6 @@ from llmx.data.source.records import (
     RejectedRecords,
     Row,
     refuse,
-    without_padding,
 )
 from llmx.errors import ConfigError, DataError
 from llmx.text import plural, printable
@@ -60,15 +48,12 @@ if TYPE_CHECKING:  # the control process reads first rows, and draws none
 T = TypeVar("T")
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
-FORMS_VERSION = 3
-"""Raised when a text becomes another row than before; for records with columns it is enough to
-raise ``COLUMNS_VERSION``, which leaves prepared text as it is."""
-COLUMNS_VERSION = 3
-"""Raised when a record with columns, beside plain documents, becomes another row than before."""
-PREFERENCE_VERSION = 2
-"""Raised when a preference pair becomes another row than before."""
+ROWS_VERSION = 4
+"""Raised when a record or a text becomes another row than before."""
 EVAL_SPLITS = ("validation", "test", "train")
 """The splits of ``data.eval_path``, the first that is there."""
+MOST_IGNORED = 1000
+"""Names of ignored columns that are kept."""
 LOOKED_AT = 100
 """First records of a source that tell its form where bad ones are skipped."""
 
@@ -167,7 +152,7 @@ class Source:
     def _detected(self, record: Record | Document) -> str:
         if isinstance(record, Document):
             return "text"
-        return detect_form(record, self.reading, takes=self.takes)
+        return detect_form(Fields(record, self.reading), takes=self.takes)
 
     @cached_property
     def row_type(self) -> type | None:
@@ -175,17 +160,6 @@ class Source:
         None where none is."""
         candidates = (*format_of(self.form).readers, Record)
         return next((kind for kind in candidates if kind in self.takes), None)
-
-    @cached_property
-    def _check(self) -> ColumnCheck:
-        unpaired = self.row_type is UnpairedPreference
-        return ColumnCheck(
-            format_of(self.form),
-            self.reading,
-            ignore=self.data.ignore_columns,
-            ignored=self.ignored,
-            verdicts=verdict_columns(self.reading) if unpaired else (),
-        )
 
     @cached_property
     def _revision(self) -> str:
@@ -205,31 +179,14 @@ class Source:
 
     def identity(self) -> dict[str, object]:
         """Everything but the bytes of the files that decides the rows."""
-        data, reading = self.data, self.reading
-        also: dict[str, object] = {}
-        if data.text_unit != "file":
-            also["text_unit"] = data.text_unit
-        if self.form != "text":
-            also["columns_version"] = COLUMNS_VERSION
-        if self.form == "preference":
-            also["preference_version"] = PREFERENCE_VERSION
-        if self.form == "labelled":
-            also["truncate_prompt"] = data.truncate_prompt
-        if data.ignore_columns:
-            also["ignore_columns"] = sorted(data.ignore_columns)
-        if self.row_type is not None and self.row_type not in TAKEN:
-            also["row_type"] = self.row_type.__name__
-        if reading.turn_weights:
-            also["turn_weights"] = True
-        if self.row_type is Labelled:
-            also["labels"] = "any"
+        data = self.data
         return {
-            **also,
+            **dataclasses.asdict(self.reading),
             "form": self.form,
-            "text_key": reading.text_key,
-            "columns": dict(sorted(reading.columns.items())),
-            "system": reading.system,
-            "label_names": dict(sorted(reading.label_names.items())),
+            "row_type": self.row_type.__name__ if self.row_type else None,
+            "text_unit": data.text_unit,
+            "truncate_prompt": data.truncate_prompt,
+            "ignore_columns": sorted(data.ignore_columns),
             "max_rows": self.max_rows,
             "hub": [self.hub, self.subset, self.split] if self.hub else None,
             "weight": self.weight,
@@ -245,54 +202,51 @@ class Source:
         )
 
     @cached_property
-    def _read(self) -> Reader:
-        """Of a record, the row. Asked for at a record: a source without any has no form."""
-        dataset_format = format_of(self.form)
-        readers = {**dataset_format.readers, Record: to_record}
-        # A source that no task takes is read as what it is in the first place.
-        read = readers[self.row_type or next(iter(readers))]
-        columns = {self.reading.column(name) for name in dataset_format.reads}
+    def _format(self) -> Format:
+        """The dataset format; one without a record has none, so ask at a record."""
+        return format_of(self.form)
 
-        def read_unpadded(record: Record, reading: Reading) -> Row | None:
-            return read(without_padding(record, columns) if record.padded else record, reading)
-
-        return read if self.row_type is Record else read_unpadded
+    @cached_property
+    def _reader(self) -> Reader:
+        """The reader of its rows; a source that no task takes is read as what it is in the first
+        place."""
+        readers = {**self._format.readers, Record: to_record}
+        return readers[self.row_type or next(iter(readers))]
 
     def records(
-        self, bad: OnBad, *, meter: Meter | None = None
+        self, bad: OnBad, *, meter: Meter | None = None, check: bool = False
     ) -> Iterator[tuple[Record | Document, Row | None]]:
-        """Every record as it was read, with its row. Columns that change what a row means are not
-        refused: the record is not trained on, it is passed on."""
+        """Every record as it was read, with its row: None for a conversation without an answer.
+
+        ``check``: columns that change what a row means are refused, and those that were not read
+        are noted in ``ignored``; else the record is not trained on, it is passed on.
+        """
         for record in self.raw(bad, meter=meter):
+            row: Row | None
             try:
-                row: Row | None = record
-                if not isinstance(record, Document):
-                    row = self._read(record, self.reading)
+                if isinstance(record, Record):
+                    fields = Fields(record, self.reading)
+                    row = self._reader(fields)
+                    if check and self.row_type is not Record:
+                        ignore = self.data.ignore_columns
+                        for name in unread_columns(fields, self._format, self.row_type, ignore):
+                            if len(self.ignored) < MOST_IGNORED:
+                                self.ignored.add(name)
+                elif check and self.form != "text":
+                    raise DataError(
+                        f"{record.where}: a text file has no columns, and data.form={self.form} "
+                        "needs them. Give a JSON, TSV or CSV file, or set data.form=text."
+                    )
+                else:
+                    row = record
             except RecordError as error:
                 bad(error)
             else:
                 yield record, row
 
     def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
-        """Every row; None for a conversation without an answer."""
-        for record in self.raw(bad, meter=meter):
-            row: Row | None
-            try:
-                if not isinstance(record, Document):
-                    if self.row_type is not Record:
-                        self._check(record)
-                    row = self._read(record, self.reading)
-                elif self.form == "text":
-                    row = record
-                else:
-                    raise DataError(
-                        f"{record.where}: a text file has no columns, and data.form={self.form} "
-                        "needs them. Give a JSON, TSV or CSV file, or set data.form=text."
-                    )
-            except RecordError as error:
-                bad(error)
-                continue
-            yield row
+        """Every row to train on."""
+        return (row for _, row in self.records(bad, meter=meter, check=True))
 
 
 def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
@@ -518,20 +472,18 @@ class DatasetSplit:
 
     def identity(self) -> dict[str, object]:
         """Everything but the bytes of the files that decides the rows."""
-        data = self.data
-        identity: dict[str, object] = {
-            "forms_version": FORMS_VERSION,
-            "parts": [source.identity() for source in self.sources],
-            "num_files": [len(source.files) for source in self.sources],
+        data, sources = self.data, self.sources
+        draws = self.held_out_rows or any(source.weight != 1 for source in sources)
+        return {
+            "rows_version": ROWS_VERSION,
+            "parts": [source.identity() for source in sources],
+            "num_files": [len(source.files) for source in sources],
             "max_rows": data.max_rows,
             "on_bad_row": data.on_bad_row,
             "deduplicate": data.deduplicate,
+            "held_out": [self.name, self.held_out_rows] if self.held_out_rows else None,
+            "seed": self.seed if draws else None,
         }
-        if self.held_out_rows:
-            identity["held_out"] = [self.name, self.held_out_rows, self.seed]
-        if any(source.weight != 1 for source in self.sources):
-            identity["seed"] = self.seed
-        return identity
 
     def rows(self) -> Iterator[Row | None]:
         """Every row of the split, in order; None for a conversation without an answer.

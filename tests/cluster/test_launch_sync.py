@@ -122,8 +122,10 @@ def check_stores(run: LlmxRun, cluster: Cluster, work: Path, source: Path) -> No
     assert alone.meta["rows_read"] == DOCUMENTS
     logs = [run.path(run.dir.rank_log(rank)).read_text() for rank in range(3)]
     assert re.search(r"Sent text-train-\S+ \([\d.]+ MiB\) to the other hosts", logs[0])
-    pieces = f"{DOCUMENTS:,} rows, cut into {alone.num_sequences:,} pieces"
-    assert f"Data (train): {pieces}, in {len(alone):,} samples" in logs[0]
+    pieces = f"{DOCUMENTS:,} read; cut into {alone.num_sequences:,} pieces"
+    (line,) = (line for line in logs[0].splitlines() if "Data (train): " in line)
+    assert f"; rows: {pieces}; " in line
+    assert f"; samples: {len(alone):,}, each of " in line
     assert "Data (" not in logs[1] + logs[2]
 
 

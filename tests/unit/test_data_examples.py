@@ -30,11 +30,12 @@ from llmx.data import (
     Tokens,
     collate,
 )
+from llmx.data.store import build
 from llmx.data.store.packing import best_fit, of_sequences, one_each
-from llmx.data.store.summary import print_samples, report, summary
+from llmx.data.store.summary import print_samples, report
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.documents import TokenBlock
-from llmx.data.tokenize.truncation import Truncation, overflow_key
+from llmx.data.tokenize.truncation import Fates, Truncation
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
 from tests.data_rows import of_rows, row_tokenizer, write_rows
@@ -215,7 +216,7 @@ def test_a_rank_without_samples_has_no_examples(layout: str):
 def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -> Any:
     """(the tokens of each sequence that are left, or None, what was counted)."""
     config = DataConfig(seq_len=limit, packing="best_fit", **options)
-    counts: Counter[str] = Counter()
+    fates = Fates()
     lengths = np.array([len(one.ids) for one in sequences])
     ids, weights = (np.concatenate([getattr(one, name) for one in sequences])
                     for name in ("ids", "weight"))  # fmt: skip
@@ -226,14 +227,14 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         np.array([len(lengths)]) if len(lengths) > 1 else None,
         {Column("place", per="token"): ids.astype(np.float32)},
     )
-    left = Truncation(config, counts, bos=[0])([Example(tuple(sequences), cut=by)], block)
+    left = Truncation(config, fates, bos=[0])([Example(tuple(sequences), cut=by)], block)
     (values,) = left.columns.values()
     assert values.tolist() == left.tokens.tolist()
-    assert counts.pop(overflow_key(len(ids)), 0) == (len(ids) > limit)
+    assert fates.overflow.total() == (len(ids) > limit)
     if not len(left.lengths):
-        return None, dict(counts)
+        return None, fates.dropped
     parts = np.split(left.tokens, np.cumsum(left.lengths)[:-1])
-    return [part.tolist() for part in parts], dict(counts)
+    return [part.tolist() for part in parts], [fates.truncated, fates.truncated_tokens]
 
 
 def answer(prompt: int, completion: int, first: int = 0) -> Tokens:
@@ -246,7 +247,7 @@ def test_the_sequences_of_an_example_are_cut_together():
     # A shared prompt of 6 loses the same two tokens, behind the token that begins the text.
     pair = (answer(6, 1), answer(6, 2))
     left = [[0, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
-    done = {"truncated": 1, "tokens cut off": 4}
+    done = [1, 4]
     assert cut(*pair, limit=11) == (left, done)
     assert cut(*pair, limit=12)[0] == left  # 15 - 12 = 3, shared out as 2 and 2
     right = [[0, 1, 2, 3, 6], [0, 1, 2, 3, 6, 7]]
@@ -261,7 +262,7 @@ def test_the_sequences_of_an_example_are_cut_together():
 
 def test_which_end_may_go_is_said_by_the_task():
     one = answer(4, 8)
-    assert cut(one, limit=10) == ([list(range(10))], {"truncated": 1, "tokens cut off": 2})
+    assert cut(one, limit=10) == ([list(range(10))], [1, 2])
     assert cut(one, by="start", limit=10)[0] == [list(range(2, 12))]
     assert cut(one, by="prompt", limit=10)[0] == [[0, *range(3, 12)]]
     assert cut(one, by="none", limit=10) == (None, {"longer than seq_len, and not to be cut": 1})
@@ -288,14 +289,14 @@ def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str,
         assert sum(counts.values()) == 1
         assert total > limit
         return
-    assert sum(map(len, left)) == total - counts.get("tokens cut off", 0) <= limit
+    assert sum(map(len, left)) == total - counts[1] <= limit
     assert all(left)
     if by == "prompt":
         for (prompt, completion), tokens in zip(shapes, left, strict=True):
             wanted = list(range(prompt, prompt + completion)) if prompt else []
             assert tokens[len(tokens) - completion :] == wanted
     if total <= limit:
-        assert (left, counts) == ([list(one.ids) for one in sequences], {})
+        assert (left, counts) == ([list(one.ids) for one in sequences], [0, 0])
 
 
 # Packing
@@ -443,7 +444,6 @@ def test_other_tasks_and_options_are_other_stores(tmp_path: Path):
 
 def test_the_summary_and_the_preview_count_examples(tmp_path: Path, capsys):
     store = of_pairs(tmp_path, (1, 2, 3), packing="none")
-    assert summary(store).startswith("3 examples of 7 sequences in ")
     lines = dict(report(store.meta, was_prepared=True))
     assert lines["rows"] == "3 read, 3 (of 7 sequences) in samples"
     columns = "weight by token, old_logp by token, score by sequence, label by example"
@@ -465,26 +465,25 @@ class Anything(Task):
         return Example.of(row)
 
 
-@pytest.mark.parametrize("num_texts", [2, 30])
-def test_chats_beside_texts_do_not_count_for_the_proof_of_a_fast_encoder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_texts: int
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_fast_encoder_is_proven_on_the_first_texts_and_the_first_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    monkeypatch.setattr(blocks, "FAST_FROM_BYTES", 2_000)
-    proven_on: list[list[str]] = []
+    monkeypatch.setattr(build, "FAST_FROM_BYTES", 1 if is_large else 1 << 30)
+    proven: list[str] = []
     monkeypatch.setattr(
-        blocks.DocumentEncoder, "choose", lambda self, texts: proven_on.append(list(texts))
+        blocks.DocumentEncoder, "choose", lambda self, texts: proven.append(texts[0][:1])
     )
-    proven_chats: list[int] = []
     monkeypatch.setattr(
-        blocks.ConversationEncoder, "choose", lambda self, chats: proven_chats.append(len(chats))
+        blocks.ConversationEncoder,
+        "choose",
+        lambda self, chats: proven.append(str(len(chats))),
     )
-    texts = [{"text": f"{number} " + "x" * 100} for number in range(num_texts)]
+    texts = [{"text": "x" * 100}] * 30
     chats = [{"prompt": f"q{number}", "response": "y" * 90} for number in range(90)]
     sources = [
         SourceConfig(path=str(write_rows(tmp_path / f"{name}.jsonl", rows)))
         for name, rows in (("texts", texts), ("chats", chats))
     ]
     prepared(experiment(tmp_path, [], path="", form="auto", sources=sources), Anything)
-    proofs = [proof for proof in proven_on if "x" * 100 in proof[0]]
-    assert [len(proof) for proof in proofs] == ([] if num_texts == 2 else [num_texts])
-    assert proven_chats
+    assert proven == (["x", "90"] if is_large else [])

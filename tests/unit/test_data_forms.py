@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.data.format.columns import ColumnCheck
-from llmx.data.format.formats import (
-    FORMATS,
-    Reading,
-    detect_form,
-    to_document,
-    to_preference,
-    transcript,
-    unpaired_of,
-)
-from llmx.data.format.rows import Conversation, Preference, Prompted
-from llmx.data.source.records import Record, RecordError
+from llmx.data.format.columns import unread_columns
+from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.formats import FORMATS, detect_form, transcript
+from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPreference
+from llmx.data.source.records import Document, Record, RecordError
 from llmx.errors import DataError
 from tests.data_rows import BOT, USER, WHERE, turn
 
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
 
+def fields_of(value: dict, **options) -> Fields:
+    return Fields(Record(value, WHERE), Reading(**options))
+
+
 def conversation(value: dict, **options) -> Conversation | None:
-    record, reading = Record(value, WHERE), Reading(**options)
-    return FORMATS[detect_form(record, reading)].readers[Conversation](record, reading)
+    fields = fields_of(value, **options)
+    return FORMATS[detect_form(fields)].readers[Conversation](fields)
 
 
 def turns(value: dict, **options) -> list[tuple[str, str]]:
@@ -86,12 +83,11 @@ def test_one_question(value: dict):
     ],
 )
 def test_prompts_with_a_reference_or_without(value: dict, reference: str):
-    record, reading, takes = Record(value, WHERE), Reading(), (Prompted, Conversation)
-    dataset_format = FORMATS[detect_form(record, reading, takes=takes)]
-    row = dataset_format.readers[Prompted](record, reading)
+    fields = fields_of(value)
+    dataset_format = FORMATS[detect_form(fields, takes=(Prompted, Conversation))]
+    row = dataset_format.readers[Prompted](fields)
     assert (row.messages[-1].role, row.messages[-1].content) == ("assistant", reference)
-    ColumnCheck(dataset_format, reading, ignore=(), ignored=(ignored := set()))(record)
-    assert ignored <= {"ability", "solution"}
+    assert {*unread_columns(fields, dataset_format, Prompted, ())} <= {"ability", "solution"}
 
 
 def test_columns_beside_the_question_are_turns():
@@ -173,9 +169,9 @@ def test_what_is_wrong_is_said_with_the_row(value: dict, said: str):
 
 
 def document(value: dict, **options) -> str:
-    record, reading = Record(value, WHERE), Reading(**options)
-    assert detect_form(record, reading) == "text"
-    return to_document(record, reading).text
+    fields = fields_of(value, **options)
+    assert detect_form(fields) == "text"
+    return FORMATS["text"].readers[Document](fields).text
 
 
 def test_text_is_one_column_or_a_title_and_a_content():
@@ -185,9 +181,9 @@ def test_text_is_one_column_or_a_title_and_a_content():
     columns = {"content": "body", "title": "head"}
     assert document({"head": "T", "body": "C"}, columns=columns) == "T\n\nC"
     with pytest.raises(DataError, match=r'no column "text"; the row has body'):
-        to_document(Record({"body": "T"}, WHERE), Reading())
+        FORMATS["text"].readers[Document](fields_of({"body": "T"}))
     with pytest.raises(DataError, match=r'"text" is 7, not text'):
-        to_document(Record({"text": 7}, WHERE), Reading())
+        document({"text": 7})
 
 
 @pytest.mark.parametrize(
@@ -216,9 +212,9 @@ def test_labelled_rows(context: object, expected: list[str]):
 
 
 def pair(value: dict) -> list[list[str]]:
-    record = Record(value, WHERE)
-    assert detect_form(record, Reading(), takes=(Preference,)) == "preference"
-    found = to_preference(record, Reading())
+    fields = fields_of(value)
+    assert detect_form(fields, takes=(Preference,)) == "preference"
+    found = FORMATS["preference"].readers[Preference](fields)
     return [[message.content for message in one.messages] for one in (found.chosen, found.rejected)]
 
 
@@ -268,13 +264,12 @@ def test_a_transcript_of_several_turns():
 )
 def test_rows_that_are_no_pairs(value: dict, reason: str):
     with pytest.raises(RecordError) as caught:
-        to_preference(Record(value, WHERE), Reading())
+        FORMATS["preference"].readers[Preference](fields_of(value))
     assert caught.value.reason == reason
 
 
 def test_a_list_of_answers_is_a_preference_for_pairs_alone():
-    record = Record({"instruction": "q", "output": ["good", "bad"]}, WHERE)
-    assert detect_form(record, Reading()) == "alpaca"
+    assert detect_form(fields_of({"instruction": "q", "output": ["good", "bad"]})) == "alpaca"
 
 
 @pytest.mark.parametrize(
@@ -291,11 +286,12 @@ def test_a_list_of_answers_is_a_preference_for_pairs_alone():
 )
 def test_answers_with_and_without_a_verdict(more: dict, columns: dict, desirable: bool | str):
     value = {"prompt": "q", "completion": "a", **more}
-    answered = conversation(value)
+    fields = fields_of(value, columns=columns)
+    read = FORMATS["prompt_response"].readers[UnpairedPreference]
     if isinstance(desirable, str):
         with pytest.raises(RecordError, match=desirable):
-            unpaired_of(Record(value, WHERE), answered, Reading(columns))
+            read(fields)
         return
-    found = unpaired_of(Record(value, WHERE), answered, Reading(columns))
-    assert (found.desirable, found.conversation) == (desirable, answered)
+    found = read(fields)
+    assert (found.desirable, found.conversation) == (desirable, conversation(value))
     assert turns(value) == QA

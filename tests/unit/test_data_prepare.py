@@ -21,7 +21,7 @@ from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.config.validate import data_problems
 from llmx.data import held_out_prompts
 from llmx.data.format import rendering
-from llmx.data.store import staging
+from llmx.data.store import writer
 from llmx.data.store.packing import Packing, best_fit, concat
 from llmx.data.store.spec import cache_directory, dataset_spec
 from llmx.data.store.summary import check_lost, lost_rows, report, summary
@@ -180,21 +180,18 @@ def test_a_store_of_other_options_is_never_used(tmp_path: Path):
             prepare(changed, other)
 
 
-def _prepare_until_killed(exp: Experiment, rows: int) -> None:
-    """Dies without a word when so many rows were tokenized."""
-    blocks.BATCH_ROWS, staging.JOURNAL_BYTES = 10, 1
-    record = staging.Staging.record
+def _prepare_until_killed(exp: Experiment) -> None:
+    """Dies without a word when it writes the third batch."""
+    blocks.BATCH_ROWS = 10
+    append, written = writer.Writer.append, []
 
-    def record_and_die(self, state):
-        record(self, state)
-        if state["counts"]["rows"] >= rows:
-            # Written, and not noted: what a kill leaves.
-            for stream in self._streams.values():
-                stream.write(b"half")
-                stream.flush()
+    def append_or_die(self, block):
+        if len(written) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        append(self, block)
+        written.append(block)
 
-    staging.Staging.record = record_and_die
+    writer.Writer.append = append_or_die
     prepare(exp, row_tokenizer())
 
 
@@ -205,35 +202,21 @@ def chat_row(i: int) -> dict[str, str]:
     return {"prompt": question, "answer" if i % 23 == 7 else "response": answer}
 
 
-@pytest.mark.parametrize("chats", [False, True])
-def test_a_killed_preparation_goes_on(tmp_path: Path, chats: bool):
-    if chats:
-        rows = [chat_row(i) for i in range(95)]
-        exp = of_rows(tmp_path, rows, on_bad_row="skip", form="prompt_response", seq_len=32)
-    else:
-        exp = of_text(tmp_path, [{"text": f"text {i}" * (i % 9 + 1)} for i in range(95)])
-    exp.data.cache_dir = str(tmp_path / "whole")
-    whole = prepare(exp, TOKENIZER)
-    exp.data.cache_dir = str(tmp_path / "killed")
-    for count in (20, 60):
-        process = forks.process(_prepare_until_killed, exp, count)
-        process.start()
-        process.join(120)
-        assert process.exitcode == -signal.SIGKILL
-        assert not store_path(exp).exists()
+def test_a_killed_preparation_starts_again(tmp_path: Path):
+    rows = [chat_row(i) for i in range(95)]
+    exp = of_rows(tmp_path, rows, on_bad_row="skip", form="prompt_response", seq_len=32)
+    process = forks.process(_prepare_until_killed, exp)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert not store_path(exp).exists()
     store = prepare(exp, TOKENIZER)
-    assert store.meta["resumed_at_row"] == 60
-    same = ("sha256", "rows_read", "truncated", "dropped", "rejected", "fingerprint")
-    assert [store.meta[key] for key in same] == [whole.meta[key] for key in same]
     store.verify()
     left = {child.suffix for child in store.path.parent.iterdir() if child != store.path}
-    assert left == ({".lock", ".jsonl"} if chats else {".lock"})
-    if chats:
-        assert store.meta["rejected"] == {"a missing column": 4, "the template refuses it": 8}
-        assert store.meta["dropped"] == {"without an answer": 6}
-        files = [Path(one.meta["rejected_file"]).read_bytes() for one in (store, whole)]
-        assert files[0] == files[1]
-        assert files[0].count(b"\n") == 12
+    assert left == {".lock", ".jsonl"}
+    assert store.meta["rejected"] == {"a missing column": 4, "the template refuses it": 8}
+    assert store.meta["dropped"] == {"without an answer": 6}
+    assert Path(store.meta["rejected_file"]).read_bytes().count(b"\n") == 12
 
 
 def test_text_and_chats_in_one_pretraining(tmp_path: Path):
@@ -321,7 +304,7 @@ def test_too_long_rows_are_counted(tmp_path: Path):
     reason = "without an answer in the first seq_len tokens"
     assert store.meta["dropped"] == {reason: 1}
     assert texts(store, TOKENIZER)[0] == "Qq<|end|>A" + "a" * 28
-    assert f"{reason} (1); 1 row truncated to 32" in summary(store)
+    assert f"{reason} (1); truncated: 1 row to 32" in summary(store)
 
     dropped = prepare(of_pairs(tmp_path, LONG, over_long="drop"), TOKENIZER)
     assert (dropped.num_sequences, dropped.meta["dropped"]) == (1, {"too long": 2})
@@ -341,7 +324,7 @@ def test_long_documents_are_split_by_default(tmp_path: Path):
     meta = store.meta
     assert (meta["rows_read"], meta["truncated"], meta["dropped"]) == (1, 0, {})
     assert meta["split_sequences"] == len(lengths) - 1
-    assert f"1 row, cut into {len(lengths)} pieces" in summary(store)
+    assert f"1 read; cut into {len(lengths)} pieces" in summary(store)
     assert lost_rows(meta) == []
     # No part of one token, from which nothing is learned.
     exp.data.seq_len = len(text)

@@ -78,7 +78,8 @@ def test_no_label_is_lost(tmp_path: Path):
     assert store.meta["dropped"] == {"answer longer than seq_len": 1}
     assert store.meta["truncated"] == 1
     assert store.meta["truncated_tokens"] > 200
-    assert "answer longer than seq_len (1); 1 row truncated to 64 tokens" in summary(store)
+    left_out = "left out: answer longer than seq_len (1); truncated: 1 row to 64 tokens"
+    assert left_out in summary(store)
     other = prepare(experiment(tmp_path, rows, truncate_prompt="right"), TOKENIZER)
     assert other.path != store.path
     dropped = prepare(experiment(tmp_path, rows, over_long="drop"), TOKENIZER)

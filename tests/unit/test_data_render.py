@@ -20,7 +20,8 @@ import pytest
 from llmx.cli.generate import PromptLayout
 from llmx.config import Experiment
 from llmx.data.eval_prompts import stop_token_ids
-from llmx.data.format.formats import FORMATS, Reading
+from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.formats import FORMATS
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.source.records import Document, Record
@@ -197,7 +198,7 @@ def conversation(turns: int, *, system: bool, tools: bool) -> Conversation:
         *([turn("user", "U2"), turn("assistant", "A2")] if turns == 2 else []),
     ]
     row = {"messages": messages, "tools": TOOLS if tools else None}
-    found = FORMATS["messages"].readers[Conversation](Record(row, WHERE), Reading())
+    found = FORMATS["messages"].readers[Conversation](Fields(Record(row, WHERE), Reading()))
     assert isinstance(found, Conversation)
     return found
 
@@ -339,7 +340,7 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
     for case, messages in screen_rows().items():
         tools = TOOLS if "call" in case else None
         row = FORMATS["messages"].readers[Conversation](
-            Record({"messages": messages, "tools": tools}, WHERE), Reading()
+            Fields(Record({"messages": messages, "tools": tools}, WHERE), Reading())
         )
         assert isinstance(row, Conversation)
         if NO_FIELD.match(name) and any("reasoning_content" in one for one in messages):
@@ -411,7 +412,7 @@ def test_tools_of_all_rows_have_one_syntax():
 
     def text(tool: dict[str, Any]) -> str:
         value = {"messages": screen_rows()["calls"], "tools": [tool]}
-        row = FORMATS["messages"].readers[Conversation](Record(value, WHERE), Reading())
+        row = FORMATS["messages"].readers[Conversation](Fields(Record(value, WHERE), Reading()))
         assert isinstance(row, Conversation)
         return str(tokenizer.decode(renderer.conversations([row])[0].tokens))
 

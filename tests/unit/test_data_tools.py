@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.formats import FORMATS, Reading
+from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.formats import FORMATS
 from llmx.data.format.rendering import CALLS_AS_TEXT
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Record, RecordError, refuse
@@ -52,7 +53,7 @@ AS_TEXT = '<tool_call>\n{"name": "warm", "arguments": {"where": "Köln"}}\n</too
 
 def conversation(value: dict) -> Conversation:
     form = "messages" if "messages" in value else "sharegpt"
-    found = FORMATS[form].readers[Conversation](Record(value, WHERE), Reading())
+    found = FORMATS[form].readers[Conversation](Fields(Record(value, WHERE), Reading()))
     assert isinstance(found, Conversation)
     return found
 

@@ -74,12 +74,12 @@ from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.lines import lines_of
 from llmx.data.source.records import Record
 
-def to_dialogue(record, reading):
-    question, answer = record.value["dialogue"].split(" -> ")
+def to_dialogue(fields):
+    question, answer = fields.text("dialogue").split(" -> ")
     turns = [Message("user", question), Message("assistant", answer)]
-    return conversation_of(record, turns, reading)
+    return conversation_of(fields, turns)
 
-DIALOGUE = Format("dialogue", ("dialogue",), {Conversation: to_dialogue})
+DIALOGUE = Format("dialogue", {Conversation: to_dialogue})
 
 def read(file, stream, bad, text_unit):
     for line, where in lines_of(file, stream, bad):

@@ -36,7 +36,7 @@ ALLOWED = {
     # The default of the config's `task.kind`.
     ("llmx/config/tasks.py", "sft"),
     # A name of a column in other people's data.
-    ("llmx/data/format/columns.py", "reward"),
+    ("llmx/data/format/formats.py", "reward"),
     # A metric of completions that eval computes for every task.
     ("llmx/cli/evaluate.py", "exact_match"),
     # Files of runs that earlier versions wrote, before tasks declared their metrics.

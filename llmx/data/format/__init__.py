@@ -1,4 +1,4 @@
-"""From records to rows: conversations, documents, labels, preference pairs.
+"""Makes rows of records: conversations, documents, labels, preference pairs.
 
 ``rows`` are what records mean. ``formats`` is the registry of dataset formats, each with its
 readers; ``turns`` reads the turns of chats; ``columns`` refuses columns that change what a record

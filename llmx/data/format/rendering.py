@@ -30,8 +30,6 @@ Span = tuple[int, int]
 """Characters [start, stop) of a rendered text."""
 LOST_THOUGHTS = "thoughts of earlier turns, which the chat template leaves out"
 CALLS_AS_TEXT = "rows with tools as JSON text, for the chat template has no form for calls"
-NOTES = (LOST_THOUGHTS, CALLS_AS_TEXT)
-"""What is said of renderings in the summary."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Columns that hold the reasoning before an answer."""
 TURN_WEIGHTS = ("weight", "loss_weight")
 """Columns that hold the weight of a turn."""
+READ_OF_A_TURN = {
+    "role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name",
+    *THOUGHTS,
+}  # fmt: skip
+"""Columns of a turn that are read."""
 MAX_WEIGHT = 1000
 """The largest weight that a turn may have."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -50,12 +55,11 @@ def turns(
     before: list[Message] | None = None,
     weighted: bool = False,
 ) -> list[Message]:
-    """The messages under ``key``, after those of ``before``. ``weighted``: the weight of an
-    assistant's turn (``TURN_WEIGHTS``) is read.
+    """The messages of a list of turns (``by_rows``) under ``key``, after those of ``before``.
+    ``weighted``: the weight of an assistant's turn (``TURN_WEIGHTS``) is read.
 
     Raises RecordError for what is no list of turns, and for turns out of order.
     """
-    value = by_rows(value, json_text=True)
     if _is_by_columns(value):
         lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
         raise _wrong(
@@ -159,10 +163,10 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
     return ""
 
 
-def by_rows(value: Any, *, json_text: bool) -> Any:
-    """A list of turns that is written by columns, as older datasets are stored, or (``json_text``)
-    as JSON text. Anything else, and columns of unequal length, stays as it is."""
-    if json_text and isinstance(value, str):
+def by_rows(value: Any) -> Any:
+    """A list of turns that is written by columns, as older datasets are stored, or as JSON text.
+    Anything else, and columns of unequal length, stays as it is."""
+    if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if _is_by_columns(value) and len({len(column) for column in value.values()}) == 1:

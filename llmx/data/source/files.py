@@ -1,4 +1,4 @@
-"""From files on disk to records, one at a time, each knowing where it came from.
+"""Reads files on disk as records, one at a time, each with the place it came from.
 
 A file, a directory or a glob is read by what the suffixes say (``llmx.config.file_formats``), also
 compressed (.gz, .zst). What is wrong with a file is said with its name, its line

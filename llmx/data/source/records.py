@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
@@ -104,21 +104,6 @@ class Document:
         return (self.text,)
 
 
-def without_padding(record: Record, columns: Collection[str]) -> Record:
-    """The record without the null values of objects in these columns, which are there because
-    other records have such a key."""
-
-    def pruned(value: Any) -> Any:
-        if isinstance(value, list):
-            return [pruned(part) for part in value]
-        if isinstance(value, dict):
-            return {key: pruned(part) for key, part in value.items() if part is not None}
-        return value
-
-    values = {key: pruned(v) if key in columns else v for key, v in record.value.items()}
-    return Record(values, record.where)
-
-
 def utf8_bytes(texts: Iterable[str]) -> int:
     """Bytes of texts as UTF-8."""
     return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
@@ -151,34 +136,6 @@ OnBad = Callable[[RecordError], None]
 def refuse(error: RecordError) -> None:
     """Stop at the first bad record."""
     raise error
-
-
-class RecordDecoder(json.JSONDecoder):
-    """Python's decoder, which also reports a key that an object has twice: it keeps the last
-    value, where another reader would keep the first."""
-
-    def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._object)
-        self.twice: str | None = None
-        """Such a key of what was decoded since this was set to None."""
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) != len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            self.twice = next(key for key, count in counts.items() if count > 1)
-        return value
-
-
-def key_twice(key: str, value: Any, where: Where) -> RecordError:
-    """The error for a record that has a key twice."""
-    return RecordError(
-        f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
-        "defined. Write it once.",
-        where=where,
-        reason="a key that is there twice",
-        content=json.dumps(value, ensure_ascii=False),
-    )
 
 
 def excerpt(value: Any, *, limit: int = 80) -> str:
@@ -227,26 +184,14 @@ class RejectedUnwritten(DataError):
 
 class RejectedRecords:
     """Takes note of bad records (``data.on_bad_row=skip``). Memory stays flat: beyond a MiB they
-    wait in a temporary file, or from the first on in ``file``, where another process can go on."""
+    wait in a temporary file."""
 
-    def __init__(self, file: Path | None = None, *, state: dict[str, Any] | None = None) -> None:
-        """``state``: go on from there (see ``state``); what ``file`` has beyond it is cut off."""
-        self.counts: Counter[str] = Counter((state or {}).get("counts", {}))
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
         """The number of records by reason."""
-        self._lines: IO[bytes]
-        if file is None:
-            self._lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
-        else:
-            self._lines = file.open("a+b")
-            self._lines.truncate((state or {}).get("size", 0))
-            self._lines.seek(0, os.SEEK_END)
-        weakref.finalize(self, self._lines.close)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Enough to go on after a kill, once it is noted; the lines are in the file by then."""
-        self._lines.flush()
-        return {"counts": dict(self.counts), "size": self._lines.tell()}
+        lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
+        self._lines: IO[bytes] = lines
+        weakref.finalize(self, lines.close)
 
     def add(self, error: RecordError) -> None:
         """Count a record, and write it with its message."""
@@ -283,23 +228,19 @@ class RejectedRecords:
         self._lines.seek(0)
         shutil.copyfileobj(self._lines, stream)
 
-    def close(self) -> None:
-        self._lines.close()
-
 
 def counted(reasons: Mapping[str, int]) -> str:
     """``no turns (2), not JSON (1,200)``: how many records by the reason."""
     return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
 
 
-def write_rejected(path: Path, groups: Sequence[RejectedRecords]) -> Path | None:
+def write_rejected(path: Path, rejects: RejectedRecords) -> Path | None:
     """Write one JSON line a rejected record, whole or not at all; None where there is none."""
-    if not any(group.counts for group in groups):
+    if not rejects.counts:
         return None
     try:
         with replacing(path) as stream:
-            for group in groups:
-                group.copy_to(stream)
+            rejects.copy_to(stream)
     except OSError as error:
         raise RejectedUnwritten(
             f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some space, "

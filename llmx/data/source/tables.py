@@ -89,11 +89,11 @@ def chosen_split(
     place: Path, splits: Sequence[str], split: str | None, prefers: Sequence[str]
 ) -> str:
     """``split``, else the first of ``prefers`` that is there, else the only one."""
-    wanted = [split] if split else [*prefers, *(splits if len(splits) == 1 else ())]
-    name = next((name for name in wanted if name in splits), None)
+    candidates = [split] if split else [*prefers, *(splits if len(splits) == 1 else ())]
+    name = next((name for name in candidates if name in splits), None)
     if name is None:
         raise DataError(
-            f"{place}: there is no split {wanted[0]!r}; it has {', '.join(splits)}. "
+            f"{place}: there is no split {candidates[0]!r}; it has {', '.join(splits)}. "
             f"Set data.split={splits[0]}."
         )
     return name

@@ -1,6 +1,6 @@
 """The sample store: building it, opening it, what became of the records.
 
-``spec`` names what is to be prepared, ``build`` prepares it: ``staging`` on disk with a journal,
-``packing`` into samples. ``samples`` opens the store, ``precomputed`` adds columns to it,
+``spec`` names what is to be prepared, ``build`` prepares it: ``writer`` appends examples,
+``packing`` puts them into samples. ``samples`` opens the store, ``precomputed`` adds columns to it,
 ``summary`` shows it.
 """

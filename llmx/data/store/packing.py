@@ -27,8 +27,6 @@ class Packing:
     """[pieces]: behind its last token."""
     samples: np.ndarray
     """[samples + 1]: the first piece of each sample."""
-    in_order: bool
-    """Written one after the other, the pieces are the examples as they came (but for a rest)."""
     examples: np.ndarray | None = None
     """[examples + 1]: the first piece of each example, where an example has several sequences;
     then ``samples`` holds the first example of each sample, and ``items`` are sequences."""
@@ -65,14 +63,14 @@ def best_fit(lengths: np.ndarray, *, capacity: int) -> Packing:
             by_room[left].append(sample)
     placed = np.frombuffer(sample_of, np.int64) if count else np.zeros(0, np.int64)
     items = order[np.argsort(placed, kind="stable")]
-    samples = _borders(np.bincount(placed, minlength=count))
-    return Packing(items, np.zeros_like(items), lengths[items], samples, in_order=False)
+    samples = borders(np.bincount(placed, minlength=count))
+    return Packing(items, np.zeros_like(items), lengths[items], samples)
 
 
 def concat(lengths: np.ndarray, *, capacity: int) -> Packing:
     """All examples one after the other, cut at ``capacity``. The last sample may be shorter; a rest
     of a single token, from which nothing can be learned, is left out."""
-    row_borders = _borders(np.asarray(lengths, np.int64))
+    row_borders = borders(np.asarray(lengths, np.int64))
     total = int(row_borders[-1])
     if total % capacity == 1:
         total -= 1
@@ -96,7 +94,7 @@ def concat(lengths: np.ndarray, *, capacity: int) -> Packing:
     starts = begins.astype(small)
     del begins, row_borders
     sizes += starts
-    return Packing(items, starts, sizes, samples, in_order=True)
+    return Packing(items, starts, sizes, samples)
 
 
 def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
@@ -104,21 +102,19 @@ def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
     items = np.arange(len(lengths), dtype=np.int64)
     stops = np.asarray(lengths, np.int64)
     samples = np.arange(len(items) + 1, dtype=np.int64)
-    return Packing(items, np.zeros_like(items), stops, samples, in_order=True)
+    return Packing(items, np.zeros_like(items), stops, samples)
 
 
 def of_sequences(packing: Packing, lengths: np.ndarray, sizes: np.ndarray) -> Packing:
     """A packing of whole examples as one of their sequences: each example has ``sizes`` of them,
     which have these ``lengths``."""
-    firsts = _borders(sizes)
+    firsts = borders(sizes)
     packed_sizes = sizes[packing.items]
-    examples = _borders(packed_sizes)
+    examples = borders(packed_sizes)
     items = np.repeat(firsts[packing.items] - examples[:-1], packed_sizes) + np.arange(
         int(examples[-1])
     )
-    return Packing(
-        items, np.zeros_like(items), lengths[items], packing.samples, packing.in_order, examples
-    )
+    return Packing(items, np.zeros_like(items), lengths[items], packing.samples, examples)
 
 
 def _smallest(largest: int) -> type[np.signedinteger[Any]]:
@@ -126,7 +122,7 @@ def _smallest(largest: int) -> type[np.signedinteger[Any]]:
     return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
 
 
-def _borders(sizes: np.ndarray) -> np.ndarray:
+def borders(sizes: np.ndarray) -> np.ndarray:
     """The start of each of consecutive runs of these sizes, and the end of the last."""
     borders = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=borders[1:])

@@ -4,16 +4,20 @@ A sample is up to ``seq_len`` tokens of one or more examples. An example is one 
 conversation, a document or a piece of one) or several that belong together (a pair); each sequence
 is isolated from its neighbours. Files:
 
-    tokens.bin         uint32  [tokens]       all samples, one after the other
+    tokens.bin         uint32  [tokens]       all sequences, in the order in which they were read
     targets.bin        uint8   [tokens]       1 where that token is to be predicted; or
     weight.bin         float32 [tokens]       its weight, where a task gives weights
     NAME.bin           of a column that a task adds: by token, by sequence or by example
-    sequences.npy      int64   [sequences+1]  the first token of each sequence
+    offsets.npy        int64   [sequences]    where the tokens of each sequence begin in the files
+    sequences.npy      int64   [sequences+1]  its first token, counted over all samples
     examples.npy       int64   [examples+1]   the first sequence of each example
     samples.npy        int64   [samples+1]    the first example of each sample
     target_counts.npy  int64   [samples]      target tokens of each sample
     sample_weights.npy float64 [samples]      the sum of their weights, where there are weights
     meta.json          fingerprint, options, columns, counts, checksums
+
+Sequences, examples and samples are numbered in the order of the samples. The first token of a
+sequence counts as no target, whatever the file says: nothing stands before it.
 
 ``SampleStore.open(path)`` then ``store[i]``.
 """
@@ -34,15 +38,14 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.column_values import values_of, values_of_tokens
 from llmx.data.examples import WEIGHT, Column, Example, Schema, Tokens
 from llmx.data.source.files import sha256_of_file
 from llmx.errors import ConfigError, DataError
 
-STORE_FORMAT = 3
+STORE_FORMAT = 4
 """The version of the files. Data in another version is prepared again, under the same fingerprint
 if the samples are the same."""
-INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "target_counts.npy")
+INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "offsets.npy", "target_counts.npy")
 WEIGHTS_FILE = "sample_weights.npy"
 
 
@@ -104,7 +107,7 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
             f"{', '.join(sorted(kinds))}."
         )
     parts = [
-        values_of_tokens(sequence, schema, task=task, vocab_size=vocab_size, by="rollout()")
+        sequence.arrays(schema, task=task, vocab_size=vocab_size, by="rollout()")
         for sequence in example.sequences
         if isinstance(sequence, Tokens)
     ]
@@ -117,10 +120,10 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
     }
     for column in schema.per("sequence"):
         values = example.columns[column.name]
-        columns[column.name] = values_of(values, column, count=len(parts), task=task)
+        columns[column.name] = column.array(values, count=len(parts), task=task)
     for column in schema.per("example"):
         values = [example.columns[column.name]]
-        columns[column.name] = values_of(values, column, count=1, task=task)
+        columns[column.name] = column.array(values, count=1, task=task)
     return Sample(
         tokens=np.concatenate([ids for ids, _, _ in parts]),
         targets=targets != 0,
@@ -141,32 +144,27 @@ class SampleStore:
         """The task's columns, beside tokens and targets."""
         self._schema = schema = Schema(self.columns)
         arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
-        self._samples, self._examples, self._sequences, self._target_counts = arrays
-        self._tokens = self._mapped("tokens", np.uint32, "token")
+        self._samples, self._examples, self._sequences, self._offsets, self._target_counts = arrays
+        self._tokens = self._mapped("tokens", np.uint32)
         if schema.weighted:
-            self._targets = self._mapped(WEIGHT, np.float32, "token")
+            self._targets = self._mapped(WEIGHT, np.float32)
             self._weights = np.load(path / WEIGHTS_FILE, mmap_mode="r")
         else:
-            self._targets = self._mapped("targets", np.uint8, "token")
+            self._targets = self._mapped("targets", np.uint8)
             self._weights = self._target_counts
         self._arrays = {
-            column.name: self._mapped(column.name, column.dtype, column.per, column.shape)
+            column.name: self._mapped(column.name, column.dtype, column.shape)
             for column in self.columns
             if column.name != WEIGHT
         }
         self._of_targets: frozenset[str] = frozenset()
         """Columns by token whose arrays have a value for each target token, and no others."""
 
-    def _mapped(self, name: str, dtype: Any, per: str, shape: tuple[int, ...] = ()) -> np.ndarray:
-        counts = {
-            "token": int(self._sequences[-1]),
-            "sequence": len(self._sequences) - 1,
-            "example": len(self._examples) - 1,
-        }
-        array_shape = (counts[per], *shape)
-        if not np.prod(array_shape):  # mmap refuses an empty file
-            return np.zeros(array_shape, dtype=dtype)
-        return np.memmap(self.path / f"{name}.bin", dtype=dtype, mode="r", shape=array_shape)
+    def _mapped(self, name: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
+        path = self.path / f"{name}.bin"
+        if not path.stat().st_size:  # mmap refuses an empty file
+            return np.zeros((0, *shape), dtype=dtype)
+        return np.memmap(path, dtype=dtype, mode="r").reshape(-1, *shape)
 
     @classmethod
     def open(cls, path: Path | str) -> SampleStore:
@@ -252,24 +250,28 @@ class SampleStore:
             raise IndexError(f"sample {index} is not in [0, {len(self)})")
         examples = slice(int(self._samples[index]), int(self._samples[index + 1]))
         first, last = int(self._examples[examples.start]), int(self._examples[examples.stop])
-        start, stop = int(self._sequences[first]), int(self._sequences[last])
-        span = {"token": slice(start, stop), "sequence": slice(first, last), "example": examples}
-        targets = self._targets[start:stop]
+        starts = self._sequences[first : last + 1] - self._sequences[first]
+        offsets = self._offsets[first:last]
+        in_file = [slice(*span) for span in zip(offsets, offsets + np.diff(starts), strict=True)]
+        targets = np.concatenate([self._targets[span] for span in in_file])
+        targets[starts[:-1]] = 0
         weighted = self._schema.weighted
         grouped = last - first != examples.stop - examples.start
 
         def values(column: Column) -> np.ndarray:
             stored = self._arrays[column.name]
+            if column.per != "token":
+                return stored[examples if column.per == "example" else slice(first, last)]
             if column.name not in self._of_targets:
-                return stored[span[column.per]]
-            by_token = np.zeros((stop - start, *column.shape), column.numpy_dtype)
+                return np.concatenate([stored[span] for span in in_file])
+            by_token = np.zeros((len(targets), *column.shape), column.numpy_dtype)
             by_token[targets != 0] = stored[self.span("target", index, index + 1)]
             return by_token
 
         return Sample(
-            tokens=self._tokens[start:stop],
+            tokens=np.concatenate([self._tokens[span] for span in in_file]),
             targets=targets != 0 if weighted else targets.view(np.bool_),
-            sequence_starts=self._sequences[first:last] - start,
+            sequence_starts=starts[:-1],
             weights=targets if weighted else None,
             example_starts=self._examples[examples] - first if grouped else None,
             columns={
@@ -413,21 +415,21 @@ def save_index(
     samples: Any,
     examples: Any,
     sequences: Any,
+    offsets: Any,
     target_counts: Any,
     weights: Any = None,
 ) -> dict[str, Any]:
     """Write the index of a store; returns its counts, for meta.json."""
-    arrays = [
-        np.asarray(values, np.int64) for values in (samples, examples, sequences, target_counts)
-    ]
-    for name, values in zip(INDEX_FILES, arrays, strict=True):
-        np.save(directory / name, values)
+    for name, values in zip(
+        INDEX_FILES, (samples, examples, sequences, offsets, target_counts), strict=True
+    ):
+        np.save(directory / name, np.asarray(values, np.int64))
     counts: dict[str, Any] = {
-        "num_samples": len(arrays[3]),
-        "num_examples": len(arrays[1]) - 1,
-        "num_sequences": len(arrays[2]) - 1,
-        "num_tokens": int(arrays[2][-1]),
-        "num_target_tokens": int(arrays[3].sum()),
+        "num_samples": len(target_counts),
+        "num_examples": len(examples) - 1,
+        "num_sequences": len(sequences) - 1,
+        "num_tokens": int(sequences[-1]),
+        "num_target_tokens": int(np.sum(target_counts)),
     }
     if weights is not None:
         np.save(directory / WEIGHTS_FILE, np.asarray(weights, np.float64))

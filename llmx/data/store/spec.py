@@ -19,7 +19,7 @@ from llmx.config import DataConfig
 from llmx.data.examples import Encoding, check_task, over_long_of
 from llmx.data.format.rendering import day_written
 from llmx.data.format.rows import Conversation, Preference, Prompted
-from llmx.data.split import COLUMNS_VERSION, FORMS_VERSION, DatasetSplit
+from llmx.data.split import ROWS_VERSION, DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
@@ -28,7 +28,7 @@ SAMPLES_VERSION = 1
 """Raised when other samples are made of the same rows. (The files of a store have a format of
 their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
 _SUFFIX = f"-v{STORE_FORMAT}"
-PREPARATION = f"{SAMPLES_VERSION}.{FORMS_VERSION}.{COLUMNS_VERSION}"
+PREPARATION = f"{SAMPLES_VERSION}.{ROWS_VERSION}"
 """Another one makes other samples of the same files and options."""
 
 
@@ -64,30 +64,24 @@ def dataset_spec(
     )
     check_task(encoding, dataset_split)
     renderer = renderer_of(dataset_split, tokenizer, encoding)
+    template = renderer.template if dataset_split.has_conversations else None
+    task_identity = encoding.encoding_identity()
     identity = {
         "format_version": SAMPLES_VERSION,
         "sources": dataset_split.digests(cache=cache_directory(data).absolute()),
         "rows": dataset_split.identity(),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "template": renderer.template if dataset_split.has_conversations else None,
+        "template": template,
+        "date": day_written(template) if template else None,
         "loss_on": encoding.loss_on,
         "seq_len": data.seq_len,
         "packing": data.packing,
         "over_long": over_long_of(dataset_split, encoding),
+        "num_embeddings": encoding.num_embeddings,  # rows with ids beyond it are refused
+        "wrapping": [renderer.bos, renderer.eos] if encoding.verbatim else None,
+        "columns": [column.to_dict() for column in encoding.columns],
+        "task": task_identity or None,
     }
-    if identity["template"] and (day := day_written(renderer.template)):
-        identity["date"] = day
-    if encoding.num_embeddings is not None:  # rows with ids beyond it are refused
-        identity["num_embeddings"] = encoding.num_embeddings
-    if encoding.verbatim:
-        identity["wrapping"] = [renderer.bos, renderer.eos]
-    if task_identity := encoding.encoding_identity():
-        columns = [column.to_dict() for column in encoding.columns]
-        identity["task"] = {
-            **task_identity,
-            "columns": columns,
-            "truncate_prompt": data.truncate_prompt,
-        }
     path = _path(data, identity, split)
     return DatasetSpec(data, dataset_split, renderer, encoding, identity, path)
 

@@ -1,5 +1,4 @@
-"""Shows a store: a paragraph for a log, lines for a table, a histogram of lengths, and samples
-token by token."""
+"""Shows a store: lines for a table or a log, a histogram of lengths, and samples token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import contextlib
 import json
 from bisect import bisect_left
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,33 +21,13 @@ from llmx.tolerance import rule, too_much
 
 
 def summary(store: SampleStore) -> str:
-    """One paragraph about a store: rows, tokens, what was dropped and how full samples are."""
-    meta = store.meta
-    lengths = meta["row_length_percentiles"]
-    lost = []
-    if meta["dropped"]:
-        lost.append(f"left out: {counted(meta['dropped'])}")
-    if meta["rejected"]:
-        listed = printable(str(meta["rejected_file"]))
-        lost.append(f"rejected (see {listed}): {counted(meta['rejected'])}")
-    if meta["truncated"]:
-        lost.append(f"{plural(meta['truncated'], 'row')} truncated to {meta['seq_len']} tokens")
-    if unanswered := meta["unanswered_turns"]:
-        lost.append(f"{_unanswered(unanswered)} left out")
-    lost += [f"{note}: {value}" for note, value in meta.get("notes", {}).items()]
-    fill = meta["num_tokens"] / (meta["num_samples"] * meta["seq_len"])
-    fate = "; ".join(lost) or "no row left out or truncated"
-    if ignored := meta["ignored_columns"]:
-        fate += f"; ignored columns: {names(ignored)}"
-    return (
-        f"{_rows(meta)} in {plural(meta['num_samples'], 'sample')} of up to "
-        f"{meta['seq_len']} tokens ({fill:.1%} full); {plural(meta['num_tokens'], 'token')}, "
-        f"of which {plural(meta['num_target_tokens'], 'target token')}; row length median "
-        f"{lengths['50']}, p90 {lengths['90']}, longest {lengths['100']}; format "
-        f"{meta['form']}, template {meta['template'] or 'none'}; {fate}."
-    )
+    """One paragraph about a store, for a log."""
+    lines = report(store.meta, was_prepared=True)
+    shown = [line for line in lines if line[0] not in NOT_IN_LOGS and line[1] != "none"]
+    return "; ".join(f"{name}: {value}" for name, value in shown) + "."
 
 
+NOT_IN_LOGS = ("sources", "encoder", "time")
 WARN_FROM = 0.02
 """Part of the rows, or of the tokens, whose loss is a warning."""
 NOT_LOST = ("identical to an earlier row",)
@@ -132,55 +110,52 @@ def _advice(meta: dict[str, Any], dropped: int, longest: int | None) -> str:
 
 def report(meta: dict[str, Any], *, was_prepared: bool) -> list[tuple[str, str]]:
     """(name, value) lines about a store, from its meta.json."""
-    tokens, samples = meta["num_tokens"], meta["num_samples"]
-    lengths = meta["row_length_percentiles"]
+    tokens, samples, seq_len = meta["num_tokens"], meta["num_samples"], meta["seq_len"]
+    notes = "; ".join(f"{note}: {value}" for note, value in meta.get("notes", {}).items())
+    unanswered = meta["unanswered_turns"]
+    rejected = counted(meta["rejected"]) or "none"
+    if meta["rejected"]:
+        rejected += f"; listed with the reasons in {meta['rejected_file']}"
     ranks = {"0": "shortest", "50": "median", "100": "longest"}
-    lines = [
-        ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
-        ("format", _form(meta)),
-        ("rows", _rows_read(meta)),
-        ("left out", counted(meta["dropped"]) or "none"),
-        ("rejected", _rejected(meta)),
-        ("truncated", _truncated(meta)),
-        ("tokens", f"{tokens:,}, of which {plural(meta['num_target_tokens'], 'target token')}"),
-        (
-            "samples",
-            f"{samples:,}, each of up to {meta['seq_len']:,} tokens, "
-            f"{tokens / max(1, samples * meta['seq_len']):.1%} full",
-        ),
-        (
-            "row length",
-            ", ".join(f"{ranks.get(rank, rank + ' % up to')} {n:,}" for rank, n in lengths.items())
-            + (" (as cut)" if meta["truncated"] else ""),
-        ),
-    ]
-    if stored := meta["columns"]:
-        listed = ", ".join(f"{column['name']} by {column['per']}" for column in stored)
-        lines.insert(6, ("columns", listed))
-    if ignored := meta["ignored_columns"]:
-        lines.insert(3, ("ignored columns", names(ignored)))
-    if unanswered := meta["unanswered_turns"]:
-        lines.insert(3, ("left-out turns", _unanswered(unanswered)))
-    if notes := meta.get("notes"):
-        listed = "; ".join(f"{note}: {value}" for note, value in notes.items())
-        lines.insert(3, ("notes", listed))
+    lengths = ", ".join(
+        f"{ranks.get(rank, rank + ' % up to')} {length:,}"
+        for rank, length in meta["row_length_percentiles"].items()
+    )
     seconds = meta["tokenize_seconds"]
     took = "less than a second" if seconds < 1 else clock(seconds)
     rate = f" ({human.size(meta['text_bytes'] / seconds)}/s)" if seconds >= 1 else ""
-    lines.append(("encoder", f"{meta['encoder']}, {plural(meta['workers'], 'core')}"))
-    lines.append(
+    lines = [
+        ("sources", ", ".join(meta["sources"][:3]) + (" ..." if meta["sources"][3:] else "")),
+        ("format", _form(meta)),
+        ("rows", _rows(meta)),
+        ("notes", notes),
+        (
+            "left-out turns",
+            f"{plural(unanswered, 'turn')} after the last answer of a row" if unanswered else "",
+        ),
+        ("ignored columns", names(meta["ignored_columns"])),
+        ("left out", counted(meta["dropped"]) or "none"),
+        ("rejected", rejected),
+        ("truncated", _truncated(meta)),
+        (
+            "columns",
+            ", ".join(f"{stored['name']} by {stored['per']}" for stored in meta["columns"]),
+        ),
+        ("tokens", f"{tokens:,}, of which {plural(meta['num_target_tokens'], 'target token')}"),
+        (
+            "samples",
+            f"{samples:,}, each of up to {seq_len:,} tokens, "
+            f"{tokens / max(1, samples * seq_len):.1%} full",
+        ),
+        ("row length", lengths + (" (as cut)" if meta["truncated"] else "")),
+        ("encoder", f"{meta['encoder']}, {plural(meta['workers'], 'core')}"),
         (
             "time",
             f"{'found prepared; preparing took' if was_prepared else 'preparing took'} {took} for "
-            f"{human.size(meta['text_bytes'])} of text{rate}"
-            + (f", resumed at row {meta['resumed_at_row']:,}" if meta["resumed_at_row"] else ""),
-        )
-    )
-    return lines
-
-
-def _unanswered(turns: int) -> str:
-    return f"{plural(turns, 'turn')} after the last answer of a row"
+            f"{human.size(meta['text_bytes'])} of text{rate}",
+        ),
+    ]
+    return [(name, value) for name, value in lines if value]
 
 
 def _form(meta: dict[str, Any]) -> str:
@@ -188,6 +163,16 @@ def _form(meta: dict[str, Any]) -> str:
         return f"{meta['form']}, no template"
     template = "the tokenizer's own template" if meta["template"] == "own" else meta["template"]
     return f"{meta['form']}, {template}"
+
+
+def _rows(meta: dict[str, Any]) -> str:
+    """The rows that were read, and the examples in samples that they became."""
+    read, examples = f"{meta['rows_read']:,} read", meta["num_examples"]
+    if meta["identity"]["packing"] == "concat" or meta["split_sequences"]:
+        return f"{read}; cut into {plural(examples, 'piece')}"
+    is_grouped = meta["num_sequences"] != examples
+    of_sequences = f" (of {plural(meta['num_sequences'], 'sequence')})" if is_grouped else ""
+    return f"{read}, {examples:,}{of_sequences} in samples"
 
 
 def _truncated(meta: dict[str, Any]) -> str:
@@ -200,65 +185,18 @@ def _truncated(meta: dict[str, Any]) -> str:
     return f"{plural(meta['truncated'], 'row')} to {meta['seq_len']:,} tokens{lost}"
 
 
-def _rejected(meta: dict[str, Any]) -> str:
-    if not meta["rejected"]:
-        return "none"
-    return f"{counted(meta['rejected'])}; listed with the reasons in {meta['rejected_file']}"
-
-
-def _rows(meta: dict[str, Any]) -> str:
-    """``12 rows``; ``12 rows, cut into 30 pieces`` where samples cut them."""
-    count = meta["num_examples"]
-    if _is_cut(meta):
-        lost = sum(meta["dropped"].values()) + sum(meta["rejected"].values())
-        return f"{plural(meta['rows_read'] - lost, 'row')}, cut into {plural(count, 'piece')},"
-    if meta["num_sequences"] != count:
-        return f"{plural(count, 'example')} of {plural(meta['num_sequences'], 'sequence')}"
-    return plural(count, "row")
-
-
-def _is_cut(meta: dict[str, Any]) -> bool:
-    """Whether a row may be several examples."""
-    return bool(meta["identity"]["packing"] == "concat" or meta["split_sequences"])
-
-
-def _rows_read(meta: dict[str, Any]) -> str:
-    if not _is_cut(meta):
-        is_grouped = meta["num_sequences"] != meta["num_examples"]
-        of = f" (of {plural(meta['num_sequences'], 'sequence')})" if is_grouped else ""
-        return f"{meta['rows_read']:,} read, {meta['num_examples']:,}{of} in samples"
-    return f"{meta['rows_read']:,} read; cut into {plural(meta['num_examples'], 'piece')}"
-
-
-def draw_histogram(meta: dict[str, Any], path: Path) -> None:
-    """Write a picture of the rows by length to ``path``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw_histogram(meta: dict[str, Any]) -> str:
+    """A bar for the rows of each step of length, in a line with its longest and its number."""
     edges, rows = (meta["row_length_histogram"][key] for key in ("edges", "rows"))
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.bar(edges[:-1], rows, width=edges[1] - edges[0], align="edge", color="#4c78a8")
-    if edges[-1] >= meta["seq_len"]:
-        axes.axvline(meta["seq_len"], color="#e45756", linestyle="--")
-        axes.text(
-            meta["seq_len"], 0.98, f" seq_len {meta['seq_len']:,}", color="#e45756",
-            transform=axes.get_xaxis_transform(), va="top",
-        )  # fmt: skip
-    axes.set_xlim(left=0)
-    axes.set_xlabel("tokens of a row")
-    axes.set_ylabel("rows")
-    lengths = meta["row_length_percentiles"]
-    axes.set_title(
-        f"{sum(rows):,} rows, {meta['split']}: median {lengths['50']:,}, p90 "
-        f"{lengths['90']:,}, longest {lengths['100']:,} tokens",
-        fontsize=10,
+    most = max(rows)
+    return "\n".join(
+        f"up to {edge - 1:>9,}  {'█' * round(BAR * count / most):{BAR}}  {count:,}"
+        for edge, count in zip(edges[1:], rows, strict=True)
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+
+
+BAR = 30
+"""Characters of the longest bar."""
 
 
 # Samples token by token: which are target tokens, which are special, where sequences meet. On a
@@ -270,7 +208,7 @@ TARGET, TARGET_ODD = "bold green", "green"
 PLAIN, PLAIN_ODD = "", "dim"
 SPECIAL, TARGET_SPECIAL = "black on yellow", "black on green"
 SHOWN_SEQUENCES = 6
-"""Of each sample; a packed one may have hundreds."""
+"""Sequences that are shown of a sample; a packed one may have hundreds."""
 BYTES_OF_A_CHARACTER = 4
 """A character may be so many tokens, none of which can be shown alone."""
 

@@ -1,4 +1,4 @@
-"""From examples to token ids and targets, on all cores; loading and training tokenizers.
+"""Makes token ids and targets of examples, on all cores; loading and training tokenizers.
 
 ``encoder`` turns rows into examples and these into blocks of tokens: ``documents`` encodes texts,
 ``conversations`` rendered chats; ``truncation`` cuts what is too long. ``byte_level`` is the fast

@@ -46,7 +46,7 @@ class TokenSequence:
     columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
     """Columns by token, if a task gave the sequence as tokens."""
     notes: Mapping[str, int] = field(default_factory=dict)
-    """Of its rendering."""
+    """What is said of its rendering in the summary -> how often."""
 
 
 class Renderer:

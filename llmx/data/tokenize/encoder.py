@@ -11,17 +11,15 @@ as examples.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from llmx.data.column_values import values_of, values_of_tokens
 from llmx.data.examples import (
     Column,
     Encoding,
@@ -39,10 +37,8 @@ from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, Toke
 from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
 from llmx.data.tokenize.tokenizer import without_row
 from llmx.data.tokenize.truncation import (
-    CUT_OFF,
-    TRUNCATED,
+    Fates,
     PromptCutter,
-    overflow_key,
     sharing_their_prompt,
     too_long_to_cut,
 )
@@ -56,10 +52,6 @@ LEFT_OUT = "left out by the task"
 """Reasons for which rows are dropped."""
 WITHOUT_ROW = "a token that the model has no row for"
 """The reason for which such a row is rejected."""
-UNANSWERED = "turns after the last answer"
-"""Counts the turns that were left out of used rows."""
-FAST_FROM_BYTES = 2 << 20
-"""With less text, a faster encoder is not worth its proof."""
 
 
 @dataclass
@@ -67,9 +59,9 @@ class Batch:
     """Rows that are tokenized together: single documents alone, or none of these."""
 
     examples: list[Example] = field(default_factory=list)
-    """Once it is tokenized, those that are used."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """``rows`` that were read for it, and what became of those that are not as they were."""
+    """Its examples; once they are tokenized, those that are used."""
+    fates: Fates = field(default_factory=Fates)
+    """Rows that were read for it, and what became of those that are not as they were."""
     rejected: list[RecordError] = field(default_factory=list)
     """Rows that the task or the template refused (``data.on_bad_row=skip``)."""
     size: int = 0
@@ -80,14 +72,21 @@ class ExampleEncoder:
     """Encodes the rows of one split; which encoder is decided once, on the first texts."""
 
     def __init__(
-        self, split: DatasetSplit, renderer: Renderer, encoding: Encoding, *, workers: int
+        self,
+        split: DatasetSplit,
+        renderer: Renderer,
+        encoding: Encoding,
+        *,
+        workers: int,
+        proves: bool,
     ) -> None:
+        """``proves``: there may be enough text for a faster encoder to be worth its proof."""
         self._data = split.data
         self._renderer = renderer
         self._encoding, self._task = encoding, encoding.name
         self._schema = Schema(encoding.columns)
         self._num_embeddings = encoding.num_embeddings
-        self._workers = workers
+        self._workers, self._proves = workers, proves
         self._documents: DocumentEncoder | None = None
         self._chats: ConversationEncoder | None = None
 
@@ -105,7 +104,8 @@ class ExampleEncoder:
         waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="encode") as pool:
             try:
-                for batch in self._with_encoders(self._batches(rows)):
+                for batch in self._batches(rows):
+                    self._choose(batch)
                     waiting.append((batch, pool.submit(self._encode, batch)))
                     if len(waiting) > 2 * self._workers:
                         first, block = waiting.popleft()
@@ -130,20 +130,20 @@ class ExampleEncoder:
                     yield batch
                     batch = Batch()
                 holds_text = not holds_text
-            batch.counts["rows"] += 1
+            batch.fates.rows_read += 1
             if row is not None and example is not None:
                 batch.examples.append(example)
                 batch.size += row.num_bytes
-            if batch.counts["rows"] >= BATCH_ROWS or batch.size >= BATCH_BYTES:
+            if batch.fates.rows_read >= BATCH_ROWS or batch.size >= BATCH_BYTES:
                 yield batch
                 batch = Batch()
-        if batch.counts["rows"]:
+        if batch.fates.rows_read:
             yield batch
 
     def _example(self, row: Row | None, batch: Batch) -> Example | None:
         """The task's example of a row; None if the row is left out or rejected."""
         if row is None:
-            batch.counts[WITHOUT_ANSWER] += 1
+            batch.fates.dropped[WITHOUT_ANSWER] += 1
             return None
         try:
             example = encoded(self._encoding, row)
@@ -153,52 +153,32 @@ class ExampleEncoder:
             batch.rejected.append(error)
             return None
         if example is None:
-            batch.counts[LEFT_OUT] += 1
+            batch.fates.dropped[LEFT_OUT] += 1
             return None
         example = checked(example, self._schema, task=self._task)
         if isinstance(example.sequences[0], Tokens):
             example = replace(example, where=row.where)
         return example
 
-    def _with_encoders(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, with an encoder for each kind of sequence that is in them, chosen on
-        the first that have it. A little text is sooner tokenized than a faster way is proven."""
-        while (batch := next(batches, None)) is not None:
-            sequences = list(_sequences([batch]))
-            needs_chats = self._chats is None and any(
-                isinstance(sequence, Conversation) for sequence in sequences
+    def _choose(self, batch: Batch) -> None:
+        """Make the encoder of each kind of sequence, on the first batch that has it; where a faster
+        one is worth its proof, it is proven on this batch."""
+        sequences = _sequences(batch)
+        chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
+        if chats and self._chats is None:
+            self._chats = ConversationEncoder(self._renderer)
+            if self._proves:
+                # What the template refuses is said when its turn comes.
+                with contextlib.suppress(DataError):
+                    self._chats.choose(chats)
+        texts = [sequence.text for sequence in sequences if isinstance(sequence, Document)]
+        if texts and self._documents is None:
+            renderer = self._renderer
+            self._documents = DocumentEncoder(
+                renderer.tokenizer, bos=renderer.bos, eos=renderer.eos
             )
-            needs_documents = self._documents is None and any(
-                isinstance(sequence, Document) for sequence in sequences
-            )
-            head, size = [batch], batch.size
-            if needs_chats or needs_documents:
-                # Text and chats of a mixture are each proven on their own.
-                while size < FAST_FROM_BYTES and (following := next(batches, None)) is not None:
-                    if following.examples and _holds_text(following) != _holds_text(batch):
-                        batches = chain([following], batches)
-                        break
-                    head.append(following)
-                    size += following.size
-                batches = chain(head[1:], batches)
-            if needs_chats:
-                self._chats = ConversationEncoder(self._renderer)
-                if size >= FAST_FROM_BYTES:
-                    # What the template refuses is said when its turn comes.
-                    with contextlib.suppress(DataError):
-                        self._chats.choose(
-                            [chat for chat in _sequences(head) if isinstance(chat, Conversation)]
-                        )
-            if needs_documents:
-                renderer = self._renderer
-                self._documents = DocumentEncoder(
-                    renderer.tokenizer, bos=renderer.bos, eos=renderer.eos
-                )
-                if size >= FAST_FROM_BYTES:
-                    self._documents.choose(
-                        text.text for text in _sequences(head) if isinstance(text, Document)
-                    )
-            yield batch
+            if self._proves:
+                self._documents.choose(texts)
 
     # Examples to tokens, in several threads
 
@@ -209,7 +189,7 @@ class ExampleEncoder:
             assert self._documents is not None
             sequences: list[TokenSequence] = []
             block = self._documents.encode(
-                [text for text in _sequences([batch]) if isinstance(text, Document)]
+                [text for text in _sequences(batch) if isinstance(text, Document)]
             )
         if block is None or not self._all_have_rows(block.tokens):
             pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
@@ -223,11 +203,11 @@ class ExampleEncoder:
             )
             if len(sequences) != len(used):
                 block = replace(block, sizes=np.array([len(tokens) for _, tokens in used]))
-            batch.counts[UNANSWERED] = sum(
-                chat.unanswered for chat in _sequences([batch]) if isinstance(chat, Conversation)
+            batch.fates.unanswered_turns = sum(
+                chat.unanswered for chat in _sequences(batch) if isinstance(chat, Conversation)
             )
             for sequence in sequences:
-                batch.counts.update(sequence.notes)
+                batch.fates.notes.update(sequence.notes)
         if not self._schema.columns:
             return block
         columns = self._columns(batch.examples, sequences, len(block.tokens))
@@ -267,7 +247,7 @@ class ExampleEncoder:
             fitted.append(sequences)
         if data.over_long in ("drop", "error") or data.packing == "concat":
             return fitted
-        counts = Counter[str]()
+        fates = Fates()
         for number, example in enumerate(examples):
             length = sum(len(sequence.tokens) for sequence in fitted[number] or ())
             if length <= data.seq_len or set(example.cuts) != {"prompt"}:
@@ -275,16 +255,15 @@ class ExampleEncoder:
             chats = sharing_their_prompt(example.sequences)
             if not chats:
                 continue  # cut by token
-            counts[overflow_key(length)] += 1
+            fates.overflows(length)
             shortened = self._shortener.shortened(*chats)
             if shortened is None:
-                counts[too_long_to_cut(example)] += 1
+                fates.dropped[too_long_to_cut(example)] += 1
                 fitted[number] = None
             else:
                 fitted[number] = shortened[1]
-                counts[TRUNCATED] += 1
-                counts[CUT_OFF] += length - sum(len(tokens.tokens) for tokens in shortened[1])
-        batch.counts.update(counts)
+                fates.cut(length - sum(len(tokens.tokens) for tokens in shortened[1]))
+        batch.fates.add(fates)
         return fitted
 
     def _all_have_rows(self, tokens: np.ndarray) -> bool:
@@ -319,9 +298,7 @@ class ExampleEncoder:
             by_type[Document] = map(TokenSequence, *cut)
         size = self._num_embeddings or len(self._renderer.tokenizer)
         return [
-            TokenSequence(
-                *values_of_tokens(sequence, self._schema, task=self._task, vocab_size=size)
-            )
+            TokenSequence(*sequence.arrays(self._schema, task=self._task, vocab_size=size))
             if isinstance(sequence, Tokens)
             else next(by_type[type(sequence)])
             for sequence in sequences
@@ -356,10 +333,10 @@ class ExampleEncoder:
                         f"an example, here {count}; encode() gave {example_values!r}."
                     )
                 column_values.extend(example_values)
-            arrays[column] = values_of(column_values, column, count=len(column_values), task=task)
+            arrays[column] = column.array(column_values, count=len(column_values), task=task)
         for column in schema.per("example"):
             column_values = [example.columns[column.name] for example in examples]
-            arrays[column] = values_of(column_values, column, count=len(column_values), task=task)
+            arrays[column] = column.array(column_values, count=len(column_values), task=task)
         return arrays
 
 
@@ -371,10 +348,5 @@ def _holds_text(batch: Batch) -> bool:
     return bool(batch.examples) and _is_text(batch.examples[0])
 
 
-def _sequences(batches: list[Batch]) -> Iterator[ExampleSequence]:
-    return (
-        sequence
-        for batch in batches
-        for example in batch.examples
-        for sequence in example.sequences
-    )
+def _sequences(batch: Batch) -> list[ExampleSequence]:
+    return [sequence for example in batch.examples for sequence in example.sequences]

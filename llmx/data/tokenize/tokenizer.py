@@ -157,9 +157,9 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
         raise ConfigError(f"{key}={shown_name}: no such directory.")
     alone = vocabulary_tokenizer(place) if place.is_dir() else None
     if alone is not None:
-        tokenizer, how = alone
+        tokenizer, reading = alone
         tokenizer.name_or_path = source
-        _note(f"{key}={shown_name}: {how}")
+        _note(f"{key}={shown_name}: {reading}")
     else:
         tokenizer = _loaded(model, source, key=key)
     _add_tokens(tokenizer, model)

@@ -2,15 +2,13 @@
 
     python -m llmx tokenizer data=text data.path=corpus.txt tokenizer.vocab_size=64000
 
-The libraries do the work (``tokenizers`` for ``bbpe`` and ``wordpiece``, ``sentencepiece``); here
-is what they are fed, a sample of bounded size, and what is proven before the directory appears:
-that ``AutoTokenizer`` loads it, that text comes back as it was (but for ``wordpiece``, which keeps
-no white space), that ids are those of SentencePiece.
+``tokenizers`` does the work; here is what it is fed, a sample of bounded size, and what is proven
+before the directory appears: that ``AutoTokenizer`` loads it, and that text comes back as it was
+(but for ``wordpiece``, which keeps no white space).
 """
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import struct
@@ -141,113 +139,12 @@ def _cut(text: str) -> Iterator[str]:
 
 # Tokenizers
 
-SENTENCE_CHARS = 1000
-"""SentencePiece learns from lines; longer ones are cut, for it would leave them out."""
-PROOF_SENTENCES = 2000
-
-
-def train_sentencepiece(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
-    """A BPE by SentencePiece, as a ``tokenizers`` backend that is proven to give the same ids."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    bos_and_more = [token for token in special if token != "</s>"]
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(sample),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=config.vocab_size,
-            character_coverage=config.character_coverage,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            max_sentence_length=8 * SENTENCE_CHARS,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            control_symbols=bos_and_more,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        size_limit = re.search(r"<= (\d+)", str(error))
-        if size_limit is None:
-            raise DataError(f"SentencePiece cannot learn from this data: {error}") from error
-        raise ConfigError(
-            f"tokenizer.vocab_size={config.vocab_size}: there is not enough text for so many "
-            f"tokens. Give more, or set tokenizer.vocab_size={size_limit[1]} or less."
-        ) from error
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    proof = list(islice(_sentences(sample), PROOF_SENTENCES))
-    expected_ids = processor.encode(proof)
-    for split in (True, False):
-        backend = _backend_of(processor, split=split, special=special)
-        backend_ids = [item.ids for item in backend.encode_batch(proof, add_special_tokens=False)]
-        if backend_ids == expected_ids:
-            return backend
-    raise DataError(
-        "The SentencePiece model gives other ids than its fast form, so neither can be trusted "
-        "with this data. Use tokenizer.kind=bbpe."
-    )
-
-
-def _sentences(sample: TextSample) -> Iterator[str]:
-    for text in sample:
-        for line in text.splitlines():
-            # SentencePiece writes spaces as U+2581 and ends at a zero byte.
-            line = line.replace("\u2581", " ").replace("\0", " ")
-            for start in range(0, len(line), SENTENCE_CHARS):
-                if line[start : start + SENTENCE_CHARS].strip():
-                    yield line[start : start + SENTENCE_CHARS]
-
-
-def _backend_of(processor: Any, *, split: bool, special: list[str]) -> Any:
-    """The pieces and merges in ``tokenizers``; ``split``: word by word, which is faster."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    pieces = [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    plain = [
-        piece
-        for index, piece in enumerate(pieces)
-        if not (processor.is_control(index) or processor.is_byte(index))
-        and not processor.is_unknown(index)
-    ]
-    plain_pieces = set(plain)
-    merges = [
-        pair
-        for piece in plain  # in the order in which they were learned
-        for pair in sorted(
-            (
-                (piece[:cut], piece[cut:])
-                for cut in range(1, len(piece))
-                if {piece[:cut], piece[cut:]} <= plain_pieces
-            ),
-            key=lambda pair: (vocab[pair[0]], vocab[pair[1]]),
-        )
-    ]
-    backend = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Replace(" ", "\u2581")
-    if split:
-        backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", *special])
-    return backend
-
-
 PAD_TO = 64
 PROOF_TEXTS = 200
 BASE_BYTES = 300 << 20
 """Memory of the process before it learns."""
-BYTES_A_WORD_BYTE = {"bbpe": 90, "sentencepiece": 50, "wordpiece": 90}
-"""Memory that the libraries take for a byte of the different words (measured on Chinese)."""
+BYTES_A_WORD_BYTE = 90
+"""Memory that the library takes for a byte of the different words (measured on Chinese)."""
 MIN_MEMORY_GIB = 0.5
 MIN_BYTES = 1 << 16
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -299,8 +196,7 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
     """
     output = _output(config, data)
     special = _special_tokens(data.template, config.kind)
-    alphabet = {"bbpe": 256, "sentencepiece": 256 + 3, "wordpiece": 0}
-    smallest = len(special) + alphabet[config.kind]
+    smallest = len(special) + (256 if config.kind == "bbpe" else 0)
     if config.vocab_size <= smallest:
         raise ConfigError(
             f"tokenizer.vocab_size={config.vocab_size}: {smallest} are taken by bytes and special "
@@ -318,10 +214,8 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
             directory = Path(name)
             sample = _sampled(config, data, seed, directory)
-            trainers = {
-                "bbpe": _bbpe, "sentencepiece": train_sentencepiece, "wordpiece": _wordpiece
-            }  # fmt: skip
-            backend = trainers[config.kind](sample, config, special)
+            train = _bbpe if config.kind == "bbpe" else _wordpiece
+            backend = train(sample, config, special)
             ready = directory / "tokenizer"
             tokenizer = _saved(backend, config, data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
@@ -372,7 +266,7 @@ def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Pa
     if not sample.bytes:
         raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
     room = config.max_memory_gib * 2**30 - BASE_BYTES
-    sample.fit_words(int(room / BYTES_A_WORD_BYTE[config.kind]))
+    sample.fit_words(int(room / BYTES_A_WORD_BYTE))
     return sample
 
 
@@ -383,8 +277,7 @@ def _special_tokens(template: str, kind: str) -> list[str]:
     name = "chatml" if template == "auto" else template
     marker, jinja = TEMPLATES[name]
     markers = [*([marker] if marker else []), *_MARKERS.findall(jinja)]
-    base = ["</s>", "<pad>"] if kind == "sentencepiece" else [END, PAD]
-    return list(dict.fromkeys([*base, *markers]))
+    return list(dict.fromkeys([END, PAD, *markers]))
 
 
 def _bbpe(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
@@ -426,7 +319,7 @@ def _wordpiece(sample: TextSample, config: TokenizerConfig, special: list[str]) 
 def _saved(
     backend: Any, config: TokenizerConfig, data: DataConfig, special: list[str], directory: Path
 ) -> Any:
-    """Written with its chat template, and loaded as everybody will load it."""
+    """The tokenizer, written with its chat template and loaded as everybody will load it."""
     from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
     if config.kind == "wordpiece":
@@ -435,16 +328,13 @@ def _saved(
         )
         bert.save_pretrained(directory)
         return AutoTokenizer.from_pretrained(directory)
-    special_names = {"eos_token": special[0], "pad_token": special[1]}
-    if config.kind == "sentencepiece":
-        special_names |= {"unk_token": "<unk>", "bos_token": "<s>"}
+    end, pad, *others = special
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        additional_special_tokens=[
-            token for token in special if token not in special_names.values()
-        ],
+        eos_token=end,
+        pad_token=pad,
+        additional_special_tokens=others,
         clean_up_tokenization_spaces=False,
-        **special_names,
     )
     tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
     tokenizer.save_pretrained(directory)
@@ -460,10 +350,10 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
         if not exact:
             continue
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if back != text and "\u2581" not in text:
+        if back != text:
             raise DataError(
                 f"The tokenizer does not restore a text exactly: {json.dumps(text[:80])} "
-                f"became {json.dumps(back[:80])}. Use tokenizer.kind=bbpe."
+                f"became {json.dumps(back[:80])}."
             )
     return tokens
 

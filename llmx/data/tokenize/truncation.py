@@ -16,7 +16,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,14 +29,8 @@ from llmx.data.tokenize.conversations import Renderer, TokenSequence, own_backen
 from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 
-TRUNCATED = "truncated"
-CUT_OFF = "tokens cut off"
-"""Tokens that were cut off from examples in the store."""
-SPLIT = "further sequences of split documents"
-OVERFLOW = "tokens long: "
-"""With a length, rounded up to ``LENGTH_STEP``: how many examples of more than ``data.seq_len``
-tokens there are of it."""
 LENGTH_STEP = 64
+"""Lengths of too long examples are counted in steps of so many tokens."""
 TOO_LONG = "too long"
 NO_TARGET_LEFT = "without an answer in the first seq_len tokens"
 ANSWER_TOO_LONG = "answer longer than seq_len"
@@ -48,9 +42,38 @@ LENGTH_REASONS = (
 )  # fmt: skip
 
 
-def overflow_key(length: int) -> str:
-    """The key under which an example of this length is counted."""
-    return f"{OVERFLOW}{-(-length // LENGTH_STEP) * LENGTH_STEP}"
+@dataclass
+class Fates:
+    """What became of rows, by the names of ``meta.json``."""
+
+    rows_read: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    """Tokens that were cut off from examples in the store."""
+    split_sequences: int = 0
+    """Further sequences of split documents."""
+    unanswered_turns: int = 0
+    """Turns after the last answer, which were left out of used rows."""
+    overflow: Counter[int] = field(default_factory=Counter)
+    """Length, rounded up to ``LENGTH_STEP`` -> examples of more than ``data.seq_len`` tokens."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What renderings are not as they were in the row."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> examples that are not used."""
+
+    def add(self, other: Fates) -> None:
+        """Count the rows of ``other``, too."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def cut(self, num_tokens: int) -> None:
+        """Count an example that lost so many tokens."""
+        self.truncated += 1
+        self.truncated_tokens += num_tokens
+
+    def overflows(self, length: int) -> None:
+        """Count an example that is too long."""
+        self.overflow[-(-length // LENGTH_STEP) * LENGTH_STEP] += 1
 
 
 def too_long_to_cut(example: Example) -> str:
@@ -61,12 +84,12 @@ def too_long_to_cut(example: Example) -> str:
 
 
 class Truncation:
-    """Applies ``data.over_long`` block by block; ``counts`` gets what was cut and dropped."""
+    """Applies ``data.over_long`` block by block; ``fates`` counts what was cut and dropped."""
 
     def __init__(
         self,
         data: DataConfig,
-        counts: Counter[str],
+        fates: Fates,
         *,
         bos: Sequence[int] = (),
         eos: Sequence[int] = (),
@@ -77,7 +100,7 @@ class Truncation:
         end every document and are kept where its end is cut. ``splits``: documents become several
         sequences; ``wraps``: each of these begins with ``bos`` and ends with ``eos``."""
         self._data = data
-        self._counts = counts
+        self._fates = fates
         self._bos, self._eos = list(bos), list(eos)
         self._splits = splits
         self._wrap = (self._bos, self._eos) if wraps else ([], [])
@@ -102,91 +125,70 @@ class Truncation:
             return block
         if self._splits and all(map(_is_uncut_document, examples)):
             return self._split(block)
-        counts, limit = self._counts, self._data.seq_len
         sizes = np.ones(len(examples), np.int64) if block.sizes is None else block.sizes
-        totals = np.add.reduceat(block.lengths, np.cumsum(sizes) - sizes)
-        if int(totals.max()) <= limit and not any(map(_is_chat, examples)):
-            return block
-        borders = np.concatenate([[0], np.cumsum(block.lengths)])
-        sums = np.concatenate([[0], np.cumsum(block.targets != 0, dtype=np.int64)])
-        # Of each sequence: whether it has a target behind its first token.
-        has_targets = sums[borders[1:]] > sums[borders[:-1] + 1]
         keep = np.ones(len(block.tokens), np.bool_)
-        keep_examples = np.ones(len(examples), np.bool_)
-        first = 0
+        used = np.ones(len(examples), np.bool_)
+        edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
+        spans = iter(pairwise(edges))
         for number, example in enumerate(examples):
-            last = first + int(sizes[number])
-            spans = list(pairwise(borders[first : last + 1].tolist()))
-            cut = self._cut(example, block, keep, spans) if totals[number] > limit else 0
+            own = [next(spans) for _ in example.sequences]
+            cut: list[slice] | None = []
+            if own[-1][1] - own[0][0] > self._data.seq_len:
+                cut = self._cut(example, block, own)
+            for part in cut or ():
+                keep[part] = False
+            if cut is not None and not _all_answered(example, block.targets, keep, own):
+                self._fates.dropped[NO_TARGET_LEFT] += 1
+                cut = None
             if cut is None:
-                keep_examples[number] = False
-            elif _is_chat(example):
-                remain = has_targets[first:last].tolist()
-                if cut:
-                    remain = [_has_target(block.targets, keep, *span) for span in spans]
-                chats = (isinstance(part, Conversation) for part in example.sequences)
-                if not all(good for good, chat in zip(remain, chats, strict=True) if chat):
-                    counts[NO_TARGET_LEFT] += 1
-                    keep_examples[number] = False
-                    cut = 0
-            if cut:
-                counts[TRUNCATED] += 1
-                counts[CUT_OFF] += cut
-            if not keep_examples[number]:
-                keep[borders[first] : borders[last]] = False
-            first = last
-        if keep_examples.all() and keep.all():
-            return block
-        return _selected(block, keep, keep_examples, sizes)
+                used[number] = False
+                keep[own[0][0] : own[-1][1]] = False
+            elif cut:
+                self._fates.cut(sum(part.stop - part.start for part in cut))
+        return block if keep.all() else _selected(block, keep, used, sizes)
 
     def _cut(
-        self,
-        example: Example,
-        block: TokenBlock,
-        keep: np.ndarray,
-        spans: list[tuple[int, int]],
-    ) -> int | None:
-        """Take tokens of an example that is too long out of ``keep``; returns how many, or None
-        where it is dropped."""
-        counts, limit = self._counts, self._data.seq_len
+        self, example: Example, block: TokenBlock, spans: list[tuple[int, int]]
+    ) -> list[slice] | None:
+        """The tokens that an example which is too long loses; None where it is dropped."""
+        limit, over_long = self._data.seq_len, self._data.over_long
         total = spans[-1][1] - spans[0][0]
-        counts[overflow_key(total)] += 1
-        if self._data.over_long == "error":
+        self._fates.overflows(total)
+        if over_long == "error":
             in_sequences = f" in {len(spans)} sequences" if len(spans) > 1 else ""
             raise DataError(
                 f"{example.place}: {total} tokens{in_sequences}, data.seq_len is {limit}. Raise "
                 "data.seq_len, or set data.over_long to truncate or drop."
             )
-        if self._data.over_long == "drop":
-            counts[TOO_LONG] += 1
+        if over_long == "drop":
+            self._fates.dropped[TOO_LONG] += 1
             return None
-        over = total - limit
-        cuts = example.cuts
+        places = list(zip(spans, example.cuts, strict=True))
         prompts = [
-            self._prompt(block, *span) if cut == "prompt" else (0, 0)
-            for span, cut in zip(spans, cuts, strict=True)
+            self._prompt(block, *span) if cut == "prompt" else range(0) for span, cut in places
         ]
-        for (start, _), (low, room), lost in zip(
-            spans, prompts, _equal_cuts([room for _, room in prompts], over), strict=True
-        ):
-            if self._data.truncate_prompt == "right":
-                low += room - lost
-            keep[start + low : start + low + lost] = False
-            over -= lost
+        losses = _equal_cuts([len(prompt) for prompt in prompts], total - limit)
+        cuts_left = self._data.truncate_prompt != "right"
+        parts = [
+            slice(prompt.start, prompt.start + lost)
+            if cuts_left
+            else slice(prompt.stop - lost, prompt.stop)
+            for prompt, lost in zip(prompts, losses, strict=True)
+        ]
         # What is over now is taken from the longest of those that may be cut at an end.
-        ends = [
-            stop - start if cut in ("end", "start") else 0
-            for (start, stop), cut in zip(spans, cuts, strict=True)
-        ]
-        for (start, stop), cut, lost in zip(spans, cuts, _level_cuts(ends, over), strict=True):
-            if cut == "end":
+        over = total - limit - sum(losses)
+        lengths = [stop - start if cut in ("end", "start") else 0 for (start, stop), cut in places]
+        end_losses = _level_cuts(lengths, over)
+        for ((start, stop), cut), lost in zip(places, end_losses, strict=True):
+            if cut == "start":
+                parts.append(slice(start, start + lost))
+            elif lost:
                 stop -= self._kept_end(block, start, stop, lost)
-            keep[slice(stop - lost, stop) if cut == "end" else slice(start, start + lost)] = False
-            over -= lost
-        if over > 0:
-            counts[too_long_to_cut(example)] += 1
+                parts.append(slice(stop - lost, stop))
+        if over > sum(end_losses):
+            self._fates.dropped[too_long_to_cut(example)] += 1
             return None
-        return total - limit - over
+        return [part for part in parts if part.stop > part.start]
 
     def _kept_end(self, block: TokenBlock, start: int, stop: int, lost: int) -> int:
         """Tokens at the end of a sequence that stay where ``lost`` of those before them go."""
@@ -194,15 +196,14 @@ class Truncation:
         ends = count > 0 and block.tokens[stop - count : stop].tolist() == self._eos
         return count if ends and stop - start >= lost + count else 0
 
-    def _prompt(self, block: TokenBlock, start: int, stop: int) -> tuple[int, int]:
-        """(first token of a sequence's prompt that may go, how many may)."""
+    def _prompt(self, block: TokenBlock, start: int, stop: int) -> range:
+        """The tokens of a sequence's prompt that may go."""
         targets = np.flatnonzero(block.targets[start + 1 : stop])
-        bos = self._bos
-        has_bos = block.tokens[start : start + len(bos)].tolist() == bos
+        has_bos = block.tokens[start : start + len(self._bos)].tolist() == self._bos
         # One token must stand before the first target.
-        low = max(1, len(bos) if has_bos else 0)
-        stop_of_prompt = int(targets[0]) + 1 if len(targets) else stop - start
-        return low, max(0, stop_of_prompt - low)
+        first = start + max(1, len(self._bos) if has_bos else 0)
+        stop_of_prompt = start + 1 + int(targets[0]) if len(targets) else stop
+        return range(first, max(first, stop_of_prompt))
 
     def _split(self, block: TokenBlock) -> TokenBlock:
         """Documents as runs of at most ``seq_len`` tokens, one after the other."""
@@ -220,7 +221,7 @@ class Truncation:
                 stop -= len(body) - stop == 1 and not len(bos) + len(eos)
                 parts += [bos, body[start:stop], eos]
                 lengths.append(len(bos) + stop - start + len(eos))
-                self._counts[SPLIT] += start > 0
+                self._fates.split_sequences += start > 0
                 if stop == len(body):
                     break
                 start = stop
@@ -237,12 +238,15 @@ def _is_uncut_document(example: Example) -> bool:
     )
 
 
-def _is_chat(example: Example) -> bool:
-    return any(isinstance(sequence, Conversation) for sequence in example.sequences)
-
-
-def _has_target(targets: np.ndarray, keep: np.ndarray, start: int, stop: int) -> bool:
-    return bool((targets[start:stop][keep[start:stop]][1:] != 0).any())
+def _all_answered(
+    example: Example, targets: np.ndarray, keep: np.ndarray, spans: list[tuple[int, int]]
+) -> bool:
+    """Whether each conversation has a target among the tokens that it keeps, but for the first."""
+    return all(
+        (targets[start:stop][keep[start:stop]][1:] != 0).any()
+        for sequence, (start, stop) in zip(example.sequences, spans, strict=True)
+        if isinstance(sequence, Conversation)
+    )
 
 
 def _equal_cuts(rooms: list[int], over: int) -> list[int]:

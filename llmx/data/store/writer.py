@@ -1,0 +1,149 @@
+"""Writes tokenized examples once, in the order in which they are read, and packs them by an index.
+
+Packing needs the length of every example before it can place the first one. So tokens, targets and
+columns by token stay where they were appended, and the index says where each sequence of a sample
+begins. Only the columns by sequence and by example, which are small, are put into the order of the
+samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmx.data.examples import WEIGHT, Column, Schema
+from llmx.data.store.packing import PACKERS, borders, of_sequences
+from llmx.data.store.samples import save_index
+from llmx.data.tokenize.documents import TokenBlock
+
+CHUNK_TOKENS = 1 << 20
+"""Tokens whose targets are counted at once."""
+CHUNK_ROWS = 1 << 16
+"""Values by sequence or by example that are moved at once."""
+
+
+class Writer:
+    """Appends examples to the files of a store in ``directory``; then ``pack`` writes its index."""
+
+    def __init__(self, directory: Path, columns: tuple[Column, ...]) -> None:
+        self._directory = directory
+        self._schema = Schema(columns)
+        self._targets = WEIGHT if self._schema.weighted else "targets"
+        self._target_type: type = np.float32 if self._schema.weighted else np.uint8
+        file_names = dict.fromkeys(["tokens", self._targets, *(column.name for column in columns)])
+        self._streams = {name: self._path(name).open("wb") for name in file_names}
+        self._digests = {name: hashlib.sha256() for name in file_names}
+        self.lengths = array("q")
+        """Tokens of each sequence."""
+        self._sizes = array("i")
+        """Sequences of each example; empty as long as each has one."""
+        self.bytes = 0
+        """Bytes that were written."""
+
+    @property
+    def example_lengths(self) -> np.ndarray:
+        """The number of tokens of each example, int64."""
+        lengths = np.frombuffer(self.lengths, np.int64)
+        if not self._sizes:
+            return lengths
+        return np.add.reduceat(lengths, borders(np.frombuffer(self._sizes, np.int32))[:-1])
+
+    def append(self, block: TokenBlock) -> None:
+        """Append the examples of a block."""
+        if not len(block.lengths):
+            return
+        self._write("tokens", block.tokens.astype(np.uint32, copy=False))
+        self._write(self._targets, block.targets.astype(self._target_type, copy=False))
+        for column, values in block.columns.items():
+            self._write(column.name, values)
+        is_grouped = block.sizes is not None and int(block.sizes.max()) > 1
+        if is_grouped and not self._sizes:
+            self._sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
+        if is_grouped or self._sizes:
+            sizes = np.ones(len(block.lengths)) if block.sizes is None else block.sizes
+            self._sizes.frombytes(sizes.astype(np.int32).tobytes())
+        self.lengths.frombytes(np.ascontiguousarray(block.lengths, np.int64).tobytes())
+
+    def pack(self, packing: str, *, seq_len: int) -> dict[str, Any]:
+        """Close the files and write the index; returns counts and checksums for ``meta.json``.
+        ``packing`` is ``data.packing``."""
+        for stream in self._streams.values():
+            stream.close()
+        lengths = np.frombuffer(self.lengths, np.int64)
+        examples = sequences = PACKERS[packing](self.example_lengths, capacity=seq_len)
+        if self._sizes:
+            sizes = np.frombuffer(self._sizes, np.int32).astype(np.int64)
+            sequences = of_sequences(examples, lengths, sizes)
+        for per, items in (("sequence", sequences.items), ("example", examples.items)):
+            for column in self._schema.per(per):
+                self._reorder(column, items)
+        firsts = sequences.examples
+        if firsts is None:
+            firsts = np.arange(len(sequences.items) + 1, dtype=np.int64)
+        offsets = borders(lengths)[sequences.items]
+        offsets += sequences.starts
+        counts, weights = self._sums(offsets, sequences.stops - sequences.starts, seq_len=seq_len)
+        first_of_samples = firsts[examples.samples[:-1]]
+        index = save_index(
+            self._directory,
+            samples=examples.samples,
+            examples=firsts,
+            sequences=borders(sequences.stops - sequences.starts),
+            offsets=offsets,
+            target_counts=np.add.reduceat(counts, first_of_samples),
+            weights=None if weights is None else np.add.reduceat(weights, first_of_samples),
+        )
+        digests = {f"{name}.bin": digest.hexdigest() for name, digest in self._digests.items()}
+        return {**index, "sha256": digests}
+
+    def discard(self) -> None:
+        """Close the files; on a full disk their last bytes cannot be written."""
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.bin"
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        if values.size:  # memoryview refuses an empty array
+            content = np.ascontiguousarray(values).data.cast("B")
+            self._streams[name].write(content)
+            self._digests[name].update(content)
+            self.bytes += len(content)
+
+    def _reorder(self, column: Column, items: np.ndarray) -> None:
+        """Put the values of a column into the order of the samples."""
+        path = self._path(column.name)
+        values = np.memmap(path, column.numpy_dtype, "r").reshape(-1, *column.shape)
+        reordered = path.with_suffix(".reordered")
+        with reordered.open("wb") as stream:
+            for start in range(0, len(items), CHUNK_ROWS):
+                stream.write(values[items[start : start + CHUNK_ROWS]].tobytes())
+        reordered.replace(path)
+        del self._digests[column.name]  # of the other order
+
+    def _sums(
+        self, offsets: np.ndarray, sizes: np.ndarray, *, seq_len: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The target tokens of each sequence of the samples, and the sum of their weights where
+        there are weights. The first token of a sequence is no target: nothing stands before it."""
+        stored = np.memmap(self._path(self._targets), self._target_type, "r")
+        counts = np.zeros(len(offsets), np.int64)
+        weights = np.zeros(len(offsets), np.float64) if self._schema.weighted else None
+        in_file = np.argsort(offsets, kind="stable")  # where they lie one after the other
+        step = max(1, CHUNK_TOKENS // seq_len)
+        for start in range(0, len(offsets), step):
+            chosen = in_file[start : start + step]
+            begin, end = int(offsets[chosen[0]]), int(offsets[chosen[-1]] + sizes[chosen[-1]])
+            targets, firsts = np.array(stored[begin:end]), offsets[chosen] - begin
+            targets[firsts] = 0
+            counts[chosen] = np.add.reduceat(targets != 0, firsts, dtype=np.int64)
+            if weights is not None:
+                weights[chosen] = np.add.reduceat(targets, firsts, dtype=np.float64)
+        return counts, weights
