@@ -10,7 +10,7 @@ rank has them whole, in the training dtype and without an engine: gradients and 
 which take most of a device's memory in training, are not there yet. At ZeRO-3 they are sharded over
 the ranks as the trained network will be.
 
-Tried by ``python -m pytest -m deepspeed tests/integration/test_dpo.py``.
+Tried by ``python -m pytest -m deepspeed tests/integration/test_real_trainings.py``.
 """
 
 from __future__ import annotations

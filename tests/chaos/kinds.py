@@ -1,7 +1,7 @@
 """Which faults there are, how often each comes, and which of them come together.
 
 A *volley* is one fault, or two of which the second strikes while the run recovers from the first.
-``python -m pytest tests/unit/test_chaos_plan.py`` tries it.
+``python -m pytest -m nightly tests/integration/test_test_tools.py`` tries it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Host(Faults):
     def __init__(self, cluster: Cluster, *, name: str, index: int, hidden: Iterable[str]) -> None:
         self.cluster = cluster
         self.name = name
-        self.address = f"{cluster.subnet}.{index + 1}"
+        self.address = f"10.77.0.{index + 1}"
         self.ssh_port = 2201 + index
         self.port = f"port-{name}"[:15]
         """The host's socket on the switch."""
@@ -256,11 +256,10 @@ def start_init(
     return init, int(json.loads(line)["pid"])
 
 
-def ip_batch(pid: int | None, *lines: str) -> None:
-    """``ip -batch`` in the network of process ``pid`` (None: this machine's own)."""
-    inside = [] if pid is None else ["nsenter", "--target", str(pid), "--net"]
+def ip_batch(pid: int, *lines: str) -> None:
+    """``ip -batch`` in the network of process ``pid``."""
     subprocess.run(
-        [*inside, "ip", "-batch", "-"],
+        ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"],
         input="\n".join(lines) + "\n",
         text=True,
         check=True,

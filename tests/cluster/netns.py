@@ -19,9 +19,9 @@ A host is a set of namespaces: network, host name, mounts, processes, System V I
   this machine's file system: Python and the checkout are seen by every host at the same path,
   except what ``hidden`` names, e.g. ``hidden={"node-b": [REPO]}``, where ``.venv`` stays.
 
-The control side (where ``python -m llmx`` runs) is a host, usually the first, or this machine's
-own network with ``connect_root=True``. ``run`` and ``popen`` behave as if the program had been
-started here: signals reach it, a kill kills it, the return code is its own.
+The control side (where ``python -m llmx`` runs) is a host, usually the first. ``run`` and ``popen``
+behave as if the program had been started here: signals reach it, a kill kills it, the return code
+is its own.
 
 Faults: ``limit_bandwidth``, ``add_latency``, ``limit_cpu``, ``pin_to_core``, ``limit_memory``,
 ``block_high_ports``, ``set_mtu``, ``limit_packets``, ``cut`` / ``restore``, ``stop_sshd`` /
@@ -59,7 +59,7 @@ class Cluster:
 
     ``hosts``: how many, or their names. ``hidden``: per host, directories that are empty there
     (Python itself stays). ``loopback_names``: each host resolves its own name to 127.0.1.1, as
-    Debian sets it up. ``connect_root``: this machine's own network joins, at ``root_address``.
+    Debian sets it up.
     """
 
     def __init__(
@@ -69,16 +69,12 @@ class Cluster:
         private_paths: Iterable[str | os.PathLike[str]] = (),
         hidden: Mapping[str, Iterable[str | os.PathLike[str]]] | None = None,
         loopback_names: bool = False,
-        connect_root: bool = False,
     ) -> None:
         names = (
             [f"node-{chr(ord('a') + i)}" for i in range(hosts)] if isinstance(hosts, int) else hosts
         )
         self.private_paths = tuple(os.path.abspath(path) for path in private_paths)
         self.loopback_names = loopback_names
-        self.connect_root = connect_root
-        self.subnet = free_subnet() if connect_root else "10.77.0"
-        self.root_address = f"{self.subnet}.254" if connect_root else None
         self.switch_pid = 0
         self._switch: subprocess.Popen[str] | None = None
         leftovers.sweep()
@@ -117,11 +113,6 @@ class Cluster:
             log=self.directory / "switch.log",
         )
         ip_batch(self.switch_pid, "link add bridge type bridge", "link set bridge up")
-        if self.connect_root:
-            near = f"lx{os.getpid() % 10**7}{self.subnet.rsplit('.', 1)[1]}"
-            ip_batch(None, f"link add {near} type veth peer name root netns {self.switch_pid}")
-            ip_batch(self.switch_pid, "link set root master bridge up")
-            ip_batch(None, f"addr add {self.root_address}/24 dev {near}", f"link set {near} up")
         for host in self.hosts:
             host.boot()
 
@@ -180,14 +171,3 @@ class Cluster:
             own = other is host and self.loopback_names
             lines.append(f"{'127.0.1.1' if own else other.address} {other.name}")
         return "\n".join(lines) + "\n"
-
-
-def free_subnet() -> str:
-    """Three numbers of a /24 that this machine's network does not use."""
-    used = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
-    start = os.getpid() % 200
-    for step in range(200):
-        subnet = f"10.77.{1 + (start + step) % 200}"
-        if f" {subnet}." not in used:
-            return subnet
-    raise Unsupported("no free subnet in 10.77.0.0/16")

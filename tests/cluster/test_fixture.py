@@ -16,25 +16,12 @@ import pytest
 
 from tests.cluster import leftovers
 from tests.cluster.netns import Cluster, wait_until
-from tests.cluster.requirements import Unsupported
-from tests.cluster.slurm import start_slurm
 
 pytestmark = pytest.mark.nightly
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Make = Callable[..., Cluster]
 Need = Callable[..., None]
-
-
-def test_hosts_have_names_and_reach_each_other_by_ssh(cluster: Cluster) -> None:
-    assert len({host.ssh_port for host in cluster.hosts} - {22}) == len(cluster.hosts)
-    for host in cluster.hosts:
-        assert host.run(["hostname"]).stdout.strip() == host.name
-        for other in cluster.hosts:
-            assert _ssh(host, other.name, "hostname").stdout.strip() == other.name
-    answer = cluster.first.run(["ssh", "-p", "22", "node-b", "true"], check=False)
-    assert answer.returncode == 255
-    assert "Connection refused" in answer.stderr
 
 
 def test_private_disks_are_private_and_a_hidden_checkout_leaves_python(
@@ -57,17 +44,6 @@ def test_private_disks_are_private_and_a_hidden_checkout_leaves_python(
     assert second.run(["ls", REPOSITORY / "llmx"], check=False).returncode != 0
     second.run([sys.executable, "-c", "import numpy"])
     second.add_disk("/mnt", size_mib=1)  # the fixture's scripts are still found
-
-
-def test_signals_and_exit_codes_pass_through(cluster: Cluster) -> None:
-    host = cluster.first
-    assert host.run(["sh", "-c", "exit 7"], check=False).returncode == 7
-    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
-        process = host.popen(["sleep", "1000"])
-        wait_until(host.processes, timeout_s=10, what="sleep runs")
-        process.send_signal(number)
-        assert process.wait(timeout=10) == -number
-        wait_until(lambda: not host.processes(), timeout_s=10, what="sleep has ended")
 
 
 def test_a_killed_host_comes_back_empty(make_cluster: Make, tmp_path: Path) -> None:
@@ -144,25 +120,6 @@ def test_a_host_with_a_full_disk_and_little_of_a_core(make_cluster: Make, tmp_pa
     assert float(host.run([*python, f"{spin}print(time.process_time())"]).stdout) < 0.45
 
 
-def test_the_machine_itself_can_join(make_cluster: Make) -> None:
-    cluster = make_cluster(connect_root=True)
-    answer = subprocess.run(
-        ["ssh", "-F", cluster.ssh_config, "node-b", "hostname; echo $SSH_CLIENT"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert answer.stdout.split()[:2] == ["node-b", cluster.root_address]
-
-
-def test_two_clusters_at_once_do_not_meet(make_cluster: Make) -> None:
-    one, two = make_cluster(), make_cluster()
-    one["node-b"].kill()
-    _ssh(two.first, "node-b", "true")
-    wrong_key = two.run("node-a", ["ssh", "-F", one.ssh_config, "node-b", "true"], check=False)
-    assert "Permission denied" in wrong_key.stderr
-
-
 def test_a_killed_session_leaves_no_process_and_no_network(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys
@@ -200,17 +157,6 @@ def test_a_killed_session_leaves_no_process_and_no_network(tmp_path: Path) -> No
         timeout_s=10,
         what="its control groups are gone",
     )
-
-
-def test_slurm_starts_tasks_through_pmix(make_cluster: Make, need: Need) -> None:
-    need("slurm")
-    cluster = make_cluster()
-    start_slurm(cluster)
-    offered = cluster.run("node-a", ["srun", "--mpi=list"]).stdout
-    if "pmix" not in offered:
-        raise Unsupported("this Slurm was built without PMIx")
-    names = cluster.run("node-a", ["srun", "--mpi=pmix", "-N2", "-n2", "hostname"]).stdout
-    assert sorted(names.split()) == ["node-a", "node-b"]
 
 
 def _can_connect(here: Any, there: Any) -> bool:

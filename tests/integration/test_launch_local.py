@@ -70,12 +70,14 @@ def start(directory: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
         )
 
 
-def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
+def test_two_runs_at_once_and_one_is_interrupted(tmp_path: Path) -> None:
+    """The other one goes on. The interrupted one says its newest checkpoint and how it goes on;
+    so does a resume that is interrupted before it trains, and the same command says it, too."""
+    words = ("task.steps=100000", "checkpoint.every_steps=2")
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first = LocalRun(tmp_path / "a", "task.steps=100000")
-    second = LocalRun(tmp_path / "b", "task.steps=100000")
-    first.until_step(1)
+    first, second = (LocalRun(tmp_path / name, *words) for name in "ab")
+    first.until(first.dir.newest_step)
     second.until_step(1)
     first.signal(signal.SIGINT)
     assert first.wait(timeout_s=60) == 130
@@ -86,18 +88,9 @@ def test_two_runs_at_once_and_ctrl_c_on_one(tmp_path: Path) -> None:
     second.process.wait()
     wait_until(lambda: not second.left(), timeout_s=30, what="nothing of the second run is left")
 
-
-def test_a_run_that_was_interrupted_says_how_it_goes_on(tmp_path: Path) -> None:
-    """Its newest checkpoint, also where a resume was interrupted before it trained; and the same
-    command is not only refused."""
-    words = ("task.steps=100000", "checkpoint.every_steps=2")
-    run = LocalRun(tmp_path, *words)
-    run.until(run.dir.newest_step)
-    run.signal(signal.SIGINT)
-    assert run.wait(timeout_s=60) == 130
-    newest = f"newest checkpoint: step {run.dir.newest_step()}"
-    resume = f"python -m llmx resume {run.dir.root}"
-    argv = [sys.executable, "-m", "llmx", "resume", str(run.dir.root)]
+    newest = f"newest checkpoint: step {first.dir.newest_step()}"
+    resume = f"python -m llmx resume {first.dir.root}"
+    argv = [sys.executable, "-m", "llmx", "resume", str(first.dir.root)]
     for line in ("run directory", "launching"):
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as again:
             assert again.stdout is not None
@@ -107,10 +100,10 @@ def test_a_run_that_was_interrupted_says_how_it_goes_on(tmp_path: Path) -> None:
         assert again.returncode == 130
         assert newest in rest
         assert f"to resume: {resume}\n" in rest
-    run = LocalRun(tmp_path, *words)
-    assert run.wait(timeout_s=60) == 2
+    again_as_new = LocalRun(tmp_path / "a", *words)
+    assert again_as_new.wait(timeout_s=60) == 2
     assert f"already contains a run; a run is never overwritten. Continue it with {resume}," in (
-        run.out.read_text()
+        again_as_new.out.read_text()
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmx.run.rundir import RunDir, read_json
-from tests.command_runs import SMALL, forked, lines, succeeds
-from tests.resumed_runs import events, measurements
+from tests.command_runs import SMALL, lines, succeeds
 
 pytestmark = pytest.mark.deepspeed
 
@@ -94,61 +91,6 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
     state = json.loads(newest.read_text())
     assert all(name.startswith("policy.") for name in state["parameters"])
     assert_exported(tmp_path, run)
-
-
-EVERYTHING = Path(__file__).parents[1] / "programs" / "own_task.py"
-
-
-@pytest.mark.nightly
-def test_a_task_that_uses_all_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """Pairs stored and generated, a frozen reference, a second trained network with a head, float
-    weights, metrics: stopped, 2 -> 3 ranks, export, all by the commands of a user."""
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    shutil.copy(EVERYTHING, tasks / "my_everything.py")
-    write_pairs(tmp_path / "pairs.jsonl")
-    words = [
-        *SMALL, "task.kind=my_everything:Everything", f"task.code_path={tasks}", "data=file",
-        f"data.path={tmp_path / 'pairs.jsonl'}", "data.max_rows=null", "data.eval_samples=8",
-        "data.seq_len=128",
-        f"data.cache_dir={tmp_path / 'cache'}", "hardware=cpu2", "precision=fp32", "zero=stage3",
-        "batch.global_batch=6", "optim.lr=0.01", "task.steps=8", "task.log_every_steps=1",
-        "task.eval_every_steps=4", "checkpoint.every_steps=2", "checkpoint.metric=eval/accuracy",
-        "task.save_model=true", "launch.restart_backoff_s=0",
-    ]  # fmt: skip
-    undisturbed, run = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
-    succeeds(tmp_path, *words, f"run_dir={undisturbed.root}")
-
-    succeeds(tmp_path, *words, "task.stop_at_step=4", f"run_dir={run.root}")
-    wanted = [line for line in measurements(undisturbed) if line.get("step", 0) <= 4]
-    found = [line for line in measurements(run) if line["kind"] != "end"]
-    assert found == wanted, "bit for bit"
-    (ended,) = [line for line in measurements(run) if line["kind"] == "end"]
-    state = read_json(run.checkpoint(4) / "state.json")
-    assert state["weights_hash"] == ended["weights_hash"]
-    assert {name.split(".")[0] for name in state["parameters"]} == {"policy", "scorer"}
-    assert list(state["frozen"]) == ["reference"]
-
-    hosts = "hardware.hosts=[{name: localhost, slots: 3, device: cpu}]"
-    succeeds(tmp_path, "resume", str(run.root), hosts, "task.stop_at_step=null", forked())
-    assert [event["world_size"] for event in events(run, "resumed")] == [3]
-    numbers, expected = (
-        [
-            [line[name] for name in ("loss", "grad_norm", "accuracy", "margin", "drift")]
-            for line in measurements(one)
-            if line["kind"] == "train"
-        ]
-        for one in (run, undisturbed)
-    )
-    assert len(numbers) == 8
-    for mine, theirs in zip(numbers, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    drift, wanted_drift = (measurements(one)[-2]["drift"] for one in (run, undisturbed))
-    assert drift == pytest.approx(wanted_drift, rel=1e-3)
-    provenance = read_json(run.provenance)
-    assert list(provenance["task_code"]) == ["my_everything.py"]
-
-    assert_exported(tmp_path, run.root)
 
 
 def test_the_rollout_of_the_docs_trains_on_what_it_draws(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llmx.errors import LaunchError
 from llmx.launch import supervise
 from llmx.launch.files import make_spec
-from llmx.launch.supervision.journal import read_attempts, supervisor_lock
+from llmx.launch.supervision.journal import read_attempts
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import read_json
@@ -43,39 +42,6 @@ def check_metrics(run: LocalRun, last: int) -> None:
     wanted = sorted({1, *range(5, last + 1, 5), last})
     assert steps == wanted
     assert [record["kind"] for record in found].count("start") == 1
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_costs_one_interval(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path, "task.steps=160", *SAVING)
-    until_committed(run, 2 * EVERY)
-    token, port = run.token(), run.environment()["MASTER_PORT"]
-    with pytest.raises(LaunchError, match=f"supervised by process {run.process.pid} on "):
-        supervisor_lock(run.dir, str(snapshot.run_id(run.dir))).__enter__()
-    assert read_json(run.dir.supervisor)["state"] == "running"
-    os.kill(run.pid_of_rank(1), signal.SIGKILL)
-    assert run.wait(timeout_s=300) == 0, run.out.read_text()
-
-    first, second = read_attempts(run.dir)
-    assert (first["outcome"], first["rank"], first["decision"]) == ("crash", 1, "restart")
-    assert "SIGKILL" in first["cause"]
-    assert (second["outcome"], second["decision"]) == ("ok", "finished")
-    assert second["first_step"] == first["saved_step"] >= 2 * EVERY
-    assert second["last_step"] == 160
-    check_metrics(run, 160)
-    result = run.result()
-    assert (result["outcome"], result["attempts"], result["restarts"]) == ("ok", 2, 1)
-    assert result["run_id"] == snapshot.run_id(run.dir)
-    assert token == run.token() == snapshot.run_token(run.dir)
-    said = run.out.read_text()
-    assert f"crash after step {first['last_step']}, rank 1 on localhost: the process was" in said
-    newest = f"newest checkpoint: step {first['saved_step']}"
-    assert f"restart 1 of 3 in 0:01: it crashed; {newest}" in said
-    assert f"resuming from step {first['saved_step']}" in said
-    assert "1 restart: crash after step" in said
-    assert read_json(run.dir.supervisor)["state"] == "finished"
-    assert run.left() == []
-    assert list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*")) == []
 
 
 def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:

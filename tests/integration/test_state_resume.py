@@ -53,6 +53,8 @@ FULL, SELECTIVE = ({"activation_checkpointing": how} for how in ("full", "select
 TIED = {"tie_word_embeddings": True}
 BF16, AT_ONCE = {"precision": "bf16"}, {"save_at": 0}
 SKIPS = {"precision": "fp16", "loss_scale": 2.0**19}
+SHORT = {"save_at": 2, "until": 3}
+"""Models that generate at ZeRO-3, or are tried at other stages for all steps: a step costs more."""
 
 
 def job(name: str, stage: int, *settings: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -93,18 +95,18 @@ SAME_RANKS = [
     # A task that uses all of the seam; equal weights generate the same samples again.
     job("own", 2, task=OWN_TASK),
     # Its frozen model is another network in another precision.
-    *(job(f"source-{at}", at, task=OWN_TASK, options=OTHER_NETWORK) for at in (2, 3)),
+    *(job(f"source-{at}", at, SHORT, task=OWN_TASK, options=OTHER_NETWORK) for at in (2, 3)),
     # Shipped tasks that generate: with a value model, and with a teacher.
     job("ppo", 2, PPO),
     job("on-policy", 2, task="distill", options=ON_POLICY),
-    job("ppo-lora", 3, PPO, options={**REWARDED, "value_model": "pretrained"}, adapter=LORA),
+    job("ppo-lora", 3, PPO, SHORT, options={**REWARDED, "value_model": "pretrained"}, adapter=LORA),
     # An adapter beside frozen weights, which are drawn again as if they were loaded.
     job("lora-0", 0, SELECTIVE, adapter=LORA),
     job("lora-bf16-1", 1, BF16, adapter=LORA),
     job("lora-3", 3, FULL, zero={**HPZ, "param_persistence_threshold": 0}, adapter=LORA),
-    job("dora", 3, BF16, FULL, zero=ALL_CPU, adapter=DORA, config=TIED),
+    job("dora", 3, BF16, FULL, SHORT, zero=ALL_CPU, adapter=DORA, config=TIED),
     # Two updates with the samples of each step.
-    job("lora-own", 3, task=OWN_TASK, options={"updates": 2}, adapter=LORA),
+    job("lora-own", 3, SHORT, task=OWN_TASK, options={"updates": 2}, adapter=LORA),
     job("frozen-0", 0, BF16, freeze="layers.0"),
     job("frozen-3", 3, BF16, AT_ONCE, freeze="layers.0"),
 ]
@@ -218,7 +220,7 @@ def close(found: list[list[float]], expected: list[list[float]], *, rel: float) 
 def test_a_new_engine_goes_on_bit_for_bit(out: Path, name: str) -> None:
     one, other = results(out, name, world=2)
     assert (one["wrong"], other["wrong"]) == ({}, {})
-    assert len(one["losses"]) == TOTAL
+    assert len(one["losses"]) in (TOTAL, SHORT["until"])
     assert one["losses"] == other["losses"]
     assert one["losses"][0] != one["losses"][-1]
 

@@ -207,34 +207,44 @@ def test_online(tmp_path: Path, tracker: Start) -> None:
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["one process", "one process after the other"])
-def test_one_online_run_over_restarts(tmp_path: Path, tracker: Start, again: bool) -> None:
-    """The ranks restart from a checkpoint; perhaps the supervisor, and so its tracker, was killed
-    too. The server has every step once, from first to last, in one run."""
+def test_one_online_run_over_restarts(tmp_path: Path, tracker: Start) -> None:
+    """The ranks restart from a checkpoint; then the supervisor, and so its tracker, is killed, too.
+    The server has every step once, from first to last, in one run."""
     run = start_run(tmp_path)
     records = tracked_run.lines()
-    first = [record for record in records if record.get("step", 0) <= 24]
-    resumed = {"kind": "event", "event": "resumed", "step": 20, "attempt": 2, "time": 1.9e9}
-    kept = [record for record in first if record.get("step", 0) <= 20]
+
+    def up_to(step: int) -> list[dict[str, Any]]:
+        return [record for record in records if record.get("step", 0) <= step]
+
+    def resumed(step: int, attempt: int) -> dict[str, Any]:
+        known = {"kind": "event", "event": "resumed", "time": 1.9e9}
+        return {**known, "step": step, "attempt": attempt}
+
+    def write(*written: dict[str, Any]) -> None:
+        write_text(run.metrics, "".join(f"{json.dumps(record)}\n" for record in written))
+
     with WandbServer() as server:
-        one = tracker(run, url=server.url)
-        tracked_run.append(run, first)
+        first = tracker(run, url=server.url)
+        tracked_run.append(run, up_to(24))
         wait_until(
             lambda: any(row["_step"] == 22 for row in server.history), timeout_s=30, what="step 22"
         )
-        if again:
-            one.leave()
-        write_text(run.metrics, "".join(f"{json.dumps(record)}\n" for record in [*kept, resumed]))
-        if again:
-            one = tracker(run, url=server.url)
-        finish(run, [record for record in records if record.get("step", 0) > 20])
-        out = one.wait()
+        kept = [*up_to(20), resumed(20, 2)]
+        write(*kept)
+        kept += [record for record in up_to(28) if record.get("step", 0) > 20]
+        tracked_run.append(run, kept[len(up_to(20)) + 1 :])
+        first.leave()
+        write(*kept, resumed(28, 3))
+        second = tracker(run, url=server.url)
+        finish(run, [record for record in records if record.get("step", 0) > 28])
+        out = second.wait()
     assert "online" in out
     steps = [row["_step"] for row in server.history]
     assert steps == sorted(set(steps)), "every step once"
     assert_history(server.history, records)
-    rows = [row for row in server.history if row.get("resumed/step") == 20]
-    assert [row["resumed/attempt"] for row in rows] == [2]
+    for step, attempt in ((20, 2), (28, 3)):
+        rows = [row for row in server.history if row.get("resumed/step") == step]
+        assert [row["resumed/attempt"] for row in rows] == [attempt]
     assert list(server.runs) == [tracked_run.RUN_ID]
 
 

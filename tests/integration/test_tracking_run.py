@@ -13,7 +13,6 @@ import yaml
 
 from llmx.run.metrics.lines import read_metrics, scalars
 from llmx.run.rundir import RunDir, read_json
-from tests.command_runs import train
 from tests.wandb_server import WandbServer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -92,14 +91,3 @@ def test_online(tmp_path: Path) -> None:
         path for path in run.root.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()
     ]
     assert leaked == []
-
-
-def test_a_server_that_hangs_changes_nothing(tmp_path: Path) -> None:
-    with WandbServer() as server:
-        server.hang()
-        account = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        run = train(tmp_path, "run", *OVERRIDES, "tracking.finish_timeout_s=12", **account)
-    assert (run.exit_code, run.result["outcome"]) == (0, "ok"), run.said
-    assert "no answer within" in run.said
-    assert "wandb sync " in run.said
-    assert len(list((run.dir.root / "wandb").glob("offline-run-*/*.wandb"))) == 1

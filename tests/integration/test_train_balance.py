@@ -146,13 +146,9 @@ def test_ranks_measure_the_blocks_that_have_room(tmp_path: Path, ranks: Server) 
     log = first.rank_log(0).read_text()
     assert f"{whole:,} parameters" in log
     assert "balance: measured by 3 of 5 blocks in" in log
-    # It has changed nothing: what a cached speed trains is the same, bit for bit.
-    second = ranks.start(tight("second", room_for=3.5)).finish()
-    assert "balance: measured" not in second.rank_log(0).read_text()
-    assert numbers(second) == numbers(first)
     shutil.rmtree(tmp_path / "cache")
-    third = ranks.start(tight("third", room_for=1.5)).finish()
-    log = third.rank_log(0).read_text()
+    second = ranks.start(tight("second", room_for=1.5)).finish()
+    log = second.rank_log(0).read_text()
     assert "balance: not measured (rank 0: the whole model does not fit on a cpu" in log
     assert "nor do 2 of its 5 blocks" in log
     assert "tokens/s, " not in log.split("balance: ")[-1].splitlines()[0]
@@ -163,14 +159,11 @@ def test_experts_are_measured_at_zero_3(tmp_path: Path, ranks: Server) -> None:
     measured with it, the run failed at its first step."""
     MixtralConfig(vocab_size=1024, **EXPERT_MODELS["mixtral"]).save_pretrained(tmp_path / "model")
     model = {"kind": "hf", "path": str(tmp_path / "model"), "config": {}}
-    runs = []
-    for name in ("first", "second"):
-        run = run_of(tmp_path / name, stage=3, balance="measured", model=model)
-        runs.append(ranks.start(run).finish())
-    logs = [run.rank_log(0).read_text() for run in runs]
-    assert ["balance: measured in" in log for log in logs] == [True, False]
-    assert "not measured" not in logs[0]
-    assert numbers(runs[0]) == numbers(runs[1])
+    run = run_of(tmp_path / "run", stage=3, balance="measured", model=model)
+    log = ranks.start(run).finish().rank_log(0).read_text()
+    assert "balance: measured in" in log
+    assert "not measured" not in log
+    assert len(numbers(run)) == STEPS
 
 
 DRIFTING = 12

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs.engines import CLIPPED
 from tests.rundirs import rank_environment
 
 pytestmark = pytest.mark.deepspeed
 
-STAGES = ["0", "1", "2", "3"]
 FP16, BF16 = torch.finfo(torch.float16).eps, torch.finfo(torch.bfloat16).eps
 """What one rounding may be off by, relative: about 1e-3 and 8e-3, on any processor."""
 
@@ -42,15 +42,13 @@ def answers(out: Path, name: str) -> list[Any]:
     return [json.loads((out / f"{name}.{rank}.json").read_text())["answer"] for rank in range(2)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_growing_loss_scale_changes_no_update(out: Path, stage: str) -> None:
+def test_a_growing_loss_scale_changes_no_update(out: Path) -> None:
     """DeepSpeed alone halves the update at which the scale doubles.
 
     Gradients below fp16's normal range are rounded otherwise at another scale.
     """
     steps, update = 6, 1.4e-3
-    for found in answers(out, "growing_loss_scale"):
-        one = found[stage]
+    for one in (one for found in answers(out, "growing_loss_scale") for one in found.values()):
         assert one["scales"] == [256.0, 1024.0]
         assert one["apart"] < steps * update * FP16  # half an update is a hundred times as much
         still, growing = one["numbers"]
@@ -58,19 +56,37 @@ def test_a_growing_loss_scale_changes_no_update(out: Path, stage: str) -> None:
             assert got == pytest.approx(expected, rel=FP16)
 
 
-@pytest.mark.parametrize("where", ["1", "3", "2-offload", "3-offload"])
-def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path, where: str) -> None:
+def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path) -> None:
     """Against the same bf16 passes summed in fp64. What is left is the rounding of one reduction:
     at stage 1 of the whole sum, at the others of each micro step's gradient."""
     for found in answers(out, "gradient_sums"):
-        assert found[f"{where}-bf16"] > 0.005
-        assert found[f"{where}-fp32"] < (0.003 if where == "1" else 0.0012)
+        assert min(found["1-bf16"], found["2-offload-bf16"]) > 0.005, "sums in bf16 are told apart"
+        assert found["1-fp32"] < 0.003
+        for where in ("3", "2-offload", "3-offload"):
+            assert found[f"{where}-fp32"] < 0.0012, where
+
+
+def test_bf16_is_near_the_curve_of_fp32_and_not_on_it(out: Path) -> None:
+    for found in answers(out, "precision_and_clipping"):
+        fp32, bf16 = (found["losses"][name] for name in ("fp32", "bf16"))
+        assert bf16 == pytest.approx(fp32, rel=0.03)
+        assert bf16 != pytest.approx(fp32, rel=1e-6)
+
+
+def test_clipping_bounds_the_update(out: Path) -> None:
+    """The update is ``lr * gradient``, scaled to the norm ``lr * limit``; so the two results lie
+    ``lr * (norm - limit)`` apart, where ``norm`` is the one reported before clipping."""
+    for found in answers(out, "precision_and_clipping"):
+        free, clipped = found["norms"]
+        assert free > 4 * CLIPPED
+        assert clipped == pytest.approx(free, rel=1e-5)
+        assert found["apart"] == pytest.approx(0.5 * (free - CLIPPED), rel=1e-3)
 
 
 def test_a_loss_over_the_whole_step_is_the_same_for_every_split(out: Path) -> None:
     for found in answers(out, "joint_steps"):
         for task, by_split in found.items():
-            assert len(by_split) == 9
+            assert len(by_split) == 5
             wanted = by_split["0: [4, 4] x 1"]
             for name, numbers in by_split.items():
                 for expected, got in zip(wanted, numbers, strict=True):
@@ -82,7 +98,7 @@ def test_a_network_that_is_used_twice_in_a_backward_pass_trains_as_one_that_is_u
 ) -> None:
     """Both passes of it count, at every stage, also in bf16 with a bucket for all gradients."""
     for found in answers(out, "used_twice"):
-        assert len(found) == 6
+        assert len(found) == 5
         for name, (once, twice) in found.items():
             tolerance = 2 * BF16 if "bf16" in name else 1e-5  # of two passes that are summed
             for expected, got in zip(once, twice, strict=True):
@@ -128,7 +144,7 @@ def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) ->
         plain = found["plain"]
         # Once the order of modules is known, all are fetched ahead together.
         assert plain["counts"][0] > plain["parameters"]
-        assert plain["counts"][1:] == [1] * 5
+        assert plain["counts"][1:] == [1] * 3
         for name in ("evaluated", "completed"):
             assert found[name]["counts"] == plain["counts"], name
             assert found[name]["numbers"] == plain["numbers"], name
@@ -140,7 +156,7 @@ def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) ->
         assert found["twice"]["numbers"] == plain["numbers"]
         assert max(found["networks"]["counts"][1:]) <= found["networks"]["parameters"]
         # Two micro steps, each with two passes: all of them are known.
-        assert found["joint"]["counts"][1:] == [4] * 5
+        assert found["joint"]["counts"][1:] == [4] * 3
         assert {name: one["left"] for name, one in found.items()} == {name: [] for name in found}
 
 
@@ -188,15 +204,14 @@ def test_a_trial_that_fails_leaves_the_engine_as_it_was(out: Path) -> None:
     assert answers(out, "fused_loss_that_fails") == [{"2": False, "3": False}] * 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_base_of_an_adapter_is_a_frozen_model(out: Path, stage: str, recompute: str) -> None:
+def test_the_base_of_an_adapter_is_a_frozen_model(out: Path) -> None:
     """As a copy of its own would be, without one: no dropout, no graph, and not moved by steps."""
     for found in answers(out, "base_of_an_adapter"):
-        one = found[f"{stage}-{recompute}"]
-        assert max(one["apart"]) <= 1e-6
-        assert one["moved"] > 1e-3
-        assert not one["graph"]
-        assert one["parameters"] == found["0-none"]["parameters"]
-        assert one["fingerprints"] == ["policy"]
-        assert ".lora_" in one["saved"][0]
+        assert len(found) == 5
+        for name, one in found.items():
+            assert max(one["apart"]) <= 1e-6, name
+            assert one["moved"] > 1e-3, name
+            assert not one["graph"], name
+            assert one["parameters"] == found["0-none"]["parameters"], name
+            assert one["fingerprints"] == ["policy"], name
+            assert ".lora_" in one["saved"][0], name

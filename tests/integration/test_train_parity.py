@@ -28,30 +28,23 @@ SHORT = (STEPS - 1) * GLOBAL_BATCH + 5
 
 
 def jobs(world: int) -> list[dict[str, Any]]:
-    """All splits at all stages packed; the last split padded, too; other models at 2 ranks."""
-    found = [
-        {"stage": stage, "micro_batches": micro, "accumulation": steps, "layout": "packed"}
-        for stage in range(4)
-        for micro, steps in SPLITS[world]
-    ]
-    micro, steps = SPLITS[world][-1]
-    found += [
-        {"stage": stage, "micro_batches": micro, "accumulation": steps, "layout": "padded"}
-        for stage in range(4)
-    ]
-    if world > 1:  # a last step of fewer samples: some micro batches are empty on some ranks
-        found += [
-            {**job, "layout": layout, "stop": SHORT}
-            for job in found[len(SPLITS[world]) - 1 : 4 * len(SPLITS[world]) : len(SPLITS[world])]
-            for layout in ("packed", "padded")[: 1 + (job["stage"] == 2)]
-        ]
-    found = [{**job, "kind": "llama"} for job in found]
+    """Stages with splits as pairs, packed; the last split at every stage, padded, and with a last
+    step of fewer samples, so that some micro batches are empty on some ranks; other models."""
+    splits = SPLITS[world]
+    found: list[dict[str, Any]] = []
+    for stage in range(4):
+        for number, (micro, steps) in enumerate(splits):
+            split = {"stage": stage, "micro_batches": micro, "accumulation": steps, "kind": "llama"}
+            if number % 2 == stage % 2:
+                found.append({**split, "layout": "packed"})
+        found.append({**split, "layout": "padded"})
+        if world > 1:
+            found.append({**split, "layout": ("packed", "padded")[stage % 2], "stop": SHORT})
     if world == 2:
         found += [
             {"stage": stage, "micro_batches": [3, 1], "accumulation": 3, "layout": "packed",
              "kind": kind}
-            for stage in (1, 3)
-            for kind in ("gpt2", "opt", "qwen3", "mixtral")
+            for stage, kind in ((1, "gpt2"), (3, "opt"), (1, "qwen3"), (3, "mixtral"))
         ]  # fmt: skip
     return [{"name": f"job{number:02d}", **job} for number, job in enumerate(found)]
 

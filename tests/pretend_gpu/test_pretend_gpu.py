@@ -40,7 +40,7 @@ WHOLE = {
 """Completions, checkpoints and an export beside the training and its evaluations."""
 PAIRS = {"path": "{rows}/pairs.jsonl", "packing": "none", "over_long": "truncate"}
 ANSWERS = {**PAIRS, "path": "{rows}/answers.jsonl"}
-EVERY_TIME = ("stage2", "stage3", "grpo")
+EVERY_TIME = ("stage3", "grpo")
 DRAWN = {"rewards": ["length"], "max_new_tokens": 12}
 BERT = {
     "hidden_size": 32,

@@ -3,9 +3,9 @@
 ``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.state JOBS.json OUT``
 
 A job is ``{"name", "world", "stage", ...}`` (see ``job_experiment``). Without ``"load"`` it trains
-``TOTAL`` steps and saves after ``"save_at"`` of them; a new engine with other first weights goes on
-from the files, and every bit is compared. With ``"load": NAME`` it goes on from what that job left
-(any number of ranks, any stage) up to step ``"until"``, and saves there.
+``"until"`` steps (``TOTAL``) and saves after ``"save_at"`` of them; a new engine with other first
+weights goes on from the files, and every bit is compared. With ``"load": NAME`` it goes on from
+what that job left (any number of ranks, any stage) up to step ``"until"``, and saves there.
 
 Every rank writes ``OUT/<name>.<rank>.json``; ``OUT/<name>/`` has the files and ``state.json``.
 """
@@ -285,14 +285,14 @@ def differing(one: dict[Key, torch.Tensor], other: dict[Key, torch.Tensor]) -> l
 def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str, Any]:
     """An uninterrupted run, and a new engine from its files."""
     exp, plan = job_experiment(job, out)
-    at, directory = job["save_at"], out / job["name"]
+    at, until, directory = job["save_at"], job["until"], out / job["name"]
     engine = build(job, exp, plan, first_weights=exp.seed)
     if "loss_scale" in job:  # so high that the first updates are skipped
         write_loss_scaler(engine.engine, {"cur_scale": job["loss_scale"]})
     losses = train(engine, exp, plan, store, steps=range(at))
     save(engine, directory, step=at)
     saved = copies(engine)
-    losses += train(engine, exp, plan, store, steps=range(at, TOTAL))
+    losses += train(engine, exp, plan, store, steps=range(at, until))
     final, final_hash = copies(engine), weights_hash(engine)
     engine.engine.destroy()
 
@@ -304,7 +304,7 @@ def train_and_resume(job: dict[str, Any], *, out: Path, store: Any) -> dict[str,
     for time_ in ("first", "again"):
         if time_ == "again":  # in place, over an engine that has trained on
             wrong["in place"] = load(other, directory)[1] + differing(saved, copies(other))
-        found = train(other, exp, plan, store, steps=range(at, TOTAL))
+        found = train(other, exp, plan, store, steps=range(at, until))
         if found != losses[at:]:
             wrong[f"losses {time_}"] = [losses[at:], found]
         wrong[f"final {time_}"] = differing(final, copies(other))

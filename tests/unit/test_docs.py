@@ -172,7 +172,9 @@ def is_many(words: tuple[str, ...]) -> bool:
     return starts and not any("glob(" in word for word in words)
 
 
-MANY = [(page, words) for page, words in TYPED if page != "README.md" and is_many(words)]
+EACH = [(page, words) for words, page in {words: page for page, words in reversed(TYPED)}.items()]
+"""Each command once, with the first page that has it."""
+MANY = [(page, words) for page, words in EACH if is_many(words)]
 
 
 def name(command: tuple[str, tuple[str, ...]]) -> str:
@@ -184,7 +186,7 @@ def name(command: tuple[str, tuple[str, ...]]) -> str:
     ("page", "words"),
     [
         pytest.param(*one, id=name(one), marks=pytest.mark.nightly if one in MANY else [])
-        for one in TYPED
+        for one in EACH
     ],
 )
 def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys) -> None:
