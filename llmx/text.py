@@ -111,6 +111,12 @@ def one_line(text: str, *, limit: int) -> str:
     return flat if len(flat) <= limit else flat[: limit - 1].rstrip() + "…"
 
 
+def shorter_path(path: str | os.PathLike[str], *, start: str | None = None) -> str:
+    """A path relative to ``start``, else to where the command is typed, if that is shorter."""
+    relative = os.path.relpath(path, start)
+    return relative if len(relative) < len(str(path)) else str(path)
+
+
 def wrapped(text: str, *, width: int) -> str:
     """``text`` with its lines broken between words, never inside one."""
     lines = []

@@ -377,7 +377,7 @@ or never ran; else 0.""",
         "[RUN_DIR | SWEEP_DIR | DIR | user@host:RUN] [--every S]",
         "Shows a run or a sweep live, until it ends. Without a run directory it takes the run in\n"
         "outputs/ (or DIR) that is training, else the newest. Over ssh it reconnects by itself;\n"
-        "the other machine needs only Python 3. Ctrl-C stops watching; the run continues.",
+        "the other machine needs rsync. Ctrl-C stops watching; the run continues.",
         Runs.FLAGS,
         "llmx.observe.watch",
         words=(_EVERY, _SSH_CONFIG),
@@ -446,7 +446,7 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "end a run with a checkpoint: stop RUN_DIR",
         "RUN_DIR | user@host:RUN",
         "Asks a running run to save a checkpoint and to end, as Ctrl-C in its terminal does, and\n"
-        "waits for it. Over ssh the other machine needs only Python 3. `resume` continues the run.",
+        "waits for it. Over ssh the other machine needs rsync. `resume` continues the run.",
         Runs.FLAGS,
         "llmx.observe.control:stop",
         words=(_SSH_CONFIG,),

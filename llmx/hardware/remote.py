@@ -1,8 +1,8 @@
 """Programs of llmx on a host that has a Python and nothing else: sent there, run there.
 
 ``BOOTSTRAP`` is what ``python -c`` gets on the command line; the source follows on its standard
-input, which stays open for what the program reads (agents) or for as long as it may live
-(``status``, ``watch``). The survey needs neither: ``python -`` reads it whole.
+input, which stays open for what the program reads (agents). The survey needs neither: ``python -``
+reads it whole.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 # Reads the source from stdin, and no byte more: what follows is for the program.
@@ -27,24 +26,11 @@ BOOTSTRAP = (
     "while len(s)<int(n): s+=take(int(n)-len(s))\n"
     "exec(compile(s,'llmx-remote','exec'),{'__name__':'__main__'})\n"
 )
-_MODULES = (
-    "import sys,types\n"
-    "for n,s in %s:\n"
-    " m=types.ModuleType(n);sys.modules[n]=m;exec(compile(s,n,'exec'),m.__dict__)\n"
-    "sys.exit(m.main(sys.argv[1:]))\n"
-)
 
 
 def framed(source: bytes) -> bytes:
     """The source of a program as ``BOOTSTRAP`` reads it."""
     return f"{len(source)}\n".encode() + source
-
-
-def program_of(modules: Iterable[ModuleType]) -> bytes:
-    """One source of several modules, each of which imports only those before it; the last one has
-    ``main(words)``."""
-    sources = [(m.__name__, Path(str(m.__file__)).read_text(encoding="utf-8")) for m in modules]
-    return (_MODULES % ascii(sources)).encode()
 
 
 def survey_source() -> str:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmx.errors import ConfigError
+from llmx.observe.page import Block, block, table
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.run_data import RunData, load_run
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import open_console, print_blocks
 from llmx.run.metrics.equality import DIFFER, Outcome, compare_runs
 from llmx.run.provenance.differences import (
     MEANING,
@@ -32,9 +32,6 @@ from llmx.run.provenance.differences import (
 )
 from llmx.run.rundir import check_writable, read_mapping
 from llmx.text import plural
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 OWN_KEYS = ("name", "run_dir", "dry_run", "schema_version")
 """What every run has of its own."""
@@ -55,16 +52,15 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
         raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
     console = open_console(sys.stdout, width=width)
     console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
-    difference = difference_of(a, b)
-    for title, heads, rows in difference.tables:
-        _print_table(console, title, rows, heads=heads)
-        console.print()
-    for note in difference.notes:
-        console.print(note)
+    tables, notes = difference_of(a, b)
+    for title, content in tables.items():
+        if content is None:
+            console.print(f"{title}: no difference")
+        else:
+            print_blocks(console, [block("heading", title), content])
     console.print()
-    for name, data in (("A", a), ("B", b)):
-        for warning in data.warnings:
-            console.print(f"{name}: {warning}", style="dim")
+    warnings = [f"{name}: {text}" for name, data in (("A", a), ("B", b)) for text in data.warnings]
+    print_blocks(console, [block("text", "\n".join(notes)), block("list", warnings)])
     picture = _picture(a, b, out)
     console.print(
         f"both curves: {picture}" if picture else "no picture: neither run has logged a loss yet.",
@@ -73,27 +69,17 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     return 0
 
 
-@dataclass(frozen=True)
-class TwoRuns:
-    """What differs between two runs."""
-
-    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
-    """Title, heads and rows: of config, environment and outcome."""
-    notes: list[str]
-
-
-def difference_of(a: RunData, b: RunData) -> TwoRuns:
-    """Compare configs, environments, outcomes and logged values."""
+def difference_of(a: RunData, b: RunData) -> tuple[dict[str, Block | None], list[str]]:
+    """Compare configs, environments, outcomes and logged values: a table for each of the first
+    three, None where nothing differs, and sentences on the rest."""
     config = config_rows(a.config, b.config)
-    values = [(row.key, short_value(row.a), short_value(row.b)) for row in config]
-    heads, notes = ("", "A", "B"), []
-    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [("config", heads, values)]
+    tables, notes = {"config": _table(config)}, []
     records = [read_mapping(data.run.provenance, data.warnings) for data in (a, b)]
     ds_configs = [read_mapping(data.run.ds_config, data.warnings) for data in (a, b)]
     try:
         rows = environment_rows(records, plans=(a.plan, b.plan), ds=ds_configs, config=config)
         differing = [(row.what, row.then, row.now, MEANING[row.severity]) for row in rows]
-        tables.append(("environment", (*heads, "which"), differing))
+        tables["environment"] = _table(differing, "which")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         notes.append(
             "environment: not compared, since a provenance.json or plan.json has a value that llmx "
@@ -102,8 +88,12 @@ def difference_of(a: RunData, b: RunData) -> TwoRuns:
     if missing := sorted({name for record in records for name in not_recorded(record)}):
         notes.append(f"not recorded by both: {', '.join(missing)}")
     notes.append(curves(compare_runs(a.run, b.run)))
-    tables.append(("outcome", heads, outcome_rows(a, b)))
-    return TwoRuns(tables, notes)
+    tables["outcome"] = _table(outcome_rows(a, b))
+    return tables, notes
+
+
+def _table(rows: Sequence[Sequence[str]], *heads: str) -> Block | None:
+    return table(rows, heads=["", "A", "B", *heads], kinds=["name", *[""] * (2 + len(heads))])
 
 
 def curves(outcome: Outcome) -> str:
@@ -126,23 +116,6 @@ def curves(outcome: Outcome) -> str:
     return " ".join(parts)
 
 
-def _print_table(
-    console: Console, title: str, rows: Sequence[Sequence[str]], *, heads: Sequence[str]
-) -> None:
-    from rich.table import Table
-
-    if not rows:
-        console.print(f"{title}: no difference")
-        return
-    console.print(title, style="bold")
-    table = Table(box=None, header_style="dim")
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
 def _picture(a: RunData, b: RunData, out: Path | None) -> Path | None:
     """Draw to ``out``, else into B's directory, else here where that cannot be written."""
     name = f"compare_{a.run.root.name}.png"
@@ -159,20 +132,11 @@ def _picture(a: RunData, b: RunData, out: Path | None) -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class ConfigRow:
-    """One key with its value in both runs; ``NOT_SET`` where a run has no such key."""
-
-    key: str
-    a: Any
-    b: Any
-
-
-def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ConfigRow]:
-    """Keys whose values differ, in the order of the schema, without a run's own."""
-    values_a, values_b = flattened(a), flattened(b)
+def config_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Keys whose values differ, in the order of the schema, without a run's own, with both."""
+    in_a, in_b = flattened(a), flattened(b)
     return [
-        ConfigRow(key, values_a.get(key, NOT_SET), values_b.get(key, NOT_SET))
+        (key, short_value(in_a.get(key, NOT_SET)), short_value(in_b.get(key, NOT_SET)))
         for key in changed_values(b, a)
         if key not in OWN_KEYS
     ]
@@ -183,14 +147,14 @@ def environment_rows(
     *,
     plans: tuple[Any, Any],
     ds: Sequence[Mapping[str, Any]],
-    config: list[ConfigRow],
+    config: list[tuple[str, str, str]],
 ) -> list[Difference]:
     """Code, packages, devices, inputs, and what the plan made of them.
 
     DeepSpeed's JSON only where the ``config`` that it is made from is the same.
     """
     rows = differences(*records) if all(records) else []
-    groups = {row.key.partition(".")[0] for row in config}
+    groups = {key.partition(".")[0] for key, _, _ in config}
     if groups & {"zero", "batch", "optim", "model", "data", "hardware"}:
         ds = ({}, {})
     if plans[0] and plans[1]:

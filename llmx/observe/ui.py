@@ -36,11 +36,11 @@ from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import SweepReader
 from llmx.observe.status import outputs
-from llmx.observe.status.observer import Observer, find_runs
-from llmx.observe.status.remote import parse_location
+from llmx.observe.status.mirror import parse_location
+from llmx.observe.status.observer import Facts, Observer, find_runs
 from llmx.observe.status.show import activity_rows, cells_of, progress_rows
 from llmx.observe.status.sweep import look
-from llmx.observe.status.view import LIVE, Facts, interpret
+from llmx.observe.status.view import LIVE, interpret
 from llmx.redact import redact
 from llmx.run.metrics import declared_in, measured, metric_of
 from llmx.run.rundir import RunDir
@@ -56,7 +56,7 @@ POINTS_OF_MANY = 500
 POINTS_OF_ROW = 48
 """Losses of the small curve of a run in the table."""
 LOG_BYTES = 32_768
-"""Of the end of a log."""
+"""Bytes of the end of a log that are shown."""
 Query = Mapping[str, list[str]]
 
 
@@ -229,15 +229,14 @@ class Views:
     def _table(self) -> Json:
         rows: dict[str, Json] = {}
         hidden = []
-        for root in find_runs(str(self.base)):
-            name = self._id(Path(root))
-            stamp = _stamp(Path(root))
+        for root in find_runs(self.base):
+            name, stamp = self._id(root), _stamp(root)
             cached = self._rows.get(name)
             if cached is None or cached[0] != stamp or cached[1]["state"] in LIVE:
-                if problem := self._link_out(Path(root)):
+                if problem := self._link_out(root):
                     hidden.append(problem)
                     continue
-                row = self._row(Observer(root, brief=True).facts(), Path(root))
+                row = self._row(Observer(root, brief=True).facts(), root)
                 cached = self._rows[name] = (stamp, plain(row))
             rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
@@ -274,7 +273,7 @@ class Views:
 
     def _run(self, name: str, log: str) -> Json:
         root = self._inside(name)
-        observer = self._observers.setdefault(name, Observer(str(root)))
+        observer = self._observers.setdefault(name, Observer(root))
         view = interpret(observer.facts())
         content = self._cached("run", name, lambda: run_page(load_run(root)))
         activity = {"Checkpoints, hosts and events": [table(activity_rows(view))]}
@@ -344,7 +343,7 @@ class Views:
 
 
 def _real(path: Path) -> Path:
-    """Where links lead; before Python 3.13, ``Path.resolve`` raises for a link to itself."""
+    """The end of all links; before Python 3.13, ``Path.resolve`` raises for a link to itself."""
     return Path(os.path.realpath(path))
 
 
@@ -354,15 +353,12 @@ def _curves(root: Path, limit: int) -> Json:
 
 def _difference(a: Path, b: Path) -> Json:
     """What ``compare`` prints."""
-    difference = difference_of(load_run(a), load_run(b))
+    tables, notes = difference_of(load_run(a), load_run(b))
     sections = {
-        f"Difference of {title}": [
-            table(rows, heads=heads, kinds=["name", *[""] * (len(heads) - 1)])
-            or block("text", "no difference")
-        ]
-        for title, heads, rows in difference.tables
+        f"Difference of {title}": [content or block("text", "no difference")]
+        for title, content in tables.items()
     }
-    return page("", "", {**sections, "Notes": [block("list", difference.notes)]})
+    return page("", "", {**sections, "Notes": [block("list", notes)]})
 
 
 def _settings(root: Path) -> tuple[list[str], str]:

@@ -14,16 +14,18 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.observe.status import gather, location_of, outputs
-from llmx.observe.status.observer import Observer, find_runs, is_over
-from llmx.observe.status.remote import RunLocation, stream_facts
+from llmx.observe.status import Source, location_of, outputs
+from llmx.observe.status.mirror import RunLocation
+from llmx.observe.status.observer import find_runs, is_over, is_run
 from llmx.observe.status.view import View, interpret
 from llmx.text import printable
 
+T = TypeVar("T")
 LONGEST_PAUSE_S = 30.0
 START_S = 30.0
 """A run that has a snapshot and no supervisor for so long was only planned."""
@@ -35,57 +37,51 @@ def run(options: argparse.Namespace) -> int:
 
     location = location_of(options) or _newest()
     if sweep.is_here(location):
-        return sweep.watch(location.path, every_s=options.every)
-    if not location.host:
-        facts = gather(location, limit=1)
-        if "runs" in facts:
-            location = _newest(location.path)
-    show = _live if sys.stdout.isatty() else _lines
-    view = show(_views(location, every_s=options.every))
+        snapshots = sweep.snapshots(location.path, every_s=options.every)
+        last = follow(snapshots, picture=sweep.Seen.panel, news=sweep.news)
+        return last.code if last is not None else 1
+    if not location.host and Path(location.path).is_dir() and not is_run(location.path):
+        location = _newest(location.path)
+    views = _views(location, every_s=options.every)
+    view = follow(views, picture=_picture, news=_news)
     return 0 if view is not None and view.state == "finished" else 1
 
 
 def _newest(base: str | None = None) -> RunLocation:
     """The run under ``base`` that lives, or else the newest."""
     base = base or outputs()
-    runs = find_runs(base)
+    runs = find_runs(Path(base).expanduser().absolute())
     if not runs:
         raise ConfigError(
             f"no run under {base} to watch. Give its directory, here or as user@host:path."
         )
     live = [run for run in runs if not is_over(run)]
-    return RunLocation((live or runs)[0])
+    return RunLocation(str((live or runs)[0]))
 
 
 def _views(location: RunLocation, *, every_s: float) -> Iterator[View | str]:
     """Yield the view of a run until it is over; a text while there is no connection."""
-    if not location.host:
-        observer = Observer(location.path)
-        pause = threading.Event()
+    pause, tries = threading.Event(), 0
+    with Source(location) as source:
         while True:
-            view = interpret(observer.facts())
+            try:
+                facts = source.facts()
+            except LaunchError as error:
+                pause_s = min(LONGEST_PAUSE_S, 2.0**tries)
+                tries += 1
+                yield from _again_in(pause_s, str(error))
+                continue
+            if "runs" in facts:
+                raise ConfigError(
+                    f"{location} is not a run directory. Runs there: "
+                    f"python -m llmx status {location.host}:{facts['base']}"
+                )
+            tries = 0
+            view = interpret(facts)
             yield view
             if view.is_over or _only_planned(view):
                 return
             pause.wait(every_s)
-    tries = 0
-    while True:
-        try:
-            for facts in stream_facts(location, every_s=every_s):
-                if "runs" in facts:
-                    raise ConfigError(
-                        f"{location} is not a run directory. Runs there: "
-                        f"python -m llmx status {location.host}:{facts['base']}"
-                    )
-                tries = 0
-                view = interpret(facts)
-                yield view
-                if view.is_over or _only_planned(view):
-                    return
-        except LaunchError as error:
-            pause_s = min(LONGEST_PAUSE_S, 2.0**tries)
-            tries += 1
-            yield from _again_in(pause_s, str(error))
 
 
 def _only_planned(view: View) -> bool:
@@ -102,56 +98,70 @@ def _again_in(pause_s: float, why: str) -> Iterator[str]:
         pause.wait(min(1.0, left_s))
 
 
-def _live(views: Iterator[View | str]) -> View | None:
-    """A picture that is refreshed in place; the last one stays on the screen."""
+def follow(
+    snapshots: Iterable[T | str],
+    *,
+    picture: Callable[[T, bool], Any],
+    news: Callable[[T, T | None], Iterator[str]],
+) -> T | None:
+    """Show snapshots of a run or a sweep until they end; returns the last one.
+
+    Args:
+        snapshots: a text among them says why there is no connection.
+        picture: for a terminal, where it is refreshed in place; the flag: ASCII only.
+        news: the lines for a log file, given also the snapshot before.
+    """
+    last: T | None = None
+    if not sys.stdout.isatty():
+        is_connected = True
+        for item in snapshots:
+            if not isinstance(item, str):
+                for line in news(item, last):
+                    print(printable(line), flush=True)
+                last = item
+            elif is_connected:
+                print(f"{time.strftime('%H:%M:%S')} {printable(item)}", flush=True)
+            is_connected = not isinstance(item, str)
+        return last
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
-    from llmx.observe.report.screen import Harmless, open_console
-    from llmx.observe.status.show import BLOCKS, PLAIN_BLOCKS, panel
+    from llmx.observe.report.screen import is_plain, open_console
 
     console = open_console(sys.stdout)
-    blocks = BLOCKS if (console.encoding or "").lower().startswith("utf") else PLAIN_BLOCKS
-    last: View | None = None
-    picture: Any = Text("connecting ...", style="dim")
-    with Live(picture, console=console, auto_refresh=False) as live:
-        for view in views:
-            if isinstance(view, View):
-                last = view
-                picture = Harmless(panel(view, blocks=blocks))
-                live.update(picture, refresh=True)
+    current: Any = Text("connecting ...", style="dim")
+    with Live(current, console=console, auto_refresh=False) as live:
+        for item in snapshots:
+            if isinstance(item, str):
+                note = Text(f"\n  {item}", style="yellow")
+                live.update(Group(current, note), refresh=True)
             else:
-                note = Text(f"\n  {printable(view)}", style="yellow")
-                live.update(Group(picture, note), refresh=True)
+                last, current = item, picture(item, is_plain(console))
+                live.update(current, refresh=True)
     return last
 
 
-def _lines(views: Iterator[View | str]) -> View | None:
-    """A line whenever there is something new to say."""
+def _picture(view: View, plain: bool) -> Any:
+    from llmx.observe.status.show import panel
+
+    return panel(view, plain=plain)
+
+
+def _news(view: View, before: View | None) -> Iterator[str]:
+    """Damage and events since the view before, and a line whenever a number of it has changed."""
     from llmx.observe.status.show import plain_line
 
-    last: View | None = None
-    last_shown: tuple[Any, ...] = ()
-    is_connected, newest_s = True, 0.0
-    damage: list[str] = []
-    for view in views:
-        if isinstance(view, str):
-            if is_connected:
-                print(f"{time.strftime('%H:%M:%S')} {printable(view)}", flush=True)
-            is_connected = False
-            continue
-        is_connected = True
-        if view.damage and view.damage != damage:
-            print(printable("\n".join(view.damage)), flush=True)
-        damage = view.damage
+    if before is None or view.damage != before.damage:
+        yield from view.damage
+    if before is not None:
+        newest_s = max((when for when, _ in before.events), default=0.0)
         for when, words in view.events:
-            if when > newest_s and last is not None:
-                moment = time.strftime("%H:%M:%S", time.localtime(when))
-                print(f"{moment} {printable(words)}", flush=True)
-            newest_s = max(newest_s, when)
-        news = (view.state, len(view.losses), view.loss, view.restarts, bool(view.why))
-        if news != last_shown:
-            print(printable(plain_line(view)), flush=True)
-        last_shown, last = news, view
-    return last
+            if when > newest_s:
+                yield f"{time.strftime('%H:%M:%S', time.localtime(when))} {words}"
+    if before is None or _numbers(view) != _numbers(before):
+        yield plain_line(view)
+
+
+def _numbers(view: View) -> tuple[Any, ...]:
+    return view.state, len(view.losses), view.loss, view.restarts, bool(view.why)

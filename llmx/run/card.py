@@ -43,7 +43,8 @@ _PIPELINES = {
     "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
     "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
 }
-"""By the ending of a class, or by the kind of an adapter: the Hub's pipeline, what loads it."""
+"""The Hub's pipeline and the class that loads a model, by the ending of its class or by the kind of
+an adapter."""
 
 
 def write_card(run: RunDir, directory: Path, *, step: int | None = None, former: str = "") -> None:

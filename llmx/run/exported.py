@@ -15,7 +15,7 @@ WITHOUT_TEXT = (
 """Endings of the classes that generate no text."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""Of an adapter in peft's format."""
+"""The config of an adapter in peft's format."""
 
 
 def generates_no_text(directory: Path) -> str | None:

@@ -57,7 +57,7 @@ class RunDir:
     ds_config = _Inside("ds_config.json")
     """What ``deepspeed.initialize`` gets."""
     signature = _Inside("signature.json")
-    """That this user started a run whose config names code."""
+    """Proof that this user started a run whose config names code."""
 
     # Written by launch.
     hostfile = _Inside("hostfile")
@@ -69,7 +69,7 @@ class RunDir:
     logs = _Inside("logs")
     supervisor_log = _Inside("logs/supervisor.log")
     console_log = _Inside("logs/console.log")
-    """Of a trial of a sweep, what a single run prints."""
+    """What a single run prints, of a trial of a sweep or a detached run."""
     launcher_log = _Inside("logs/launcher.log")
     """What ``deepspeed``, ``pdsh``, ``mpirun`` or ``srun`` said (0600: it has their commands)."""
 
@@ -98,13 +98,15 @@ class RunDir:
     identity = _Inside("run.json")
     """The run's id, the same through all attempts."""
     resume = _Inside("resume.json")
-    """Where the next attempt begins, and which steps it passes over."""
+    """The step at which the next attempt begins, and the steps it passes over."""
     attempts = _Inside("attempts.jsonl")
     """How each attempt ended and what was decided."""
     supervisor = _Inside("supervisor.json")
     """What the supervisor is doing."""
     supervisor_lock = _Inside("supervisor.lock")
     """Held while a supervisor of this run lives."""
+    stop = _Inside("stop")
+    """Its supervisor saves a checkpoint and ends when it finds this file."""
 
     # Written by the supervisor, the trackers and the report.
     result = _Inside("result.json")
@@ -165,9 +167,11 @@ def no_run(root: Path) -> str:
 
 
 def runs_inside(root: Path) -> str:
-    """For the message of an error: the runs in a directory; empty where it has none."""
+    """The runs in a directory, for the message of an error; empty where it has none."""
     names = [path.name for path in _runs_in(root)]
-    return f" Runs in it: {', '.join(names[:5])}{', ...' * (len(names) > 5)}." if names else ""
+    if len(names) > 5:
+        names = [*names[:5], "..."]
+    return f" Runs in it: {', '.join(names)}." if names else ""
 
 
 _LIST = " `python -m llmx status DIR` lists the runs under a directory."
@@ -290,8 +294,8 @@ def load_yaml(path: Path) -> Any:
 
 @functools.cache
 def _loaders() -> list[Any]:
-    """By libyaml and in Python. A whole number that llmx would write otherwise is the text that
-    someone has typed into the file: ``007``, ``1:30:00``."""
+    """YAML loaders: by libyaml, and in Python. A whole number that llmx would write otherwise is
+    the text that someone has typed into the file: ``007``, ``1:30:00``."""
     import yaml
 
     def whole(loader: Any, node: Any) -> Any:

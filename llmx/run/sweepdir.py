@@ -58,18 +58,18 @@ class Trial:
     index: int
     overrides: Sequence[str]
     run_dir: Path
-    """Of a trial that was never started, it does not exist."""
+    """The run directory; it does not exist for a trial that was never started."""
     outcome: str = ""
     """As in ``result.json``; ``planned`` for a dry run, ``refused`` or ``failed`` where it was
     never started, one of ``NOT_RUN``, or ``STOPPED``; empty while it waits or runs."""
     cause: str = ""
     fix: str = ""
     key: str = ""
-    """Of the composed config (``prune.key_of``); empty where it was refused."""
+    """Hash of the composed config (``prune.key_of``); empty where it was refused."""
     same_as: int | None = None
     """The index of the trial of the same config, whose numbers these are."""
     slots: str = ""
-    """Of the pool (``sweep.slots_per_trial``): ``node-a:0,1``."""
+    """Slots of the pool (``sweep.slots_per_trial``): ``node-a:0,1``."""
     job: str = ""
     """The number of its Slurm job."""
     rungs: list[list[float | None]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Trial:
     steps: int | None = None
     total_steps: int | None = None
     loss: float | None = None
-    """Of training: the mean of the last logged interval where it is known, else its last step."""
+    """Training loss: the mean of the last logged interval where it is known, else its last step."""
     eval_loss: float | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """What the task measures besides the loss, by name, at the last evaluation that did."""
@@ -90,7 +90,7 @@ class Trial:
     declared: Mapping[str, Metric] = field(default_factory=dict)
     tokens_per_s: float | None = None
     memory_gib: float | None = None
-    """Of the fullest rank; of a trial that was only planned, as predicted."""
+    """Memory of the fullest rank; as predicted for a trial that was only planned."""
     seconds: float | None = None
     curve: Sequence[tuple[int, float]] = field(default=(), repr=False)
     """Step and training loss, as logged."""
@@ -109,12 +109,12 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended, and not as it should."""
+        """Whether the trial ended, and not as it should."""
         return bool(self.outcome) and not self.is_done
 
     @property
     def is_done(self) -> bool:
-        """Whether it need not run again."""
+        """Whether the trial need not run again."""
         return self.outcome in (*WELL, *NOT_RUN, STOPPED)
 
     @property
@@ -149,7 +149,7 @@ class Sweep:
     """Every trial was reached; false for a sweep that was killed."""
     started: float = 0.0
     pid: int = 0
-    """Of the process that runs the sweep, or did, on ``host``."""
+    """The process that runs the sweep, or did, on ``host``."""
     host: str = ""
     has_own_objective: bool = True
     """Whether the objective is the one that the sweep was run for."""
@@ -295,3 +295,15 @@ def is_locked(path: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def holds_lock(path: Path, pid: object) -> bool:
+    """Whether the kernel says that this process holds the lock of a file. The content of the file
+    could name any process: the directory may be somebody else's."""
+    inode = path.stat().st_ino
+    locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    return any(
+        words[1] == "FLOCK" and words[4] == str(pid) and words[5].endswith(f":{inode}")
+        for words in map(str.split, locks)  # 1: FLOCK ADVISORY WRITE PID x:y:INODE ...
+        if len(words) > 5
+    )

@@ -1,24 +1,19 @@
 """Reads the JSON files of a run directory: lines that others append to, and whole objects.
 
 A file may be damaged, or be somebody else's. ``SHAPES`` says how llmx writes each; what differs is
-left out, and named. Standard library only and one file: ``status`` and ``watch`` also send it over
-ssh to a host that has nothing but a Python 3.
+left out, and named. Standard library only.
 """
 
-# open instead of pathlib: its import would be a third of the start on a far host.
-# ruff: noqa: PTH119, PTH123
 from __future__ import annotations
 
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import IO
-
-    Record = dict[str, Any]
+Record = dict[str, Any]
 
 
 class LineTail:
@@ -28,7 +23,7 @@ class LineTail:
     is read anew from its first line, and ``began_anew`` is true until the next call.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.began_anew = False
         self._offset = 0
@@ -39,7 +34,7 @@ class LineTail:
         """The new lines, in order, without their ends; none where there is no file."""
         self.began_anew = False
         try:
-            with open(self.path, "rb") as stream:
+            with self.path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
                 file = (status.st_dev, status.st_ino)
                 is_known = self._file is not None
@@ -114,8 +109,8 @@ SHAPES: Record = {
         },
     },
 }  # fmt: skip
-"""By name of a file: a value of the kind of each value that is read; ``*`` is any key, None any
-value."""
+"""Shape by name of a file: a value of the kind of each value that is read; ``*`` is any key, None
+any value."""
 
 
 NUMBERS = {int: (int, float, bool)}
@@ -159,19 +154,17 @@ LEFT_OUT = "It is left out."
 """Added to the damage of a file by those who show the others."""
 
 
-def read_checked(
-    path: str | os.PathLike[str], parse: Callable[[IO[bytes]], Any] = json.load
-) -> tuple[Any, str]:
+def read_checked(path: Path, parse: Callable[[IO[bytes]], Any] = json.load) -> tuple[Any, str]:
     """Read a file of a run directory: its content, and a sentence on its damage.
 
     The content is empty where the file is missing or damaged; of a missing file nothing is wrong.
     ``parse``: reads an open file; ValueError where it cannot.
     """
-    name = os.path.basename(path)
+    name = path.name
     shape = SHAPES.get(re.sub(r"^rank-\d+", "rank", name), {})
     empty = type(shape)()
     try:
-        with open(path, "rb") as stream:
+        with path.open("rb") as stream:
             content = parse(stream)
     except FileNotFoundError:
         return empty, ""
@@ -211,7 +204,7 @@ def records_of(lines: Iterable[bytes], shape: Record = SHAPES["metrics.jsonl"]) 
 
 
 def read_records(
-    path: str | os.PathLike[str],
+    path: Path,
     damage: list[str] | None = None,
     *,
     last_bytes: int | None = None,
@@ -222,9 +215,9 @@ def read_records(
     ``damage``: a line is added to it where lines cannot be read. ``last_bytes``: only the lines in
     so many bytes at its end are read.
     """
-    name = os.path.basename(path)
+    name = path.name
     try:
-        with open(path, "rb") as stream:
+        with path.open("rb") as stream:
             if last_bytes is not None and os.fstat(stream.fileno()).st_size > last_bytes:
                 stream.seek(-last_bytes, os.SEEK_END)
                 stream.readline()  # the rest of a line
@@ -242,12 +235,12 @@ def read_records(
 
 
 LAST_BYTES = 1 << 20
-"""Of ``rollouts.jsonl``, which may be large, are read."""
+"""Bytes of the end of ``rollouts.jsonl`` that are read; it may be large."""
 SHOWN_SAMPLES = 16
-"""Of a step, at most."""
+"""Samples of a step, at most."""
 
 
-def newest_samples(path: str | os.PathLike[str], damage: list[str] | None = None) -> list[Record]:
+def newest_samples(path: Path, damage: list[str] | None = None) -> list[Record]:
     """Some samples of the newest step in ``rollouts.jsonl``, for a reader."""
     samples = [
         record

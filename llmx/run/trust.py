@@ -54,7 +54,7 @@ def code_of(exp: Experiment) -> dict[str, list[str]]:
 
 
 def _code_of_host(host: HostConfig) -> str | dict[str, Any]:
-    """Where ranks are started, and what is started there beside llmx."""
+    """The host that ranks are started on, and what is started there beside llmx."""
     keys = ("python", "env", "setup", "enter")
     settings = {key: value for key in keys if (value := getattr(host, key))}
     address = "@".join(filter(None, (host.user, host.address or host.name)))

@@ -23,9 +23,8 @@ from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.lifecycle.detach import write_to_console_log
-from llmx.observe.control import holds_lock
 from llmx.run.rundir import RunDir, read_mapping
-from llmx.run.sweepdir import is_locked
+from llmx.run.sweepdir import holds_lock, is_locked
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 60_000
@@ -149,7 +148,7 @@ def end_earlier(run: RunDir, *, grace_s: float, notify: Callable[[str], None]) -
         if time.monotonic() > deadline:
             holder = read_mapping(run.supervisor_lock)
             pid, host = holder.get("pid", 0), holder.get("host")
-            if host != socket.gethostname() or not holds_lock(str(run.root), pid):
+            if host != socket.gethostname() or not holds_lock(run.supervisor_lock, pid):
                 raise ConfigError(
                     f"{run.root}: process {pid} on {host} still runs the earlier attempt at this "
                     "trial. End it there, then continue the sweep."

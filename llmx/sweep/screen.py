@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmx.errors import LlmxError
-from llmx.observe.report.screen import open_console
+from llmx.observe.report.screen import is_plain, open_console
 from llmx.observe.report.sweep_data import SweepReader
 from llmx.observe.status.sweep import look, progress_line
 from llmx.text import printable
@@ -65,10 +65,9 @@ class Screen:
         started = time.monotonic()
         if self._live is None or (started < self._next and not now):
             return
-        console = self._live.console
-        plain = not (console.encoding or "").lower().startswith("utf")
+        plain = is_plain(self._live.console)
         with contextlib.suppress(LlmxError, OSError):
-            self._live.update(look(self._reader).panel(plain=plain), refresh=True)
+            self._live.update(look(self._reader).panel(plain), refresh=True)
         took = time.monotonic() - started
         self._next = started + max(REFRESH_S, SHARE * took)
 

@@ -37,7 +37,6 @@ from llmx.observe.report.sweep_table import (
     MARKDOWN,
     best_lines,
     known_of,
-    near,
     print_sweep,
     write_sweep,
 )
@@ -52,7 +51,7 @@ from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.screen import Screen
 from llmx.sweep.slots import Placed, Slots, first_of, placed_at, placed_on
 from llmx.sweep.slurm import SlurmJob, applies
-from llmx.text import plural
+from llmx.text import plural, shorter_path
 
 FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
@@ -180,7 +179,7 @@ class Runner:
         if self.ending and (left or self.stopped_by):
             print(
                 f"The sweep ends here; trials not started: {len(left)}. To go on: python -m llmx "
-                f"sweep resume {near(self.sweep.directory)}, or the same command again",
+                f"sweep resume {shorter_path(self.sweep.directory)}, or the same command again",
                 file=sys.stderr,
                 flush=True,
             )

@@ -24,11 +24,8 @@ from llmx.config.groups import CONF
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError
 from llmx.hardware import detect
-from llmx.hardware.remote import BOOTSTRAP, SurveyError, framed, program_of, run_survey
+from llmx.hardware.remote import BOOTSTRAP, SurveyError, run_survey
 from llmx.hardware.slurm import Allocation, hardware_of_allocation, parse_allocation
-from llmx.observe.status import observer
-from llmx.run import tail
-from tests import tracked_run
 
 CATALOGUE = {
     name: DeviceConfig(**values)
@@ -249,18 +246,6 @@ def test_outside_an_allocation_the_request_is_planned() -> None:
     hosts = hardware_of_allocation(hardware, environ={}).hosts
     planned = [(host.name, host.slots, host.device) for host in hosts]
     assert planned == [("node-1", 4, "a100_80g"), ("node-2", 4, "a100_80g")]
-
-
-def test_status_of_a_run_by_a_python_without_llmx(tmp_path: Path) -> None:
-    """As ``status user@host:RUN`` has it run: no site packages, the program from stdin."""
-    run = tracked_run.write_start(tmp_path / "run")
-    tracked_run.append(run, tracked_run.lines())
-    argv = [sys.executable, "-I", "-S", "-c", BOOTSTRAP, str(run.root), "1", "0"]
-    program = framed(program_of((tail, observer)))
-    done = subprocess.run(argv, input=program, capture_output=True, cwd="/", check=True, timeout=60)
-    there, here = json.loads(done.stdout), observer.Observer(str(run.root)).facts()
-    assert there["path"] == str(run.root)
-    assert there["metrics"] == json.loads(json.dumps(here["metrics"]))
 
 
 @pytest.mark.parametrize("said", [b"", b"12", b"100\nimport", b"100\nprint("])

@@ -133,7 +133,7 @@ def test_what_the_page_says_of_a_run_that_was_restarted(tmp_path: Path) -> None:
     text = json.dumps(content)
     for words in (
         "rank 1 on ", "restart after 10 s", "step 20", "11 to 23",
-        "The checkpoint of step 30 could not be used", "Changed by resume", "optim.lr",
+        "The checkpoint of step 30 is damaged", "Changed by resume", "optim.lr",
         "3 rows", "training split", "task.steps", "= 32 samples of 128", "optimizer, master",
     ):  # fmt: skip
         assert words in text, words

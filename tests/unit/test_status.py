@@ -16,7 +16,7 @@ import pytest
 from llmx.__main__ import main
 from llmx.errors import ConfigError
 from llmx.observe.status import observer as observing
-from llmx.observe.status.remote import parse_location
+from llmx.observe.status.mirror import parse_location
 from llmx.observe.status.show import plain_line, sparkline
 from llmx.observe.status.view import View, interpret
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -195,7 +195,7 @@ def test_metrics_after_a_resume(run: RunDir) -> None:
     assert view.losses[-1] is None
     assert view.lost
     words = [words for _, words in view.events]
-    assert words == ["resumed from step 16, attempt 2", "damaged: 18, bit"]
+    assert words == ["resumed from step 16, attempt 2", "The checkpoint of step 18 is damaged: bit"]
     assert sparkline(view.losses).endswith("x")
 
 
@@ -231,9 +231,8 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
         "sweeps/today/0_zero-stage2", "new-0", "new-1", "old",
     ]  # fmt: skip
     assert [row[:2] for row in rows[:2]] == [["training", "24/40"], ["failed", "20/40"]]
-    facts = observing.table("outputs", 2)
-    assert (facts["found"], len(facts["runs"])) == (4, 2)
-    assert facts["runs"][0]["path"] == str(alive.root)
+    runs, found = observing.chosen_runs(Path("outputs").absolute(), 2)
+    assert (found, len(runs), runs[0]) == (4, 2, alive.root)
 
 
 @pytest.mark.parametrize("count", [100, 160, 170, 200, 5000])

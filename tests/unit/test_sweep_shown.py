@@ -311,7 +311,7 @@ def test_pruned_trials_take_no_time_and_say_nothing_of_the_others() -> None:
     trials = [*running(4, done=1, at_once=1), trial(4, "pruned"), trial(5, "same", same_as=0)]
     seen = progress_of(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
     assert seen.left_s == pytest.approx(60 + 200)
-    assert (seen.pruned, seen.same, seen.over) == (1, 1, 3)
+    assert (seen.count("pruned"), seen.count("same"), seen.over) == (1, 1, 3)
 
 
 def shown(trials: list[Trial], **values: Any) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -61,6 +62,9 @@ def sender_of(number: int, environ: Mapping[str, str], *, now: float) -> Sender:
     return Sender("scheduler", words)
 
 
+STOP_POLL_S = 0.5
+
+
 class ShutdownRequest:
     """Whether the shutdown was requested: how often, when and by which signal."""
 
@@ -80,8 +84,10 @@ class ShutdownRequest:
         """While nothing is running yet: a request raises ``Interrupted`` in the main thread."""
 
     @contextlib.contextmanager
-    def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
-        """Handle the signals in this block. Ctrl-Z is refused."""
+    def handle_signals(
+        self, notify: Callable[[str], None], *, stop_file: Path | None = None
+    ) -> Iterator[None]:
+        """Handle the signals in this block. Ctrl-Z is refused; a ``stop_file`` is SIGTERM."""
 
         def refuse(number: int, frame: FrameType | None) -> None:
             notify("Ctrl-Z is refused: a suspended supervisor ends the run; use launch.detach=true")
@@ -95,9 +101,16 @@ class ShutdownRequest:
             saved[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, refuse)
         except ValueError:
             saved = {}  # not the main thread, whose owner handles signals
+        is_over = threading.Event()
+        if saved and stop_file is not None:
+            stop_file.unlink(missing_ok=True)  # of an earlier supervisor
+            threading.Thread(
+                target=_await_stop_file, args=(stop_file, is_over), name="stop-file", daemon=True
+            ).start()
         try:
             yield
         finally:
+            is_over.set()
             for number, handler in saved.items():
                 signal.signal(number, handler)
 
@@ -115,3 +128,13 @@ class ShutdownRequest:
         if self.raises:
             self.raises = False
             raise Interrupted
+
+
+def _await_stop_file(path: Path, is_over: threading.Event) -> None:
+    """Send SIGTERM to this process once ``path`` is there; a thread, since the main one may be in a
+    copy that takes minutes."""
+    while not is_over.wait(STOP_POLL_S):
+        if path.exists():
+            path.unlink(missing_ok=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return

@@ -98,7 +98,7 @@ class Supervisor:
         """Run to the end of the run; the run directory holds ``result.json`` afterwards."""
         with (
             supervisor_lock(self.run_dir, self.result.run_id),
-            self.shutdown.handle_signals(self.log.info),
+            self.shutdown.handle_signals(self.log.info, stop_file=self.run_dir.stop),
         ):
             self.run_dir.logs.mkdir(parents=True, exist_ok=True)
             self.run_dir.ranks.mkdir(parents=True, exist_ok=True)

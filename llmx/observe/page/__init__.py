@@ -180,7 +180,8 @@ def thinned(points: Sequence[T], value: Callable[[T], float | None], limit: int)
         stretch = range(start, min(start + length, len(points)))
         values = {at: value(points[at]) for at in stretch}
         finite = {at: v for at, v in values.items() if v is not None and math.isfinite(v)}
-        ends = {*sorted(finite, key=finite.__getitem__)[:: max(1, len(finite) - 1)]}
-        gap = [at for at in stretch if at not in finite][:1]
-        chosen += [points[at] for at in sorted({*ends, *gap})]
+        indices = {*[at for at in stretch if at not in finite][:1]}
+        if finite:
+            indices |= {min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)}
+        chosen += [points[at] for at in sorted(indices)]
     return chosen

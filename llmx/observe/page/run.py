@@ -6,7 +6,6 @@ the terminal.
 
 from __future__ import annotations
 
-import io
 import math
 import shlex
 import time
@@ -18,7 +17,6 @@ from llmx.config import Experiment, to_dict
 from llmx.observe.page import Block, Json, block, page, table, thinned, tiles
 from llmx.observe.report import plan_table, step_time, wording
 from llmx.observe.report.run_data import RunData, last_of_each_step
-from llmx.observe.report.screen import open_console, pairs_table
 from llmx.plan.types import Plan
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_of, measured, metric_of
@@ -29,7 +27,6 @@ from llmx.run.provenance.differences import flattened, short_value
 MAX_POINTS = 2_000
 """Lines of the curves; beyond, those of the least and the largest loss of each stretch are kept."""
 MAX_COMPLETIONS = 50
-PLAN_WIDTH = 110
 LONGEST_COMPLETION = 1_500
 """Characters; ``samples.json`` has the whole."""
 LONGEST_FILE = 60_000
@@ -45,18 +42,16 @@ CURVES = {"loss": "", "loss_mean": "", "lr": "Learning rate", "grad_norm": "Grad
 def run_page(data: RunData) -> Json:
     """The whole page, from the headline to the files of the run."""
     headline = wording.headline(data)
-    reasons = [row for row in (("cause", headline.cause), ("fix", headline.fix)) if row[1]]
     columns = curves(data.records)
     files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
-    step, samples = _generated(data)
-    # Many runs have the name of their experiment; the directory is the run's own.
-    own = data.run.root.name
-    name = own if data.name in own else f"{own} ({data.name})"
+    # Many runs have the name of their experiment; the directory is the run's directory.
+    directory = data.run.root.name
+    name = directory if data.name in directory else f"{directory} ({data.name})"
     content = page(
         f"{name}: {headline.line}",
         headline.state,
         {
-            "Outcome": [table(reasons)],
+            "Outcome": [table(headline.reasons)],
             "Summary": [tiles(wording.summary_rows(data))],
             "Curves": [],
             "Warnings": [block("list", wording.warnings(data))],
@@ -65,8 +60,8 @@ def run_page(data: RunData) -> Json:
             "Traceback": [block("code", wording.traceback_excerpt(data))],
             "One step by rank": step_time.steps_blocks(data),
             "Evaluation": _tables(data),
-            "Completions": _completions(data),
-            f"Samples of step {step:,}": [samples],
+            "Completions": completions(data, count=MAX_COMPLETIONS, limit=LONGEST_COMPLETION),
+            step_of_samples(data): generated(data, limit=LONGEST_COMPLETION),
             "Attempts": [_attempts(data), block("list", wording.events(data))],
             "Data": _data(data),
             "Config": _config(data),
@@ -159,46 +154,73 @@ def _tables(data: RunData) -> list[Block | None]:
     return blocks
 
 
-def _completions(data: RunData) -> list[Block | None]:
-    marks = {True: "✓ ", False: "✗ ", None: ""}
-    completed = wording.completions(data)
+def completions(data: RunData, *, count: int, limit: int) -> list[Block | None]:
+    """Eval prompts: the expected completion, that before training, that after it.
+
+    Args:
+        count: so many of them, evenly chosen, because neighbours are often of one kind.
+        limit: characters of a text.
+    """
+    prompts: list[Record] = data.samples.get("rows") or []
+    chosen = prompts
+    if len(prompts) > count:
+        chosen = [prompts[index * len(prompts) // count] for index in range(count)]
     rows = [
         [
-            _cut(row.prompt),
-            _cut(row.expected),
-            marks[row.right_before] + _cut(row.before),
-            marks[row.right_after] + _cut(row.after),
+            _cut(row.get("prompt") or "", 2 * limit),
+            _cut(row.get("expected") or "", limit),
+            _completion(row, "before", limit),
+            _completion(row, "after", limit),
         ]
-        for row in completed[:MAX_COMPLETIONS]
+        for row in chosen
     ]
-    heads = ["prompt", "expected", "before training", "after training"]
-    omitted = len(completed) - len(rows)
-    note = f"and {omitted:,} more in samples.json" if omitted else ""
+    omitted = len(prompts) - len(rows)
+    note = f" and {omitted:,} more in {data.run.samples}" if omitted else ""
+    heads = ["prompt", "expected", "before", "after"]
     return [table(rows, heads=heads, kinds=[""] * 4), block("text", note)]
 
 
-def _generated(data: RunData) -> tuple[int, Block | None]:
-    """Samples that were trained on, with each part of their reward, and their step."""
-    samples = data.rollouts
+def _completion(row: Record, when: str, limit: int) -> str:
+    """A completion, with a mark where there is one right answer."""
+    text, expected = row.get(when), row.get("expected")
+    if text is None:
+        return "not yet"
+    short = _cut(text, limit) or "(nothing)"
+    if expected is None:
+        return short
+    return f"{'✓' if text.strip() == expected.strip() else '✗'} {short}"
+
+
+def generated(data: RunData, *, count: int | None = None, limit: int) -> list[Block | None]:
+    """Samples of the newest step that were trained on, with each part of their reward."""
+    samples = data.rollouts[:count]
     names = list(dict.fromkeys(name for row in samples for name in row["rewards"]))
     rows = [
         [
-            _cut(row["prompt"]),
-            _cut(row["completion"]),
-            *(wording.number(row["rewards"].get(name)) for name in names),
-            wording.number(row["advantage"]),
+            _cut(row["prompt"], limit),
+            _cut(row["completion"], limit) or "(nothing)",
+            *(_reward(row["rewards"].get(name)) for name in names),
+            _reward(row["advantage"]),
         ]
         for row in samples
     ]
     heads = ["prompt", "completion", *names, "advantage"]
-    kinds = ["", "", *["number"] * (len(names) + 1)]
-    return samples[0]["step"] if samples else 0, table(rows, heads=heads, kinds=kinds)
+    return [table(rows, heads=heads, kinds=["", "", *["number"] * (len(names) + 1)])]
 
 
-def _cut(text: str) -> str:
-    if len(text) <= LONGEST_COMPLETION:
-        return text
-    return f"{text[:LONGEST_COMPLETION]}… ({len(text):,} characters)"
+def step_of_samples(data: RunData) -> str:
+    """Title of ``generated``."""
+    return f"Samples of step {data.rollouts[0]['step'] if data.rollouts else 0:,}"
+
+
+def _reward(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3g}"
+
+
+def _cut(text: str, limit: int) -> str:
+    if limit < LONGEST_COMPLETION:
+        return human.one_line(text, limit=limit)
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 def _attempts(data: RunData) -> Block | None:
@@ -215,8 +237,8 @@ def _attempt(line: dict[str, Any]) -> list[str]:
     started, ended = line.get("started") or 0.0, line.get("ended") or 0.0
     saved, first, last = line.get("saved_step"), line.get("first_step"), line.get("last_step")
     trained = first is not None and last is not None and last > first
-    where = [f"rank {line.get('rank')}"] * (line.get("rank") is not None)
-    where += [f"on {line.get('host')}"] * bool(line.get("host"))
+    where = [] if line.get("rank") is None else [f"rank {line['rank']}"]
+    where += [f"on {line['host']}"] if line.get("host") else []
     cause, decision = line.get("cause") or "", line.get("decision") or ""
     wait = f" after {human.duration(line['wait_s'])}" if line.get("wait_s") else ""
     return [
@@ -285,18 +307,13 @@ def _plan(values: Mapping[str, Any]) -> list[Block | None]:
         facts = [
             ("precision", f"{plan.precision}: {plan.precision_reason}"),
             ("batch", plan_table.batch_line(plan)),
-            ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
+            ("launch", plan_table.launch_line(plan)),
         ]
-        parts: list[Any] = [plan_table.hosts_table(plan), pairs_table(facts)]
-        if plan.memory:
-            parts += [f"\n{plan_table.memory_title(plan, None)}", plan_table.memory_table(plan)]
-        if plan.time:
-            parts += ["Predicted time of a step", pairs_table(plan_table.time_rows(plan))]
-        console = open_console(stream := io.StringIO(), width=PLAN_WIDTH)
-        console.print(*parts, sep="\n")
+        memory = plan_table.memory_blocks(plan) if plan.memory else []
+        time_of_step = plan_table.time_blocks(plan)
+        return [plan_table.hosts_table(plan), table(facts), *memory, *time_of_step]
     except (AttributeError, LookupError, TypeError, ValueError):
         return []
-    return [block("code", stream.getvalue())]
 
 
 def _text_of(data: RunData, name: str) -> str:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,18 +20,17 @@ from llmx import text as human
 from llmx.observe.page import Block, Json, block, document, page, table, thinned, tiles
 from llmx.observe.report.sweep_data import axes, value_of
 from llmx.observe.report.sweep_table import (
-    best_command,
+    TITLES,
+    best_and_command,
     best_lines,
     cells,
     failures,
     headline,
-    known_of,
     metrics_of,
     settings_of,
     title_of,
     write_sweep,
 )
-from llmx.run.metrics import Metric
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import ENDED, WELL, Sweep, Trial
 from llmx.text import plural
@@ -38,14 +38,17 @@ from llmx.text import plural
 PAGE = "sweep.html"
 MAX_CURVES = 120
 MAX_POINTS = 500
-"""Of one of the curves."""
+"""Points of one of the curves."""
 MAX_CELLS, MANY_AS = 10, 6
 """Numbers of a key that have a row of the heat map each; more are put together into MANY_AS."""
 MAX_LINES = 8
 """Combinations of the other keys that get a line of their own: as many as there are colours."""
 
+BETTER = {True: 1, False: -1, None: 0}
+"""Which direction of a metric is better, for the heat map."""
+
 Link = Callable[[Trial], str]
-"""Where a trial's run is shown; empty where it is not."""
+"""The address at which a trial's run is shown; empty where it is not."""
 
 
 def write_report(sweep: Sweep, out: Path) -> None:
@@ -77,11 +80,12 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
     better = "more" if sweep.mode == "max" else "less"
     objective = f"{title_of(sweep.objective, trials)}, {better} is better"
     charts = objective_charts(sweep)
+    best, command = best_and_command(sweep)
     return page(
         f"{title}: {headline(trials)}",
         state,
         {
-            "Best": [block("text", note), *_best(sweep)],
+            "Best": [block("text", note), block("text", best), block("code", command)],
             "Summary": [tiles(_summary(sweep))],
             "Objective": [block("text", objective if charts else ""), block("charts", charts)],
             "Settings and metrics": [block("trials", settings_and_metrics(sweep))],
@@ -94,51 +98,39 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
     )
 
 
-def number_of(text: str) -> float | None:
-    """The finite number that a typed value is, if it is one."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def in_order(values: Sequence[str]) -> list[str]:
-    """Each value once: numbers by size, else ``stage2`` before ``stage10``."""
+def in_order(values: Iterable[str]) -> tuple[list[str], list[float]]:
+    """Each value once: numbers by size, else ``stage2`` before ``stage10``; and their sizes, where
+    all are finite numbers."""
 
     def padded(value: str) -> str:
         return re.sub(r"\d+", lambda digits: digits[0].zfill(20), value)
 
-    sizes = {value: number_of(value) for value in values}
-    return sorted(sizes, key=lambda value: (sizes[value] or 0.0, padded(value)))
+    distinct = dict.fromkeys(values)
+    with contextlib.suppress(ValueError):
+        sizes = {value: float(value) for value in distinct}
+        if all(map(math.isfinite, sizes.values())):
+            ordered = sorted(sizes, key=lambda value: (sizes[value], value))
+            return ordered, [sizes[value] for value in ordered]
+    return sorted(distinct, key=padded), []
 
 
 def objective_charts(sweep: Sweep) -> list[Json]:
     """The objective over the values of each swept key: a line for each combination of the other
     keys, or dots where there are too many."""
     names = axes(sweep.trials)
+    objectives = _finite_values(sweep.trials, sweep.objective)
     ended = [
-        (trial, value)
-        for trial in sweep.trials
-        if trial.outcome in WELL
-        and (value := trial.value(sweep.objective)) is not None
-        and math.isfinite(value)
+        trial for trial, value in zip(sweep.trials, objectives, strict=True) if value is not None
     ]
     charts = []
-    for name in names if len(ended) > 1 else ():
-        other_names = [column for column in names if column != name]
-        typed = {trial.label: value_of(trial, name) for trial, _ in ended}
-        values = in_order([value for value in typed.values() if value is not None])
-        if len(values) < 2:
-            continue
-        sizes = [size for value in values if (size := number_of(value)) is not None]
-        is_numeric = len(sizes) == len(values)
-        places = dict(zip(values, sizes if is_numeric else range(len(values)), strict=True))
+    for key in _keys(ended) if len(ended) > 1 else ():
+        other_names = [name for name in names if name != key["name"]]
+        places = key["sizes"] or range(len(key["values"]))
         groups: dict[str, list[tuple[float, float]]] = {}
-        for trial, objective in ended:
-            if (text := typed[trial.label]) is not None:
-                point = (places[text], objective)
-                groups.setdefault(settings_of(trial, other_names), []).append(point)
+        for trial, at in zip(ended, key["of"], strict=True):
+            value = trial.value(sweep.objective)
+            if at is not None and value is not None:
+                groups.setdefault(settings_of(trial, other_names), []).append((places[at], value))
         has_lines = len(groups) <= MAX_LINES
         series = []
         for colour, (settings, points) in enumerate(groups.items()):
@@ -146,8 +138,8 @@ def objective_charts(sweep: Sweep) -> list[Json]:
             kind = "line dots" if has_lines else "dots"
             line = {"name": settings, "x": x, "y": y, "kind": kind}
             series.append({**line, "colour": colour if has_lines else 0})
-        labels = [] if is_numeric else [human.one_line(value, limit=16) for value in values]
-        charts.append({"title": f"over {name}", "series": series, "names": labels})
+        labels = [] if key["sizes"] else key["values"]
+        charts.append({"title": f"over {key['name']}", "series": series, "names": labels})
     return charts
 
 
@@ -155,34 +147,29 @@ def settings_and_metrics(sweep: Sweep) -> Json | None:
     """Every trial's values of the swept keys, and what it measured: for the heat map and the
     parallel coordinates. None with fewer than two keys, or without two trials that ended well."""
     trials = [trial for trial in sweep.trials if trial.outcome and trial.outcome != "same"]
-    keys = [key for name in axes(trials) if len((key := _key(name, trials))["values"]) > 1]
-    metrics, declared = [], metrics_of(trials)
-    for name, better in _directions(declared).items():
-        metric = declared.get(name.partition("/")[2])
+    keys, metrics, declared = _keys(trials), [], metrics_of(trials)
+    for name in (*TITLES, *(f"eval/{name}" for name in declared)):
+        values = _finite_values(trials, name)
+        metric = declared.get(name.removeprefix("eval/")) if name not in TITLES else None
         is_percent = metric is not None and metric.format == "percent"
-        numbers = [trial.value(name) if trial.outcome in WELL else None for trial in trials]
-        values = [None if v is None or not math.isfinite(v) else v for v in numbers]
+        scale = 100 if is_percent else 1
+        unit = " (%)" if is_percent else " (s)" if name == "seconds" else ""
         if sum(value is not None for value in values) > 1:
-            title = "time (s)" if name == "seconds" else title_of(name, trials)
             metrics.append(
                 {
                     "id": name,
-                    "name": f"{title} (%)" if is_percent else title,
-                    "better": better,
-                    "values": [
-                        v and float(f"{v * (100 if is_percent else 1):.6g}") for v in values
-                    ],
+                    "name": f"{title_of(name, trials)}{unit}",
+                    "better": BETTER[metric.higher_is_better if metric else name == "tokens_per_s"],
+                    "values": [v and float(f"{v * scale:.6g}") for v in values],
                 }
             )
     if len(keys) < 2 or not metrics:
         return None
-    names = axes(trials)
+    names, ids = axes(trials), [metric["id"] for metric in metrics]
     return {
         "keys": keys,
         "metrics": metrics,
-        "objective": next(
-            (at for at, metric in enumerate(metrics) if metric["id"] == sweep.objective), 0
-        ),
+        "objective": ids.index(sweep.objective) if sweep.objective in ids else 0,
         "trials": [
             {"name": f"{trial.label} {settings_of(trial, names)}", "word": trial.word}
             for trial in trials
@@ -191,44 +178,42 @@ def settings_and_metrics(sweep: Sweep) -> Json | None:
     }
 
 
-def _directions(declared: Mapping[str, Metric]) -> dict[str, int]:
-    """Every metric by the name of an objective: 1 where more is better, -1 where less is."""
-    directions = {True: 1, False: -1, None: 0}
-    return {
-        "train/loss": -1,
-        "eval/loss": -1,
-        **{
-            f"eval/{name}": directions[metric.higher_is_better] for name, metric in declared.items()
-        },
-        "tokens_per_s": 1,
-        "memory_gib": -1,
-        "seconds": -1,
-    }
+def _finite_values(trials: Sequence[Trial], objective: str) -> list[float | None]:
+    """The value of each trial that ended well; None where it has no finite one."""
+    values = [trial.value(objective) if trial.outcome in WELL else None for trial in trials]
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def _key(name: str, trials: Sequence[Trial]) -> Json:
-    """A swept key: its values in order, which one each trial has (``of``), and to which cell of
-    the heat map a value belongs (``groups``, with ``labels``): many numbers are put together."""
-    typed = [value_of(trial, name) for trial in trials]
-    values = in_order(list(dict.fromkeys(value for value in typed if value is not None)))
-    sizes = [size for value in values if (size := number_of(value)) is not None]
-    is_numeric = len(sizes) == len(values)
-    texts = [human.one_line(value, limit=16) for value in values]
-    groups, labels = list(range(len(values))), texts
-    if is_numeric and len(values) > MAX_CELLS:
-        groups = [at * MANY_AS // len(values) for at in range(len(values))]
-        ends = [
-            [sizes[at] for at, group in enumerate(groups) if group == n] for n in range(MANY_AS)
-        ]
-        labels = [f"{group[0]:.3g} to {group[-1]:.3g}" for group in ends]
-    return {
-        "name": name,
-        "values": texts,
-        "sizes": sizes if is_numeric else [],
-        "of": [None if value is None else values.index(value) for value in typed],
-        "groups": groups,
-        "labels": labels,
-    }
+def _keys(trials: Sequence[Trial]) -> list[Json]:
+    """The swept keys with more than one value: the values in order, which one each trial has
+    (``of``), and to which cell of the heat map a value belongs (``groups``, with ``labels``): many
+    numbers are put together."""
+    keys = []
+    for name in axes(trials):
+        typed = [value_of(trial, name) for trial in trials]
+        values, sizes = in_order(value for value in typed if value is not None)
+        if len(values) < 2:
+            continue
+        texts = [human.one_line(value, limit=16) for value in values]
+        groups, labels = list(range(len(values))), texts
+        if sizes and len(values) > MAX_CELLS:
+            groups = [at * MANY_AS // len(values) for at in range(len(values))]
+            parts = [
+                [size for size, group in zip(sizes, groups, strict=True) if group == number]
+                for number in range(MANY_AS)
+            ]
+            labels = [f"{part[0]:.3g} to {part[-1]:.3g}" for part in parts]
+        keys.append(
+            {
+                "name": name,
+                "values": texts,
+                "sizes": sizes,
+                "of": [None if value is None else values.index(value) for value in typed],
+                "groups": groups,
+                "labels": labels,
+            }
+        )
+    return keys
 
 
 def loss_curves(sweep: Sweep) -> tuple[Json, int]:
@@ -253,18 +238,6 @@ def loss_curves(sweep: Sweep) -> tuple[Json, int]:
         steps, losses = zip(*points, strict=True)
         curves[title] = {"train": {"step": steps, "loss": losses}, "best": best in group}
     return curves, len(with_curve) - sum(map(len, alike.values()))
-
-
-def _best(sweep: Sweep) -> list[Block | None]:
-    best = sweep.best
-    if best is None:
-        return []
-    name = title_of(sweep.objective, sweep.trials)
-    text = (
-        f"Best by {name}: {best.label} {settings_of(best, axes(sweep.trials))} "
-        f"({known_of(best, sweep.objective)}). To train with it:"
-    )
-    return [block("text", text), block("code", best_command(sweep, best))]
 
 
 def _summary(sweep: Sweep) -> list[tuple[str, str]]:

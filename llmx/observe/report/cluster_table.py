@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
-from llmx.observe.report.plan_table import SHOWN_STEPS, VERDICTS, seconds, verdict
-from llmx.observe.report.screen import columns_table, open_console
+from llmx.observe.page import block
+from llmx.observe.report.plan_table import SHOWN_STEPS, VERDICTS, by_column, seconds, verdict
+from llmx.observe.report.screen import open_console, print_blocks
 from llmx.plan.make import without_price
 from llmx.plan.types import Plan
 
@@ -24,32 +25,17 @@ UNKNOWN = "unknown"
 def print_clusters(clusters: Sequence[tuple[str, Composed | str]], *, stream: TextIO) -> None:
     """One column for each cluster, in the order that was asked for; what refuses an experiment is
     a message instead of a plan, and stands below."""
-    from rich.text import Text
-
-    console = open_console(stream)
     plans = [composed.plan for _, composed in clusters if not isinstance(composed, str)]
     steps = all(plan.total_steps for plan in plans)
     columns = [
         {"fits": "refused"} if isinstance(composed, str) else cluster_values(composed, steps=steps)
         for _, composed in clusters
     ]
-    table = columns_table()
-    table.add_column("", style="bold")
-    for name, _ in clusters:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in dict.fromkeys(key for column in columns for key in column):
-        cells = [
-            Text(column.get(row, ""), style=STYLES.get(column.get(row, ""), ""))
-            for column in columns
-        ]
-        table.add_row(row, *cells)
-    console.print(Text("The same experiment on each cluster, as predicted", style="bold"))
-    console.print(table)
-    for line in notes(clusters):
-        console.print(Text(line))
-
-
-STYLES = {**VERDICTS, "refused": "bold red"}
+    names = dict.fromkeys(key for column in columns for key in column)
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    title = "The same experiment on each cluster, as predicted"
+    blocks = [block("heading", title), by_column([name for name, _ in clusters], rows)]
+    print_blocks(open_console(stream), [*blocks, block("text", "\n".join(notes(clusters)))])
 
 
 def cluster_values(composed: Composed, *, steps: bool) -> dict[str, str]:

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
-from llmx.observe.page import document
-from llmx.observe.page.run import run_page
+from llmx.observe.page import block, document, table
+from llmx.observe.page.run import completions, generated, run_page, step_of_samples
 from llmx.observe.page.sweep import PAGE, write_report
+from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.run_data import RunData, load_run
+from llmx.observe.report.screen import open_console, print_blocks
 from llmx.observe.report.sweep_data import CSV, load_sweep
 from llmx.observe.report.sweep_table import (
     MARKDOWN,
@@ -27,9 +29,14 @@ from llmx.observe.report.sweep_table import (
     metrics_of,
     print_sweep,
 )
-from llmx.observe.report.terminal import print_report
 from llmx.run.rundir import RunDir, write_text
 from llmx.run.sweepdir import Sweep
+
+SHOWN_COMPLETIONS = 6
+SHOWN_SAMPLES = 4
+WIDEST_TABLE = 110
+"""Columns beyond which a table of sentences is harder to read, not easier."""
+MARKS = {"ok": ("✓", "bold green"), "failed": ("✗", "bold red"), "open": ("…", "bold yellow")}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,16 +90,34 @@ def _report(run_dir: Path, *, width: int | None) -> int:
     data = load_run(run_dir)
     code = 0
     try:
-        write_files(data)
+        draw_losses([data], data.run.loss_curve)  # where there is a loss
+        write_text(data.run.report, document(data.name, run_page(data)))
     except OSError as error:
         # A full or read-only disk: what can be printed is printed all the same.
         data.warnings.append(f"{error.filename or data.run.root}: not written ({error.strerror}).")
         code = DiskFullError.exit_code if disk_is_full(error) else 0
-    print_report(data, stream=sys.stdout, width=width)
+    print_report(data, width=width)
     return code
 
 
-def write_files(data: RunData) -> None:
-    """Write ``loss.png``, where there is a loss, and ``report.html``."""
-    draw_losses([data], data.run.loss_curve)
-    write_text(data.run.report, document(data.name, run_page(data)))
+def print_report(data: RunData, *, width: int | None = None) -> None:
+    """Print the end of a run: result, completions, summary, warnings, where it all lies."""
+    from rich.text import Text
+
+    console = open_console(sys.stdout, width=width)
+    headline = wording.headline(data)
+    mark, style = MARKS[headline.state]
+    console.print()
+    console.print(Text(f"{mark} {data.name}: {headline.line}", style=style))
+    limit = 3 * min(console.width, WIDEST_TABLE) // 5  # about three lines of a cell
+    print_blocks(console, [table(headline.reasons)])
+    blocks = [
+        block("code", wording.traceback_excerpt(data)),
+        *completions(data, count=SHOWN_COMPLETIONS, limit=limit),
+        block("heading", step_of_samples(data) if data.rollouts else ""),
+        *generated(data, count=SHOWN_SAMPLES, limit=limit),
+        table(wording.summary_rows(data, is_brief=True)),
+        block("list", wording.warnings(data)),
+        table(wording.locations(data), kinds=("name", "code")),
+    ]
+    print_blocks(console, blocks, is_blank=False)

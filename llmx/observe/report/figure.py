@@ -18,8 +18,8 @@ SMOOTHED_FROM = 40
 """Points from which on a smoothed line helps."""
 
 STYLES = (("tab:blue", "tab:orange", "-"), ("tab:green", "tab:red", "--"))
-"""Of each run: the colours of training and of evaluation, and how a line is drawn. The second run
-is dashed: where both are equal, both are seen."""
+"""Style of each run: the colours of training and of evaluation, and how a line is drawn. The second
+run is dashed: where both are equal, both are seen."""
 
 
 def draw_losses(runs: Sequence[RunData], path: Path) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from llmx import text as human
 from llmx.compose.task_rules import origin_of_batch, origin_of_lr, rollout_line
@@ -27,7 +27,8 @@ from llmx.config.accelerators import ACCELERATORS
 from llmx.config.fields import plain
 from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
-from llmx.observe.report.screen import columns_table, open_console, pairs_table
+from llmx.observe.page import Block, block, table
+from llmx.observe.report.screen import open_console, print_blocks
 from llmx.plan.balance import against_even
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, in_words
 from llmx.plan.choices import Choice
@@ -45,11 +46,6 @@ from llmx.plan.types import (
 )
 from llmx.text import plural, printable
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
 MEMORY_PARTS = (
     ("parameters", "parameters_gib"),
     ("gradients", "gradients_gib"),
@@ -62,7 +58,7 @@ MEMORY_PARTS = (
 )
 MAX_HOSTS = 8
 SHOWN_STEPS = 1000
-"""Where the number of steps is not known."""
+"""Steps whose time is shown where the number of steps is not known."""
 FARTHEST_DAYS = 36_500
 UNKNOWN = "unknown"
 
@@ -81,99 +77,73 @@ def print_plan(
     copied: Sequence[tuple[str, str, str]] = (),
     overrides: Sequence[str] = (),
 ) -> None:
-    """Print the whole plan to ``stream``, and where the run directory lies, where it is kept; with
-    ``options`` also what else would fit, with ``here`` what this machine has now. ``copied``: what
-    ``launch.sync=rsync`` will copy to each other host (kind, path, size)."""
-    from rich.text import Text
+    """Print the whole plan: hosts, batch algebra, memory by part, RAM and disks, time, warnings and
+    the exact command; then where the run directory lies.
 
-    console = open_console(stream, width=width)
-    parts = render_plan(
-        plan, exp, command, traces=traces, options=options, here=here, overrides=overrides
-    )
-    for part in parts:
-        # Text is never wrapped by us: the command is there to be copied.
-        console.print(part, soft_wrap=isinstance(part, Text))
+    Args:
+        options: what else would fit, as tables by micro batch.
+        here: what this machine has now (``llmx.hardware.survey.space_facts``).
+        copied: what ``launch.sync=rsync`` will copy to each other host (kind, path, size).
+    """
+    blocks: list[Block | None] = [
+        block("heading", f"Plan of {exp.name or exp.model.name or 'the run'}"),
+        hosts_table(plan),
+        table(facts_rows(plan, exp, traces, overrides)),
+    ]
+    if plan.memory:
+        blocks += [*memory_blocks(plan, traces), *choice_tables(plan, options)]
+    elif traces is not None and traces.problem:
+        title = f"Predicted peak memory of one rank: not known ({traces.problem})"
+        blocks.append(block("heading", title))
+    blocks += [*storage_blocks(plan, here or {}), *time_blocks(plan, now=datetime.now())]
+    blocks.append(block("list", plan.warnings))
+    if command:
+        head = block("heading", "Command (its secret: command.txt)")
+        blocks += [head, block("text", f"{command.rstrip()}\n")]
     if copied:
-        console.print(Text("Copied to each other host (launch.sync=rsync)", style="bold"))
-        for kind, path, size in copied:
-            console.print(Text(f"  {printable(path)}: {kind}, {size}"), soft_wrap=True)
+        lines = [f"  {path}: {kind}, {size}" for kind, path, size in copied]
+        head = block("heading", "Copied to each other host (launch.sync=rsync)")
+        blocks += [head, block("text", "\n".join(lines))]
     last = f"Nothing was started (dry_run=true). Rendered in {run_dir}"
     if run_dir is None:
         last = "Nothing was started or written. run_dir=DIR keeps the files and shows the command."
-    console.print(last, soft_wrap=True)
+    print_blocks(open_console(stream, width=width), [*blocks, block("text", last)])
 
 
-def render_plan(
-    plan: Plan,
-    exp: Experiment,
-    command: str | None,
-    *,
-    traces: Traces | None = None,
-    options: Sequence[Choice] = (),
-    here: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-) -> list[RenderableType]:
-    """Hosts, batch algebra, memory by part, other choices, RAM and disks, time, warnings and the
-    exact command, in this order."""
-    from rich.text import Text
-
-    title = Text(f"Plan of {exp.name or exp.model.name or 'the run'}", style="bold")
-    facts = facts_table(plan, exp, traces, overrides)
-    parts: list[RenderableType] = [title, hosts_table(plan), facts]
-    if plan.memory:
-        table = memory_table(plan)
-        parts += [Text(f"\n{memory_title(plan, traces)}", style="bold"), table]
-        parts += choice_tables(plan, options)
-    elif traces is not None and traces.problem:
-        unknown = f"\nPredicted peak memory of one rank: not known ({traces.problem})"
-        parts.append(Text(unknown, style="bold yellow"))
-    parts += storage_parts(plan, here)
-    parts += time_parts(plan)
-    if plan.warnings:
-        # A table ends with an empty line of its own.
-        parts += [] if (plan.memory or plan.storage) and not plan.time else [Text("")]
-        parts.append(warnings_table(plan.warnings))
-    if command:
-        head = Text("\nCommand (its secret: command.txt)", style="bold")
-        parts += [head, Text(command.rstrip() + "\n")]
-    return parts
-
-
-def hosts_table(plan: Plan) -> Table:
+def hosts_table(plan: Plan) -> Block | None:
     """One row a host: its ranks, devices, micro batches, accumulation and precision."""
-    table = columns_table()
-    for name, justify in (
-        ("host", "left"),
-        ("ranks", "left"),
-        ("device", "left"),
-        ("micro batch", "right"),
-        ("accumulation", "right"),
-        ("precision", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    rows = []
     for index, host in enumerate(plan.hosts):
         ranks = [rank for rank in plan.ranks if rank.host == index]
+        first_and_last = dict.fromkeys(str(rank.rank) for rank in (ranks[:1] + ranks[-1:]))
         counts = [len(plan.batch.sizes_of(rank.rank)) for rank in ranks]
-        table.add_row(
-            _host_name(host),
-            "-".join(dict.fromkeys(str(rank.rank) for rank in ranks[:1] + ranks[-1:])) or "none",
-            f"{len(ranks)}{human.TIMES}{host.device}",
-            _micro_batches(ranks),
-            " + ".join(map(str, counts[:1] if len(set(counts)) == 1 else counts)),
-            plan.precision,
+        if len(set(counts)) == 1:
+            counts = counts[:1]
+        rows.append(
+            [
+                _host_name(host),
+                "-".join(first_and_last) or "none",
+                f"{len(ranks)}{human.TIMES}{host.device}",
+                _micro_batches(ranks),
+                " + ".join(map(str, counts)),
+                plan.precision,
+            ]
         )
     for host in plan.rollout_hosts:
         servers = f"{host.slots}{human.TIMES}{host.device}"
-        table.add_row(_host_name(host), "draws samples", servers, "", "", plan.precision)
-    return table
+        rows.append([_host_name(host), "draws samples", servers, "", "", plan.precision])
+    heads = ["host", "ranks", "device", "micro batch", "accumulation", "precision"]
+    return table(rows, heads=heads, kinds=["name", "short", "short", "number", "number", "short"])
 
 
-def facts_table(
+def facts_rows(
     plan: Plan, exp: Experiment, traces: Traces | None = None, overrides: Sequence[str] = ()
-) -> Table:
+) -> list[tuple[str, str]]:
     """Facts of the whole run: precision and why, batch, steps, learning rate and what set it,
     model, ZeRO, transport."""
     accum = plan.grad_accum_dtype
+    chosen = plan.chosen
+    choice = f"{' '.join(chosen.words)}: {chosen.problem or chosen.reason}" if chosen else ""
     rows = [
         ("precision", f"{plan.precision}: {plan.precision_reason}"),
         ("batch", f"{batch_line(plan)} ({origin_of_batch(exp, overrides)})"),
@@ -186,23 +156,17 @@ def facts_table(
         ("rollouts", rollout_line(exp)),
         ("rates", _rates_line(exp.optim, exp.adapter, exp.model)),
         ("zero", _zero_line(exp)),
-        ("chosen", f"{' '.join(c.words)}: {c.problem or c.reason}" if (c := plan.chosen) else ""),
+        ("chosen", choice),
         ("gradients", f"summed over micro steps in {accum}" if accum else ""),
         ("attention", _attention_line(plan, exp.data)),
-        ("launch", f"{plan.transport}, rank 0 at {plan.master_addr}"),
+        ("launch", launch_line(plan)),
     ]
-    return pairs_table((name, text) for name, text in rows if text)
+    return [(name, text) for name, text in rows if text]
 
 
-def warnings_table(warnings: tuple[str, ...]) -> Table:
-    """Each warning behind a ``!``, wrapped under itself."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 1))
-    for warning in warnings:
-        table.add_row(Text(" !", style="bold yellow"), Text(warning, style="yellow"))
-    return table
+def launch_line(plan: Plan) -> str:
+    """The transport, and where rank 0 listens."""
+    return f"{plan.transport}, rank 0 at {plan.master_addr}"
 
 
 def batch_line(plan: Plan) -> str:
@@ -251,8 +215,8 @@ def balance_line(plan: Plan) -> str:
 
 
 def device_lines(plan: Plan, exp: Experiment) -> list[str]:
-    """Where types of devices differ: of each its micro batch with what limits it, and its
-    activation checkpointing; and what cannot differ."""
+    """Micro batch with its limit and activation checkpointing of each type of device, and what
+    cannot differ between them; empty with one type."""
     names = list(dict.fromkeys(rank.device for rank in plan.ranks))
     if len(names) < 2:
         return []
@@ -418,100 +382,88 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
     return f"{next(iter(kinds.values())) if is_uniform else listed}; {rows}"
 
 
-def memory_table(plan: Plan) -> Table:
-    """Parts as rows, device types as columns: stays narrow with many parts."""
-    from rich.text import Text
-
-    table = columns_table()
-    table.add_column("")
-    for memory in plan.memory:
-        table.add_column(memory.device, justify="right", overflow="fold")
+def memory_blocks(plan: Plan, traces: Traces | None = None) -> list[Block | None]:
+    """Title and table of the predicted memory; parts as rows, device types as columns: it stays
+    narrow with many parts."""
     traced = all(memory.traced for memory in plan.memory)
+
+    def row(name: str, value: Callable[[MemoryPlan], str | float]) -> list[str]:
+        values = map(value, plan.memory)
+        return [name, *(v if isinstance(v, str) else human.gib(v) for v in values)]
+
+    rows = []
     for name, attribute in MEMORY_PARTS:
-        if traced and attribute == "logits_gib":
-            continue
-        if attribute == "drawing_gib" and not any(memory.drawing_gib for memory in plan.memory):
+        sizes = [getattr(memory, attribute) for memory in plan.memory]
+        if (traced and attribute == "logits_gib") or (
+            attribute == "drawing_gib" and not any(sizes)
+        ):
             continue
         name = "activations, logits, loss" if traced and name == "activations" else name
-        table.add_row(name, *(human.gib(getattr(memory, attribute)) for memory in plan.memory))
-    context = (human.gib(memory.context_gib) for memory in plan.memory)
-    table.add_row(ACCELERATORS[plan.accelerator].context, *context)
-    table.add_section()
-    table.add_row("total", *(Text(human.gib(m.total_gib), style="bold") for m in plan.memory))
-    sizes = [memory.capacity_gib for memory in plan.memory]
-    table.add_row("device has", *(human.gib(size) if size else UNKNOWN for size in sizes))
-    if any(sizes):
-        reserve = (human.gib((1 - USABLE) * size) if size else "" for size in sizes)
-        table.add_row(f"kept free ({1 - USABLE:.0%}: fragmentation)", *reserve)
-    verdicts = map(verdict, plan.memory)
-    table.add_row("", *(Text(words, style=VERDICTS[words]) for words in verdicts))
-    if plan.storage is not None:
-        return table  # RAM has a table of its own
-    if any(memory.host_gib for memory in plan.memory):
-        table.add_row("host RAM", *(human.gib(memory.host_gib) for memory in plan.memory))
-    if any(memory.saves_host_gib for memory in plan.memory):
-        copies = (human.gib(memory.saves_host_gib) for memory in plan.memory)
-        table.add_row("host RAM of saves", *copies)
-    return table
-
-
-def memory_title(plan: Plan, traces: Traces | None) -> str:
-    """The title of the table of memory, with the source of its numbers."""
+        rows.append([name, *map(human.gib, sizes)])
+    rows += [
+        row(ACCELERATORS[plan.accelerator].context, lambda memory: memory.context_gib),
+        [],
+        row("total", lambda memory: memory.total_gib),
+        row("device has", lambda memory: memory.capacity_gib or UNKNOWN),
+    ]
+    if any(memory.capacity_gib for memory in plan.memory):
+        name = f"kept free ({1 - USABLE:.0%}: fragmentation)"
+        rows.append(row(name, lambda memory: (1 - USABLE) * memory.capacity_gib or ""))
+    rows.append(row("", verdict))
+    if plan.storage is None:  # else RAM has a table of its own
+        if any(memory.host_gib for memory in plan.memory):
+            rows.append(row("host RAM", lambda memory: memory.host_gib))
+        if any(memory.saves_host_gib for memory in plan.memory):
+            rows.append(row("host RAM of saves", lambda memory: memory.saves_host_gib))
     title = "Predicted peak memory of one rank, GiB"
-    if all(memory.traced for memory in plan.memory):
-        return f"{title}: the real micro step on fake tensors, by DeepSpeed's rules"
-    if traces is not None and traces.problem:
-        return f"{title}: by formula ({traces.problem})"
-    return title
+    if traced:
+        title += ": the real micro step on fake tensors, by DeepSpeed's rules"
+    elif traces is not None and traces.problem:
+        title += f": by formula ({traces.problem})"
+    return [block("heading", title), by_column([memory.device for memory in plan.memory], rows)]
 
 
-def choice_tables(plan: Plan, options: Sequence[Choice]) -> list[RenderableType]:
-    """For each type of device: ZeRO option and activation checkpointing by rows, micro batches by
-    columns; ``*`` is the plan."""
-    from rich.text import Text
+def by_column(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Block | None:
+    """A table with a column of numbers for each name, and a name for each row."""
+    return table(rows, heads=["", *names], kinds=["name", *["number"] * len(names)])
 
-    parts: list[RenderableType] = []
+
+def choice_tables(plan: Plan, options: Sequence[Choice]) -> list[Block | None]:
+    """A table for each type of device: ZeRO option and activation checkpointing by rows, micro
+    batches by columns; ``*`` is the plan."""
+    blocks: list[Block | None] = []
     sizes = sorted({choice.micro_batch for choice in options})
-    ways = dict.fromkeys(
-        (choice.zero, choice.checkpointing)
-        for choice in sorted(options, key=lambda choice: choice.intricacy)
-    )
+    by_row: dict[tuple[str, str], dict[int, Choice]] = {}
+    for choice in sorted(options, key=lambda choice: choice.intricacy):
+        by_row.setdefault((choice.zero, choice.checkpointing), {})[choice.micro_batch] = choice
     for memory in plan.memory if options else ():
         if not memory.capacity_gib:
             continue
-        table = columns_table()
-        for name in ("zero", "checkpointing"):
-            table.add_column(name)
-        for size in sizes:
-            table.add_column(str(size), justify="right")
-        cells = {
-            (choice.zero, choice.checkpointing, choice.micro_batch): _cell(choice, memory.device)
-            for choice in options
-        }
-        for option, how in ways:
-            table.add_row(option, how, *(cells.get((option, how, size), "") for size in sizes))
+        rows = [
+            [*names, *(_cell(choices.get(size), memory.device) for size in sizes)]
+            for names, choices in by_row.items()
+        ]
         title = (
             f"Peak on {memory.device} ({human.gib(memory.capacity_gib)} GiB) by micro batch; "
             "! is too large, * is this plan"
         )
-        parts += [Text(f"\n{title}", style="bold"), table]
-    return parts
+        heads = ["zero", "checkpointing", *map(str, sizes)]
+        kinds = ["name", "short", *["number"] * len(sizes)]
+        blocks += [block("heading", title), table(rows, heads=heads, kinds=kinds)]
+    return blocks
 
 
-def _cell(choice: Choice, device: str) -> Text:
-    from rich.text import Text
-
+def _cell(choice: Choice | None, device: str) -> str:
+    """Memory of a choice on a type of device, with marks; empty without a choice."""
+    if choice is None:
+        return ""
     memory = choice.memory[device]
-    words = (
-        "* " if choice.chosen else "",
-        human.gib(memory.total_gib),
-        "" if memory.fits else " !",
-    )
-    return Text("".join(words), style="green" if memory.fits else "red")
+    before, after = "* " if choice.chosen else "", "" if memory.fits else " !"
+    return f"{before}{human.gib(memory.total_gib)}{after}"
 
 
-VERDICTS = {"not checked": "", "does not fit": "bold red", "fits": "green"}
-"""What is said of a device's memory, the worst first, and its style."""
+VERDICTS = ("not checked", "does not fit", "fits")
+"""What is said of a device's memory, the worst first."""
 
 
 def verdict(memory: MemoryPlan) -> str:
@@ -536,16 +488,11 @@ def _micro_batches(ranks: list[RankPlan]) -> str:
     return " + ".join(map(str, sizes))
 
 
-def time_parts(plan: Plan) -> list[RenderableType]:
-    """Title and table of the predicted time; nothing where the plan has none."""
-    from rich.text import Text
-
+def time_blocks(plan: Plan, *, now: datetime | None = None) -> list[Block | None]:
+    """Title and rows of the predicted time; nothing where the plan has none."""
     if plan.time is None:
         return []
-    table = pairs_table(time_rows(plan, now=datetime.now()))
-    # A table of memory ends with an empty line of its own.
-    before = "" if plan.memory or plan.storage else "\n"
-    return [Text(f"{before}Predicted time of a step", style="bold"), table]
+    return [block("heading", "Predicted time of a step"), table([*time_rows(plan, now=now)])]
 
 
 def time_rows(plan: Plan, *, now: datetime | None = None) -> Iterator[tuple[str, str]]:
@@ -629,7 +576,9 @@ def waiting(plan: Plan, idle: Sequence[float]) -> str:
         name = f"{plan.hosts[rank.host].name} ({rank.device})"
         longest[name] = max(share, longest.get(name, 0.0))
     texts = [f"{name} {human.percent(share)}" for name, share in longest.items()]
-    return ", ".join(texts[:MAX_HOSTS]) + ", ..." * (len(texts) > MAX_HOSTS)
+    if len(texts) > MAX_HOSTS:
+        texts = [*texts[:MAX_HOSTS], "..."]
+    return ", ".join(texts)
 
 
 def seconds(value: float) -> str:
@@ -651,77 +600,62 @@ def _parts(time: TimePlan) -> Iterator[str]:
         yield f"update {seconds(time.update_s)}"
 
 
-RAM_PARTS: tuple[tuple[str, Callable[[HostStorage], int | None]], ...] = (
-    ("RAM: processes", lambda host: host.processes_bytes),
-    ("RAM: loading", lambda host: host.loading_bytes),
-    ("RAM: training", lambda host: host.training_bytes),
-    ("RAM: offload", lambda host: host.offload_bytes),
-    ("RAM: offload buffers", lambda host: host.staging_bytes),
-    ("RAM: weights for rollout servers", lambda host: host.push_bytes),
+RAM_PARTS = (
+    ("RAM: processes", "processes_bytes"),
+    ("RAM: loading", "loading_bytes"),
+    ("RAM: training", "training_bytes"),
+    ("RAM: offload", "offload_bytes"),
+    ("RAM: offload buffers", "staging_bytes"),
+    ("RAM: weights for rollout servers", "push_bytes"),
 )
 
 
-def storage_parts(plan: Plan, here: Mapping[str, Any] | None = None) -> list[RenderableType]:
-    """The table, hosts that are alike in one column; nothing where the plan has no storage.
+def storage_blocks(plan: Plan, here: Mapping[str, Any]) -> list[Block | None]:
+    """RAM and disk of each host, those that are alike in one column; nothing where the plan has no
+    storage. What no host needs is left out.
 
-    ``here``: what this machine has now (``llmx.hardware.survey.space_facts``).
+    ``here``: what this machine has now; it stands below what it needs.
     """
-    from rich.text import Text
-
     storage = plan.storage
     if storage is None:
         return []
-    table = columns_table()
-    table.add_column("")
-    for host in storage.hosts:
-        table.add_column(host.names, justify="right", overflow="fold")
-    for name, values in rows(plan, storage, here or {}):
-        if name:
-            table.add_row(name, *values)
-        else:
-            table.add_section()
-    return [Text("\nEach host, beside device memory", style="bold"), table]
-
-
-def rows(
-    plan: Plan, storage: StoragePlan, here: Mapping[str, Any]
-) -> list[tuple[str, tuple[str, ...]]]:
-    """(what, by host); what no host needs is left out. An empty name: a line between sections."""
     hosts = storage.hosts
     local = {host.name for host in plan.hosts if host.is_local}
-    lines: list[tuple[str, tuple[str, ...]]] = []
 
-    def row(name: str, of: Callable[[HostStorage], int | None], *, always: bool = False) -> None:
-        values = [of(host) for host in hosts]
-        if always or any(value is None or value for value in values):
-            lines.append((name, tuple(_size(value) for value in values)))
+    def needed(name: str, attribute: str, *, always: bool = False) -> list[list[str]]:
+        values = [getattr(host, attribute) for host in hosts]
+        if not always and all(value == 0 for value in values):
+            return []
+        return [[name, *map(_size, values)]]
 
-    def now(name: str, key: str) -> None:
-        """Add the size that this machine has now, below the one that it needs."""
-        if here.get(key) is not None and any(local & set(host.hosts) for host in hosts):
-            size = human.size(here[key])
-            lines.append((name, tuple(size if local & set(h.hosts) else "" for h in hosts)))
+    def available(name: str, key: str) -> list[list[str]]:
+        is_local = [bool(local & set(host.hosts)) for host in hosts]
+        if here.get(key) is None or not any(is_local):
+            return []
+        return [[name, *(human.size(here[key]) if is_here else "" for is_here in is_local)]]
 
-    for name, of in RAM_PARTS:
-        row(name, of)
-    row("RAM at most", lambda host: host.ram_bytes, always=True)
-    optional = all(host.saves_optional for host in hosts)
-    row("RAM: copies for saves" + ", if free" * optional, lambda host: host.saves_bytes)
+    copies = "RAM: copies for saves"
+    if all(host.saves_optional for host in hosts):
+        copies += ", if free"
+    limit = storage.checkpoints_at_once
+    rows = [row for name, attribute in RAM_PARTS for row in needed(name, attribute)]
+    rows += needed("RAM at most", "ram_bytes", always=True)
+    rows += needed(copies, "saves_bytes")
     if any(host.ram_has_bytes for host in hosts):
-        row("RAM of the host", lambda host: host.ram_has_bytes, always=True)
-    now("RAM available now", "ram_available_bytes")
-    lines.append(("", ()))
-    row("NVMe", lambda host: host.nvme_bytes)
-    row("disk: one checkpoint", lambda host: host.checkpoint_bytes, always=True)
-    at_once = storage.checkpoints_at_once
-    limit = "no limit" if at_once is None else str(at_once)
-    lines.append(("disk: checkpoints at once", (limit,) * len(hosts)))
-    row("disk: model/", lambda host: host.model_bytes)
-    lines.append(("disk at most", tuple(_disk(storage, host) for host in hosts)))
-    now("disk free now", "free_bytes")
-    row("disk: weights of the Hub", lambda host: host.download_bytes)
-    row("/dev/shm without P2P", lambda host: host.shm_bytes)
-    return lines
+        rows += needed("RAM of the host", "ram_has_bytes", always=True)
+    rows += available("RAM available now", "ram_available_bytes")
+    rows.append([])
+    rows += needed("NVMe", "nvme_bytes")
+    rows += needed("disk: one checkpoint", "checkpoint_bytes", always=True)
+    at_once = "no limit" if limit is None else str(limit)
+    rows.append(["disk: checkpoints at once", *[at_once] * len(hosts)])
+    rows += needed("disk: model/", "model_bytes")
+    rows.append(["disk at most", *(_disk(storage, host) for host in hosts)])
+    rows += available("disk free now", "free_bytes")
+    rows += needed("disk: weights of the Hub", "download_bytes")
+    rows += needed("/dev/shm without P2P", "shm_bytes")
+    title = "Each host, beside device memory"
+    return [block("heading", title), by_column([host.names for host in hosts], rows)]
 
 
 def _disk(storage: StoragePlan, host: HostStorage) -> str:

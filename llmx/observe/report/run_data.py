@@ -45,7 +45,7 @@ class RunData:
     """Some of the samples that the task has generated for its newest step."""
     tables: list[Table]
     tables_step: int
-    """Of the evaluation that the tables are of."""
+    """The step of the evaluation that measured the tables."""
     result: dict[str, Any] | None
     """None while the run goes on, or where the supervisor was killed."""
     tracking: dict[str, dict[str, str]]

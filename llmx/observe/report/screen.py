@@ -1,33 +1,44 @@
-"""The console that plan and report are printed on: plain off a terminal, never a crash."""
+"""The console that plan and report are printed on, and the blocks of ``observe.page`` on it.
+
+Plain off a terminal, never a crash; control characters in names and fields of a run's files are
+shown as escapes, so that they do not steer the terminal.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TextIO, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
+from llmx.observe.page import Block
 from llmx.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import (
-        Console,
-        ConsoleOptions,
-        ConsoleRenderable,
-        RenderableType,
-        RenderHook,
-        RenderResult,
-    )
-    from rich.measure import Measurement
+    from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 PLAIN_WIDTH = 100
 """Columns where there is no terminal to ask (a log file, a pipe)."""
+STYLES = {
+    "✓": "green", "✗": "red", "not yet": "dim", "fits": "green", "does not fit": "bold red",
+    "refused": "bold red",
+}  # fmt: skip
+"""Style of a cell of such a text, or of a mark that a cell begins with."""
 
 
 def open_console(stream: TextIO, *, width: int | None = None) -> Console:
     """A rich console on ``stream``: colours on a terminal only, at least 40 columns."""
     from rich.console import Console
+    from rich.segment import Segment
+
+    class Harmless(Console):
+        """Prints control characters as escapes."""
+
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*args, **options):
+                yield Segment(text if control else printable(text), style, control)
 
     # A check mark on a terminal that knows ASCII only must not end the run.
     reconfigure = getattr(stream, "reconfigure", None)
@@ -36,7 +47,7 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
             reconfigure(errors="replace")
     if width is None and not stream.isatty() and "COLUMNS" not in os.environ:
         width = PLAIN_WIDTH
-    console = Console(
+    return Harmless(
         file=stream,
         width=max(40, width) if width else None,
         highlight=False,
@@ -44,16 +55,82 @@ def open_console(stream: TextIO, *, width: int | None = None) -> Console:
         markup=False,
         emoji=False,
     )
-    console.push_render_hook(cast("RenderHook", _AllHarmless()))
-    return console
 
 
-def columns_table(*, width: int | None = None) -> Table:
-    """A table without columns yet: a line below its head, and none between cells."""
+def is_plain(console: Console) -> bool:
+    """Whether only ASCII can be drawn on the console."""
+    return not (console.encoding or "").lower().startswith("utf")
+
+
+def print_blocks(
+    console: Console, blocks: Iterable[Block | None], *, is_blank: bool = True
+) -> None:
+    """Print blocks below each other. Texts, commands and paths are never wrapped by us: they are
+    there to be copied.
+
+    ``is_blank``: nothing stands above, or an empty line.
+    """
+    from rich.text import Text
+
+    for block in filter(None, blocks):
+        ((kind, value),) = block.items()
+        has_heads = kind == "table" and bool(value["heads"])
+        if kind != "text" and not has_heads and not is_blank:
+            console.print()
+        is_blank = has_heads or kind == "heading"  # a table with heads has empty lines of its own
+        if has_heads:
+            console.print(columns_table(**value))
+        elif kind == "table" and value["kinds"][-1] == "code":
+            widest = max(len(name) for name, _ in value["rows"])
+            for name, text in value["rows"]:
+                line = Text.assemble((f" {name:<{widest}}  ", "bold"), text)
+                console.print(line, soft_wrap=True)
+        elif kind == "table":
+            console.print(pairs_table(value["rows"]))
+        elif kind == "list":
+            console.print(_warnings(value))
+        elif kind == "code":
+            text = "\n".join(f"  {line}" for line in value.splitlines())
+            console.print(Text(printable(text), style="dim"))
+        else:
+            style = "bold" if kind == "heading" else ""
+            console.print(Text(printable(value), style=style), soft_wrap=True)
+
+
+def columns_table(
+    rows: Iterable[Iterable[Any]],
+    kinds: Iterable[str],
+    heads: Iterable[str],
+    best: int | None = None,
+    styles: Sequence[str] = (),
+) -> Table:
+    """A table of ``observe.page.table`` with heads: a line below them, and none between cells.
+
+    ``styles``: of each row, as rich has them."""
     from rich import box
     from rich.table import Table
 
-    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", width=width)
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for head, kind in zip(heads, kinds, strict=True):
+        justify: Any = "right" if kind == "number" else "left"
+        is_short = kind in ("number", "short")
+        grid.add_column(head, justify=justify, overflow="fold", no_wrap=is_short)
+    for number, row in enumerate(rows):
+        if not any(row):
+            grid.add_section()
+            continue
+        style = styles[number] if styles else ""
+        grid.add_row(*map(_cell, row), style="bold" if number == best else style)
+    return grid
+
+
+def _cell(text: str) -> Text:
+    from rich.text import Text
+
+    cell = Text(printable(text), style=STYLES.get(text, ""))
+    if text[:1] in STYLES:
+        cell.stylize(STYLES[text[:1]], 0, 1)
+    return cell
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -69,27 +146,12 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-class Harmless:
-    """Something to print, with control characters as escapes: names of metrics, and fields of a
-    run's files, must not steer the terminal."""
+def _warnings(texts: Iterable[str]) -> RenderableType:
+    """Each warning behind a ``!``, wrapped under itself."""
+    from rich.table import Table
+    from rich.text import Text
 
-    def __init__(self, renderable: RenderableType) -> None:
-        self._renderable = renderable
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.segment import Segment
-
-        for text, style, control in console.render(self._renderable, options):
-            yield Segment(text if control else printable(text), style, control)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        from rich.measure import Measurement
-
-        return Measurement.get(console, options, self._renderable)
-
-
-class _AllHarmless:
-    """A ``RenderHook`` of rich that makes everything harmless that is printed."""
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [Harmless(renderable) for renderable in renderables]
+    table = Table.grid(padding=(0, 1))
+    for text in texts:
+        table.add_row(Text(" !", style="bold yellow"), Text(printable(text), style="yellow"))
+    return table

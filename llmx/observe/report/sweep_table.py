@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,20 +16,25 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmx import text as human
-from llmx.observe.report.screen import columns_table, open_console
+from llmx.observe.page import block, table
+from llmx.observe.report.screen import open_console, print_blocks
 from llmx.observe.report.sweep_data import CSV, axes, value_of
 from llmx.run.metrics import Metric, metric_of
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import NOT_RUN, STOPPED, WELL, Sweep, Trial
-from llmx.text import plural
+from llmx.text import plural, shorter_path
 
 MARKDOWN = "sweep.md"
 BEST_CONFIG = "best.yaml"
 BEST = "*"
 TITLES = {
-    "tokens_per_s": "tokens/s", "memory_gib": "peak memory (GiB)", "seconds": "time",
-    "train/loss": "train loss", "eval/loss": "eval loss",
-}  # fmt: skip
+    "train/loss": "train loss",
+    "eval/loss": "eval loss",
+    "tokens_per_s": "tokens/s",
+    "memory_gib": "peak memory (GiB)",
+    "seconds": "time",
+}
+"""Objectives that are no metric of a task, for a reader."""
 
 
 def print_sweep(
@@ -44,40 +48,25 @@ def print_sweep(
 ) -> None:
     """The table, why trials failed or were left out, the best (``best_lines``), and where all of it
     lies."""
-    from rich.text import Text
-
-    console = open_console(stream, width=width)
-    head, rows = cells(trials)
-    grid = columns_table()
-    # A setting is not broken where there is room for it.
-    longest = max((len(word) for row in rows for word in row[1].split()), default=0)
-    width_of_others = sum(
-        2 + max(map(len, column)) for column in zip(head, *rows, strict=True)
-    ) - max(2 + len(row[1]) for row in [head, *rows])
-    for at, name in enumerate(head):
-        grid.add_column(
-            name,
-            justify="left" if at in (1, 2) else "right",
-            overflow="fold",
-            no_wrap=at != 1,
-            min_width=max(1, min(longest, console.width - width_of_others - 2))
-            if at == 1
-            else None,
-        )
-    for trial, row in zip(trials, rows, strict=True):
-        style = "red" if trial.failed else "" if trial.outcome in WELL else "dim"
-        grid.add_row(*(Text(cell, style="bold" if BEST in cell else style) for cell in row))
-    console.print()
-    console.print(Text(f"Sweep: {headline(trials)}", style="bold"))
-    console.print(grid)
-    if any(BEST in cell for row in rows for cell in row):
-        console.print(f" {BEST} best of its column")
-    for line in failures(trials):
-        console.print(Text(f" {line}"), soft_wrap=True)
-    for line in best:
-        console.print(Text(f" {line}", style="bold"), soft_wrap=True)
+    heads, rows = cells(trials)
+    kinds = ["number", "words", "short", *["number"] * (len(heads) - 3)]
+    content = table(rows, heads=heads, kinds=kinds)
+    if content is not None:
+        content["table"]["styles"] = [_style(trial) for trial in trials]
+    has_best = any(BEST in cell for row in rows for cell in row)
+    lines = [f"{BEST} best of its column"] if has_best else []
     listed = ", ".join([*files, "one directory per trial"])
-    console.print(Text(f" {directory}: {listed}"), soft_wrap=True)
+    lines += [*failures(trials), *best, f"{directory}: {listed}"]
+    console = open_console(stream, width=width)
+    title = block("heading", f"Sweep: {headline(trials)}")
+    text = block("text", "\n".join(f" {line}" for line in lines))
+    print_blocks(console, [title, content, text], is_blank=False)
+
+
+def _style(trial: Trial) -> str:
+    if trial.failed:
+        return "red"
+    return "" if trial.outcome in WELL else "dim"
 
 
 def write_sweep(trials: Sequence[Trial], *, directory: Path, best: Sequence[str] = ()) -> None:
@@ -100,17 +89,25 @@ def headline(trials: Sequence[Trial]) -> str:
     return f"{done} of {plural(len(trials), 'trial')} {verb}" + (f"; {listed}" if listed else "")
 
 
-def best_lines(sweep: Sweep) -> list[str]:
-    """The best trial, and what to type to train with it; nothing where no trial has a value."""
+def best_and_command(sweep: Sweep) -> tuple[str, str]:
+    """The best trial, and what to type to train with it; both empty where no trial has a value."""
     best = sweep.best
     if best is None:
-        return []
+        return "", ""
     settings = settings_of(best, axes(sweep.trials))
-    return [
+    text = (
         f"best by {title_of(sweep.objective, sweep.trials)}: {best.label} {settings}  "
-        f"({known_of(best, sweep.objective)})",
-        f"to train with it: {best_command(sweep, best)}",
-    ]
+        f"({known_of(best, sweep.objective)})"
+    )
+    if sweep.has_own_objective and (sweep.directory / BEST_CONFIG).is_file():
+        return text, experiment_command(sweep)
+    return text, shlex.join(["python", "-m", "llmx", "reproduce", shorter_path(best.run_dir)])
+
+
+def best_lines(sweep: Sweep) -> list[str]:
+    """The best trial, and what to type to train with it, in lines of their own."""
+    text, command = best_and_command(sweep)
+    return [text, f"to train with it: {command}"] if text else []
 
 
 def known_of(trial: Trial, objective: str) -> str:
@@ -126,24 +123,11 @@ def known_of(trial: Trial, objective: str) -> str:
     return ", ".join(numbers)
 
 
-def best_command(sweep: Sweep, best: Trial) -> str:
-    """The command that trains with the best trial's config."""
-    if sweep.has_own_objective and (sweep.directory / BEST_CONFIG).is_file():
-        return experiment_command(sweep)
-    return shlex.join(["python", "-m", "llmx", "reproduce", near(best.run_dir)])
-
-
 def experiment_command(sweep: Sweep) -> str:
     """The command that trains with the ``best.yaml`` of a sweep."""
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
-    best = near(sweep.directory / BEST_CONFIG)
+    best = shorter_path(sweep.directory / BEST_CONFIG)
     return shlex.join(["python", "-m", "llmx", *config_dir, best])
-
-
-def near(path: Path) -> str:
-    """A path as it can be typed here, if that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if len(relative) < len(str(path)) else str(path)
 
 
 def title_of(objective: str, trials: Sequence[Trial]) -> str:
@@ -193,7 +177,7 @@ def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
                 *(getattr(trial, name) for name in before[1:]),
                 *(trial.metrics.get(name) for name in metrics),
                 *(getattr(trial, name) for name in after),
-                _near(trial.run_dir, directory) if trial.run_dir.is_dir() else "",
+                _run_dir(trial, directory),
                 trial.cause,
                 trial.fix,
             ]
@@ -285,8 +269,12 @@ def metrics_of(trials: Sequence[Trial]) -> dict[str, Metric]:
     return {name: metric_of(name, trial.declared) for trial in trials for name in trial.metrics}
 
 
-def _near(path: Path, directory: Path) -> str:
-    return str(path.relative_to(directory)) if path.is_relative_to(directory) else str(path)
+def _run_dir(trial: Trial, directory: Path) -> str:
+    """The run directory below ``directory``; empty where there is none."""
+    path = trial.run_dir
+    if not path.is_dir():
+        return ""
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
 def markdown_row(row: Sequence[str]) -> str:

@@ -10,29 +10,26 @@ import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
 from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.run_data import RunData
 from llmx.observe.report.step_time import idle_text, steps_by_rank
+from llmx.observe.status.view import event_text
 from llmx.run.exported import generates_no_text
 from llmx.run.metrics import measured, metric_of
 from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import step_of
 from llmx.text import plural
 
-SHOWN_COMPLETIONS = 6
-SHOWN_SAMPLES = 4
 SHOWN_ATTEMPTS = 4
 TRACEBACK_LINES = 12
-MAX_COUNTS = 16
 WAITS_OTHERWISE = 0.2
-"""Where the part of a step in which ranks wait for samples differs so much from the plan's, the
-division of the hosts is worth a change."""
+"""Difference of the part of a step in which ranks wait for samples from the plan's, beyond which
+the division of the hosts is worth a change."""
 IDLE_MATTERS = 0.1
-"""Of the ranks' computing time."""
+"""Part of the ranks' computing time."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,12 @@ class Headline:
     """Without the name of the run."""
     cause: str = ""
     fix: str = ""
+
+    @property
+    def reasons(self) -> list[tuple[str, str]]:
+        """Cause and fix as rows, as far as they are known."""
+        rows = (("cause", self.cause), ("fix", self.fix))
+        return [(name, text) for name, text in rows if text]
 
 
 def headline(data: RunData) -> Headline:
@@ -194,7 +197,7 @@ def _against(foreseen: float, measured: float, text: Callable[[float], str]) -> 
 def _metrics(data: RunData) -> list[tuple[str, str]]:
     """Every metric of the evaluations: before and after training, and the best on the way."""
     declared, rows = data.declared, []
-    shown = {name for line in data.evals for name in measured(line, declared, shown=True)}
+    displayed = {name for line in data.evals for name in measured(line, declared, shown=True)}
     for name, points in data.metric_points("eval").items():
         metric = metric_of(name, declared)
         of_samples = f"{name}_before" in data.samples
@@ -202,7 +205,7 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
             value if is_number(value := data.samples.get(f"{name}_{when}")) else None
             for when in ("before", "after")
         )
-        if points and name not in shown:
+        if points and name not in displayed:
             continue
         trained = [(step, value) for step, value in points if step > 0]
         if before is None and points and points[0][0] == 0:
@@ -219,53 +222,11 @@ def _metrics(data: RunData) -> list[tuple[str, str]]:
             if metric.shown(best) != metric.shown(trained[-1][1]):
                 notes.append(f"best {metric.shown(best)} at step {step:,}")
         count = len(data.samples.get("rows") or []) if of_samples else 0
-        notes += [plural(count, "eval prompt")] * bool(count)
-        rows.append((metric.title, " → ".join(texts) + (f"   ({'; '.join(notes)})" * bool(notes))))
+        if count:
+            notes.append(plural(count, "eval prompt"))
+        note = f"   ({'; '.join(notes)})" if notes else ""
+        rows.append((metric.title, " → ".join(texts) + note))
     return rows
-
-
-@dataclass(frozen=True)
-class Completed:
-    """One eval prompt with its completions; ``right_*`` is None where there is none yet."""
-
-    prompt: str
-    expected: str
-    before: str
-    after: str
-    right_before: bool | None
-    right_after: bool | None
-
-
-def completions(data: RunData, *, limit: int | None = None) -> list[Completed]:
-    """The eval prompts with their completions before and after training; ``limit`` of them, evenly
-    chosen, because neighbours are often of one kind."""
-    rows: list[dict[str, Any]] = data.samples.get("rows") or []
-    if limit is not None and len(rows) > limit:
-        rows = [rows[index * len(rows) // limit] for index in range(limit)]
-    return [
-        Completed(
-            prompt=row.get("prompt") or "",
-            expected=row.get("expected") or "",
-            before=row.get("before") or "",
-            after=row.get("after") or "",
-            right_before=_right(row, "before"),
-            right_after=_right(row, "after"),
-        )
-        for row in rows
-    ]
-
-
-def number(value: float | None) -> str:
-    """A reward or an advantage."""
-    return "-" if value is None else f"{value:,.3g}"
-
-
-def _right(row: dict[str, Any], key: str) -> bool | None:
-    if row.get(key) is None:
-        return None
-    if row.get("expected") is None:  # a prompt without one right completion
-        return None
-    return bool(str(row[key]).strip() == str(row.get("expected") or "").strip())
 
 
 def locations(data: RunData) -> list[tuple[str, str]]:
@@ -301,7 +262,7 @@ def locations(data: RunData) -> list[tuple[str, str]]:
 
 def _try_it(data: RunData) -> str:
     """A command with a prompt that is short and needs no escapes in a shell, if there is one."""
-    prompts = [row.prompt.strip() for row in completions(data)]
+    prompts = [(row.get("prompt") or "").strip() for row in data.samples.get("rows") or []]
     short = [text for text in prompts if 0 < len(text) <= 120 and "\n" not in text]
     short.sort(key=lambda text: bool(set(text) & set("'\"$`!\\")))
     words = ["python", "-m", "llmx", "generate", str(data.run.root), *(short or ["Hello"])[:1]]
@@ -319,39 +280,11 @@ def warnings(data: RunData) -> list[str]:
 
 
 def events(data: RunData) -> list[str]:
-    """Name the events of a run: checkpoints that failed, steps that were not trained."""
-    texts = []
-    for record in data.records:
-        step, event, reason = record.get("step") or 0, record.get("event"), record.get("reason")
-        if event == "damaged":
-            checkpoint = record.get("checkpoint") or 0
-            texts.append(f"The checkpoint of step {checkpoint:,} could not be used: {reason}")
-        elif event == "save_failed":
-            texts.append(f"The checkpoint of step {step:,} could not be saved: {reason}")
-        elif event == "passed_over":
-            texts.append(f"No checkpoint at step {step:,}: the one before was still being written.")
-        elif event == "early_stopped":
-            texts.append(f"Training ended early at step {step:,}: {reason}.")
-        elif event == "straggler":
-            texts.append(
-                f"Rank {record.get('rank')} ({record.get('host')}) computed "
-                f"{record.get('factor')} times as long as the others for its share, at step "
-                f"{step:,}."
-            )
-        elif event == "rebalanced":
-            counts = [sum(sizes) for sizes in record.get("sizes") or ()]
-            listed = ", ".join(map(str, counts[:MAX_COUNTS]))
-            texts.append(
-                f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: "
-                f"{listed}{', ...' * (len(counts) > MAX_COUNTS)}."
-            )
-        elif event == "skipped":
-            first, end = record.get("samples") or (0, 0)
-            texts.append(
-                f"Step {step:,} was not trained: training diverged there "
-                f"({plural(end - first, 'sample')})."
-            )
-    return texts
+    """What happened to a run besides saving: checkpoints that failed, steps not trained."""
+    happened = (record for record in data.records if record.get("kind") == "event")
+    return [
+        event_text(event) for event in happened if event.get("event") not in ("saved", "resumed")
+    ]
 
 
 def traceback_excerpt(data: RunData) -> str:

@@ -1,32 +1,32 @@
 """The facts of a run, read from the files of its run directory and from nothing else.
 
-Standard library and ``llmx.run.tail`` only: both are sent over ssh to a host that has neither llmx
-nor its packages. What the facts mean is decided on this side (``view.py``).
+What the facts mean is decided elsewhere (``view.py``).
 
     python -m llmx status RUN --json          prints them
 """
 
-# os instead of pathlib, whose import would be a third of the start on a far host.
-# ruff: noqa: PTH110, PTH111, PTH112, PTH113, PTH116, PTH118, PTH119, PTH123, PTH208, RUF007, B905
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import re
-import select
 import shutil
 import socket
 import statistics
-import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmx.run.tail import LEFT_OUT, LineTail, read_checked, read_records, records_of
+from llmx.run.rundir import RunDir, read_mapping
+from llmx.run.tail import LineTail, read_records, records_of
 
 if TYPE_CHECKING:
-    Facts = dict[str, Any]  # at run time an old Python on a host must do
+    from llmx.observe.status.mirror import Machine
+
+Facts = dict[str, Any]
 MAX_LOSSES = 240
 MAX_EVENTS = 12
+MAX_ATTEMPTS = 50
 BRIEF_BYTES, BRIEF_LINES = 1 << 16, 32
 DEEPEST = 4
 
@@ -37,66 +37,58 @@ class Observer:
     ``brief`` reads its end and a few lines before: enough for a row of a table, whatever its size.
     """
 
-    def __init__(self, root: str, brief: bool = False) -> None:
-        self.root = os.path.abspath(os.path.expanduser(root))
-        self.tail = LineTail(self._path("metrics.jsonl"))
+    def __init__(self, root: str | Path, brief: bool = False) -> None:
+        self.run = RunDir(Path(root).expanduser())
+        self.tail = LineTail(self.run.metrics)
         self.metrics = Metrics()
         self.brief = brief
         self.head: tuple[str, int | None] | None = None
         self.damage: list[str] = []
         self.unreadable = 0
 
-    def facts(self) -> Facts:
-        """Everything that can be shown; what is not there is None or empty."""
-        self.damage = []
-        supervisor = self._json("supervisor.json")
-        result = self._json("result.json")
+    def facts(self, far: Machine | None = None, name: str = "") -> Facts:
+        """Everything that can be shown; what is not there is None or empty.
+
+        ``far``: the machine that the directory is a copy of, where it is called ``name``.
+        """
+        run, self.damage = self.run, []
+        supervisor = self._read(run.supervisor)
+        result = self._read(run.result)
         if result:
             result.pop("traceback", None)
         if self.head is None:
-            self.head = _name_and_stop(self._path("config.yaml"))
+            self.head = _name_and_stop(run.config)
         self._read_metrics()
+        path = Path(os.path.normpath(Path(far.root) / name)) if far else run.root
         return {
-            "path": self.root,
-            "name": self.head[0] or os.path.basename(self.root),
+            "path": str(path),
+            "name": self.head[0] or path.name,
             "stop_at_step": self.head[1],
-            "host": socket.gethostname(),
-            "now": time.time(),
-            "identity": self._json("run.json"),
+            "host": far.host if far else socket.gethostname(),
+            "now": far.now if far else time.time(),
+            "identity": self._read(run.identity),
             "supervisor": supervisor,
-            "supervisor_alive": _is_alive(supervisor),
-            "attempts": read_records(self._path("attempts.jsonl"), self.damage)[-50:],
-            "lock": read_checked(self._path("supervisor.lock"))[0] or None,
+            "supervisor_alive": is_alive(supervisor, far),
+            "attempts": read_records(run.attempts, self.damage)[-MAX_ATTEMPTS:],
+            "lock": read_mapping(run.supervisor_lock) or None,
             "result": result,
-            "started": self._mtime("config.yaml"),
-            "launched": os.path.isdir(self._path("ranks")),
-            "disk_free_bytes": _free_bytes(self.root),
+            "started": _mtime(run.config),
+            "launched": run.ranks.is_dir(),
+            "disk_free_bytes": far.free_bytes if far else _free_bytes(run.root),
             "hosts": self._hosts(),
             "ranks": self._ranks(),
             "checkpoints": self._checkpoints(),
-            "report": os.path.exists(self._path("report.html")),
+            "report": run.report.exists(),
             "metrics": self.metrics.facts(),
             "damage": self.damage,
         }
 
-    def _path(self, *names: str) -> str:
-        return os.path.join(self.root, *names)
-
-    def _json(self, *names: str) -> Facts | None:
-        values, fault = read_checked(self._path(*names))
-        if fault:
-            self.damage.append(f"{fault} {LEFT_OUT}")
-        return values or None
-
-    def _mtime(self, *names: str) -> float | None:
-        try:
-            return os.stat(self._path(*names)).st_mtime
-        except OSError:
-            return None
+    def _read(self, path: Path) -> Facts | None:
+        return read_mapping(path, self.damage) or None
 
     def _hosts(self) -> list[Facts]:
         """Host names of the plan, each with its ranks."""
-        plan = self._json("plan.json") or {}
+        plan = self._read(self.run.plan) or {}
         hosts = [{"name": host["name"], "ranks": []} for host in plan.get("hosts") or []]
         for rank in plan.get("ranks") or []:
             if rank["host"] < len(hosts):
@@ -105,35 +97,34 @@ class Observer:
 
     def _ranks(self) -> list[Facts]:
         ranks = []
-        for name in _listed(self._path("ranks")):
-            if re.match(r"rank-\d+\.json$", name):
-                status = self._json("ranks", name)
-                if status:
-                    error = status.get("error") or {}
-                    error.pop("traceback", None)
-                    ranks.append(status)
+        for name in _listed(self.run.ranks):
+            if re.fullmatch(r"rank-\d+\.json", name) and (
+                status := self._read(self.run.ranks / name)
+            ):
+                (status.get("error") or {}).pop("traceback", None)
+                ranks.append(status)
         return ranks
 
     def _checkpoints(self) -> Facts:
-        names = _listed(self._path("checkpoints"))
-        steps = sorted(int(name[5:]) for name in names if re.match(r"step-\d+$", name))
-        writing = [int(n[6:-8]) for n in names if re.match(r"\.step-\d+\.partial$", n)]
+        names = _listed(self.run.checkpoints)
+        steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
+        writing = [int(n[6:-8]) for n in names if re.fullmatch(r"\.step-\d+\.partial", n)]
         newest = None
         if steps:
-            name = f"step-{steps[-1]:08d}"
-            manifest = self._json("checkpoints", name, "manifest.json") or {}
+            path = self.run.checkpoint(steps[-1])
+            manifest = self._read(path / "manifest.json") or {}
             files = (manifest.get("files") or {}).values()
             newest = {
                 "step": steps[-1],
-                "time": manifest.get("created") or self._mtime("checkpoints", name),
+                "time": manifest.get("created") or _mtime(path),
                 "bytes": sum(entry.get("bytes") or 0 for entry in files),
             }
-        return {"steps": steps, "newest": newest, "writing": max(writing) if writing else None}
+        return {"steps": steps, "newest": newest, "writing": max(writing, default=None)}
 
     def _read_metrics(self) -> None:
         if self.brief:
             self.metrics = Metrics()
-            for record in _head_and_end(self._path("metrics.jsonl")):
+            for record in _head_and_end(self.run.metrics):
                 self.metrics.add(record)
             return
         lines = self.tail.read()
@@ -190,57 +181,59 @@ class Metrics:
         }
 
 
-def find_runs(base: str) -> list[str]:
+def find_runs(base: Path) -> list[Path]:
     """Run directories at or under ``base``, the newest first."""
-    base = os.path.abspath(os.path.expanduser(base))
     runs = []
     for directory, names, files in os.walk(base):
+        path = Path(directory)
         if "config.yaml" in files and "plan.json" in files:
-            runs.append((os.lstat(os.path.join(directory, "config.yaml")).st_mtime, directory))
+            runs.append(((path / "config.yaml").lstat().st_mtime, path))
             names.clear()
-        elif directory[len(base) :].count(os.sep) >= DEEPEST:
+        elif len(path.relative_to(base).parts) >= DEEPEST:
             names.clear()
-    return [directory for _, directory in sorted(runs, reverse=True)]
+    return [path for _, path in sorted(runs, reverse=True)]
 
 
-def is_run(path: str) -> bool:
-    """Whether ``path`` itself is a run directory."""
-    return os.path.isfile(os.path.join(os.path.expanduser(path), "config.yaml"))
-
-
-def is_over(root: str) -> bool:
-    """Quickly: nothing of this run can be alive."""
-    if os.path.exists(os.path.join(root, "result.json")):
-        return True
-    return Observer(root)._json("supervisor.json") is None
-
-
-def table(base: str, limit: int) -> Facts:
-    """Facts of at most ``limit`` runs under ``base``: all that may be alive, then the newest."""
+def chosen_runs(base: Path, limit: int) -> tuple[list[Path], int]:
+    """At most ``limit`` runs under ``base``: all that may be alive, then the newest; and how many
+    there are."""
     runs = find_runs(base)
     live = [run for run in runs if not is_over(run)]
-    chosen = (live + [run for run in runs if run not in live])[:limit]
-    facts = [Observer(run, brief=True).facts() for run in chosen]
-    return {"base": os.path.abspath(os.path.expanduser(base)), "found": len(runs), "runs": facts}
+    return (live + [run for run in runs if run not in live])[:limit], len(runs)
 
 
-def main(argv: list[str]) -> int:
-    """``PATH LIMIT EVERY_S``: JSON lines on stdout, one, or one every so often until stdin ends."""
-    path, limit, every_s = argv[0], int(argv[1]), float(argv[2])
-    if not os.path.isdir(os.path.expanduser(path)):
-        print(json.dumps({"error": "no such directory: " + path}), flush=True)
-        return 2
-    observer = Observer(path) if is_run(path) else None
-    while True:
-        print(json.dumps(observer.facts() if observer else table(path, limit)), flush=True)
-        if not every_s or select.select([0], [], [], every_s)[0]:
-            return 0
+def is_run(path: str | Path) -> bool:
+    """Whether ``path`` itself is a run directory."""
+    return RunDir(Path(path).expanduser()).config.is_file()
 
 
-def _head_and_end(path: str) -> list[Facts]:
+def is_over(root: Path) -> bool:
+    """Quickly: nothing of this run can be alive."""
+    run = RunDir(root)
+    return run.result.exists() or not read_mapping(run.supervisor)
+
+
+def is_alive(supervisor: Facts | None, far: Machine | None = None) -> bool | None:
+    """Whether the supervisor's process is there; None where it is on another host.
+
+    The pid may be used again by another process; then ``time`` in the file grows old.
+    """
+    if not supervisor or supervisor.get("host") != (far.host if far else socket.gethostname()):
+        return None
+    pid = int(supervisor.get("pid") or 0)
+    if far is not None:
+        return str(pid) in far.processes
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X")
+
+
+def _head_and_end(path: Path) -> list[Facts]:
     """The first line of a file that may be long, some of its middle, and the last ones."""
     try:
-        with open(path, "rb") as stream:
+        with path.open("rb") as stream:
             lines = [stream.readline()]
             skipped = max(0, os.fstat(stream.fileno()).st_size - len(lines[0]) - BRIEF_BYTES)
             for part in range(1, BRIEF_LINES + 1) if skipped else ():
@@ -261,19 +254,15 @@ def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float | 
     if len(losses) <= MAX_LOSSES:
         return losses
     edges = [len(losses) * i // MAX_LOSSES for i in range(MAX_LOSSES + 1)]
-    chosen = []
-    for begin, end in zip(edges, edges[1:]):  # an older Python on a host must do
-        part = losses[begin:end]
-        not_finite = [pair for pair in part if pair[1] is None]
-        chosen.append(not_finite[0] if not_finite else part[-1])
-    return chosen
+    parts = [losses[begin:end] for begin, end in itertools.pairwise(edges)]
+    return [next((pair for pair in part if pair[1] is None), part[-1]) for part in parts]
 
 
-def _name_and_stop(config: str) -> tuple[str, int | None]:
-    """Two values of ``config.yaml``, without a YAML parser: it is written in one style."""
+def _name_and_stop(config: Path) -> tuple[str, int | None]:
+    """Two values of ``config.yaml``, without a YAML parser: it is written in one style, and there
+    may be a thousand."""
     try:
-        with open(config, encoding="utf-8", errors="replace") as stream:
-            text = stream.read()
+        text = config.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", None
     name = re.search(r"^name: (.*)$", text, re.M)
@@ -282,34 +271,22 @@ def _name_and_stop(config: str) -> tuple[str, int | None]:
     return ("" if word == "null" else word), (int(stop.group(1)) if stop else None)
 
 
-def _is_alive(supervisor: Facts | None) -> bool | None:
-    """Whether the supervisor's process is there; None where it is on another host.
-
-    The pid may be used again by another process; then ``time`` in the file grows old.
-    """
-    if not supervisor or supervisor.get("host") != socket.gethostname():
-        return None
-    pid = int(supervisor.get("pid") or 0)
+def _mtime(path: Path) -> float | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stream:
-            return stream.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        return path.stat().st_mtime
     except OSError:
-        return False
+        return None
 
 
-def _free_bytes(path: str) -> int | None:
+def _free_bytes(path: Path) -> int | None:
     try:
         return shutil.disk_usage(path).free
     except OSError:
         return None
 
 
-def _listed(path: str) -> list[str]:
+def _listed(path: Path) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return sorted(entry.name for entry in path.iterdir())
     except OSError:
         return []
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

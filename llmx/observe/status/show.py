@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -31,73 +30,77 @@ WIDTH = 44
 Rows = list[tuple[str, str]]
 
 
-def panel(view: View, *, blocks: str = BLOCKS) -> Group:
-    """Everything about one run: its state, progress, numbers, hosts and events."""
+def panel(view: View, *, plain: bool = False) -> Group:
+    """Everything about one run: its state, progress, numbers, hosts and events. ``plain``: ASCII
+    only."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
+    from llmx.observe.report.screen import pairs_table
+
+    mark = ""
+    if view.state in LIVE:
+        mark = "* " if plain else "● "
     style = STYLES.get(view.state, "bold cyan")
-    mark = "●" if view.state in LIVE and blocks == BLOCKS else "*" if view.state in LIVE else " "
-    head = Text.assemble((f"{mark} {view.state}".strip(), style), "  ", (view.name, "bold"))
+    head = Text.assemble((f"{mark}{view.state}", style), "  ", (view.name, "bold"))
     if view.took_s is not None:
         head.append(f"  {duration_text(view.took_s)}", style="dim")
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(overflow="fold")
-    rows_of_view = [*progress_rows(view, blocks), *_figures(view, blocks), *activity_rows(view)]
-    for name, value in [*rows_of_view, *_places(view)]:
-        rows.add_row(f"  {name}", Text(value))
-    return Group(Text(""), head, rows)
+    rows = [*progress_rows(view, plain=plain), *_figures(view, plain), *activity_rows(view)]
+    rows.append(("run", view.path))
+    if view.report and view.is_over:
+        rows.append(("report", f"{view.path}/report.html"))
+    return Group(Text(""), head, pairs_table(rows))
 
 
-def progress_rows(view: View, blocks: str = BLOCKS) -> Rows:
+def progress_rows(view: View, *, plain: bool = False) -> Rows:
     """Name and value of why a run stands where it does, what helps, and its step."""
-    rows = [("why", view.why), ("do", view.fix), ("step", _progress(view, blocks))]
-    return [(name, value) for name, value in rows if value]
+    return _known(("why", view.why), ("do", view.fix), ("step", _progress(view, plain)))
 
 
-def _figures(view: View, blocks: str) -> Rows:
+def _figures(view: View, plain: bool) -> Rows:
     """Name and value of loss, metrics, speed and memory."""
     metrics = ", ".join(f"{title} {value}" for title, value in view.train_metrics)
-    rows = [("loss", _loss(view, blocks)), ("metrics", metrics), ("eval", _evaluation(view))]
-    rows += [("speed", _speed(view)), ("memory", _memory(view))]
-    return [(name, value) for name, value in rows if value]
+    return _known(
+        ("loss", _loss(view, plain)),
+        ("metrics", metrics),
+        ("eval", _evaluation(view)),
+        ("speed", _speed(view)),
+        ("memory", _memory(view)),
+    )
 
 
 def activity_rows(view: View) -> Rows:
     """Name and value of checkpoints, restarts, hosts and events."""
+    events, damage = "\n".join(_events(view)), "\n".join(view.damage)
     rows = [("saved", _saved(view)), ("restarts", _restarts(view)), *view.hosts]
-    rows += [("events", "\n".join(_events(view))), ("damaged", "\n".join(view.damage))]
+    return _known(*rows, ("events", events), ("damaged", damage))
+
+
+def _known(*rows: tuple[str, str]) -> Rows:
     return [(name, value) for name, value in rows if value]
 
 
-def _places(view: View) -> list[tuple[str, str]]:
-    report = [("report", f"{view.path}/report.html")] * (view.report and view.is_over)
-    return [("run", view.path), *report]
-
-
-def _progress(view: View, blocks: str) -> str:
+def _progress(view: View, plain: bool) -> str:
     if view.step is None:
         return ""
-    of = f" of {view.total:,}" if view.total else ""
-    text = f"{view.step:,}{of}"
+    text = f"{view.step:,}"
     if view.total:
         part = min(1.0, view.step / view.total)
-        full, empty = ("━", "─") if blocks == BLOCKS else ("#", ".")
-        text += f"   {full * round(20 * part)}{empty * (20 - round(20 * part))} {part:.0%}"
+        full, empty = ("#", ".") if plain else ("━", "─")
+        size = round(20 * part)
+        text += f" of {view.total:,}   {full * size}{empty * (20 - size)} {part:.0%}"
     if view.left_s is not None and view.step < (view.total or 0):
         done = time.strftime("%a %H:%M", time.localtime(time.time() + view.left_s))
         text += f"   {duration_text(view.left_s)} left, done {done}"
     return text
 
 
-def _loss(view: View, blocks: str) -> str:
+def _loss(view: View, plain: bool) -> str:
     if view.loss is None and not view.lost:
         return ""
-    now = "not finite" if view.lost or view.loss is None else human.number(view.loss)
+    last = "not finite" if view.lost or view.loss is None else human.number(view.loss)
     began = "" if view.first_loss is None else f"   from {human.number(view.first_loss)}"
-    return f"{now}   {sparkline(view.losses, blocks=blocks)}{began}"
+    return f"{last}   {sparkline(view.losses, plain=plain)}{began}"
 
 
 def _evaluation(view: View) -> str:
@@ -177,21 +180,16 @@ def table(views: list[View], *, num_runs: int) -> list[Text]:
     for view in ordered:
         saved = "" if view.saved_step is None else f"{view.saved_step:,}"
         rows.append((*cells_of(view), str(view.restarts or ""), saved))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *texts = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    ]
-    lines = [Text(head, style="bold")]
-    for view, text in zip(ordered, texts, strict=True):
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = []
+    for state, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        texts.append("  ".join([state.ljust(first), *aligned]))
+    lines = [Text(texts[0], style="bold")]
+    for view, text in zip(ordered, texts[1:], strict=True):
         line = Text(text)
         line.stylize(STYLES.get(view.state, "bold cyan"), 0, len(view.state))
-        lines += [line, Text(f"  {human.printable(view.path)}")]
+        lines += [line, Text(f"  {view.path}")]
     if num_runs > len(views):
         lines.append(Text(f"{num_runs - len(views)} older runs are not shown (--all shows them)"))
     return lines
@@ -235,25 +233,19 @@ def plain_line(view: View) -> str:
     return f"{text}  {why}" if why else text
 
 
-def sparkline(values: list[float | None], *, blocks: str = BLOCKS, width: int = WIDTH) -> str:
+def sparkline(values: list[float | None], *, plain: bool = False, width: int = WIDTH) -> str:
     """The curve in one line; a value that is not finite is an x."""
-    if not values:
-        return ""
     finite = [value for value in values if value is not None]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    edges = [len(values) * i // width for i in range(width + 1)] if len(values) > width else None
-    parts = (
-        [values[a:b] for a, b in itertools.pairwise(edges)]
-        if edges
-        else [[value] for value in values]
-    )
-    return "".join(_block(part, low, high, blocks) for part in parts)
-
-
-def _block(part: list[float | None], low: float, high: float, blocks: str) -> str:
-    numbers = [value for value in part if value is not None]
-    if len(numbers) < len(part):
-        return "x"
-    mean = sum(numbers) / len(numbers)
-    level = (mean - low) / (high - low) if high > low else 0.0
-    return blocks[min(len(blocks) - 1, int(level * len(blocks)))]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    blocks = PLAIN_BLOCKS if plain else BLOCKS
+    count = min(width, len(values))
+    text = ""
+    for number in range(count):
+        part = values[len(values) * number // count : len(values) * (number + 1) // count]
+        losses = [value for value in part if value is not None]
+        if len(losses) < len(part):
+            text += "x"
+            continue
+        level = (sum(losses) / len(losses) - low) / (high - low) if high > low else 0.0
+        text += blocks[min(len(blocks) - 1, int(level * len(blocks)))]
+    return text

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import json
-import math
 import sys
 import threading
 import time
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
-from llmx.observe.report.screen import open_console
+from llmx.observe.page import plain
+from llmx.observe.report.screen import is_plain, open_console
 from llmx.observe.report.sweep_data import SweepReader, axes
-from llmx.observe.report.sweep_table import known_of, near, settings_of
+from llmx.observe.report.sweep_table import known_of, settings_of
 from llmx.observe.status import observer
-from llmx.observe.status.remote import RunLocation
+from llmx.observe.status.mirror import RunLocation
 from llmx.observe.status.view import LIVE, duration_text, interpret
 from llmx.run.sweepdir import (
     FILE,
@@ -33,7 +33,7 @@ from llmx.run.sweepdir import (
     Trial,
     is_sweep,
 )
-from llmx.text import plural, printable
+from llmx.text import plural, shorter_path
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -42,28 +42,19 @@ SHOWN_RUNNING = 12
 SHOWN_FAILED = 6
 """The newest failures; ``report`` has them all."""
 BAR = 24
-FULL, EMPTY = "━", "─"
-PLAIN_FULL, PLAIN_EMPTY = "#", "."
 SILENT_S = 90.0
 """A sweep that changes none of its files for so long, with no trial alive, runs no more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The counts of the trials of a sweep, the time left and the best so far."""
+    """The trials of a sweep by what they do, and the time that is left."""
 
-    total: int
-    ok: int
+    trials: Sequence[Trial]
     failed: list[Trial]
     """The last that ended, last."""
-    pruned: int
-    same: int
-    stopped: int
-    """At a rung of ``sweep.halving``."""
     running: list[Trial]
     waiting: int
-    at_once: int
-    """Trials that run, or ran, at the same time."""
     left_s: float | None
     """Until the last trial ends; None where no trial has ended that could tell."""
     best: Trial | None
@@ -71,7 +62,11 @@ class Progress:
     @property
     def over(self) -> int:
         """Trials that nothing is left to do for."""
-        return self.total - len(self.running) - self.waiting
+        return len(self.trials) - len(self.running) - self.waiting
+
+    def count(self, *outcomes: str) -> int:
+        """Trials with one of these outcomes."""
+        return sum(trial.outcome in outcomes for trial in self.trials)
 
 
 def progress_of(sweep: Sweep, *, now: float) -> Progress:
@@ -80,20 +75,9 @@ def progress_of(sweep: Sweep, *, now: float) -> Progress:
     running = [trial for trial in trials if trial.state == RUNNING]
     failed = [trial for trial in trials if trial.failed]
     waiting = sum(trial.state == WAITING for trial in trials)
-    at_once = _at_once(trials, now=now)
-    return Progress(
-        total=len(trials),
-        ok=sum(trial.outcome in WELL for trial in trials),
-        failed=sorted(failed, key=lambda trial: trial.ended or 0.0),
-        pruned=sum(trial.outcome == "pruned" for trial in trials),
-        same=sum(trial.outcome == "same" for trial in trials),
-        stopped=sum(trial.outcome == STOPPED for trial in trials),
-        running=running,
-        waiting=waiting,
-        at_once=at_once,
-        left_s=_left_s(trials, running, waiting, at_once=at_once, now=now),
-        best=sweep.best,
-    )
+    left_s = _left_s(trials, running, waiting, at_once=_at_once(trials), now=now)
+    failed.sort(key=lambda trial: trial.ended or 0.0)
+    return Progress(trials, failed, running, waiting, left_s, sweep.best)
 
 
 def _took(trial: Trial) -> float | None:
@@ -105,7 +89,7 @@ def _took(trial: Trial) -> float | None:
     return trial.seconds
 
 
-def _at_once(trials: Sequence[Trial], *, now: float) -> int:
+def _at_once(trials: Sequence[Trial]) -> int:
     """The number that runs; between two trials, the most that ran at the same time."""
     running = sum(trial.state == RUNNING for trial in trials)
     if running:
@@ -151,29 +135,26 @@ def sweep_progress(
     from rich.text import Text
 
     progress = progress_of(sweep, now=now)
+    names = axes(sweep.trials)
     head = Text.assemble((title, "bold"), "  " if title else "", _bar(progress, plain=plain))
-    counts = Text("  ")
-    for at, (text, style) in enumerate(_counts(progress, now=now)):
-        counts.append(", " if at else "").append(text, style=style)
-    parts: list[Text | Table] = [Text(""), head, counts]
+    counts = Text(", ").join(Text(text, style) for text, style in _counts(progress, now=now))
+    parts: list[Text | Table] = [Text(""), head, Text("  ").append_text(counts)]
     if note:
         parts.append(Text(f"  {note}", style="bold yellow"))
-    names = axes(sweep.trials)
     if progress.running:
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, style="cyan")
         grid.add_column(overflow="fold")
         for _ in range(3):
             grid.add_column(no_wrap=True, justify="right")
         for trial in progress.running[:SHOWN_RUNNING]:
-            label, *cells = _running(trial, names, now=now)
-            grid.add_row(Text(label, style="cyan"), *map(Text, cells))
+            grid.add_row(*map(Text, _running(trial, names, now=now)))
         parts += [Text(""), grid]
         if len(progress.running) > SHOWN_RUNNING:
             parts.append(Text(f"  and {len(progress.running) - SHOWN_RUNNING} more", style="dim"))
     below = [Text(line, style="red") for line in _failed(progress, names)]
-    best = _best(progress, sweep, names)
-    below += [Text(best, style="bold")] if best else []
+    if best := _best(sweep, names):
+        below.append(Text(best, style="bold"))
     return Group(*parts, *([Text("")] if below else []), *below)
 
 
@@ -181,30 +162,31 @@ def progress_line(sweep: Sweep, *, now: float) -> str:
     """One line for a log file: the counts, what is left, the best so far."""
     progress = progress_of(sweep, now=now)
     parts = [
-        f"{progress.over}/{plural(progress.total, 'trial')}",
-        ", ".join(t for t, _ in _counts(progress, now=now)),
+        f"{progress.over}/{plural(len(progress.trials), 'trial')}",
+        ", ".join(text for text, _ in _counts(progress, now=now)),
+        _best(sweep, axes(sweep.trials)).strip(),
     ]
-    best = _best(progress, sweep, axes(sweep.trials)).strip()
-    return "  ".join([*parts, best] if best else parts)
+    return "  ".join(filter(None, parts))
 
 
 def _bar(progress: Progress, *, plain: bool) -> str:
-    full, empty = (PLAIN_FULL, PLAIN_EMPTY) if plain else (FULL, EMPTY)
-    part = progress.over / progress.total if progress.total else 0.0
-    size = math.floor(BAR * part)
-    return (
-        f"{progress.over} of {plural(progress.total, 'trial')}  {full * size}{empty * (BAR - size)}"
-    )
+    full, empty = ("#", ".") if plain else ("━", "─")
+    total = len(progress.trials)
+    size = BAR * progress.over // max(1, total)
+    return f"{progress.over} of {plural(total, 'trial')}  {full * size}{empty * (BAR - size)}"
 
 
 def _counts(progress: Progress, *, now: float) -> list[tuple[str, str]]:
     """Text and style of each count that is not 0."""
     kinds = [
-        (progress.ok, "done", "green"), (len(progress.running), "running", "cyan"),
-        (len(progress.failed), "failed", "bold red"), (progress.pruned, "pruned", "yellow"),
-        (progress.same, "the same as another", "dim"), (progress.stopped, "stopped", "dim"),
+        (progress.count(*WELL), "done", "green"),
+        (len(progress.running), "running", "cyan"),
+        (len(progress.failed), "failed", "bold red"),
+        (progress.count("pruned"), "pruned", "yellow"),
+        (progress.count("same"), "the same as another", "dim"),
+        (progress.count(STOPPED), "stopped", "dim"),
         (progress.waiting, "left", ""),
-    ]  # fmt: skip
+    ]
     counts = [(f"{count} {word}", style) for count, word, style in kinds if count]
     if progress.left_s is not None and (progress.running or progress.waiting):
         done = time.strftime("%a %H:%M", time.localtime(now + progress.left_s))
@@ -230,11 +212,11 @@ def _failed(progress: Progress, names: Sequence[str]) -> list[str]:
     return [f"  and {before} earlier failures", *lines] if before else lines
 
 
-def _best(progress: Progress, sweep: Sweep, names: Sequence[str]) -> str:
-    if progress.best is None:
+def _best(sweep: Sweep, names: Sequence[str]) -> str:
+    best = sweep.best
+    if best is None:
         return ""
-    numbers = known_of(progress.best, sweep.objective)
-    return f"  best: {progress.best.label} {settings_of(progress.best, names)}  ({numbers})"
+    return f"  best: {best.label} {settings_of(best, names)}  ({known_of(best, sweep.objective)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,8 +234,9 @@ class Seen:
         """The exit code: 1 where it is over, and a trial failed or was not run."""
         return 1 if self.over and not all(trial.is_done for trial in self.sweep.trials) else 0
 
-    def panel(self, *, plain: bool) -> Any:
-        title = near(self.sweep.directory)
+    def panel(self, plain: bool) -> Any:
+        """The picture for a terminal; ``plain``: ASCII only."""
+        title = shorter_path(self.sweep.directory)
         return sweep_progress(self.sweep, now=self.now, title=title, note=self.note, plain=plain)
 
 
@@ -271,7 +254,7 @@ def look(reader: SweepReader) -> Seen:
         return Seen(sweep, sweep.complete, "", now)
     note = (
         f"The process of this sweep has ended (last update {duration_text(silent_s)} ago). "
-        f"To run the remaining trials: python -m llmx sweep resume {near(sweep.directory)}"
+        f"To run the remaining trials: python -m llmx sweep resume {shorter_path(sweep.directory)}"
     )
     cause = "the sweep's process ended unexpectedly"
     sweep.trials = [
@@ -286,12 +269,12 @@ def look(reader: SweepReader) -> Seen:
 def _silent_s(sweep: Sweep, now: float) -> float | None:
     """Seconds since the last sign of life of a sweep that runs no more; None while it runs."""
     newest = _mtime(sweep.directory / FILE)
-    alive = observer._is_alive({"pid": sweep.pid, "host": sweep.host})
+    alive = observer.is_alive({"pid": sweep.pid, "host": sweep.host})
     if alive:
         return None
     for trial in sweep.trials:
         if trial.state == RUNNING and trial.run_dir.is_dir():
-            facts = observer.Observer(str(trial.run_dir), brief=True).facts()
+            facts = observer.Observer(trial.run_dir, brief=True).facts()
             if interpret(facts).state in LIVE:
                 return None
             newest = max(newest, _mtime(trial.run_dir / "metrics.jsonl"), _mtime(trial.run_dir))
@@ -313,10 +296,11 @@ def status(path: str, *, as_json: bool) -> int:
         print(json.dumps(_facts(snapshot), indent=2, ensure_ascii=False))
         return 0
     console = open_console(sys.stdout)
-    plain = not (console.encoding or "").lower().startswith("utf")
-    console.print(snapshot.panel(plain=plain))
+    console.print(snapshot.panel(is_plain(console)))
     if snapshot.over:
-        console.print(f"\n  the table and the page: python -m llmx report {near(Path(path))}")
+        console.print(
+            f"\n  the table and the page: python -m llmx report {shorter_path(Path(path))}"
+        )
     return snapshot.code
 
 
@@ -326,39 +310,23 @@ def _facts(snapshot: Seen) -> dict[str, Any]:
     progress = progress_of(sweep, now=snapshot.now)
     apart = ("curve", "declared", "key", "rungs", "slots", "job")
     names = ["state", *(f.name for f in dataclasses.fields(Trial) if f.name not in apart)]
-    trials = [{name: _plain(getattr(trial, name)) for name in names} for trial in sweep.trials]
-    return {
+    trials = [{name: getattr(trial, name) for name in names} for trial in sweep.trials]
+    values = {
         "sweep": str(sweep.directory),
         "objective": sweep.objective,
         "mode": sweep.mode,
         "complete": sweep.complete,
         "over": snapshot.over,
         "note": snapshot.note,
-        "left_s": _plain(progress.left_s),
+        "left_s": progress.left_s,
         "best": progress.best.index if progress.best else None,
         "trials": trials,
     }
+    return dict(plain(values))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
-
-
-def watch(path: str, *, every_s: float) -> int:
-    """Show a sweep until it is over; the exit code."""
-    show = _live if sys.stdout.isatty() else _lines
-    return show(_looks(path, every_s=every_s)).code
-
-
-def _looks(path: str, *, every_s: float) -> Iterator[Seen]:
+def snapshots(path: str, *, every_s: float) -> Iterator[Seen]:
+    """The sweep again and again, until nothing of it runs."""
     reader, pause = SweepReader(Path(path)), threading.Event()
     while True:
         snapshot = look(reader)
@@ -368,27 +336,14 @@ def _looks(path: str, *, every_s: float) -> Iterator[Seen]:
         pause.wait(every_s)
 
 
-def _live(looks: Iterator[Seen]) -> Seen:
-    from rich.live import Live
-
-    console = open_console(sys.stdout)
-    plain = not (console.encoding or "").lower().startswith("utf")
-    with Live("", console=console, auto_refresh=False) as live:
-        for snapshot in looks:
-            live.update(snapshot.panel(plain=plain), refresh=True)
-    return snapshot
-
-
-def _lines(looks: Iterator[Seen]) -> Seen:
-    """A line whenever a trial begins or ends."""
-    printed: list[tuple[int, str, str]] | None = None
-    for snapshot in looks:
-        news = [(trial.index, trial.state, trial.outcome) for trial in snapshot.sweep.trials]
-        if news != printed:
-            line = progress_line(snapshot.sweep, now=snapshot.now)
-            when = time.strftime("%H:%M:%S", time.localtime(snapshot.now))
-            print(f"{when}  {printable(line)}", flush=True)
-        printed = news
+def news(snapshot: Seen, before: Seen | None) -> Iterator[str]:
+    """A line whenever a trial has begun or ended, and the note at the end."""
+    if before is None or _ends(snapshot) != _ends(before):
+        when = time.strftime("%H:%M:%S", time.localtime(snapshot.now))
+        yield f"{when}  {progress_line(snapshot.sweep, now=snapshot.now)}"
     if snapshot.note:
-        print(printable(snapshot.note), flush=True)
-    return snapshot
+        yield snapshot.note
+
+
+def _ends(snapshot: Seen) -> list[tuple[int, str, str]]:
+    return [(trial.index, trial.state, trial.outcome) for trial in snapshot.sweep.trials]

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from llmx.observe.status.observer import Facts
 from llmx.run.metrics import declared_in, measured, metric_of
+from llmx.text import duration, plural
 
-Facts = dict[str, Any]
-
+MAX_COUNTS = 16
+"""Ranks whose samples are listed."""
 SILENT_S = 30.0
 """A supervisor writes every 3 s, a rank every 5 s; after so long without one it is gone."""
 
@@ -34,7 +35,7 @@ class View:
     total: int | None = None
     left_s: float | None = None
     took_s: float | None = None
-    """From the start to now, or to the end."""
+    """Seconds from the start to now, or to the end."""
     started: float | None = None
     now: float = 0.0
     loss: float | None = None
@@ -301,22 +302,39 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def event_text(event: Facts) -> str:
-    """One ``event`` line of ``metrics.jsonl`` in words."""
-    kind, step = str(event.get("event")), event.get("step")
-    at = f" step {step:,}" if isinstance(step, int) else ""
+    """An ``event`` line of ``metrics.jsonl`` in words."""
+    kind, step, reason = event.get("event"), event.get("step") or 0, event.get("reason")
     if kind == "saved":
         stall = event.get("stall_s")
-        return f"saved{at}" + (f", training paused for {stall:.2g} s" if stall is not None else "")
+        pause = "" if stall is None else f", training paused for {stall:.2g} s"
+        return f"saved step {step:,}{pause}"
     if kind == "resumed":
-        return f"resumed from{at}, attempt {event.get('attempt', '?')}"
+        return f"resumed from step {step:,}, attempt {event.get('attempt', '?')}"
+    if kind == "damaged":
+        return f"The checkpoint of step {event.get('checkpoint') or 0:,} is damaged: {reason}"
+    if kind == "save_failed":
+        return f"The checkpoint of step {step:,} could not be saved: {reason}"
+    if kind == "passed_over":
+        return f"No checkpoint at step {step:,}: the one before was still being written."
+    if kind == "early_stopped":
+        return f"Training ended early at step {step:,}: {reason}."
+    if kind == "straggler":
+        rank = f"Rank {event.get('rank')} ({event.get('host')})"
+        times = f"{event.get('factor')} times as long as the others"
+        return f"{rank} computed {times} for its share, at step {step:,}."
+    if kind == "rebalanced":
+        counts = [str(sum(sizes)) for sizes in event.get("sizes") or ()]
+        listed = ", ".join([*counts[:MAX_COUNTS], *(["..."] if len(counts) > MAX_COUNTS else [])])
+        return (
+            f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: {listed}."
+        )
     if kind == "skipped":
-        return f"passed over{at}"
-    about = [str(event[key]) for key in ("checkpoint", "reason", "file") if event.get(key)]
-    return f"{kind.replace('_', ' ')}{at}" + (f": {', '.join(about)}" if about else "")
+        first, end = event.get("samples") or (0, 0)
+        samples = plural(end - first, "sample")
+        return f"Step {step:,} was not trained: training diverged there ({samples})."
+    return f"{str(kind).replace('_', ' ')} step {step:,}"
 
 
 def duration_text(seconds: float) -> str:
     """A span of time: ``8 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    from llmx.text import duration
-
     return duration(seconds) if seconds >= 9.5 else f"{seconds:.0f} s"

@@ -73,9 +73,9 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge2": lambda completion, reference: rouge_n(completion, reference, n=2),
     "rougeL": rouge_l,
 }
-"""By name; 1 is the best of each."""
+"""Metrics by name; 1 is the best of each."""
 DEFAULT_METRICS = ("exact_match",)
-"""Of an evaluation while training."""
+"""Metrics of an evaluation while training."""
 DECLARED = {
     "exact_match": Metric("exact match", "percent", higher_is_better=True),
     "rouge1": Metric("ROUGE-1", "percent", higher_is_better=True),

@@ -56,7 +56,7 @@ class Metric:
     """One metric, as a task declares it."""
 
     title: str
-    """For readers: ``exact match``."""
+    """The name for readers: ``exact match``."""
     format: str = "number"
     """``percent`` (0.97 is shown as 97 %), ``number`` or ``integer``."""
     higher_is_better: bool | None = None

@@ -21,7 +21,7 @@ COMPARED = {
     "train": ("loss", "grad_norm", "lr", "loss_scale", "samples", "tokens", "target_tokens"),
     "eval": ("loss", "target_tokens", "weight"),
 }
-"""By kind of line; and every metric of the task."""
+"""Compared values by kind of line; every metric of the task comes with them."""
 EQUAL, DIFFER, UNKNOWN = "equal", "differ", "unknown"
 
 
@@ -82,7 +82,7 @@ class Outcome:
     """Steps that the first run logged and the second passed without a line."""
     first: Gap | None
     largest: Gap | None
-    """Of all that differ, the largest relative difference of a loss, else of any value."""
+    """The largest relative difference of a loss, else of any value."""
     gaps: int
     weights: str
     """``equal``, ``differ`` or ``unknown``."""
@@ -108,7 +108,8 @@ class Outcome:
         if not self.lines:
             return "nothing to compare: the two runs have no logged step in common."
         of = f" of {self.lines_then:,}" if self.lines_then > self.lines else ""
-        lines = f"{self.lines:,}{of} logged line{'s' * (self.lines != 1)}"
+        noun = "line" if self.lines == 1 else "lines"
+        lines = f"{self.lines:,}{of} logged {noun}"
         to = f"up to step {self.last_step:,}"
         if self.last_step_then > self.last_step:
             to += f" of {self.last_step_then:,}"

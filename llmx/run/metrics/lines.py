@@ -90,8 +90,8 @@ class MetricsTail:
         """The step to which lines already given were taken back, at the last call; else None."""
         self._lines = LineTail(path)
         self._given: list[tuple[int, int]] = []
-        """Of every line: a hash of its bytes, and its step (that of the line before where it
-        has none)."""
+        """Every line that was given: a hash of its bytes, and its step (that of the line before
+        where it has none)."""
 
     def read(self) -> list[Record]:
         """The new records, in order."""

@@ -19,7 +19,7 @@ from llmx.config import DataConfig, ModelConfig
 from llmx.plan.types import NetworkBeside
 
 FULL_BYTES = 128 << 20
-"""Of one input; more is sampled."""
+"""Bytes of one input that are hashed; more is sampled."""
 BLOCK_BYTES = 1 << 16
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*",
