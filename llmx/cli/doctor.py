@@ -214,7 +214,6 @@ def _examine_network(
         find_nodes,
         measure_all_reduce,
         mesh_problems,
-        nat_hints,
         probe_mesh,
     )
     from llmx.launch.agents.preflight import reserve_port
@@ -226,10 +225,7 @@ def _examine_network(
     if len(connections) > 1:
         report.nodes = find_nodes(hosts, connections)
         report.mesh = probe_mesh(report.nodes, connections, port=port, rendezvous=spec.rendezvous)
-        problems = mesh_problems(report.mesh)
-        report.errors += problems
-        if problems:
-            report.warnings += nat_hints(hosts, report.facts, report.nodes)
+        report.errors += mesh_problems(report.mesh)
     answer = {index for agent in connections for index in agent.hosts}
     is_whole = len(answer) == len(hosts) and spec.plan.world_size > 1
     if bandwidth and port and is_whole and not report.errors:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.errors import ConfigError
-from llmx.failures.diagnose import LONGEST, Match, cause_of, fill, find_failure
+from llmx.failures.diagnose import LONGEST, Match, fill, find_failure
 from llmx.redact import redact
 from llmx.run.rundir import RunDir, no_run, read_mapping
 from llmx.text import for_terminal, printable
@@ -83,7 +83,7 @@ def _of_match(match: Match | None, *, first_line: int) -> Explanation:
     if row is None:
         return Explanation(known=False, cause=_shown(match.line), lines=lines)
     return Explanation(
-        True, row.name, row.outcome, _shown(cause_of(row, match.groups)),
+        True, row.name, row.outcome, _shown(fill(row.cause, match.groups)),
         _shown(fill(row.fix, match.groups)), _shown(fill(row.llmx, match.groups)), lines,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Finds the outcome, cause and fix of a failure in the logs and errors of ranks and launchers.
 
-Pure: text in, ``Diagnosis`` out. What decides, in this order: how much the words of a row say
+Pure: text in, ``Failure`` out. What decides, in this order: how much the words of a row say
 (``Weight``), a traceback before an error line before any other line, and the earlier one.
 """
 
@@ -18,6 +18,7 @@ from llmx.failures.catalogue import ROWS
 from llmx.failures.log import Block, Kind
 from llmx.failures.machine import FEWER, MEMORY_LADDER
 from llmx.failures.row import Row, Weight
+from llmx.redact import redact
 
 OUTCOMES = ("ok", *FAILURES)
 LONGEST = 1 << 23
@@ -26,7 +27,7 @@ LONGEST = 1 << 23
 
 @dataclass(frozen=True)
 class Match:
-    """What a log says: a known failure, or the line of an unknown one."""
+    """A failure in a log: a known one, or the line of an unknown one."""
 
     row: Row | None
     block: Block
@@ -74,9 +75,9 @@ def find_failure(text: str) -> Match | None:
             if shape in shapes:
                 continue
             shapes.add(shape)
-        found = _matches_of(block, in_context)
-        matches += found
-        if not found and not logs.is_wrapper(block):
+        block_matches = _matches_of(block, in_context)
+        matches += block_matches
+        if not block_matches and not logs.is_wrapper(block):
             unmatched.append(block)
     unknown = next((block for block in unmatched if block.kind == Kind.TRACEBACK), None)
     if unknown is not None:
@@ -118,19 +119,19 @@ def _matches_of(
 
     Of chained exceptions the last decides; that before it only where the last says nothing.
     """
-    found: list[tuple[tuple[int, int, int, int], Match]] = []
+    matches: list[tuple[tuple[int, int, int, int], Match]] = []
     part: Block | None = block
     while part is not None:
         hits = [
             ((row.weight, part.kind, part.start, order), Match(row, part, groups))
             for order, row, groups in _rows_of(part, in_context)
         ]
-        found += hits
+        matches += hits
         says_nothing = not hits and not part.is_direct and not logs.is_wrapper(part)
         if says_nothing or any(rank[0] <= Weight.SYMPTOM for rank, _ in hits):
             break
         part = part.earlier
-    return found
+    return matches
 
 
 def _rows_of(
@@ -163,7 +164,7 @@ NOTES_OF_ERRORS = {
     "good copy of the named file back, or resume from another one (resume RUN_DIR step=N), or "
     "start from the beginning (resume RUN_DIR step=0, which keeps the damaged ones in history/)",
 }
-"""Of llmx's own errors whose outcome says too little."""
+"""Error of llmx -> its fix, where the outcome says too little."""
 _SIGNALS: dict[int, str] = {
     signals.SIGKILL: "killed",
     signals.SIGBUS: "sigbus",
@@ -175,84 +176,103 @@ _SIGNALS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The facts about one failure. Everything may be empty."""
+    """The failure of a rank, an attempt or a run, from where it is seen to ``result.json``."""
 
-    error_type: str = ""
-    message: str = ""
-    traceback: str = ""
-    category: str = ""
-    """The outcome of an error whose type says it, as the rank reported it
-    (docs/development/contracts.md); the catalogue decides all others."""
-    signal: int = 0
-    """The signal that ended the process; 0 where none did."""
-    oom_kills: int = 0
-    """How often the kernel's OOM killer struck on that host during the run."""
-    log: str = ""
-    """The tail of the rank's log, or of the launcher's."""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The outcome, cause and fix of a failure, for ``result.json`` and the console."""
-
-    outcome: str
-    cause: str
-    fix: str
+    kind: str
+    """The ``outcome`` of ``result.json``: ``oom``, ``nan``, ``comm``, ``host_lost``, ..."""
+    cause: str = ""
+    fix: str = ""
     name: str = ""
-    """The known failure; empty where none matched."""
+    """The name of the known failure; empty where none matches."""
+    rank: int | None = None
+    host: str | None = None
+    traceback: str = ""
+    step: int | None = None
+    """The step at which training diverged, where the rank reported it."""
+    time: float = 0.0
+    """When it happened, on the supervisor's clock."""
     consequence: bool = False
     """Most likely follows from another rank's failure."""
+    lost_hosts: tuple[str, ...] = ()
+    stopped_by: str = ""
+    """Who asked for the end: ``user``, ``time_limit``, ``scheduler``; empty where nobody did."""
+
+    def __post_init__(self) -> None:
+        for field_name in ("cause", "fix", "traceback"):
+            object.__setattr__(self, field_name, redact(getattr(self, field_name)))
 
 
-def diagnose(failure: Failure) -> Diagnosis:
-    """The outcome, cause and fix of a failure; never raises, always has a cause."""
-    typed = failure.category if failure.category in OUTCOMES else ""
-    if failure.error_type in OWN_ERRORS and failure.message and typed != "disk_full":
-        return Diagnosis(typed or "crash", failure.message, "")
-    error = failure.traceback or _headline(failure)
-    if not error and failure.signal:
-        return _killed(failure)
-    match = find_failure(error or failure.log)
-    if error and failure.log and match is not None and match.row is not None and match.row.weight:
+NO_FAILURE = Failure("ok")
+"""The end of an attempt or a run that has reached its last step."""
+
+
+def diagnose(
+    log: str = "",
+    *,
+    error_type: str = "",
+    message: str = "",
+    traceback: str = "",
+    category: str = "",
+    signal: int = 0,
+    oom_kills: int = 0,
+) -> Failure:
+    """The kind, cause and fix of a failure; never raises, always has a cause.
+
+    Args:
+        log: the tail of the log of the rank, or of the launcher.
+        error_type, message, traceback: the exception, where the rank reported one.
+        category: the kind of an error whose type says it, as the rank reported it
+            (docs/development/contracts.md); the catalogue decides all others.
+        signal: the signal that ended the process; 0 where none did.
+        oom_kills: how often the kernel's OOM killer struck on that host during the run.
+    """
+    typed = category if category in OUTCOMES else ""
+    if error_type in OWN_ERRORS and message and typed != "disk_full":
+        return Failure(typed or "crash", message)
+    headline = ": ".join(part for part in (error_type, message) if part)
+    error = traceback or headline
+    if not error and signal:
+        return _killed(signal, oom_kills, log)
+    match = find_failure(error or log)
+    if error and log and match is not None and match.row is not None and match.row.weight:
         # NCCL and CUDA print the cause before Python raises an error that lacks it.
-        with_log = find_failure(f"{failure.log}\n{error}")
+        with_log = find_failure(f"{log}\n{error}")
         if with_log and with_log.row and with_log.row.weight < match.row.weight:
             match = with_log
-    is_llmx = failure.error_type in NOTES_OF_ERRORS
-    row = match.row if match is not None and not is_llmx else None
+    row = match.row if match is not None and error_type not in NOTES_OF_ERRORS else None
     if match is not None and row is not None and typed in ("", "crash", row.outcome):
-        headline = _headline(failure) or match.line
-        return _from_row(row, match.groups, headline)
-    cause = _headline(failure) or (match.line if match else last_line(failure.log))
+        return _from_row(row, match.groups, headline or match.line)
+    cause = headline or (match.line if match else last_line(log))
     cause = cause or "the process ended without an error message"
-    fix = NOTES_OF_ERRORS.get(failure.error_type) or NOTES.get(typed, NOTES["crash"])
-    return Diagnosis(typed or "crash", cause, fix)
+    fix = NOTES_OF_ERRORS.get(error_type) or NOTES.get(typed, NOTES["crash"])
+    return Failure(typed or "crash", cause, fix)
 
 
-def cause_of(row: Row, groups: dict[str, str]) -> str:
-    """The cause, with what the log names."""
-    return fill(row.cause, groups)
-
-
-def _from_row(row: Row, groups: dict[str, str], headline: str = "") -> Diagnosis:
+def _from_row(row: Row, groups: dict[str, str], headline: str = "") -> Failure:
     cause = fill(row.cause, groups)
     if headline and headline not in cause:
         cause = f"{cause} ({_short(headline)})"
     fix = fill(row.llmx or row.fix, groups)
-    consequence = row.weight >= Weight.CONSEQUENCE
-    return Diagnosis(row.outcome, cause, fix, row.name, consequence)
+    return Failure(
+        row.outcome,
+        cause,
+        fix,
+        row.name,
+        consequence=row.weight >= Weight.CONSEQUENCE,
+        stopped_by="scheduler" if row.name == "slurm_time" else "",
+    )
 
 
-def _killed(failure: Failure) -> Diagnosis:
-    number = failure.signal
-    if number == signals.SIGKILL and failure.oom_kills > 0:
-        return Diagnosis(
+def _killed(number: int, oom_kills: int, log: str) -> Failure:
+    """The failure of a process that a signal ended."""
+    if number == signals.SIGKILL and oom_kills > 0:
+        return Failure(
             "oom",
             "the kernel's OOM killer ended the process (SIGKILL): the host's RAM is full",
             FEWER,
             "kernel_oom",
         )
-    match = find_failure(failure.log)
+    match = find_failure(log)
     if (
         match is not None
         and match.row is not None
@@ -264,7 +284,7 @@ def _killed(failure: Failure) -> Diagnosis:
     row = next((row for row, *_ in _compiled() if row.name == _SIGNALS.get(number)), None)
     if row is not None:
         return _from_row(row, {})
-    return Diagnosis("crash", f"the process died of signal {number}", NOTES["crash"], "signal")
+    return Failure("crash", f"the process died of signal {number}", NOTES["crash"], "signal")
 
 
 def signal_in_log(text: str) -> int:
@@ -302,12 +322,6 @@ def signal_of_silent_death(log: str) -> int:
                  "Floating point exception": 8, "Floating-point exception": 8}  # fmt: skip
         return words.get(match[1].strip(), 0)
     return 0 if logs.TRACEBACK in end else int(signals.SIGKILL)
-
-
-def _headline(failure: Failure) -> str:
-    if failure.error_type and failure.message:
-        return f"{failure.error_type}: {failure.message}"
-    return failure.error_type or failure.message
 
 
 def fill(text: str, groups: dict[str, str] | None = None) -> str:

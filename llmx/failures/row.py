@@ -1,4 +1,4 @@
-"""What a row of the catalogue of failures holds."""
+"""A row of the catalogue of failures."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmx import text as human
@@ -38,7 +38,7 @@ class Extension:
 
 
 def extensions(zero: ZeroConfig, optim: OptimConfig) -> tuple[Extension, ...]:
-    """Those of an experiment, none of which a rank can do without."""
+    """The extensions of an experiment, none of which a rank can do without."""
     compiled = []
     if compiler := optimizer_of(optim.kind).compiled:
         setting = f"optim.kind={optim.kind}"
@@ -82,13 +82,13 @@ CLOCK_S = 5.0
 """A difference of clocks that makes logs of hosts hard to read side by side."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
     """The result of a comparison of hosts, in sentences for the user."""
 
-    errors: tuple[str, ...]
-    warnings: tuple[str, ...]
-    busy: tuple[str, ...] = ()
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    busy: list[str] = field(default_factory=list)
     """GPUs of the run that other processes use."""
 
 
@@ -105,41 +105,39 @@ def compare_hosts(
     ``offsets_s``: each host's clock minus the supervisor's, seconds; ``gpus``: of the ranks of each
     host (``llmx.launch.environment.gpus_of_hosts``).
     """
-    errors, warnings = _versions(surveys)
+    findings = Findings()
+    _compare_versions(findings, surveys)
     codes = {name: str(facts.get("code")) for name, facts in surveys.items()}
     # With rsync the code comes after the survey.
     if exp.launch.sync != "rsync" and len(set(codes.values())) > 1:
-        errors.append(
+        findings.errors.append(
             f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same version "
             "on all of them, or set launch.sync=rsync, which copies it."
         )
     if plan.on_gpus:
-        errors += _builds(surveys)
-        errors += _devices(exp.hardware, plan, surveys)
-    busy: list[str] = []
+        findings.errors += _builds(surveys)
+        findings.errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
         gpus_of_host = (gpus or {}).get(name, ())
-        more_errors, more_warnings = _host(exp, plan, name, facts)
-        errors += _missing_gpus(name, gpus_of_host, facts)
-        busy += _gpus_in_use(name, gpus_of_host, facts)
-        warnings += _gpu_health(name, gpus_of_host, facts)
-        warnings += _infiniband(exp, name, facts)
-        errors += more_errors
-        warnings += more_warnings
+        findings.errors += _missing_gpus(name, gpus_of_host, facts)
+        findings.busy += _gpus_in_use(name, gpus_of_host, facts)
+        findings.warnings += _gpu_health(name, gpus_of_host, facts)
+        findings.warnings += _infiniband(exp, name, facts)
+        _check_host(findings, exp, plan, name, facts)
     for name, offset_s in (offsets_s or {}).items():
         if abs(offset_s) > CLOCK_S:
-            warnings.append(
+            findings.warnings.append(
                 f"{name}: its clock is {offset_s:+.0f} s off; start chrony or ntpd on this host."
             )
-    return Findings(tuple(errors), tuple(warnings), tuple(busy))
+    return findings
 
 
-def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
-    errors: list[str] = []
-    warnings: list[str] = []
+def _compare_versions(findings: Findings, surveys: Mapping[str, dict[str, Any]]) -> None:
     pythons = {name: facts["python"].rsplit(".", 1)[0] for name, facts in surveys.items()}
     if len(set(pythons.values())) > 1:
-        errors.append(f"Python differs between hosts: {_by_value(pythons)}. Install one version.")
+        findings.errors.append(
+            f"Python differs between hosts: {_by_value(pythons)}. Install one version."
+        )
     packages = sorted({package for facts in surveys.values() for package in facts["packages"]})
     for package in packages:
         versions = {name: facts["packages"].get(package) for name, facts in surveys.items()}
@@ -151,17 +149,19 @@ def _versions(surveys: Mapping[str, dict[str, Any]]) -> tuple[list[str], list[st
                     torch=max(map(str, filter(None, versions.values()))),
                 )
             line = f"{package} differs between hosts: {_by_value(versions)}. {fix}"
-            (errors if package in ("torch", "deepspeed") else warnings).append(line)
+            if package in ("torch", "deepspeed"):
+                findings.errors.append(line)
+            else:
+                findings.warnings.append(line)
     # What torch has loaded counts; the names of packages only where it could not be asked.
     loaded_by_torch = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
     installed = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
     nccl = loaded_by_torch if all(loaded_by_torch.values()) else installed
     if len(set(nccl.values())) > 1:
-        errors.append(
+        findings.errors.append(
             f"NCCL differs between hosts: {_by_value(nccl)}. Ranks with different NCCL fail at the "
             "first collective; install the same torch everywhere."
         )
-    return errors, warnings
 
 
 def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,12 +208,11 @@ def _missing_gpus(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> I
         )
 
 
-def _host(
-    exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
-) -> tuple[list[str], list[str]]:
+def _check_host(
+    findings: Findings, exp: Experiment, plan: Plan, name: str, facts: dict[str, Any]
+) -> None:
     model, zero, optim, adapter = exp.model, exp.zero, exp.optim, exp.adapter
-    errors: list[str] = []
-    warnings: list[str] = []
+    errors, warnings = findings.errors, findings.warnings
     slots = sum(host.slots for host in plan.hosts if host.name == name)
     if plan.on_gpus and (facts["gpus"] or 0) < slots:
         fix = "Set slots to the number of its GPUs."
@@ -256,7 +255,10 @@ def _host(
             f"{name}: a build of an extension was left unfinished ({facts['stale_locks'][0]}); "
             'ranks would wait for it at "Loading extension module". Remove the lock.'
         )
-        (errors if needed else warnings).append(line)
+        if needed:
+            errors.append(line)
+        else:
+            warnings.append(line)
     if facts["free_bytes"] < GIB:
         warnings.append(
             f"{name}: {facts['free_bytes'] / GIB:.1f} GiB free on the disk of the run directory."
@@ -276,7 +278,6 @@ def _host(
             f"{name}: at most {facts['open_files']} open files per process (ulimit -n); data "
             'workers may fail with "Too many open files". Raise it to 65536.'
         )
-    return errors, warnings
 
 
 def _gpus_in_use(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -308,7 +309,7 @@ UNSEEN_MIB = 1024
 
 
 def _gpu_health(name: str, gpus: Sequence[str], facts: Mapping[str, Any]) -> Iterator[str]:
-    """What the driver says against the GPUs of a host's ranks."""
+    """Faults that the driver reports of the GPUs of a host's ranks."""
     in_use = {process["gpu"] for process in facts.get("gpu_processes", ())}
     for state in facts.get("gpu_states", ()):
         gpu = state["gpu"]
@@ -473,106 +474,68 @@ def _by_value(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
 
 
-@dataclass(frozen=True)
-class DiskUse:
-    """The disk space that a run takes on one file system."""
+def disk_problem(
+    storage: StoragePlan | None, host: str | None, facts: Mapping[str, Any], *, where: str
+) -> tuple[str, str]:
+    """(error, warning) where a run has too little disk space; empty where it has enough, or where
+    the sizes are not known.
 
-    checkpoint: int
-    """Bytes of one checkpoint."""
-    model: int
-    """Bytes of ``model/``, written at the end."""
-    at_once: int | None
-    """Checkpoints while one is written; None: no limit."""
-    kept: int | None
-    """Checkpoints between two saves."""
-    there: int = 0
-    """Checkpoints of the run that lie there already."""
-    certain: float = 1.0
-    """The part of both sizes that does not depend on what is not known yet."""
-
-    @property
-    def first_needed(self) -> int:
-        """For the first checkpoint and the second one, which is complete before the first is
-        removed; then for ``model/`` beside the last one."""
-        ever = 2 if self.at_once is None else min(2, self.at_once)
-        new = max(ever - self.there, min(1, ever))
-        stays = max(0, min(1, ever) - self.there)
-        size = max(new * self.checkpoint, stays * self.checkpoint + self.model)
-        return math.floor(self.certain * size)
-
-    @property
-    def needed(self) -> int | None:
-        """The most bytes beyond those that lie there; None: no limit."""
-        if self.at_once is None or self.kept is None:
-            return None
-        present = min(self.there, self.kept)
-        stays = (self.kept - present) * self.checkpoint + self.model
-        return max((self.at_once - present) * self.checkpoint, stays)
-
-
-def disk_use(storage: StoragePlan | None, host: str | None, *, there: int = 0) -> DiskUse | None:
-    """On the file system of a host's run directory; None: of the launching machine, which has
-    whole checkpoints. None where sizes are not known."""
-    if storage is None:
-        return None
-    sizes = storage.on(host) or storage
+    Args:
+        host: one with a run directory of its own; None is the launching machine, which has whole
+            checkpoints.
+        facts: free bytes and checkpoints of the run on that disk (``survey.space_facts``).
+        where: the host and the run directory, for the sentences.
+    """
+    sizes = None if storage is None else storage.on(host) or storage
+    if storage is None or sizes is None:
+        return "", ""
     checkpoint, model = sizes.checkpoint_bytes, sizes.model_bytes
     if checkpoint is None or model is None:
-        return None
-    return DiskUse(
-        checkpoint,
-        model,
-        storage.checkpoints_at_once,
-        storage.checkpoints_kept,
-        there,
-        storage.certain,
-    )
-
-
-def disk_problem(use: DiskUse, free: int, *, where: str) -> tuple[str, str]:
-    """(error, warning) where the disk has too little space; empty where it has enough. ``where``:
-    the host and the run directory."""
-    has = f"{where} has {human.size(free)} of free disk space"
-    if free < use.first_needed:
-        instead = "Free some space, or set run_dir to a directory on a larger disk."
-        if use.at_once == 0:
-            return f"{has}, and the final model takes " + (
-                f"{human.size(use.first_needed)}. {instead}"
-            ), ""
-        text = f"{has}. A checkpoint takes {human.size(use.checkpoint)}"
-        if use.there:
-            text += ", and the last one is removed only when the next is complete"
-        elif use.at_once is None or use.at_once > 1:
-            text += ", and the first one is removed only when the second is complete"
-        at_least = human.size(use.first_needed)
-        return (
-            f"{text}: with the final model at least {at_least} is needed. {instead} "
-            "checkpoint=none saves no training state.",
-            "",
-        )
-    if use.needed is None or free >= use.needed:
         return "", ""
-    least = DiskUse(use.checkpoint, use.model, min(2, use.at_once or 0), min(1, use.kept or 0))
-    smaller = ""
-    if (use.kept or 0) > 1:
-        smaller = (
-            f" With checkpoint.keep.last=1 they take {human.size(least.needed or 0)}, if neither "
+    at_once, at_rest, present = (
+        storage.checkpoints_at_once, storage.checkpoints_kept, facts.get("checkpoints", 0)
+    )  # fmt: skip
+    has = f"{where} has {human.size(facts['free_bytes'])} of free disk space"
+    # The first checkpoint and the second one, which is complete before the first is removed; then
+    # the model beside the last one.
+    at_first = 2 if at_once is None else min(2, at_once)
+    new, stays = max(at_first - present, min(1, at_first)), max(0, min(1, at_first) - present)
+    least = math.floor(storage.certain * max(new * checkpoint, stays * checkpoint + model))
+    if facts["free_bytes"] < least:
+        instead = "Free some space, or set run_dir to a directory on a larger disk."
+        if at_once == 0:
+            return f"{has}, and the final model takes {human.size(least)}. {instead}", ""
+        text = f"{has}. A checkpoint takes {human.size(checkpoint)}"
+        if present:
+            text += ", and the last one is removed only when the next is complete"
+        elif at_first > 1:
+            text += ", and the first one is removed only when the second is complete"
+        text += f": with the final model at least {human.size(least)} is needed. {instead}"
+        return f"{text} checkpoint=none saves no training state.", ""
+    needed = storage.disk_bytes(checkpoint, model)
+    if needed is None or at_once is None or at_rest is None:
+        return "", ""
+    needed -= min(present, at_rest) * checkpoint
+    if facts["free_bytes"] >= needed:
+        return "", ""
+    text = (
+        f"{has}, and up to {human.size(needed)} more is needed: {plural(at_once, 'checkpoint')} of "
+        f"{human.size(checkpoint)} at once, and model/. When the disk is full, saves fail."
+    )
+    if at_rest > 1:
+        fewer = replace(storage, checkpoints_at_once=min(2, at_once), checkpoints_kept=1)
+        text += (
+            f" With checkpoint.keep.last=1 they take "
+            f"{human.size(fewer.disk_bytes(checkpoint, model) or 0)}, if neither "
             "checkpoint.keep.best nor checkpoint.keep.every keeps more."
         )
-    return "", (
-        f"{has}, and up to {human.size(use.needed)} more is needed: "
-        f"{plural(use.at_once or 0, 'checkpoint')} of {human.size(use.checkpoint)} at once, and "
-        f"model/. When the disk is full, saves fail.{smaller}"
-    )
+    return "", text
 
 
 def problems_here(plan: Plan, run_dir: str, facts: Mapping[str, Any]) -> tuple[str, ...]:
     """Sentences about what this machine lacks now, of RAM for its ranks and of disk
     (``survey.space_facts``)."""
-    problems: list[str] = []
-    use = disk_use(plan.storage, None, there=facts.get("checkpoints", 0))
-    if use is not None:
-        problems += disk_problem(use, facts["free_bytes"], where=run_dir)
+    problems = [*disk_problem(plan.storage, None, facts, where=run_dir)]
     local = {host.name for host in plan.hosts if host.is_local}
     for host in plan.storage.hosts if plan.storage is not None else ():
         if local & set(host.hosts):

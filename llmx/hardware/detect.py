@@ -166,6 +166,11 @@ def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, Devic
     return "_".join(words), described
 
 
+def cpu_device() -> DeviceConfig:
+    """The device type of ranks on CPUs, where the hardware file describes none."""
+    return DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
+
+
 def detect_hardware(
     hardware: HardwareConfig, *, environ: Mapping[str, str] = os.environ
 ) -> HardwareConfig:
@@ -192,9 +197,7 @@ def detect_hardware(
                 "Describe the AMD GPUs, e.g. hardware=static 'hardware.hosts=[{name: localhost, "
                 "slots: 8, device: mi300x}]', or export CUDA_VISIBLE_DEVICES= to train on the CPU."
             )
-        devices.setdefault(
-            "cpu", DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
-        )
+        devices.setdefault("cpu", cpu_device())
         host = HostConfig(name="localhost", slots=2, device="cpu")
     name = hardware.name or "local"
     return dataclasses.replace(hardware, name=name, hosts=[host], devices=devices)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import Gpu, match_device, usable_gpus
+from llmx.hardware.detect import Gpu, cpu_device, match_device, usable_gpus
 
 PLACES = (
     ("RANK", "WORLD_SIZE"),
@@ -35,14 +35,14 @@ class Processes:
     """The processes of this start, as the one of rank 0 knows them."""
 
     facts: Sequence[Mapping[str, Any]]
-    """Of each rank: ``process_facts``."""
+    """``process_facts`` of each rank."""
     release: Callable[[str, Mapping[str, str]], None]
     """Lets the others become ranks of a run directory, with these variables added; LaunchError
     where one of them does not see the directory."""
 
 
 STARTED: list[Processes] = []
-"""Those of this start, in the process of rank 0; else empty."""
+"""The processes of this start, in the process of rank 0; else empty."""
 
 
 def is_external(words: Sequence[str]) -> bool:
@@ -65,7 +65,7 @@ def refuse_several(environ: Mapping[str, str]) -> None:
 
 
 def process_facts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What rank 0 must know of this process."""
+    """The facts of this process that rank 0 must know."""
     gpus = usable_gpus(environ)
     local_rank = int(environ["LOCAL_RANK"])
     gpu = gpus[local_rank if local_rank < len(gpus) else 0] if gpus else None
@@ -118,5 +118,4 @@ def _device(gpu: Mapping[str, Any] | None, hardware: HardwareConfig) -> tuple[st
     """The device type of a process."""
     if gpu is not None:
         return match_device(Gpu(**gpu), hardware.devices)
-    cpu = DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
-    return "cpu", hardware.devices.get("cpu", cpu)
+    return "cpu", hardware.devices.get("cpu", cpu_device())

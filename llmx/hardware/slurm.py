@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import match_device, usable_gpus
+from llmx.hardware.detect import cpu_device, match_device, usable_gpus
 
 COMMAND_S = 30.0
-"""For the controller to answer."""
+"""Time for the controller to answer."""
 _NODE_LINE = re.compile(r"^\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 OUTSIDE = "unset SLURM_JOB_ID SLURM_JOBID SLURM_JOB_NODELIST to work outside an allocation"
@@ -33,13 +33,13 @@ class Allocation:
 
     job: str
     state: str
-    """As Slurm writes it (``RUNNING``); ``UNKNOWN`` for a number that Slurm does not know any
-    more."""
+    """The state as Slurm writes it (``RUNNING``); ``UNKNOWN`` for a number that Slurm does not
+    know any more."""
     user_id: int | None = None
     gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Node -> allocated GPUs, in the order of the nodes."""
     tasks: int = 1
-    """Of the whole job."""
+    """The tasks of the whole job."""
     ends_at: float | None = None
     """Its time limit, seconds since the epoch."""
 
@@ -205,8 +205,7 @@ def _device(
     if hardware.device:
         return hardware.device, devices
     if not any(allocation.gpus.values()):
-        cpu = DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
-        devices.setdefault("cpu", cpu)
+        devices.setdefault("cpu", cpu_device())
         return "cpu", devices
     gpus = usable_gpus()
     if socket.gethostname().split(".")[0] not in allocation.nodes or not gpus:

@@ -35,7 +35,7 @@ COMPARED = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "safete
 MODULES = ("flash_attn", "flash_attn_interface", "bitsandbytes")
 """Modules of kernels; looked for without importing them."""
 STALE_LOCK_S = 600
-"""Written to measure a disk, which all hosts may share."""
+"""Age of a lock that nobody holds any more."""
 GPU_STATE = {
     "gpu": "index",
     "uuid": "uuid",
@@ -106,7 +106,6 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "infiniband": infiniband_ports(),
         "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
         "gpu_states": gpu_states() if needs.get("gpu_processes") else [],
-        "ssh_address": "".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),
         "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
@@ -166,7 +165,7 @@ def version(name: str) -> str | None:
 
 
 def has_module(name: str) -> bool:
-    """Whether it could be imported; it is not."""
+    """Whether a module could be imported; it is not."""
     try:
         return util.find_spec(name) is not None
     except (ImportError, ValueError):

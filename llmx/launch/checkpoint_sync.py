@@ -35,7 +35,7 @@ from llmx.text import plural
 
 PULL_EVERY_S = 5.0
 BANDWIDTH_MIB_PER_S = 256
-"""At most, while the run continues: training needs the network."""
+"""The most that a copy takes of the network while the run continues: training needs it."""
 _STEP = re.compile(r"checkpoints/(step-\d{8})/(.+)")
 
 

@@ -153,7 +153,7 @@ def gpus_of_hosts(spec: LaunchSpec) -> dict[str, list[str]]:
 
 
 def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str]:
-    """Of one host. Numbers in ``chosen`` count those that ``visible`` leaves."""
+    """The GPUs of one host. Numbers in ``chosen`` count those that ``visible`` leaves."""
     if visible is None or not all(gpu.isdecimal() for gpu in chosen):
         return chosen or [str(number) for number in range(host.slots)]
     visible_gpus = [word.strip() for word in visible.split(",") if word.strip()]
@@ -171,7 +171,7 @@ def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str
 
 
 def without_token(env: Mapping[str, str]) -> dict[str, str]:
-    """What may be on a command line."""
+    """The variables that may be on a command line."""
     return {name: value for name, value in env.items() if name != TOKEN}
 
 
@@ -186,9 +186,10 @@ def launcher_env(spec: LaunchSpec) -> dict[str, str]:
 
 
 def tool_env() -> dict[str, str]:
-    """For the agents, ssh and rsync: without secrets, which they do not need, without a token,
-    since they are not processes of the run, and with messages in English. Not by ``LC_ALL=C``: ssh
-    passes it on, and Python then reads ``.pth`` files as ASCII, whatever path is in them."""
+    """The environment of agents, ssh and rsync: without secrets, which they do not need, without a
+    token, since they are not processes of the run, and with messages in English. Not by
+    ``LC_ALL=C``: ssh passes it on, and Python then reads ``.pth`` files as ASCII, whatever path is
+    in them."""
     return {
         name: value
         for name, value in os.environ.items()

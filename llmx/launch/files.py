@@ -36,7 +36,7 @@ DEFAULT_PORT = 29500
 EXAMPLES = frozenset({"a100x2_v100x2", "a800x2_n7"})
 """Options of ``hardware`` that show how to write one: their hosts are 10.0.0.1, 10.0.0.2, ..."""
 EXAMPLE_S = 1.0
-"""For a host at such an address to answer: somebody may have hosts there."""
+"""Time for a host at such an address to answer: somebody may have hosts there."""
 
 
 def example_problems(exp: Experiment, plan: Plan) -> list[str]:

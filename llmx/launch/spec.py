@@ -84,7 +84,7 @@ class LaunchSpec:
 
     @property
     def tag(self) -> str:
-        """What stands for the token where every user can read it."""
+        """The name of this run where every user can read it, made from the token."""
         return tag_of(self.token)
 
     @property

@@ -94,32 +94,25 @@ def ssh_argv(ssh_config: Path, host: str, remote: list[str]) -> list[str]:
 
 
 def _check(host: HostPlan) -> None:
-    problems = [
-        ("name", host.name, name_problem(host.name)),
-        ("address", host.address, address_problem(host.address)),
-        (
-            "user",
-            host.user,
-            None if re.fullmatch(USER, host.user or "x") else "it is not a user name",
+    """ConfigError for a value that ssh would read as something else: plan.json may be edited."""
+    problems = {
+        "name": name_problem(host.name),
+        "address": address_problem(host.address),
+        "user": _unlike(USER, host.user, "it is not a user name"),
+        "identity_file": _unlike(
+            PATH, host.identity_file, "it must be a path without quotes and variables"
         ),
-        (
-            "identity_file",
-            host.identity_file,
-            None
-            if re.fullmatch(PATH, host.identity_file or "") and "${" not in str(host.identity_file)
-            else "it must be a path without quotes and variables",
-        ),
-        (
-            "fingerprint",
-            host.fingerprint,
-            None
-            if re.fullmatch(FINGERPRINT, host.fingerprint or f"SHA256:{'x' * 43}")
-            else "it is no SHA256 fingerprint",
-        ),
-    ]
-    for key, value, problem in problems:
+        "fingerprint": _unlike(FINGERPRINT, host.fingerprint, "it is no SHA256 fingerprint"),
+    }
+    for key, problem in problems.items():
         if problem:
-            raise ConfigError(f"host {shown(host.name)}: {key}={shown(value)}: {problem}.")
+            value = shown(getattr(host, key))
+            raise ConfigError(f"host {shown(host.name)}: {key}={value}: {problem}.")
+
+
+def _unlike(pattern: str, value: str | None, problem: str) -> str | None:
+    """The problem of a value that is set and does not match."""
+    return problem if value and (not re.fullmatch(pattern, value) or "${" in value) else None
 
 
 def _path(path: str) -> str:

@@ -335,7 +335,7 @@ def _there(item: SyncPath) -> list[str]:
 
 
 def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
-    """Returns files and bytes sent."""
+    """Send one path by rsync; returns the number of files and of bytes sent."""
     # A module that was removed here must not be imported there. Elsewhere the host may have files
     # of its own.
     delete = ["--delete"] if item.what == "code" else []
@@ -363,8 +363,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
         # The ranks that measure their speeds write the plan anew.
         names += [f"/{name}" for name in (*files, "balance.json", "plan.json")]
         logs.append("/rollouts.jsonl")
-    # A log only grows: where a host lost its disk and has the shorter one, that is not copied. The
-    # one here may lack a part, of an attempt in which the connection was lost: then all is sent.
+    # A log only grows: a host that lost its disk has a shorter one, which is not copied. The log
+    # here may lack a part, from a time without a connection: then rsync sends all of it.
     for mode, patterns in (["--append-verify"], logs), ([], names):
         include = [f"--include={name}" for name in patterns]
         words = ["--stats", *mode, *include, "--exclude=*", f"{pool.at(host, root)}/", f"{root}/"]

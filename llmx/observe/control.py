@@ -88,7 +88,7 @@ def _running(source: Source, command: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source.location} is not a run directory. `python -m llmx status` lists the runs."
         )
-    if facts["supervisor"] is None or interpret(facts).state in FINAL:
+    if facts["supervisor"] is None or _is_over(facts):
         outcome = (facts["result"] or {}).get("outcome")
         state = f"it has ended ({outcome})" if outcome else "no supervisor of it is running"
         path = shlex.quote(facts["path"])

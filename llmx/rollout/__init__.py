@@ -9,7 +9,7 @@ supervisor, which starts the servers (``llmx.launch.supervision.rollout_pool``).
 
 The protocol (``docs/adr/0026-rollout-servers.md``), HTTP over TCP, one connection per request:
 
-    GET  /version             -> {"protocol": 2, "llmx": "0.1", "torch": "2.14", "transformers":
+    GET  /version             -> {"protocol": 4, "llmx": "0.1", "torch": "2.14", "transformers":
                                   "5.23", "device": "cpu", "model": digest|null, "weights": 12|null}
     PUT  /model               safetensors: what is not trained, and in the metadata the description
     PUT  /weights/12          safetensors: what is trained, as it was after 12 updates
@@ -18,9 +18,8 @@ The protocol (``docs/adr/0026-rollout-servers.md``), HTTP over TCP, one connecti
                               -> {"weights": 12, "completions": [{"tokens": [ids], "logps": [x],
                                   "sampled_logps": [x], "ended": "stop"}], "seconds": 1.5}
 
-A request has the hash of its body in the header ``X-LLMX-Digest``, and a body that has another is
-refused. An answer is its hash, a blank and the JSON. A request that fails is answered with
-``{"error": kind, "message": "..."}``, kinds as in ``protocol.Refused``. While a server works it
+A request that fails is answered with ``{"error": kind, "message": "..."}``, kinds as in
+``protocol.Refused``. While a server works it
 sends a blank every few seconds, so that a silent server is one that is lost, however long a batch
 takes.
 """

@@ -37,8 +37,6 @@ from llmx.models.model import Model
 from llmx.models.sampling import Sampling
 from llmx.rollout.network import describe, gather, pack
 from llmx.rollout.protocol import (
-    DAMAGED,
-    DIGEST,
     FAILED,
     NO_MODEL,
     OTHER_WEIGHTS,
@@ -46,26 +44,23 @@ from llmx.rollout.protocol import (
     Refused,
     ServerAddress,
     digest,
-    opened,
     password_of,
 )
 from llmx.rollout.server import versions
 from llmx.text import plural
 
 RETRY_S = 1.0
-"""Between two tries to reach a server."""
-SENDS = 3
-"""Tries to send a body that arrives damaged."""
+"""Seconds between two tries to reach a server."""
 FAILURES = 3
 """Requests in a row that a server cannot do, before it is left out: out of memory, mostly."""
 START_S = 180.0
-"""For servers to answer at the start: they import torch, as the ranks have done already."""
+"""Time for servers to answer at the start: they import torch, as the ranks have done already."""
 
 BATCHES_EACH = 4
 """Batches of a step for each server, where there are several."""
 
 IDLE_SHARE = "rollout_idle_share"
-"""With ``/HOST``, the metric of the share of time in which the servers of a host draw nothing."""
+"""Metric, followed by ``/HOST``: share of time in which the servers of a host draw nothing."""
 
 Key = tuple[tuple[int, ...], int]
 """A sample: the tokens of its prompt, and its seed."""
@@ -73,16 +68,12 @@ Key = tuple[tuple[int, ...], int]
 
 @dataclass
 class Body:
-    """What is sent to every server, once packed."""
+    """A body that every server gets, packed once."""
 
+    path: str
     data: bytes
-    digest: str
-    version: int = 0
-    """Of the weights: updates before them."""
-
-    @classmethod
-    def of(cls, data: bytes, version: int = 0) -> Body:
-        return cls(data, digest(data), version)
+    version: int | str
+    """The digest of a model; of weights the updates before them."""
 
 
 @dataclass(eq=False)
@@ -97,33 +88,25 @@ class Batch:
 
 
 @dataclass
-class Share:
-    """What one server has done since the last ``take_measures``."""
-
-    tokens: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass
 class Connection:
     """One server, as rank 0 sees it."""
 
     place: ServerAddress
     password: str
     info: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None
-    weights: int | None = None
+    model: int | str | None = None
+    weights: int | str | None = None
     lost_since: float | None = field(default_factory=time.monotonic)
     """None while it answers."""
     failures: int = 0
     """Requests in a row that it could not do."""
     reason: str = "it has not answered"
     """Why it draws nothing."""
-    share: Share = field(default_factory=Share)
+    tokens: int = 0
+    """Drawn since the last ``take_measures``, as ``busy_s``."""
+    busy_s: float = 0.0
 
-    def request(
-        self, method: str, path: str, body: bytes = b"", *, body_digest: str = ""
-    ) -> dict[str, Any]:
+    def request(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
         """The answer to a request, on a connection of its own.
 
         Raises:
@@ -136,13 +119,12 @@ class Connection:
         try:
             headers = {
                 "Authorization": f"Bearer {self.password}",
-                DIGEST: body_digest or digest(body),
                 "Content-Length": str(len(body)),
             }
             # From a file, in pieces: a time-out is of all that is sent at once.
             connection.request(method, path, io.BytesIO(body), headers)
             response = connection.getresponse()
-            answer: dict[str, Any] = json.loads(opened(response.read()))
+            answer: dict[str, Any] = json.loads(response.read())
         finally:
             connection.close()
         if "error" in answer:
@@ -153,16 +135,6 @@ class Connection:
         """Ask what it is and holds."""
         self.info = self.request("GET", "/version")
         self.model, self.weights = self.info["model"], self.info["weights"]
-
-    def put(self, path: str, body: Body) -> None:
-        """Send a body, again where it arrives damaged."""
-        for attempt in range(1, SENDS + 1):
-            try:
-                self.request("PUT", path, body.data, body_digest=body.digest)
-                return
-            except Refused as refused:
-                if refused.kind != DAMAGED or attempt == SENDS:
-                    raise
 
     def problem(self) -> str:
         """Why it cannot be a server of these ranks; empty where it can."""
@@ -207,14 +179,14 @@ class RolloutServers:
         self.servers = [Connection(place, password) for place in places] if self.rank == 0 else []
         self.step = -1
         self.network: Body | None = None
-        """Of ``PUT /model``: once a run."""
+        """The body of ``PUT /model``, made once a run."""
         self.latest: Body | None = None
         """The newest weights."""
         self.queue: deque[Batch] = deque()
         self.ahead: dict[Key, Batch] = {}
-        """What is drawn for later steps."""
+        """Sample -> its batch, where it is drawn for a later step."""
         self.coming: list[tuple[list[tuple[int, ...]], Callable[[int, int], int]]] = []
-        """Of later steps: the prompts, and the seeds of their samples."""
+        """Prompts of each later step, and the seeds of their samples."""
         self.changed = threading.Condition()
         """Guards all of these, and the connections."""
         self.closed = self.has_drawn = False
@@ -380,11 +352,12 @@ class RolloutServers:
         self.before_gather()
         if self.network is None:
             fixed = gather(self.model, trained=False, keep=writes)
-            self.network = Body.of(pack(fixed, describe(self.model)) if writes else b"")
+            data = pack(fixed, describe(self.model)) if writes else b""
+            self.network = Body("/model", data, digest(data))
         trained = gather(self.model, trained=True, keep=writes)
-        latest = Body.of(pack(trained) if writes else b"", self.step)
+        data = pack(trained) if writes else b""
         with self.changed:
-            self.latest = latest
+            self.latest = Body(f"/weights/{self.step}", data, self.step)
             self.changed.notify_all()
 
     def _batches_of(self, keys: list[Key], sampling: Sampling) -> dict[Key, Batch]:
@@ -423,9 +396,8 @@ class RolloutServers:
             self.changed.notify_all()
 
     def _wait_for(self, batches: set[Batch]) -> bool:
-        """Until the batches are drawn; or, false, until all servers are left out, or none has
-        answered for ``rollout.wait_s``: those that are left are taken out of the queue. By rank 0.
-        """
+        """Wait until the batches are drawn. False where all servers are left out, or none has
+        answered for ``rollout.wait_s``: the batches are taken out of the queue. By rank 0."""
         with self.changed:
             while any(batch.completions is None for batch in batches):
                 lost = [server.lost_since for server in self.servers]
@@ -471,14 +443,13 @@ class RolloutServers:
             network, latest = self.network, self.latest
         if network is None or latest is None:
             return
-        if server.model != network.digest:
+        if server.model != network.version:
             server.weights = None
-            server.put("/model", network)
-            server.model = network.digest
-        if server.weights == latest.version:
-            return
-        server.put(f"/weights/{latest.version}", latest)
-        server.weights = latest.version
+            server.request("PUT", network.path, network.data)
+            server.model = network.version
+        if server.weights != latest.version:
+            server.request("PUT", latest.path, latest.data)
+            server.weights = latest.version
 
     def _next(self, server: Connection) -> Batch | None:
         """The next batch for a server that is free; None where it is to look again first."""
@@ -519,8 +490,8 @@ class RolloutServers:
         with self.changed:
             self.has_drawn = True
             batch.weights, batch.completions = answer["weights"], completions
-            server.share.tokens += sum(len(completion.tokens) for completion in completions)
-            server.share.busy_s += answer["seconds"]
+            server.tokens += sum(len(completion.tokens) for completion in completions)
+            server.busy_s += answer["seconds"]
             self.changed.notify_all()
 
     def _give_back(self, server: Connection, batch: Batch | None, error: Exception) -> None:
@@ -544,18 +515,17 @@ class RolloutServers:
             )
 
     def take_measures(self) -> dict[str, Any]:
-        """For a ``train`` line, of the time since the last one; empty on other ranks than 0."""
+        """Measures for a ``train`` line, since the last one; empty on other ranks than 0."""
         if self.rank:
             return {}
         with self.changed:
             seconds = max(time.perf_counter() - self.measured_at, 1e-9)
-            shares = [server.share for server in self.servers]
             idle: dict[str, list[float]] = {}
             for server in self.servers:
-                part = max(0.0, 1 - server.share.busy_s / seconds)
+                part = max(0.0, 1 - server.busy_s / seconds)
                 idle.setdefault(server.place.host, []).append(part)
             measures: dict[str, Any] = {
-                "rollout_tokens_per_s": sum(share.tokens for share in shares) / seconds,
+                "rollout_tokens_per_s": sum(server.tokens for server in self.servers) / seconds,
                 "rollout_wait_share": min(1.0, self.wait_s / seconds),
                 **{
                     f"{IDLE_SHARE}/{host}": round(sum(parts) / len(parts), 4)
@@ -565,7 +535,7 @@ class RolloutServers:
                 "rollout_dropped": self.dropped,
             }
             for server in self.servers:
-                server.share = Share()
+                server.tokens, server.busy_s = 0, 0.0
             self.wait_s, self.dropped, self.returned = 0.0, 0, 0
             self.measured_at = time.perf_counter()
         return measures

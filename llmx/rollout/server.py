@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
-import io
 import json
 import os
 import signal
@@ -28,8 +27,6 @@ from typing import Any
 
 import llmx
 from llmx.rollout.protocol import (
-    DAMAGED,
-    DIGEST,
     FAILED,
     HEARTBEAT_S,
     LISTEN,
@@ -39,20 +36,16 @@ from llmx.rollout.protocol import (
     VLLM_PYTHON,
     Refused,
     digest,
-    hasher,
     parse_servers,
     password_of,
-    sealed,
 )
 from llmx.rollout.vllm_policy import VllmPolicy
 
 TOKEN = "LLMX_RUN_TOKEN"
 PARENT_S = 0.5
-"""Between two looks at whether the agent that started this process is there."""
-PIECE_BYTES = 1 << 22
-"""Of a body that is received."""
+"""Seconds between two looks at whether the agent that started this process is there."""
 BIND_S = 20.0
-"""For a server before this one to leave the port."""
+"""Time for a server before this one to leave the port."""
 
 
 class Policy:
@@ -64,62 +57,42 @@ class Policy:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":  # as ``train.engine.build.seed_everything``
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self.model = ""
-        """Digest of the body of ``PUT /model``; empty before it."""
-        self.weights: int | None = None
         self.decoder: Any = None
         self.missing: set[str] = set()
         """Parameters that no body has brought yet."""
 
     def describe(self) -> dict[str, Any]:
-        """What ``GET /version`` says of it."""
+        """The part of ``GET /version`` that describes it."""
         return {"device": self.device.type}
 
-    def take_model(self, body: bytes) -> dict[str, Any]:
+    def take_model(self, body: bytes) -> None:
         from llmx.rollout.network import build, fill, unpack
 
-        self.model, self.weights, self.decoder = "", None, None  # room for the new one
+        self.decoder = None  # room for the new one
         tensors, description = unpack(body)
-        decoder = build(description, self.device)
-        self.missing = {name for name, _ in decoder.module.named_parameters()}
-        self.missing -= fill(decoder.module, tensors)
-        self.decoder, self.model = decoder, digest(body)
-        return {"model": self.model}
+        self.decoder = build(description, self.device)
+        self.missing = {name for name, _ in self.decoder.module.named_parameters()}
+        self.missing -= fill(self.decoder.module, tensors)
 
-    def take_weights(self, body: bytes, version: int) -> dict[str, Any]:
+    def take_weights(self, body: bytes) -> None:
         from llmx.rollout.network import fill, unpack
 
-        if self.decoder is None:
-            raise Refused(NO_MODEL, "no model has been sent")
-        self.weights = None
         self.missing -= fill(self.decoder.module, unpack(body)[0])
         if self.missing:
             raise ValueError(f"{len(self.missing)} parameters were not sent: {min(self.missing)}")
-        self.weights = version
-        return {"weights": version}
 
-    def sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def sample(self, rows: list[list[int]], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A completion of each row."""
         from llmx.models.generate import generate
         from llmx.models.sampling import Sampling
 
-        if self.decoder is None:
-            raise Refused(NO_MODEL, "no model has been sent")
-        if self.weights is None or request["weights"] not in (None, self.weights):
-            raise Refused(OTHER_WEIGHTS, f"version {self.weights} is held")
-        rows = [request["prompts"][at] for at in request["rows"]]
         options = dict(request["sampling"])
         sampling = Sampling(**options | {"stop_ids": frozenset(options["stop_ids"])})
-        began = time.perf_counter()
         # As a rank completes its share: the same rows in the same order.
         completions = generate(
             self.decoder, rows, sampling, seeds=request["seeds"], batch_size=request["at_once"]
         )
-        seconds = time.perf_counter() - began
-        return {
-            "weights": self.weights,
-            "completions": [dataclasses.asdict(completion) for completion in completions],
-            "seconds": seconds,
-        }
+        return [dataclasses.asdict(completion) for completion in completions]
 
 
 class Server(ThreadingHTTPServer):
@@ -135,7 +108,38 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, Handler)
         self.password = password
         self.policy = policy
+        self.model = ""
+        """Digest of the body of ``PUT /model``; empty before it."""
+        self.weights: int | None = None
+        """Version of the weights; None where the policy has none."""
         self.worker = ThreadPoolExecutor(max_workers=1)
+
+    def take_model(self, body: bytes) -> dict[str, Any]:
+        self.model, self.weights = "", None
+        self.policy.take_model(body)
+        self.model = digest(body)
+        return {"model": self.model}
+
+    def take_weights(self, body: bytes, version: int) -> dict[str, Any]:
+        self._refuse_without_model()
+        self.weights = None
+        self.policy.take_weights(body)
+        self.weights = version
+        return {"weights": version}
+
+    def sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._refuse_without_model()
+        if self.weights is None or request["weights"] not in (None, self.weights):
+            raise Refused(OTHER_WEIGHTS, f"version {self.weights} is held")
+        rows = [request["prompts"][at] for at in request["rows"]]
+        began = time.perf_counter()
+        completions = self.policy.sample(rows, request)
+        seconds = time.perf_counter() - began
+        return {"weights": self.weights, "completions": completions, "seconds": seconds}
+
+    def _refuse_without_model(self) -> None:
+        if not self.model:
+            raise Refused(NO_MODEL, "no model has been sent")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -143,20 +147,19 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     timeout = 60.0
-    """Of one send or receive: a client that is lost does not keep its thread."""
+    """Time-out of one send or receive: a client that is lost does not keep its thread."""
 
     def do_GET(self) -> None:
         if self._is_refused(self.path == "/version"):
             return
-        policy = self.server.policy
         self._start()
         self._write(
             {
                 "protocol": PROTOCOL,
                 **versions(),
-                **policy.describe(),
-                "model": policy.model or None,
-                "weights": policy.weights,
+                **self.server.policy.describe(),
+                "model": self.server.model or None,
+                "weights": self.server.weights,
             }
         )
 
@@ -165,23 +168,19 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_refused(kind == "model" or (kind == "weights" and version.isdecimal())):
             return
         body = self._body()
-        if body is None:
-            return
         if kind == "model":
-            self._work(lambda: self.server.policy.take_model(body))
+            self._work(lambda: self.server.take_model(body))
         else:
-            self._work(lambda: self.server.policy.take_weights(body, int(version)))
+            self._work(lambda: self.server.take_weights(body, int(version)))
 
     def do_POST(self) -> None:
         if self._is_refused(self.path == "/sample"):
             return
-        body = self._body()
-        if body is not None:
-            request = json.loads(body)
-            self._work(lambda: self.server.policy.sample(request))
+        request = json.loads(self._body())
+        self._work(lambda: self.server.sample(request))
 
     def _is_refused(self, exists: bool) -> bool:
-        """Answer who has not the password of the run, and a path that is not there."""
+        """Refuse a request without the password of the run, or for a path that does not exist."""
         given_password = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given_password, f"Bearer {self.server.password}".encode()):
             self.send_error(401)
@@ -191,23 +190,14 @@ class Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _body(self) -> bytes | None:
-        """What was sent. None where it arrived damaged, which is answered.
-
-        It is hashed as it arrives: after its end, the client waits for an answer only so long.
-        """
-        received, arrived = io.BytesIO(), hasher()
-        missing = int(self.headers.get("Content-Length", 0))
-        while piece := self.rfile.read(min(PIECE_BYTES, missing)):
-            arrived.update(piece)
-            received.write(piece)
-            missing -= len(piece)
+    def _body(self) -> bytes:
+        """The body of the request; ConnectionResetError where less than all of it arrives."""
+        size = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(size)
+        if len(body) < size:
+            raise ConnectionResetError(f"{len(body)} of {size} bytes arrived")
         self._start()
-        if arrived.hexdigest() == self.headers.get(DIGEST):
-            return received.getvalue()
-        size = received.tell()
-        self._write({"error": DAMAGED, "message": f"{size} bytes have another digest"})
-        return None
+        return body
 
     def _start(self) -> None:
         self.send_response(200)
@@ -215,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _work(self, job: Callable[[], dict[str, Any]]) -> None:
-        """Answer with what the job gives, and with blanks until then."""
+        """Answer with the result of the job, and with blanks until it is there."""
         future: Future[dict[str, Any]] = self.server.worker.submit(job)
         try:
             while not wait([future], timeout=HEARTBEAT_S).done:
@@ -225,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
             future.cancel()
 
     def _write(self, answer: dict[str, Any]) -> None:
-        self.wfile.write(sealed(json.dumps(answer)))
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the ranks log what matters."""
@@ -242,7 +232,7 @@ def _answer(future: Future[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes: the ranks and their servers should have the same."""
+    """Versions of what computes: the ranks and their servers should have the same."""
     of_packages = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {"llmx": llmx.__version__, **of_packages}
 

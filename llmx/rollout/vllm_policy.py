@@ -12,12 +12,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from llmx.rollout.protocol import NO_MODEL, OTHER_WEIGHTS, Refused, digest
 
 CHILD = Path(__file__).with_name("vllm_child.py")
 OF_LLMX = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LLMX_RUN_TOKEN")
@@ -25,15 +22,12 @@ OF_LLMX = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LLMX_RUN_TOKEN")
 
 
 class VllmPolicy:
-    """As ``server.Policy``, drawn by vLLM. Used by one thread."""
+    """A policy that vLLM draws, with the methods of ``server.Policy``. Used by one thread."""
 
     def __init__(self, python: str) -> None:
-        self.model = ""
-        """Digest of the body of ``PUT /model``; empty before it."""
-        self.weights: int | None = None
         env = {name: value for name, value in os.environ.items() if name not in OF_LLMX}
         self.problem = ""
-        """Why it cannot draw; empty where it can."""
+        """The reason why it cannot draw; empty where it can."""
         self.info: dict[str, Any] = {}
         self.child: subprocess.Popen[bytes] | None = None
         try:
@@ -52,34 +46,22 @@ class VllmPolicy:
         self.problem = self.info.pop("error", "")
 
     def describe(self) -> dict[str, Any]:
-        """What ``GET /version`` says of it."""
+        """The part of ``GET /version`` that describes it."""
         return {"device": "cpu", **self.info, "problem": self.problem}
 
-    def take_model(self, body: bytes) -> dict[str, Any]:
-        self.model, self.weights = "", None
+    def take_model(self, body: bytes) -> None:
         self._ask("take_model", body)
-        self.model = digest(body)
-        return {"model": self.model}
 
-    def take_weights(self, body: bytes, version: int) -> dict[str, Any]:
-        if not self.model:
-            raise Refused(NO_MODEL, "no model has been sent")
-        self.weights = None
+    def take_weights(self, body: bytes) -> None:
         self._ask("take_weights", body)
-        self.weights = version
-        return {"weights": version}
 
-    def sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.model:
-            raise Refused(NO_MODEL, "no model has been sent")
-        if self.weights is None or request["weights"] not in (None, self.weights):
-            raise Refused(OTHER_WEIGHTS, f"version {self.weights} is held")
-        rows = [request["prompts"][at] for at in request["rows"]]
-        began = time.perf_counter()
+    def sample(self, rows: list[list[int]], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A completion of each row."""
         answer = self._ask(
             "sample", rows=rows, seeds=request["seeds"], sampling=request["sampling"]
         )
-        return {"weights": self.weights, **answer, "seconds": time.perf_counter() - began}
+        completions: list[dict[str, Any]] = answer["completions"]
+        return completions
 
     def _ask(self, method: str, body: bytes = b"", **values: Any) -> dict[str, Any]:
         """Have the child do something. If it has ended, so does this process: the agent starts

@@ -1,4 +1,4 @@
-"""What a tracker is. ``python -m llmx.tracking.process RUN_DIR`` feeds those of a run."""
+"""The interface of a tracker. ``python -m llmx.tracking.process RUN_DIR`` feeds those of a run."""
 
 from __future__ import annotations
 

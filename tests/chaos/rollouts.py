@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from llmx.rollout.protocol import LISTEN, SERVER_MODULE, parse_servers
+from llmx.rollout.protocol import SERVER_MODULE
 from llmx.run.tail import read_records
 from tests.chaos import faults, while_down
 from tests.chaos.campaign import Setup
 from tests.chaos.kinds import Kind
 from tests.chaos.site import Site
-from tests.chaos.training import REPOSITORY, GaveUp
+from tests.chaos.training import GaveUp
 from tests.cluster.launching import SMALL
-from tests.cluster.netns import Host
 
 PROMPTS, SAMPLES = 4, 4
 """Of a step, and of each prompt."""
@@ -168,31 +165,6 @@ def link_cut(site: RolloutSite, chance: random.Random) -> str:
     return "node-b"
 
 
-def bits_flipped(site: RolloutSite, chance: random.Random) -> str:
-    """Some messages in a row arrive with another bit: weights, prompts, samples."""
-    near: Host = site.near
-    environ = site.far.path(f"/proc/{site.server()}/environ").read_bytes().decode()
-    values = dict(word.split("=", 1) for word in environ.split("\0") if "=" in word)
-    (place,) = parse_servers(values[LISTEN])
-    count = chance.randrange(1, 7)
-    words = [place.address, str(place.port), near.address, str(chance.randrange(1000)), str(count)]
-    proxy = near.popen(
-        [sys.executable, "-m", "tests.chaos.bit_flips", *words],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert proxy.stdout is not None
-        damaged = [proxy.stdout.readline() for _ in range(count + 1)][1:]
-    finally:
-        near.run(["ip", "rule", "del", "pref", "50"], check=False)
-        proxy.kill()
-        proxy.wait()
-    kinds = [line.split(" HTTP")[0].strip() for line in damaged]
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-
-
 def reward_hung(site: RolloutSite, chance: random.Random) -> str:
     """The reward never returns for a completion, which costs that one."""
     start = site.step
@@ -215,8 +187,6 @@ KINDS = (
     Kind("link", "link to the rollout host cut for more than 30 s", 2, link_cut, 1,
          restarts=False, steps=80),
     Kind("drop", "link cut for 0.2 to 1.5 s", 2, faults.link_dropped, 1,
-         restarts=False),
-    Kind("bits", "bits of messages flipped: weights, prompts, samples", 4, bits_flipped, 1,
          restarts=False),
     Kind("reward", "a reward that hangs", 2, reward_hung, 1, restarts=False, steps=60),
     Kind("agent", "SIGKILL of the agent of the rollout host", 2, faults.agent_killed, 1,

@@ -24,7 +24,6 @@ from llmx.failures.diagnose import (
     NOTES,
     OUTCOMES,
     OWN_ERRORS,
-    Failure,
     diagnose,
     fill,
     find_failure,
@@ -69,15 +68,14 @@ def test_known_messages(row: Row, message: str, plan: Plan) -> None:
     rank that failed, while another rank reports what followed from it."""
     kind, _, rest = message.partition(": ")
     noise = "\n".join(HARMLESS)
-    for failure in (
-        Failure(log=f"some line\n{message}\n"),
-        Failure(log=f"{noise}\n{message}\n{noise}"),
-        Failure(error_type=kind, message=rest, log=noise),
-        Failure(error_type=kind, message=rest, category="crash"),
-        Failure(error_type=kind, message=rest, category=row.outcome),
+    for found in (
+        diagnose(f"some line\n{message}\n"),
+        diagnose(f"{noise}\n{message}\n{noise}"),
+        diagnose(noise, error_type=kind, message=rest),
+        diagnose(error_type=kind, message=rest, category="crash"),
+        diagnose(error_type=kind, message=rest, category=row.outcome),
     ):
-        found = diagnose(failure)
-        assert (found.name, found.outcome) == (row.name, row.outcome)
+        assert (found.name, found.kind) == (row.name, row.outcome)
         assert found.cause
         assert found.fix
         assert not re.search(r"\{\w+\}", found.cause + found.fix)
@@ -192,12 +190,12 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unh
     ],
 )  # fmt: skip
 def test_which_error_decides(log: str, name: str, said: str) -> None:
-    found = diagnose(Failure(log=log))
+    found = diagnose(log=log)
     assert (found.name, said in found.cause + found.fix) == (name, True)
 
 
 def test_groups_are_filled_in() -> None:
-    found = diagnose(Failure(log="ssh: connect to host 10.0.0.2 port 2202: Connection refused"))
+    found = diagnose(log="ssh: connect to host 10.0.0.2 port 2202: Connection refused")
     assert "10.0.0.2 port 2202" in found.cause
 
 
@@ -210,7 +208,7 @@ def test_groups_are_filled_in() -> None:
     ],
 )  # fmt: skip
 def test_of_an_unknown_failure_the_true_error_is_shown(log: str, line: str) -> None:
-    found = diagnose(Failure(log=log))
+    found = diagnose(log=log)
     assert (found.name, found.cause) == ("", line)
 
 
@@ -263,8 +261,8 @@ def test_what_a_rank_says_of_llmx_stands(
     kind: str, said: str, outcome: str, cause: str, fix: str
 ) -> None:
     trace = f"{TRACEBACK}  File 'x'\nllmx.errors.{kind}: {said}"
-    found = diagnose(Failure(kind, said, trace, outcome, log=trace))
-    assert (found.outcome, found.cause, found.name) == (outcome, cause, "")
+    found = diagnose(trace, error_type=kind, message=said, traceback=trace, category=outcome)
+    assert (found.kind, found.cause, found.name) == (outcome, cause, "")
     assert re.fullmatch(f".*{fix}.*" if fix else "", found.fix)
 
 
@@ -280,16 +278,16 @@ def test_what_a_rank_says_of_llmx_stands(
     ],
 )
 def test_signals(number: int, oom_kills: int, outcome: str, word: str) -> None:
-    found = diagnose(Failure(signal=number, oom_kills=oom_kills))
-    assert found.outcome == outcome
+    found = diagnose(signal=number, oom_kills=oom_kills)
+    assert found.kind == outcome
     assert word in found.cause
 
 
 def test_the_memory_limit_of_a_job() -> None:
     """Slurm kills as anybody does; only its own word says that it was the limit."""
     log = "srun: error: node-b: task 1: Killed\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0."
-    found = diagnose(Failure(signal=signal_in_log(log), log=log))
-    assert (found.outcome, found.name) == ("oom", "slurm_memory")
+    found = diagnose(signal=signal_in_log(log), log=log)
+    assert (found.kind, found.name) == ("oom", "slurm_memory")
 
 
 @pytest.mark.parametrize(
@@ -318,8 +316,8 @@ def test_a_rank_without_a_log_was_not_killed_for_all_we_know() -> None:
 
 @given(st.text(), st.text(), st.text(), st.sampled_from(["", "crash", "nonsense", *OUTCOMES]))
 def test_always_an_answer(kind: str, message: str, log: str, category: str) -> None:
-    found = diagnose(Failure(error_type=kind, message=message, log=log, category=category))
-    assert found.outcome in OUTCOMES
+    found = diagnose(error_type=kind, message=message, log=log, category=category)
+    assert found.kind in OUTCOMES
     assert found.cause.strip() or kind.strip() == message.strip() == ""
     assert found.fix or kind in OWN_ERRORS
 

@@ -16,17 +16,16 @@ import pytest
 from llmx.hardware import survey as program
 from llmx.hardware.compare import (
     GIB,
-    DiskUse,
     Findings,
     asked_of_hosts,
     compare_hosts,
     disk_problem,
-    disk_use,
     problems_here,
     ram_problem,
 )
 from llmx.hardware.survey import ram_available, space_facts
 from llmx.plan import cuda_builds
+from llmx.plan.types import StoragePlan
 from tests.composing import composed as composed_once
 
 composed = functools.cache(lambda *words: composed_once(list(words)))
@@ -49,7 +48,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "torch_build": CUDA12, "driver": "570.86.15", "cpu": "Big CPU avx2",
         "free_bytes": 500 * GIB, "checkpoints": 0, "ram_available_bytes": 500 * GIB,
         "shm_bytes": 64 * GIB, "open_files": 65536, "locked_bytes": -1, "infiniband": [],
-        "gpu_processes": [], "gpu_states": [], "container": "", "ssh_address": "", "runs": [],
+        "gpu_processes": [], "gpu_states": [], "container": "", "runs": [],
         "removed": [], "ninja": True, "compiler": True, "nvcc": "12.6", "skips_cuda_check": False,
         "libaio": None, "nvme": None, "modules": ["flash_attn"], "stale_locks": [],
         "code": "0123456789ab",
@@ -70,7 +69,7 @@ def write(path: Path, text: str) -> None:
 
 def test_equal_hosts_have_nothing_to_say() -> None:
     findings = judge(facts(), facts(), offsets_s={"node-a": 0.1, "node-b": -0.3})
-    assert findings.errors == findings.warnings == ()
+    assert findings.errors == findings.warnings == []
 
 
 ADAM = ["optim.kind=fused_adam"]
@@ -131,7 +130,7 @@ def test_what_cannot_work_is_an_error(
     found = judge(here, {**here, **change}, *overrides).errors
     pattern = re.escape(message).replace(re.escape(".*"), ".*")
     assert any(re.search(pattern, error) for error in found), found
-    assert judge(here, here, *overrides).errors == ()
+    assert judge(here, here, *overrides).errors == []
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_what_cannot_work_is_an_error(
 )
 def test_what_may_hurt_is_a_warning(change: dict[str, Any], message: str | None) -> None:
     findings = judge(facts(), facts(**change))
-    assert findings.errors == ()
+    assert findings.errors == []
     assert len(findings.warnings) == (message is not None)
     assert all(str(message) in warning for warning in findings.warnings)
     (clock,) = judge(facts(), facts(), offsets_s={"node-b": 90.0}).warnings
@@ -167,7 +166,7 @@ def test_two_versions_of_the_code() -> None:
     other = facts(code="ba9876543210")
     (error,) = judge(facts(), other).errors
     assert "differs between hosts: 0123456789ab on node-a; ba9876543210 on node-b" in error
-    assert judge(facts(), other, "launch.sync=rsync").errors == ()
+    assert judge(facts(), other, "launch.sync=rsync").errors == []
 
 
 def test_the_code_by_its_content(tmp_path) -> None:
@@ -318,7 +317,7 @@ def test_the_minor_version_of_nvcc(nvcc, cuda, skips, error, warning) -> None:
     build = {**CUDA12, "cuda": cuda}
     host = facts(nvcc=nvcc, skips_cuda_check=skips, torch_build=build, driver="580.65.06")
     findings = judge(host, host, "optim.kind=fused_adam")
-    assert [text for text in findings.errors if error in text] == list(findings.errors)
+    assert [text for text in findings.errors if error in text] == findings.errors
     assert bool(findings.errors) == bool(error)
     assert bool(findings.warnings) == bool(warning)
     assert all(warning in text for text in findings.warnings)
@@ -376,7 +375,7 @@ def test_memory_of_gpus_in_use_names_its_owner() -> None:
     assert problem.startswith(
         "node-b: GPU 1 has 30,121 MiB in use by process 4711 of ada (train.py). Wait"
     )
-    assert judge(facts(), busy, gpus={"node-b": ["0", "2"]}).busy == ()
+    assert judge(facts(), busy, gpus={"node-b": ["0", "2"]}).busy == []
     assert len(judge(facts(), busy, gpus={"node-b": ["GPU-a1"]}).busy) == 2
 
 
@@ -399,7 +398,7 @@ def test_the_state_of_the_gpus() -> None:
     assert states[1]["slowed_by"] == 0x48
     assert states[2]["ecc_errors"] is states[2]["power_limit_w"] is None
     gpus = {"node-a": ["0", "GPU-b", "2"], "node-b": ["0"]}
-    assert judge(facts(gpu_states=[states[0], states[2]]), facts(), gpus=gpus).warnings == ()
+    assert judge(facts(gpu_states=[states[0], states[2]]), facts(), gpus=gpus).warnings == []
     warnings = judge(facts(gpu_states=states), facts(), gpus=gpus).warnings
     assert [re.sub(r"\. .*", "", text) for text in warnings] == [
         "node-a: GPU 1 has 2 uncorrectable ECC errors since its driver was loaded: processes on it "
@@ -477,7 +476,11 @@ def test_gpus_of_amd_are_counted(tmp_path) -> None:
     assert program.count_gpus(root) == 2
 
 
-TWO_KEPT = DiskUse(checkpoint=10 * GIB, model=2 * GIB, at_once=3, kept=2)
+def storage(at_once: int | None, kept: int | None, certain: float = 1.0) -> StoragePlan:
+    """Checkpoints of 10 GiB and a model of 2 GiB."""
+    return StoragePlan((), 10 * GIB, kept, at_once, 2 * GIB, private=False, certain=certain)
+
+
 ERROR = (
     "node-a: /runs/a has 20.0 GiB of free disk space. A checkpoint takes 10.0 GiB, and the "
     "first one is removed only when the second is complete: with the final model at least "
@@ -493,46 +496,55 @@ WARNING = (
 
 
 def test_too_little_space_for_the_second_checkpoint_or_for_all_of_them() -> None:
-    where = "node-a: /runs/a"
-    for free, said in (
+    for free, expected in (
         (30 * GIB, ("", "")),
         (20 * GIB - 1, (ERROR, "")),
         (20 * GIB, ("", WARNING)),
     ):
-        assert disk_problem(TWO_KEPT, free, where=where) == said
-    error, _ = disk_problem(DiskUse(10 * GIB, 2 * GIB, 0, 0), GIB, where=where)
+        disk = {"free_bytes": free, "checkpoints": 0}
+        assert disk_problem(storage(3, 2), None, disk, where="node-a: /runs/a") == expected
+    error, _ = disk_problem(storage(0, 0), None, {"free_bytes": GIB}, where="/runs/a")
     assert "the final model takes 2.0 GiB" in error
     assert "checkpoint=none" not in error
 
 
 @pytest.mark.parametrize(
-    ("use", "first", "most"),
+    ("plan", "there", "first", "most"),
     [
-        (TWO_KEPT, 20, 30),
-        (DiskUse(10 * GIB, 2 * GIB, 1, 1), 12, 12),  # one save, at the end
-        (DiskUse(10 * GIB, 2 * GIB, 0, 0), 2, 2),  # checkpoint=none
-        (DiskUse(10 * GIB, 2 * GIB, None, None), 20, None),
-        (DiskUse(10 * GIB, 2 * GIB, 3, 2, there=1), 10, 20),  # resumed
-        (DiskUse(10 * GIB, 2 * GIB, 3, 2, there=2), 10, 10),
-        (DiskUse(10 * GIB, 2 * GIB, 3, 2, there=9), 10, 10),
-        (DiskUse(10 * GIB, 2 * GIB, 3, 2, certain=0.5), 10, 30),
+        (storage(3, 2), 0, 20, 30),
+        (storage(1, 1), 0, 12, 12),  # one save, at the end
+        (storage(0, 0), 0, 2, 2),  # checkpoint=none
+        (storage(None, None), 0, 20, 20),
+        (storage(3, 2), 1, 10, 20),  # resumed
+        (storage(3, 2), 2, 10, 10),
+        (storage(3, 2), 9, 10, 10),
+        (storage(3, 2, certain=0.5), 0, 10, 30),
     ],
 )
-def test_what_is_needed(use: DiskUse, first: int, most: int | None) -> None:
-    assert use.first_needed == first * GIB
-    assert use.needed == (None if most is None else most * GIB)
+def test_the_space_that_is_needed(plan: StoragePlan, there: int, first: int, most: int) -> None:
+    """``first``: without it an error; ``most``: without it a warning."""
+
+    def found(free: int) -> list[bool]:
+        disk = {"free_bytes": free, "checkpoints": there}
+        return [bool(text) for text in disk_problem(plan, None, disk, where="/runs/a")]
+
+    assert found(first * GIB - 1) == [True, False]
+    assert found(first * GIB) == [False, most > first]
+    assert found(most * GIB - 1) == [most == first, most > first]
+    assert found(most * GIB) == [False, False]
 
 
 def test_a_host_with_a_disk_of_its_own() -> None:
     plan = composed("model=llama3_8b", "hardware=a100x2_v100x2", "launch=rsync").plan
-    here, far = (disk_use(plan.storage, host) for host in (None, "node-b"))
-    assert here is not None
-    assert far is not None
-    assert far.checkpoint == pytest.approx(here.checkpoint / 2, rel=0.01)
-    assert (here.model > 0, far.model) == (True, 0)
-    assert disk_use(None, None) is None
+    disk = {"free_bytes": 0, "checkpoints": 0}
+    sizes = []
+    for host in (None, "node-b"):
+        error, _ = disk_problem(plan.storage, host, disk, where="/runs/a")
+        sizes.append(float(re.findall(r"takes ([\d.]+) GiB", error)[0]))
+    assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.02)
+    assert disk_problem(None, None, disk, where="/runs/a") == ("", "")
     unknown = composed("model=hf", "model.path=owner/name", "hardware=a100x8").plan
-    assert disk_use(unknown.storage, None) is None
+    assert disk_problem(unknown.storage, None, disk, where="/runs/a") == ("", "")
 
 
 def test_ram_that_is_not_there() -> None:

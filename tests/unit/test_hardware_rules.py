@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.user_files import check_user_files
-from llmx.config import experiment_from_dict
+from llmx.config import HardwareConfig, HostConfig, RolloutConfig, experiment_from_dict
+from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError
 from llmx.hardware.hostfile import HostSlots, parse_hostfile, render_hostfile
 from llmx.launch.files import check_launch, make_spec, rendered_files
+from llmx.plan import Plan
 from llmx.run.rundir import RunDir
 from tests.composing import composed, values
 
@@ -170,10 +172,9 @@ def test_ipv6_in_a_hostfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (bytes(range(256)), "line 2 .*not a hostfile"),
-        (b"a slots=2\n\xff\xfe\n", "line 2 is not UTF-8 text"),
-        (b"a slots=2\n\0\0\n", "line 2 has a zero byte"),
-        ("a slots=2\n".encode("utf-16"), "UTF-16. Save it as UTF-8"),
+        (bytes(range(256)), "cannot be read .*utf-8"),
+        (b"a slots=2\n\0\0\n", ":2: "),
+        ("a slots=2\n".encode("utf-16"), "cannot be read .*a text in UTF-8"),
         (b"x" * 2_000_000, "over 1 MiB"),
         (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
         ("a slots=٢".encode(), 'expected "slots=N"'),
@@ -304,3 +305,70 @@ def test_a_file_with_a_value_of_another_shape(text: str, message: str, tmp_path)
         check_user_files([("hardware", "mine")], [tmp_path])
     (tmp_path / "hardware/mine.yaml").write_text("hosts: null\nenv: ${launch.env}\nslots: 2\n")
     check_user_files([("hardware", "mine")], [tmp_path])
+
+
+ROLLOUT_HOSTS = (
+    "hardware=static",
+    "hardware.hosts=[{name: node-a, slots: 2, device: here}, {name: node-b, device: here}]",
+    "+hardware.devices.here={accelerator: cpu, precisions: [fp32]}",
+)
+GRPO = ("task=grpo", *ROLLOUT_HOSTS)
+
+
+def test_rollout_hosts_do_not_train() -> None:
+    result = composed([*GRPO, "rollout.hosts=[node-b]"])
+    plan = result.plan
+    assert [host.name for host in plan.hosts] == ["node-a"]
+    assert plan.world_size == 2
+    assert [host.name for host in plan.rollout_hosts] == ["node-b"]
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert [host.name for host in result.experiment.rollout.servers] == ["node-b"]
+    assert "rollout_hosts" not in composed(list(GRPO)).plan.to_dict()
+
+
+def test_a_host_that_is_no_longer_named_trains_again() -> None:
+    hardware = HardwareConfig(hosts=[HostConfig(name="a"), HostConfig(name="b")])
+    hardware, rollout = with_rollout_hosts(hardware, RolloutConfig(hosts=["b"]))
+    assert [host.name for host in hardware.hosts] == ["a"]
+    assert with_rollout_hosts(hardware, rollout) == (hardware, rollout)
+    rollout.hosts = []
+    hardware, rollout = with_rollout_hosts(hardware, rollout)
+    assert [host.name for host in hardware.hosts] == ["a", "b"]
+    assert rollout.servers == []
+
+
+VLLM = "rollout.vllm_python=/opt/v"
+STALE = "rollout.max_staleness=1"
+UPDATES = "task.options.updates=2"
+
+
+@pytest.mark.parametrize(
+    ("servers", "words", "message"),
+    [
+        ("node-a,node-b", "", "then no host is left to train. Leave one of them"),
+        ("node-c", "", r"node-c is not in hardware\.hosts\..* Hosts: node-a, node-b"),
+        ("node-b", "task=sft", "task=sft generates no samples"),
+        ("node-b", "launch.transport=pdsh", r"starts the ranks\. Use launch\.transport=ssh"),
+        ("node-b", f"{VLLM} adapter=lora", "vLLM gets whole models here"),
+        ("node-b", f"{VLLM} {UPDATES}", rf"{UPDATES}, rollout\.vllm_python: .* leave rollout\."),
+        ("", STALE, "only rollout servers draw ahead"),
+        ("node-b", f"{STALE} {UPDATES}", rf"{UPDATES}, {STALE}: .* Set task\.options\.updates=1"),
+        ("node-b", f"{STALE} task.options.loss=gspo", r"Set rollout\.importance=sequence"),
+        (
+            "node-b", "launch.hang_timeout_s=60",
+            r"hang_timeout_s=60: .* wait 60 s for .* Set launch\.hang_timeout_s=120",
+        ),
+        ("node-b", "rollout.wait_s=600", r"hang_timeout_s=null: .* wait 630 s"),
+        ("node-b", "model.trust_remote_code=true", "needs the repository's code"),
+    ],
+)  # fmt: skip
+def test_rollout_hosts_that_cannot_work(servers: str, words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed([*GRPO, f"rollout.hosts=[{servers}]", *words.split()])
+
+
+@pytest.mark.parametrize(
+    "words", ["rollout.wait_s=600 launch.hang_timeout_s=0", "rollout.port=65000"]
+)
+def test_rollout_hosts_that_work(words: str) -> None:
+    composed([*GRPO, "rollout.hosts=[node-b]", *words.split()])

@@ -32,7 +32,6 @@ from llmx.launch.agents.mesh import (
     Node,
     find_nodes,
     mesh_problems,
-    nat_hints,
     probe_mesh,
 )
 from llmx.launch.agents.preflight import (
@@ -338,10 +337,11 @@ def test_a_build_that_nobody_finishes(tmp_path: Path, monkeypatch: pytest.Monkey
     os.utime(lock, (0, 0))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     spec = spec_at(tmp_path, "local", 1, python=sys.executable)
-    assert check_environments(spec, []) == ()
-    spec.exp.optim.kind = "cpu_adam"
-    with pytest.raises(ConfigError, match=f"{lock}.*Remove the lock"):
-        check_environments(spec, [])
+    with Rig(tmp_path) as rig:
+        assert check_environments(spec, [rig.connection]) == ()
+        spec.exp.optim.kind = "cpu_adam"
+        with pytest.raises(ConfigError, match=f"{lock}.*Remove the lock"):
+            check_environments(spec, [rig.connection])
 
 
 def mesh(*faults: tuple[str, str, str, str], hosts: str = "abc", mtu: int = 9000) -> Mesh:
@@ -387,7 +387,6 @@ def test_a_wrong_mtu_is_told_by_what_is_lost() -> None:
     assert "one byte passes both ways, but 64 KiB sent there do not arrive" in there
     assert "64 KiB sent back do not arrive" in back
     assert "ip link set dev eth1 mtu 1500" in cause
-    assert "on a: ping -c 3 -M do -s 8972 10.0.0.2" in cause
     assert "ip link set dev eth1 mtu 1400" in mesh_problems(mesh(*lost, hosts="ab", mtu=1500))[-1]
 
 
@@ -411,13 +410,3 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
         rig.connection.hosts = (1,)
         node = find_nodes(hosts, [rig.connection])["b"]
     assert (node.interface, node.address, node.ports[0] > 1023) == ("lo", "127.0.0.1", True)
-
-
-def test_a_host_behind_nat_by_the_address_of_its_ssh() -> None:
-    places = {"a": "10.0.0.1", "b": "198.51.100.7", "c": "fd00::1", "d": "node-d"}
-    hosts = [*(host(*place) for place in places.items()), host("e", "10.0.0.5", here=True)]
-    seen = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "fd00:0::1", "d": "10.0.0.4", "e": "10.9.9.9"}
-    facts = {name: {"ssh_address": address} for name, address in seen.items()}
-    (hint,) = nat_hints(hosts, facts, mesh().nodes)
-    assert hint.startswith("b: ssh reached 198.51.100.7, and the host itself has 10.0.0.2: NAT")
-    assert "listen at 10.0.0.2, on any port" in hint

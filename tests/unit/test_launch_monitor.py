@@ -28,6 +28,7 @@ from llmx.launch.supervision.hang import waiting_places
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
 from llmx.launch.supervision.place import REMOVED, RunPlace
+from llmx.launch.supervision.progress import Progress
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.status import RankStatus
@@ -205,7 +206,7 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
         rig.says(rank, "loading", step=0)
 
     def wait_s(seconds: float) -> bool:
-        rig.monitor.loading._progress_at -= seconds
+        rig.monitor.progress._progress_at -= seconds
         return rig.over()
 
     assert not rig.over()
@@ -230,7 +231,8 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console says so and who is waited for; from a minute on the network is probed."""
-    monkeypatch.setattr(watch_module, "NOTICE_STACKS_S", 0.0)
+    for name in ("NOTICE_STACKS_S", "STACKS_S", "UNSAFE_STACKS_S"):
+        monkeypatch.setattr(watch_module, name, 0.0)
     monkeypatch.setattr(hang_module, "REST_S", 0.0)
 
     no_way = "a -> b: no connection\nA firewall drops it."
@@ -239,11 +241,11 @@ def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     for rank, step in enumerate((7, 6)):
         rig.says(rank, "training", step=step)
     assert not rig.over()
-    monitor.progress.hang.add_step_time(0.03, time.monotonic())
+    monitor.progress.add_step_time(0.03, time.monotonic())
 
     def wait_s(seconds: float) -> list[str]:
         before = len(rig.said.getvalue().splitlines())
-        monitor.progress.hang._progress_at -= seconds
+        monitor.progress._progress_at -= seconds
         assert not rig.over()
         if monitor._probe.ident:
             monitor._probe.join()
@@ -259,10 +261,9 @@ def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
     assert first == f"no step for 1 min 1 s (usually 0.03 s); {behind}"
     assert probed == ["a -> b: no connection", "A firewall drops it."]
     assert monitor.stall.endswith("; waiting for a -> b: no connection")
-    hang = hang_module.Hang(0.0, 601.0, 6, 1, "", network=monitor._network)
-    outcome = classify(dataclasses.replace(monitor.evidence, hang=hang), rig.spec.plan)
-    assert (outcome.kind, outcome.fix) == ("comm", "A firewall drops it.")
-    assert outcome.cause.endswith("after step 6: a -> b: no connection")
+    failure = monitor._hang_failure(601.0)
+    assert (failure.kind, failure.fix) == ("comm", "A firewall drops it.")
+    assert failure.cause.endswith("for 601 s after step 6: a -> b: no connection")
     rig.says(1, "training", step=8)
     assert wait_s(0) == ["training goes on"]
     assert (monitor.stall, monitor._network) == ("", ())
@@ -331,12 +332,12 @@ def test_at_a_restart_a_network_that_is_down_is_waited_for(
 
 
 def test_loading_has_no_limit_while_a_host_is_out_of_sight() -> None:
-    loading = hang_module.LoadingWatch(100.0)
-    loading.update({0: {"state": "loading"}}, 0, now=0.0)
-    loading.pause(60.0)
-    assert loading.silent_s(150.0) == 90.0
-    assert not loading.is_stuck(150.0)
-    assert loading.is_stuck(161.0)
+    progress = Progress(loading_timeout_s=100.0)
+    progress.update({0: {"state": "loading"}}, 0.0)
+    progress.pause(60.0)
+    assert progress.overdue_s(150.0) == 90.0
+    assert progress.stuck_s(150.0) is None
+    assert progress.stuck_s(161.0) == 101.0
 
 
 def test_the_places_where_ranks_wait() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from llmx.failures.diagnose import Failure
 from llmx.launch.supervision.classify import classify
+from llmx.launch.supervision.hang import hang_failure
 from llmx.launch.supervision.outcome import (
     Evidence,
-    Hang,
-    Outcome,
     RankExit,
     all_finished,
     exit_code_of,
@@ -110,7 +110,7 @@ def test_who_asked_for_the_end_is_named(plan: Plan) -> None:
 FAULT = 'step 10\nFatal Python error: Segmentation fault\n\nThread 0x1:\n  File "x.py", line 3 in f'
 
 
-def of_exit(plan: Plan, *, log: str = "", launcher: str = "", **values: Any) -> Outcome:
+def of_exit(plan: Plan, *, log: str = "", launcher: str = "", **values: Any) -> Failure:
     """Rank 2 ended without a word in its status."""
     exits = {2: RankExit(100.0, **values)}
     evidence = Evidence(exits=exits, rank_logs={2: log} if log else {}, launcher_log=launcher)
@@ -217,10 +217,11 @@ def test_launchers_that_die_while_their_ranks_train_on(plan: Plan) -> None:
 
 
 def test_a_hang_is_a_verdict_of_its_own(plan: Plan) -> None:
-    hang = Hang(100.0, 61.0, 5, 2, "its process has been stopped for 61 s", "stack")
-    outcome = classify(Evidence(statuses={0: state("training")}, hang=hang), plan)
-    assert (outcome.kind, outcome.rank, outcome.host) == ("hang", 2, "node-b")
-    assert "no rank made progress for 61 s after step 5; rank 2 on node-b: its" in outcome.cause
+    why = "its process has been stopped for 61 s"
+    hang = hang_failure(plan, 2, why, "stack", silent="no progress", is_loading=False)
+    assert (hang.kind, hang.rank, hang.host) == ("hang", 2, "node-b")
+    assert hang.cause == f"no progress; rank 2 on node-b: {why}"
+    assert classify(Evidence(statuses={0: state("training")}, hang=hang), plan) == hang
     # What the ranks say when they are ended for it does not count; what they said before does.
     asked = Evidence(statuses={0: state("interrupted", 103.0)}, hang=hang, ended_at=102.0)
     assert classify(asked, plan).kind == "hang"

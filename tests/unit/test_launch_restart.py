@@ -18,13 +18,14 @@ import pytest
 
 from llmx.config.schema import Experiment, LaunchConfig, TaskConfig
 from llmx.errors import ConfigError, LaunchError
+from llmx.failures.diagnose import Failure
 from llmx.launch.agents.agent import _disk_free as agent_disk_free
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision import supervisor as supervisor_module
 from llmx.launch.supervision.attempt import local_disk_failure
 from llmx.launch.supervision.backoff import Backoff, HostSelection, disk_problem, without_hosts
 from llmx.launch.supervision.console import Console, RunLog
-from llmx.launch.supervision.hang import HangDetector, find_stuck_rank, main_stack
+from llmx.launch.supervision.hang import find_stuck_rank, main_stack
 from llmx.launch.supervision.journal import (
     Journal,
     append_line,
@@ -33,7 +34,8 @@ from llmx.launch.supervision.journal import (
     supervisor_lock,
     write_resume,
 )
-from llmx.launch.supervision.outcome import AttemptRecord, Outcome
+from llmx.launch.supervision.outcome import AttemptRecord
+from llmx.launch.supervision.progress import Progress
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.supervision.supervisor import Supervisor
@@ -49,7 +51,7 @@ LAUNCH = LaunchConfig(max_restarts=3, restart_backoff_s=10, restart_backoff_max_
 def ended(kind: str, cause: str = "", *, name: str = "", **steps: Any) -> AttemptRecord:
     """An attempt that is over."""
     outcome = {key: steps.pop(key) for key in ("step", "lost_hosts") if key in steps}
-    return AttemptRecord(Outcome(kind, cause, name=name, **outcome), **steps)
+    return AttemptRecord(Failure(kind, cause, name=name, **outcome), **steps)
 
 
 BOOM = ended("crash", "ValueError: boom 17", first_step=0, last_step=57)
@@ -161,28 +163,28 @@ def training(*steps: int) -> dict[int, dict[str, Any]]:
 
 
 def test_a_hang_is_seen() -> None:
-    detector = HangDetector(None)
-    detector.update(training(4, 4), 50.0)
-    detector.update(training(5, 5), 100.0)
-    assert detector.stuck_s(699.0) is None
-    assert detector.stuck_s(701.0) == 601.0
-    detector.update(training(5, 6), 702.0)
-    assert detector.stuck_s(1301.0) is None
+    progress = Progress(hang_timeout_s=None)
+    progress.update(training(4, 4), 50.0)
+    progress.update(training(5, 5), 100.0)
+    assert progress.stuck_s(699.0) is None
+    assert progress.stuck_s(701.0) == 601.0
+    progress.update(training(5, 6), 702.0)
+    assert progress.stuck_s(1301.0) is None
     for step_s in (1.0, 100.0, 100.0):
-        detector.add_step_time(step_s, 702.0)
-    assert detector.timeout_s() == 2000.0
+        progress.add_step_time(step_s, 702.0)
+    assert progress.timeout_s() == 2000.0
 
 
 def test_the_first_step_may_take_long() -> None:
     """Of an attempt that goes on from step 120, too; and slow steps need no logged one."""
     for timeout_s, limit_s in ((None, 600.0), (30.0, 30.0)):
-        detector = HangDetector(timeout_s)
-        detector.update(states(("loading", 0), ("loading", 0)), 0.0)
-        detector.update(training(120, 120), 50.0)
-        assert detector.timeout_s() == 6 * limit_s
-        detector.update(training(121, 120), 60.0)
-        assert detector.timeout_s() == limit_s
-    slow = HangDetector(None)
+        progress = Progress(hang_timeout_s=timeout_s)
+        progress.update(states(("loading", 0), ("loading", 0)), 0.0)
+        progress.update(training(120, 120), 50.0)
+        assert progress.timeout_s() == 6 * limit_s
+        progress.update(training(121, 120), 60.0)
+        assert progress.timeout_s() == limit_s
+    slow = Progress(hang_timeout_s=None)
     for step in range(4):
         slow.update(training(step, step), 100.0 + 500.0 * step)
     assert slow.timeout_s() == 20 * 500.0
@@ -191,22 +193,22 @@ def test_the_first_step_may_take_long() -> None:
 def test_a_step_is_overdue() -> None:
     """After ten usual ones, and 20 s; after 60 s where none has ended. Not while ranks save."""
     for step_s, limit_s in ((0.03, 20.0), (5.0, 50.0), (None, 60.0)):
-        detector = HangDetector(None)
-        detector.update(training(3, 3), 100.0)
+        progress = Progress(hang_timeout_s=None)
+        progress.update(training(3, 3), 100.0)
         if step_s is not None:
-            detector.add_step_time(step_s, 100.0)
-        assert detector.overdue_s(100.0 + limit_s - 1) is None
-        assert detector.overdue_s(101.0 + limit_s) == 1 + limit_s
-        detector.update(states(("saving", 3), ("training", 3)), 102.0)
-        assert detector.overdue_s(500.0) is None
+            progress.add_step_time(step_s, 100.0)
+        assert progress.overdue_s(100.0 + limit_s - 1) is None
+        assert progress.overdue_s(101.0 + limit_s) == 1 + limit_s
+        progress.update(states(("saving", 3), ("training", 3)), 102.0)
+        assert progress.overdue_s(500.0) is None
 
 
 def test_a_hang_is_not_seen_where_none_can_be() -> None:
     for timeout_s, first in ((5.0, "loading"), (5.0, "starting"), (5.0, "failed"), (0, "training")):
-        detector = HangDetector(timeout_s)
-        detector.update(states((first, 0), ("training", 0)), 0.0)
-        assert detector.stuck_s(1e6) is None
-    saving = HangDetector(5.0)
+        progress = Progress(hang_timeout_s=timeout_s)
+        progress.update(states((first, 0), ("training", 0)), 0.0)
+        assert progress.stuck_s(1e6) is None
+    saving = Progress(hang_timeout_s=5.0)
     saving.update(states(("saving", 9), ("finished", 9)), 0.0)
     assert saving.stuck_s(29.0) is None
     assert saving.stuck_s(31.0) == 31.0
@@ -486,7 +488,7 @@ def test_where_it_was_told_to_begin_until_a_checkpoint_comes_after(spec: LaunchS
     write_resume(spec.run_dir, step=120, skip_steps=[], attempt=1)
     killed = dataclasses.replace(KILLED, first_step=120, last_step=125, saved_step=120)
     saved = dataclasses.replace(killed, last_step=135, saved_step=130, new_checkpoint=True)
-    Scripted.script = [killed, killed, saved, AttemptRecord(Outcome("ok"))]
+    Scripted.script = [killed, killed, saved, AttemptRecord(Failure("ok"))]
     result = Supervisor(spec, stream=io.StringIO()).run()
     assert (result.outcome, result.restarts) == ("ok", 3)
     assert Scripted.began == [120, 120, 120, None]

@@ -21,8 +21,8 @@ from llmx.config.tasks import shipped_tasks
 from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.launch.supervision.console import Console
-from llmx.launch.supervision.hang import AttemptProgress
 from llmx.launch.supervision.outcome import Result
+from llmx.launch.supervision.progress import Progress
 from llmx.observe.compare import outcome_rows
 from llmx.observe.page.run import run_page
 from llmx.observe.report import wording
@@ -364,7 +364,7 @@ def test_the_console_shows_them() -> None:
 
 
 def test_result_json_has_them_as_flat_keys() -> None:
-    progress, result = AttemptProgress(hang_timeout_s=None, earlier=lines()[:3]), Result()
+    progress, result = Progress(earlier=lines()[:3]), Result()
     for line in lines()[3:]:
         progress.take_record(line)
     progress.fill(result)

@@ -13,10 +13,10 @@ import yaml
 from llmx.cli.main import main
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
+from llmx.failures.diagnose import Failure
 from llmx.launch.environment import rank_env
 from llmx.launch.files import check_launch, write_rendered
 from llmx.launch.supervision.console import Console, RunLog
-from llmx.launch.supervision.outcome import Outcome
 from llmx.observe.report.run_data import load_run
 from llmx.plan import make_plan
 from llmx.redact import is_secret, redact, redacted
@@ -138,7 +138,7 @@ def test_what_is_written_and_shown_of_a_run_has_no_credential(tmp_path: Path) ->
     log = RunLog(run.logs / "supervisor.log", Console(screen))
     log.warning(f"cannot reach {secret}")
     log.console.rank_line(f"ValueError: DB_PASS=s3cr3tw0rd {secret}")
-    outcome = Outcome("crash", secret, secret, traceback=secret)
+    outcome = Failure("crash", secret, secret, traceback=secret)
     statuses = TrackerStatuses(run)
     statuses(Status("mlflow", "offline", f"{secret} cannot be reached", fix=secret))
     config = {"name": "x", "launch": {"env": {"DB_PASS": "s3cr3tw0rd"}}, "data": {"path": secret}}

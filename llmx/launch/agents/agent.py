@@ -162,41 +162,38 @@ def terminate_processes(
     one is blocked in the kernel).
     """
     found_pids: set[int] = set()
-    killed: set[int] = set()
 
     def alive() -> list[Process]:
         processes = table.find(fresh=True)
         found_pids.update(process.pid for process in processes)
-        for process in processes:
-            if process.is_runner:
-                _signal(process.pid, signal.SIGKILL)
-        return [process for process in processes if not process.is_runner]
+        return processes
 
-    def wait(seconds: float, only_ranks: bool) -> list[Process]:
+    def wait(seconds: float, only_ranks: bool) -> None:
         deadline = time.monotonic() + seconds
-        while True:
-            left = [p for p in alive() if p.rank is not None or not only_ranks]
-            if not left or time.monotonic() >= deadline or grace_ended():
-                return left
+        while time.monotonic() < deadline and not grace_ended():
+            if not any(process.rank is not None or not only_ranks for process in alive()):
+                return
             time.sleep(0.1)
 
+    for process in alive():
+        if process.is_runner:
+            _signal(process.pid, signal.SIGKILL)
     if grace_s > 0:
         for process in rank_processes(alive()):
             _signal(process.pid, first_signal)
         wait(grace_s, only_ranks=not ranks_are_remote)
         for process in alive():
-            if process.rank is None:
+            if process.rank is None and not process.is_runner:
                 _signal(process.pid, signal.SIGTERM)
         wait(min(2.0, grace_s), only_ranks=False)
+    killed_pids: set[int] = set()
     deadline = time.monotonic() + 5
-    left = alive()
-    while left and time.monotonic() < deadline:
-        for process in left:
-            killed.add(process.pid)
+    while (processes := alive()) and time.monotonic() < deadline:
+        for process in processes:
+            killed_pids.add(process.pid)
             _signal(process.pid, signal.SIGKILL)
         time.sleep(0.05)
-        left = alive()
-    return {"ended": len(found_pids), "killed": len(killed), "left": len(left)}
+    return {"ended": len(found_pids), "killed": len(killed_pids), "left": len(processes)}
 
 
 def rank_processes(processes: list[Process]) -> list[Process]:
@@ -242,7 +239,7 @@ class Agent:
         self.received = ""  # a signal from outside
 
     def serve(self) -> None:
-        """Until the supervisor exits, or has been unreachable for ``orphan_timeout_s``."""
+        """Serve until the supervisor exits, or has been unreachable for ``orphan_timeout_s``."""
         for number in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by ranks
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -374,9 +371,15 @@ class Agent:
         anything."""
         shell = next((path for path in ("/bin/bash", "/usr/bin/bash") if os.path.exists(path)), "")
         show = "import json, os; print(json.dumps(dict(os.environ)))"
-        words = ['. "$1" >&2 || exit; exec "$2" -I -S -c "$3"', "sh", script, sys.executable, show]
+        command = [
+            '. "$1" >&2 || exit; exec "$2" -I -S -c "$3"',
+            "sh",
+            script,
+            sys.executable,
+            show,
+        ]
         try:
-            output = _printed([shell or "/bin/sh", "-c", *words], timeout_s=120)
+            output = _printed([shell or "/bin/sh", "-c", *command], timeout_s=120)
             environ = json.loads(output.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
             return str(error)
@@ -418,7 +421,7 @@ class Agent:
             ranks.append(
                 {
                     "run_dir": argv[-1],
-                    "user": _user_of(entry),
+                    "user": _user_name(_user_id(int(entry))),
                     "since": time.time() - _age_s(stat[2]),
                     "device": _device_of(entry),
                 }
@@ -586,8 +589,8 @@ class Agent:
         return {}
 
     def _write_token(self) -> None:
-        """For the shell that pdsh starts here: its command line, which ``ps`` shows to every user,
-        has the name of this file."""
+        """Write the token for the shell that pdsh starts here: its command line, which ``ps`` shows
+        to every user, has the name of this file."""
         path = os.path.join(self.run_dir, f".token-{os.getuid()}")
         if os.path.isdir(self.run_dir) and _bytes(path) != self.token.encode():
             new = f"{path}-{socket.gethostname()}-{os.getpid()}.tmp"
@@ -737,7 +740,7 @@ class Agent:
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _ended_processes(self, table: ProcessTable) -> dict[int, int | None]:
-        """The same for ranks that another program started, without codes; reports new ones."""
+        """Ranks of another program that have exited, without their codes; reports new ranks."""
         processes = table.find()
         for process in rank_processes(processes):
             rank = process.rank
@@ -807,7 +810,7 @@ class Agent:
 
 
 def tag_of(token: str) -> str:
-    """What stands for the token in names and on command lines, which every user can read."""
+    """The hash that names a run where every user can read it: on command lines, in sockets."""
     import hashlib  # not for each start of an agent
 
     return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
@@ -838,17 +841,15 @@ def _user_id(pid: int) -> int | None:
     return None
 
 
-def _user_of(pid: str) -> str:
-    import pwd  # for this answer only
+def _user_name(user_id: int | None) -> str:
+    import pwd  # not for each start of an agent
 
-    try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
+    if user_id is None:
         return ""
     try:
-        return pwd.getpwuid(uid).pw_name
+        return pwd.getpwuid(user_id).pw_name
     except KeyError:
-        return str(uid)
+        return str(user_id)
 
 
 def _device_of(pid: str) -> str | None:
@@ -898,7 +899,7 @@ def _listen(port: int) -> list[socket.socket]:
 
 
 def _answer_probes(listener: socket.socket, token: bytes) -> None:
-    """Until the listener is closed."""
+    """Answer probes until the listener is closed."""
     with contextlib.suppress(OSError):
         while True:
             peer, _ = listener.accept()
@@ -946,7 +947,7 @@ def _probe(address: str, port: int, token: bytes, size: int, timeout_s: float) -
 
 
 def _receive(peer: socket.socket, size: int) -> bytes:
-    """So many bytes."""
+    """Receive ``size`` bytes; ConnectionResetError where the peer closes before."""
     received = bytearray()
     while len(received) < size:
         data = peer.recv(min(size - len(received), 1 << 20))
@@ -1024,17 +1025,8 @@ def _write_problem(root: str, names: tuple[str, ...]) -> str:
             os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             os.unlink(probe)
         except OSError as error:
-            return f"{path}: {error.strerror}, as user {_user()}"
+            return f"{path}: {error.strerror}, as user {_user_name(os.getuid())}"
     return ""
-
-
-def _user() -> str:
-    import pwd  # not for each start of an agent
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _disk_free(path: str) -> int | None:

@@ -28,9 +28,9 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(request["env"])
     processes = []
     for local, rank in enumerate(request["ranks"]):
-        words = json.dumps({**request, "rank": rank, "local": local})
+        rank_request = json.dumps({**request, "rank": rank, "local": local})
         # Its own text is on the command line of this process, or in a file.
-        program = [sys.executable, "-c", request["source"], words]
+        program = [sys.executable, "-c", request["source"], rank_request]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(program, stdout=pipe, stderr=pipe, text=True))
     results: list[dict[str, Any]] = []

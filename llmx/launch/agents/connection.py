@@ -33,9 +33,9 @@ AGENT_SOURCE = AGENT.read_bytes()
 """Read once: an update of llmx while a run continues must not mix two versions of the protocol."""
 Message = dict[str, Any]
 HEARTBEAT_S = 3.0
-"""Between two pings to the agent of another host."""
+"""Seconds between two pings to the agent of another host."""
 RELAY = """cat; echo '{"cmd": "bye"}'"""
-"""Between this process and ssh. It tells the agent that this process has ended, however that
+"""The process between this one and ssh. It tells the agent that this one has ended, however that
 happened: a connection that only breaks looks the same there otherwise."""
 SSH_OPTIONS = ("-oServerAliveInterval=4", "-oServerAliveCountMax=3")
 """Also limit the exchange of keys, which ConnectTimeout does not: its packets are large, and may be
@@ -53,7 +53,7 @@ class Connection:
     """The connection to the agent of one host."""
 
     name: str
-    """Of the host, as in the hostfile; ``this machine`` where that is not a host of the run."""
+    """Name of the host, as in the hostfile; ``this machine`` where that is no host of the run."""
     hosts: tuple[int, ...]
     """Indices of the plan's hosts; empty for a machine without ranks."""
     argv: list[str]
@@ -90,7 +90,7 @@ class Connection:
     _log_start: int = 0
     """Bytes of the log that are of earlier connections to the host."""
     _printed: deque[str] = field(default_factory=lambda: deque(maxlen=10))
-    """Lines that are no messages: of a login banner, or of an account that must not log in."""
+    """Lines that are no messages: a login banner, or why an account must not log in."""
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def start(self, env: dict[str, str]) -> None:
@@ -261,7 +261,7 @@ class Connection:
             self._mark_lost()
 
     def _remember(self, message: Message) -> None:
-        """What an agent that takes over has to know."""
+        """Keep what an agent that takes over has to know."""
         match message.get("event"):
             case "rank_start":
                 self.ranks[message["rank"]] = message["pid"]

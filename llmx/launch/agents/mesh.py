@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmx.config.addresses import ip
 from llmx.config.validate import RESERVED
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import AgentError, Connection, request_all
@@ -32,13 +31,13 @@ SIZE = 1 << 16
 answer."""
 ALL_REDUCE = Path(__file__).with_name("all_reduce.py")
 MEGABYTES = 64
-"""Of an all-reduce that is timed."""
+"""Size of an all-reduce that is timed."""
 TIMEOUT_S = 4.0
-"""Of each step. The kernel repeats a lost SYN after 1 s and after 3 s."""
+"""Time-out of each step. The kernel repeats a lost SYN after 1 s and after 3 s."""
 NAMES = 3
 """Hosts that one line lists."""
 RENDEZVOUS = "rendezvous"
-"""Of the peers of a probe, the one that is no host but the port where ranks meet."""
+"""The peer of a probe that is no host but the port where ranks meet."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Node:
     address: str = ""
     mtu: int = 0
     ports: tuple[int, int] = (32768, 60999)
-    """From which the kernel takes a port for a rank that asks for any."""
+    """The range from which the kernel takes a port for a rank that asks for any."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,11 @@ class Mesh:
     """(source, target) -> what an answer takes, where all steps pass."""
 
 
-def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> dict[str, Node]:
+def find_nodes(
+    hosts: Sequence[HostPlan], connections: Sequence[Connection], *, to: str = ""
+) -> dict[str, Node]:
     """The interface and address that ranks use on each host: as configured, else on the route to
-    another host.
+    another host, or to the address ``to``.
 
     Raises:
         LaunchError: an interface is not there or has no address, or there is no route.
@@ -90,17 +91,16 @@ def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> 
 
     def request(connection: Connection) -> dict[str, Any]:
         index = connection.hosts[0]
-        peer = next(host for at, host in enumerate(hosts) if at != index)
-        return {"interface": hosts[index].interface, "to": peer.address}
+        address = to or next(host.address for at, host in enumerate(hosts) if at != index)
+        return {"interface": hosts[index].interface, "to": address}
 
     nodes, problems = {}, []
     for connection, reply in request_all(used, "network", timeout_s=30, message=request):
         host = hosts[connection.hosts[0]]
         if isinstance(reply, AgentError):
-            peer = request(connection)["to"]
             problems.append(
-                f"{host.name}: has no route to {peer} ({reply}). Set the address of the host to "
-                "one that the other hosts can reach."
+                f"{host.name}: has no route to {request(connection)['to']} ({reply}). Set the "
+                "address of the host to one that the other hosts can reach."
             )
         elif not reply["address"]:
             problems.append(_interface_problem(host, reply["interfaces"]))
@@ -116,27 +116,6 @@ def find_nodes(hosts: Sequence[HostPlan], connections: Sequence[Connection]) -> 
     if problems:
         raise LaunchError("\n".join(problems))
     return nodes
-
-
-def nat_hints(
-    hosts: Sequence[HostPlan], facts: Mapping[str, Mapping[str, Any]], nodes: Mapping[str, Node]
-) -> list[str]:
-    """Hosts that ssh reached at an address that they do not know: NAT is between. ``facts``: the
-    surveys. Pure."""
-    hints = []
-    for host in hosts:
-        inside = facts.get(host.name, {}).get("ssh_address", "")
-        # A name may have several addresses; here, it is the login of whoever typed the command.
-        if host.is_local or not inside or ip(host.address) in (None, ip(inside)):
-            continue
-        listens = nodes[host.name].address if host.name in nodes else inside
-        hints.append(
-            f"{host.name}: ssh reached {host.address}, and the host itself has {inside}: NAT or a "
-            f"port mapping is between. Its ranks listen at {listens}, on any port, which every "
-            "other host must reach. hardware.reach forwards the rendezvous on the first host; for "
-            "the rest connect the hosts by a network without NAT, or a tunnel."
-        )
-    return hints
 
 
 def _interface_problem(host: HostPlan, interfaces: Mapping[str, Sequence[str]]) -> str:
@@ -238,13 +217,13 @@ class AllReduce:
     world: int
     connect_s: float
     latency_s: float
-    """Of 8 bytes."""
+    """Seconds of an all-reduce of 8 bytes."""
     seconds: float
-    """Of ``MEGABYTES``."""
+    """Seconds of an all-reduce of ``MEGABYTES``."""
 
     @property
     def gbit_per_s(self) -> float:
-        """What a ring of them sends and receives: ``2 (n - 1) / n`` times the data."""
+        """The rate at which a ring of them sends and receives: ``2 (n - 1) / n`` times the data."""
         return 2 * (self.world - 1) / self.world * MEGABYTES * 8e-3 / self.seconds
 
 
@@ -304,6 +283,14 @@ _ERRORS = {
     "EPROTO": "another program answers",
     "gaierror": "its name has no address",
 }
+_SYMPTOMS = {
+    "connect": "no connection",
+    "byte": "a connection opens, but one byte does not pass",
+    "send": "a connection opens and one byte passes both ways, but 64 KiB sent there do not arrive",
+    "receive": "a connection opens and one byte passes both ways, but 64 KiB sent back do not "
+    "arrive",
+}
+"""Stage of a fault -> what is seen of it."""
 _OTHER_NETWORK = "set address and interface of the hosts to a network that connects all of them."
 
 
@@ -337,17 +324,12 @@ def _observation(mesh: Mesh, faults: Sequence[Fault]) -> str:
     names = ", ".join(sources[:NAMES])
     if len(sources) > NAMES:
         names += f" and {plural(len(sources) - NAMES, 'more host')}"
-    where = f"{names} -> {target.name} at {fault.address} ({target.interface}, port {fault.port})"
-    error = _ERRORS.get(fault.error, fault.error)
-    if fault.stage in ("send", "receive"):
-        direction = "sent there" if fault.stage == "send" else "sent back"
-        return (
-            f"{where}: a connection opens and one byte passes both ways, but 64 KiB {direction} do "
-            f"not arrive ({error})."
-        )
-    if fault.stage == "byte":
-        return f"{where}: a connection opens, but one byte does not pass ({error})."
-    text = f"{where}: no connection ({error})."
+    text = (
+        f"{names} -> {target.name} at {fault.address} ({target.interface}, port {fault.port}): "
+        f"{_SYMPTOMS[fault.stage]} ({_ERRORS.get(fault.error, fault.error)})."
+    )
+    if fault.stage != "connect":
+        return text
     if any((target.name, source) in mesh.seconds for source in sources):
         text += " The other direction works."
     met = {source for source, name in mesh.seconds if name == RENDEZVOUS}
@@ -361,19 +343,13 @@ def _cause(mesh: Mesh, fault: Fault) -> str:
     source, target = mesh.nodes[fault.source], mesh.nodes[fault.target]
     if fault.stage in ("send", "receive"):
         # In one order, so that the two directions have one cause.
-        near, far = sorted((source, target), key=lambda node: node.name)
-        mtus = {node.mtu for node in (near, far) if node.mtu}
-        # Where both are alike, what is between them takes less: a switch, else a tunnel.
-        common = min(mtus, default=1500)
-        if len(mtus) == 1:
-            common = 1500 if common > 1500 else 1400
-        headers = 48 if ":" in far.address else 28
+        first, last = sorted((source, target), key=lambda node: node.name)
+        mtu = 1500 if max(first.mtu, last.mtu) > 1500 else 1400  # less than now: else a tunnel
         return (
-            f"Large packets are lost: the MTU is {near.mtu} on {near.name} ({near.interface}) and "
-            f"{far.mtu} on {far.name} ({far.interface}), and the network between them takes less. "
-            "Set one MTU on all hosts and switches, e.g. on each host: ip link set dev "
-            f"{far.interface} mtu {common}. Test it on {near.name}: ping -c 3 -M do -s "
-            f"{max(mtus, default=1500) - headers} {far.address}"
+            f"Large packets are lost: the MTU is {first.mtu} on {first.name} ({first.interface}) "
+            f"and {last.mtu} on {last.name} ({last.interface}), and the network between them takes "
+            "less. Set one MTU on all hosts and switches, e.g. on each host: ip link set dev "
+            f"{last.interface} mtu {mtu}."
         )
     if fault.stage == "byte":
         return (
@@ -388,9 +364,9 @@ def _cause(mesh: Mesh, fault: Fault) -> str:
             "The host does listen there: a firewall rejects it, or another machine has the address "
             "(NAT, an address used twice)."
         )
-    first, last = target.ports
+    lowest, highest = target.ports
     return (
-        f"{cause} Ranks listen on any port from {first} to {last}: allow all TCP between the hosts "
-        "in the firewall of each, e.g. iptables -I INPUT -p tcp -s NETWORK_OF_THE_HOSTS -j ACCEPT. "
-        f"Else {_OTHER_NETWORK}"
+        f"{cause} Ranks listen on any port from {lowest} to {highest}: allow all TCP between the "
+        "hosts in the firewall of each, e.g. iptables -I INPUT -p tcp -s NETWORK_OF_THE_HOSTS -j "
+        f"ACCEPT. Else {_OTHER_NETWORK}"
     )

@@ -11,24 +11,22 @@ import queue
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmx.config.schema import LaunchConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.failures.diagnose import Failure, diagnose
+from llmx.failures.diagnose import diagnose
 from llmx.hardware.compare import (
-    Findings,
     asked_of_hosts,
     compare_hosts,
     disk_problem,
-    disk_use,
     extensions,
     ram_problem,
     storage_of,
 )
-from llmx.hardware.remote import SurveyError, run_survey, survey_source
+from llmx.hardware.remote import survey_source
 from llmx.hardware.survey import space_facts
 from llmx.launch.agents.connection import (
     AgentError,
@@ -52,10 +50,8 @@ from llmx.text import plural
 HANDSHAKE_TIMEOUT_S = 60.0
 SURVEY_TIMEOUT_S = 180.0
 """The survey imports torch, which takes up to a minute from a busy network file system."""
-QUEUE_POLL_S = 2.0
-"""Between two looks at the hosts of a run that waits for its turn."""
 MODULES = ("torch", "deepspeed", "transformers", "numpy", "yaml")
-"""What a rank imports; every other host is checked for them, without importing them."""
+"""Modules that a rank imports. Every other host is checked for them, without importing them."""
 
 
 class HostsUnreachable(LaunchError):
@@ -80,24 +76,32 @@ def start_agents(
     name = plan.hosts[local[0]].name if local else "this machine"
     connections = [local_connection(name, local, logs / "agent-local.log", inbox)]
     if transport_of(plan.transport).has_agents:
-        connections += [
-            remote_connection(
-                host.name,
-                (index,),
-                logs / f"agent-{host.name}.log",
-                inbox,
-                ssh_config=None if host.is_local else spec.run_dir.ssh_config,
-                python=spec.python_on(index),
-                enter=spec.host(index).enter,
-            )
-            for index, host in enumerate(plan.hosts)
-            if index not in local
-        ]
+        remote = (index for index in range(len(plan.hosts)) if index not in local)
+        connections += [connection_of(spec, index, inbox) for index in remote]
     session = secrets.token_hex(4)
     for connection in connections:
         connection.session = session
         connection.start(tool_env())
     return connections
+
+
+def connection_of(
+    spec: LaunchSpec, index: int, inbox: queue.Queue[tuple[Connection, Message]]
+) -> Connection:
+    """The connection to a host of the plan, whose agent is not started yet."""
+    host, enter = spec.plan.hosts[index], spec.host(index).enter
+    log = spec.run_dir.logs / f"agent-{host.name}.log"
+    if host.is_local and not enter:
+        return local_connection(host.name, (index,), log, inbox)
+    return remote_connection(
+        host.name,
+        (index,),
+        log,
+        inbox,
+        ssh_config=None if host.is_local else spec.run_dir.ssh_config,
+        python=spec.python_on(index),
+        enter=enter,
+    )
 
 
 def handshake(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
@@ -203,9 +207,9 @@ def take_over(spec: LaunchSpec, connection: Connection) -> None:
 
 
 def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
-    diagnosis = diagnose(Failure(log=stderr))
-    if diagnosis.name:
-        return f"{connection.name}: {diagnosis.cause}. Fix: {diagnosis.fix}."
+    failure = diagnose(stderr)
+    if failure.name:
+        return f"{connection.name}: {failure.cause}. Fix: {failure.fix}."
     test = shlex.join(["ssh", "-F", str(spec.run_dir.ssh_config), connection.name, "true"])
     return (
         f"{connection.name}: cannot be reached over ssh: {stderr}. Test it with: {test}. If that "
@@ -348,13 +352,8 @@ def uses_of_hosts(
         runs: dict[str, list[Message]] = {}
         for rank in reply["ranks"]:
             is_sibling = is_trial and Path(rank["run_dir"]).parent == spec.run_dir.root.parent
-            device = rank["device"]
-            # A number and a UUID may be one GPU.
-            comparable = device and {gpu.isdecimal() for gpu in gpus_here} == {device.isdecimal()}
-            elsewhere = device == "" or (comparable and device not in gpus_here)
-            if is_sibling or (plan.on_gpus and elsewhere):
-                continue
-            runs.setdefault(rank["run_dir"], []).append(rank)
+            if not is_sibling and (not plan.on_gpus or may_use(rank["device"], gpus_here)):
+                runs.setdefault(rank["run_dir"], []).append(rank)
         uses += [
             HostUse(host.name, run_dir, ranks[0]["user"], ranks[0]["since"], len(ranks))
             for run_dir, ranks in runs.items()
@@ -362,6 +361,15 @@ def uses_of_hosts(
         if reply["ahead"]:
             uses.append(HostUse(host.name, "", count=reply["ahead"]))
     return uses
+
+
+def may_use(device: str | None, gpus: Sequence[str]) -> bool:
+    """Whether a rank on ``device`` (empty: on the CPU; None: unknown) may use one of these GPUs."""
+    if device is None:
+        return True
+    if device and any(gpu.isdecimal() != device.isdecimal() for gpu in gpus):
+        return True  # a number and a UUID may be one GPU
+    return device in gpus
 
 
 def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: bool) -> None:
@@ -376,30 +384,6 @@ def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: boo
                 for use in uses
             )
         )
-
-
-def wait_for_turn(
-    spec: LaunchSpec,
-    connections: list[Connection],
-    *,
-    is_trial: bool,
-    notify: Callable[[str], None],
-    waiting: Callable[[str], None],
-) -> None:
-    """``launch.queue=true``: wait until no other run has the hosts, or has waited for them for
-    longer. ``notify``: shows a line; ``waiting``: is told all the time what it waits for."""
-    queued_at = time.time_ns()
-    holder: tuple[str, str] | None = None
-    while uses := uses_of_hosts(spec, connections, is_trial=is_trial, queued_at=queued_at):
-        first, more = uses[0], len(uses) - 1
-        text = first.words + (f", and {more} more" if more else "")
-        if (first.host, first.run_dir) != holder:
-            notify(f"waiting for its turn (launch.queue=true): {text}")
-            holder = (first.host, first.run_dir)
-        waiting(text)
-        time.sleep(QUEUE_POLL_S)
-    if holder:
-        notify("the hosts are free")
 
 
 def check_environments(
@@ -418,32 +402,41 @@ def check_environments(
         raise LaunchError("\n".join(problems))
     here = space_facts(str(spec.run_dir.root))
     space = check_disks(spec, {None: here}, is_restart=is_restart)
-    if not any(connection.is_remote for connection in connections):
-        return (*space, *_check_this_machine(spec, here, is_restart=is_restart))
-    surveys, problems = survey_hosts(spec, connections)
+    is_alone = not any(connection.is_remote for connection in connections)
+    if is_alone:
+        host, *other_hosts = spec.plan.hosts
+        if other_hosts or not host.is_local:
+            return space  # the hosts of Slurm cannot be checked from here
+        if not (extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus):
+            storage = storage_of(spec.plan, host.name)
+            warning = "" if storage is None else ram_problem(storage, host.name, here)
+            return (*space, warning) if warning else space
+    surveys, problems = survey_hosts(spec, connections, is_alone=is_alone)
+    if problems and is_alone:
+        return (*space, f"not checked before the start: {problems[0]}")
     if problems:
         raise LaunchError("\n".join(problems))
-    findings = compare_hosts(
-        spec.exp,
-        spec.plan,
-        surveys,
-        offsets_s=clock_offsets(connections),
-        gpus=gpus_of_hosts(spec),
-    )
-    write_json(spec.run_dir.hosts, surveys)
-    busy = _busy_gpus(spec, findings, is_restart=is_restart)
+    offsets_s, gpus = clock_offsets(connections), gpus_of_hosts(spec)
+    findings = compare_hosts(spec.exp, spec.plan, surveys, offsets_s=offsets_s, gpus=gpus)
+    if not is_alone:
+        write_json(spec.run_dir.hosts, surveys)
+    # At a restart the memory of the ranks before may not be free yet.
+    if findings.busy and not (spec.exp.launch.allow_busy or is_restart):
+        raise LaunchError("\n".join(findings.busy))
     if findings.errors:
-        raise LaunchError("\n".join(findings.errors))
+        # Without a network: what is missing now would be missing at a restart.
+        raise (ConfigError if is_alone else LaunchError)("\n".join(findings.errors))
     remote = {
         agent.name: surveys[agent.name]
         for agent in connections
         if agent.hosts and agent.is_remote and not agent.shared
     }
-    return (*space, *check_disks(spec, remote, is_restart=is_restart), *busy, *findings.warnings)
+    space += check_disks(spec, remote, is_restart=is_restart)
+    return (*space, *findings.busy, *findings.warnings)
 
 
 def _questions(spec: LaunchSpec, index: int) -> Message:
-    """What the survey of a host is asked for this experiment."""
+    """The questions of this experiment to the survey of a host."""
     questions = asked_of_hosts(spec.exp.zero, spec.exp.optim, spec.plan)
     ranks = rank_env(spec, index)
     if spec.host(index).setup:  # its agent has what the script exports
@@ -461,12 +454,19 @@ def survey_hosts(
     connections: list[Connection],
     *,
     runs: bool = False,
+    is_alone: bool = False,
     remove: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, Message], list[str]]:
-    """Host -> its survey, by the agents; all hosts at once. And why others have none. ``runs``:
-    list other runs there, too; ``remove``: host -> leftovers that are removed first."""
+    """Host -> its survey, by the agents; all hosts at once. And why others have none.
+
+    ``runs``: list other runs there, too; ``is_alone``: there is no host to compare with, and the
+    ranks themselves check what torch was built for; ``remove``: host -> leftovers that are removed
+    first.
+    """
     used = [connection for connection in connections if connection.hosts]
     questions = {agent.name: {**_questions(spec, agent.hosts[0]), "runs": runs} for agent in used}
+    if is_alone:
+        questions = {name: {**values, "torch": False} for name, values in questions.items()}
     names = {
         agent.name: survey_request(spec.python_on(agent.hosts[0]), questions[agent.name])
         for agent in used
@@ -507,49 +507,13 @@ def check_disks(
     of its own; None: this machine."""
     errors, warnings = [], []
     for name, disk in facts.items():
-        use = disk_use(spec.plan.storage, name, there=disk.get("checkpoints", 0))
         where = str(spec.run_dir.root) if name is None else f"{name}: {spec.run_dir.root}"
-        if use is not None:
-            error, warning = disk_problem(use, disk["free_bytes"], where=where)
-            errors += [error] if error else []
-            warnings += [warning] if warning else []
+        error, warning = disk_problem(spec.plan.storage, name, disk, where=where)
+        errors += [error] if error else []
+        warnings += [warning] if warning else []
     if errors and not is_restart:
         raise ConfigError("\n".join(errors))
     return (*errors, *warnings)
-
-
-def _busy_gpus(spec: LaunchSpec, findings: Findings, *, is_restart: bool) -> tuple[str, ...]:
-    """GPUs that others use: warnings where the run may share them, else LaunchError. At a restart
-    the memory of the ranks before may not be free yet."""
-    if findings.busy and not (spec.exp.launch.allow_busy or is_restart):
-        raise LaunchError("\n".join(findings.busy))
-    return findings.busy
-
-
-def _check_this_machine(spec: LaunchSpec, here: Message, *, is_restart: bool) -> tuple[str, ...]:
-    """The ranks themselves check what torch was built for. ``here``: its disk and RAM."""
-    host, *other_hosts = spec.plan.hosts
-    if other_hosts or not host.is_local:
-        return ()  # the hosts of Slurm cannot be checked from here
-    if not (extensions(spec.exp.zero, spec.exp.optim) or spec.plan.on_gpus):
-        storage = storage_of(spec.plan, host.name)
-        text = "" if storage is None else ram_problem(storage, host.name, here)
-        return (text,) if text else ()
-    questions = {**_questions(spec, 0), "torch": False}
-    record, name = HostRecord(host), survey_request(spec.python_on(0), questions)
-    request = json.dumps({**questions, "known": record.survey(name)})
-    arguments = [str(spec.run_dir.root), "", request]
-    try:
-        facts = run_survey([spec.python_on(0), "-", *arguments], timeout_s=SURVEY_TIMEOUT_S)
-        record.note_survey(name, facts)
-    except SurveyError as error:
-        return (f"this machine could not be checked before the start: {error}",)
-    gpus = gpus_of_hosts(spec)
-    findings = compare_hosts(spec.exp, spec.plan, {host.name: facts}, gpus=gpus)
-    if findings.errors:
-        # No network is involved: what is missing now would be missing at a restart.
-        raise ConfigError("\n".join(findings.errors))
-    return (*_busy_gpus(spec, findings, is_restart=is_restart), *findings.warnings)
 
 
 def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
@@ -619,6 +583,18 @@ def start_ranks(spec: LaunchSpec, connections: list[Connection]) -> None:
             problems.append(f"{connection.name}: cannot start its ranks: {error}")
     if problems:
         raise LaunchError("\n".join(problems))
+
+
+def start_watching(connections: list[Connection], log: RunLog, *, port: int) -> None:
+    """The agents begin to report ranks, and to send what these write on private disks."""
+    for connection, reply in request_all(
+        connections,
+        "watch",
+        timeout_s=30,
+        message=lambda each: {"stream": not each.shared, "port": port},
+    ):
+        if isinstance(reply, AgentError):
+            log.debug(f"{connection.name}: does not monitor its ranks: {reply}")
 
 
 def connection_to(connections: list[Connection], host: int) -> Connection | None:

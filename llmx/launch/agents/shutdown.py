@@ -22,9 +22,9 @@ def shut_down(
     connections: list[Connection],
     log: RunLog,
     *,
-    lost: Collection[str],
-    launched: bool,
-    requests: Callable[[], int],
+    lost: Collection[str] = (),
+    launched: bool = False,
+    requests: Callable[[], int] = lambda: 0,
     grace_s: float,
     save: bool = False,
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmx.errors import ConfigError, DataError, LaunchError, LlmxError, disk_is_full, storage_fault
-from llmx.failures.diagnose import DISK_FULL
+from llmx.failures.diagnose import DISK_FULL, Failure
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
@@ -26,17 +26,18 @@ from llmx.launch.agents.preflight import (
     resolve_network,
     start_agents,
     start_ranks,
-    wait_for_turn,
+    uses_of_hosts,
 )
 from llmx.launch.agents.shutdown import pull_outputs, shut_down
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.files import check_launch, check_programs, runner_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.backoff import Backoff
+from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
-from llmx.launch.supervision.outcome import AttemptRecord, Evidence, Outcome
+from llmx.launch.supervision.outcome import AttemptRecord, Evidence
 from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.rollout_pool import RolloutPool
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
@@ -46,7 +47,7 @@ from llmx.run.rundir import RunDir, append_private
 from llmx.text import plural
 
 FAILURE_GRACE_S = 3.0
-"""For ranks to exit after another one has failed: there is nothing to save any more."""
+"""Time for ranks to exit after another one has failed: there is nothing to save any more."""
 
 
 class Attempt:
@@ -67,10 +68,11 @@ class Attempt:
         skip_steps: Sequence[int] = (),
     ) -> None:
         self.spec, self.log, self.journal, self.shutdown = spec, log, journal, shutdown
+        self.backoff = Backoff(log, journal, shutdown)
         self.number = number
         self.is_trial = is_trial
         self.is_restart = is_restart
-        """What the first attempt has shown on the console is only logged."""
+        """Lines that the first attempt has shown on the console are only logged."""
         self.on_start = on_start
         self.step, self.skip_steps = step, list(skip_steps)
         """The step to resume from (None: the newest checkpoint), and steps that are not trained."""
@@ -79,12 +81,13 @@ class Attempt:
         self.connections: list[Connection] = []
         self.launched = False
         """Whether the start of ranks has begun."""
+        self.is_shut_down = False
         self.runner: subprocess.Popen[bytes] | None = None
         """``deepspeed``, where the agents do not start the ranks."""
         self.monitor: RankMonitor | None = None
         self.checkpoints: CheckpointSync | None = None
         self.pool: RolloutPool | None = None
-        """Of ``rollout.hosts``."""
+        """The servers on ``rollout.hosts``."""
 
     def run(self) -> AttemptRecord:
         """Run the attempt to its end."""
@@ -103,7 +106,7 @@ class Attempt:
             hosts=tuple(host.name for host in self.spec.plan.hosts),
         )
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> Failure:
         try:
             self.journal.state("preparing", attempt=self.number)
             self.shutdown.raises = True
@@ -112,14 +115,10 @@ class Attempt:
             self._prepare()
             self.shutdown.raises = False
             self._start()
-            # The catalogue of failures: read while the ranks start, and from a disk that may not
-            # answer when they end.
-            from llmx.launch.supervision.classify import classify
-
             self._monitor_ranks()
             return classify(self._finish(), self.spec.plan)
         except Interrupted:
-            return Outcome(
+            return Failure(
                 "interrupted",
                 f"stopped by {self.shutdown.source} before the start",
                 stopped_by=self.shutdown.kind,
@@ -169,17 +168,26 @@ class Attempt:
 
     def _take_turn(self, spec: LaunchSpec, connections: list[Connection]) -> None:
         """Wait until no other run has the hosts, or refuse them."""
-        if spec.exp.launch.queue:
-            wait_for_turn(
-                spec,
-                connections,
-                is_trial=self.is_trial,
-                notify=self.log.info,
-                waiting=self._waiting,
-            )
-            self.journal.state("preparing", attempt=self.number)
-        elif not self.is_restart:
-            check_busy(spec, connections, is_trial=self.is_trial)
+        if not spec.exp.launch.queue:
+            if not self.is_restart:
+                check_busy(spec, connections, is_trial=self.is_trial)
+            return
+        queued_at, has_waited = time.time_ns(), False
+
+        def problem() -> str:
+            nonlocal has_waited
+            uses = uses_of_hosts(spec, connections, is_trial=self.is_trial, queued_at=queued_at)
+            if not uses:
+                return ""
+            has_waited = True
+            further = f", and {len(uses) - 1} more" if len(uses) > 1 else ""
+            self._waiting(f"{uses[0].words}{further}")
+            return f"waiting for its turn (launch.queue=true): {uses[0].words}"
+
+        self.backoff.wait(problem)
+        if has_waited:
+            self.log.info("the hosts are free")
+        self.journal.state("preparing", attempt=self.number)
 
     def _with_rollout_servers(self, spec: LaunchSpec) -> LaunchSpec:
         """Prepare the servers of ``rollout.hosts``. At a restart the run goes on without them."""
@@ -211,8 +219,7 @@ class Attempt:
             self._waiting(why)
             return why
 
-        backoff = Backoff(self.log, self.journal, self.shutdown)
-        backoff.wait(problem, limit_s=spec.exp.launch.host_wait_s)
+        self.backoff.wait(problem, limit_s=spec.exp.launch.host_wait_s)
         self.journal.state("preparing", attempt=self.number)
 
     def _waiting(self, why: str) -> None:
@@ -290,18 +297,20 @@ class Attempt:
         return self.monitor.evidence
 
     def _shut_down(self, grace_s: float, *, save: bool = False) -> None:
-        """End the ranks on every host, pull their outputs, end the agents."""
+        """End the ranks on every host, pull their outputs, end the agents. Once."""
+        if self.is_shut_down:
+            return
+        self.is_shut_down = True
         spec, log, monitor = self.spec, self.log, self.monitor
         lost = set(monitor.evidence.lost_hosts) if monitor else set()
         if monitor is not None:
             monitor.end_renewals()
-        for connection in self.connections:
+        connections, checkpoints = self.connections, self.checkpoints
+        for connection in connections:
             if connection.name in lost:  # so that nothing waits for its replies
                 connection.lost_at = connection.lost_at or time.time()
-        checkpoints, self.checkpoints = self.checkpoints, None
         if checkpoints is not None:
             checkpoints.stop()
-        connections, self.connections = self.connections, []
         shut_down(
             spec,
             connections,
@@ -323,26 +332,25 @@ class Attempt:
             pull_outputs(spec, connections, log)
             if checkpoints is not None:
                 checkpoints.pull_rest([c for c in connections if c.lost_at is None])
-        pool, self.pool = self.pool, None
-        if pool is not None:
-            pool.stop()
+        if self.pool is not None:
+            self.pool.stop()
         for connection in connections:
             connection.close(timeout_s=5 if connection.lost_at is None else 0.2)
 
 
-def launch_failure(error: LlmxError) -> Outcome:
+def launch_failure(error: LlmxError) -> Failure:
     """The outcome of an attempt that failed before a rank was started."""
     lost = error.hosts if isinstance(error, HostsUnreachable) else ()
     kind = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
-    return Outcome("host_lost" if lost else kind, str(error), lost_hosts=lost)
+    return Failure("host_lost" if lost else kind, str(error), lost_hosts=lost)
 
 
-def local_disk_failure(error: OSError, run_dir: RunDir) -> Outcome:
+def local_disk_failure(error: OSError, run_dir: RunDir) -> Failure:
     """The outcome where the supervisor itself could not read or write."""
     why = f"{error.filename or run_dir.root}: {error.strerror or error}"
     if disk_is_full(error):
-        return Outcome("disk_full", why, DISK_FULL)
-    return Outcome(
+        return Failure("disk_full", why, DISK_FULL)
+    return Failure(
         "disk_full" if storage_fault(error) else "crash",
         f"the supervisor cannot continue: {why}",
         f"check the file system of {run_dir.root} (mount, dmesg), then: python -m llmx resume "

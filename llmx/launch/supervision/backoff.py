@@ -7,6 +7,7 @@ Every wait ends at once when the user requests the shutdown.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import subprocess
@@ -18,12 +19,12 @@ from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.schema import Experiment
 from llmx.config.validate import validate
 from llmx.errors import ConfigError, LlmxError
+from llmx.failures.diagnose import Failure
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import render_ssh_config, ssh_argv
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal
-from llmx.launch.supervision.outcome import Outcome
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.sync import size_of
 from llmx.launch.transports import transport_of
@@ -76,18 +77,24 @@ class Backoff:
 
         return not self.wait(problem, limit_s=limit_s) and not self.shutdown.count
 
-    def wait(self, problem: Callable[[], str], *, limit_s: float) -> str:
+    def wait(self, problem: Callable[[], str], *, limit_s: float = math.inf) -> str:
         """Wait until there is no ``problem``; the one that is there after ``limit_s``, or when the
-        shutdown was requested."""
-        until, reported_at = time.monotonic() + limit_s, float("-inf")
+        shutdown was requested. The console shows it every minute, without a limit once."""
+        until, last_text, shown_at = time.monotonic() + limit_s, "", -math.inf
         while (text := problem()) and not self.shutdown.count:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            if now >= until:
                 break
-            if time.monotonic() - reported_at > REPORT_EVERY_S:
-                reported_at = time.monotonic()
-                self.log.info(f"{text}; giving up in {clock(left_s)}")
-            self._pause(f"{text}; giving up in", left_s)
+            if limit_s == math.inf:
+                if text != last_text:
+                    self.log.info(text)
+                    last_text = text
+                self._pause("", until - now)
+                continue
+            if now - shown_at > REPORT_EVERY_S:
+                self.log.info(f"{text}; giving up in {clock(until - now)}")
+                shown_at = now
+            self._pause(f"{text}; giving up in", until - now)
         self._ended()
         return text
 
@@ -165,7 +172,7 @@ def _ssh(spec: LaunchSpec, host: str, remote: list[str]) -> str | None:
 
 
 ELASTIC_GRACE_S = 20.0
-"""With launch.elastic, how long a lost host is waited for before the run continues without it."""
+"""Time that a lost host is waited for before the run goes on without it (launch.elastic)."""
 
 
 class HostSelection:
@@ -177,11 +184,11 @@ class HostSelection:
 
     def __init__(self, full_spec: LaunchSpec, backoff: Backoff) -> None:
         self.full_spec = full_spec
-        """With every host."""
+        """The launch on every host."""
         self.spec = full_spec
         self.backoff, self.log = backoff, backoff.log
 
-    def select(self) -> Outcome | None:
+    def select(self) -> Failure | None:
         """Wait for hosts that do not answer; an outcome where the run cannot continue."""
         launch = self.full_spec.exp.launch
         # The last attempt may have run without some hosts; ssh must know all of them.
@@ -230,9 +237,9 @@ class HostSelection:
             ds_config(spec.exp.model, spec.exp.zero, spec.exp.optim, spec.plan),
         )
 
-    def _hosts_lost(self, missing: Sequence[str]) -> Outcome:
+    def _hosts_lost(self, missing: Sequence[str]) -> Failure:
         wait_s = self.full_spec.exp.launch.host_wait_s
-        return Outcome(
+        return Failure(
             "host_lost",
             f"{', '.join(missing)} did not come back within {clock(wait_s)} (launch.host_wait_s)",
             f"when it is back: python -m llmx resume {self.full_spec.run_dir.root}; without it: "

@@ -8,29 +8,27 @@ connection breaks is connected anew, and its ranks are taken over.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import queue
 import threading
 import time
 
-from llmx.launch.agents.connection import AgentError, Connection, Message, request_all
-from llmx.launch.agents.preflight import network_problem, take_over
+from llmx.failures.diagnose import Failure
+from llmx.launch.agents.connection import AgentError, Connection, Message
+from llmx.launch.agents.preflight import network_problem, start_watching, take_over
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.hang import (
-    BEFORE_TRAINING,
-    NOTICE_S,
     NOTICE_STACKS_S,
     STACKS_S,
     UNSAFE_STACKS_S,
-    AttemptProgress,
-    LoadingWatch,
-    dump_stacks,
-    log_bytes,
-    request_stacks,
+    Stacks,
+    find_stuck_rank,
+    hang_failure,
+    main_stack,
     waiting_places,
 )
-from llmx.launch.supervision.outcome import AgentEnd, Evidence, Hang, RankExit, all_finished
+from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
+from llmx.launch.supervision.progress import NOTICE_S, Progress
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
@@ -44,29 +42,29 @@ from llmx.run.metrics.lines import MetricsTail
 from llmx.text import duration
 
 SUSPENDED_S = 5.0
-"""Between two polls: the supervisor itself was suspended, and has received nothing."""
+"""Time between two polls after which the supervisor itself was suspended, and heard nobody."""
 MESSAGES_S = 1.0
-"""For messages in one poll: many of them must not delay everything else."""
+"""Time for the messages of one poll: many of them must not delay everything else."""
 SETTLE_S = 5.0
-"""From the first failure to the shutdown: an earlier failure may still be reported."""
+"""Time from the first failure to the shutdown: an earlier failure may still be reported."""
 SHARED_DELAY_S = 3.0
 """How much later than the exit of a process its last status may appear on a network disk."""
 LOCAL_DELAY_S = 0.5
-"""The same on a disk of this machine, or where the agent sends the status."""
+"""``SHARED_DELAY_S`` on a disk of this machine, or where the agent sends the status."""
 ALL_REPORTED_S = 1.0
-"""After a failure, where every rank has a final status or has exited."""
+"""``SETTLE_S`` where every rank has a final status or has exited."""
 EXIT_S = 60.0
-"""For the launcher to exit after every rank has finished."""
+"""Time for the launcher to exit after every rank has finished."""
 SIZES_S = 1.0
-"""Between two looks at the sizes of the logs, before training."""
+"""Time between two looks at the sizes of the logs, before training."""
 PROBE_S = 15.0
-"""For a host to answer a ping after a failure."""
+"""Time for a host to answer a ping after a failure."""
 RENEW_S = 12.0
-"""Without a message for so long (pings go every 3 s) the connection to a host is made anew."""
+"""Time without a message (pings go every 3 s) after which a host is connected anew."""
 RENEW_PAUSE_S = 1.0
-"""Between two tries."""
+"""Time between two tries to connect."""
 RANKS_END_S = 25.0
-"""For ranks that their agent ends to save and exit, and for the agent to exit."""
+"""Time for ranks that their agent ends to save and exit, and for the agent to exit."""
 
 
 class Renewal(threading.Thread):
@@ -121,10 +119,12 @@ class RankMonitor:
         """When a rank was found to exit because of a signal from outside."""
         self._statuses = StatusReader(self.run_dir, self.plan.world_size)
         self._metrics = MetricsTail(self.run_dir.metrics)
-        self.progress = AttemptProgress(
-            hang_timeout_s=spec.exp.launch.hang_timeout_s, earlier=self._metrics.read()
+        self.progress = Progress(
+            hang_timeout_s=spec.exp.launch.hang_timeout_s,
+            loading_timeout_s=spec.exp.launch.loading_timeout_s,
+            earlier=self._metrics.read(),
         )
-        self.loading = LoadingWatch(spec.exp.launch.loading_timeout_s)
+        self.stacks = Stacks(self.run_dir, connections, self.poll)
         self._sized_at = 0.0
         self._rank_0, self._launcher = (
             LineReader(path, from_end=True, max_bytes=SHOWN_BYTES)
@@ -141,33 +141,24 @@ class RankMonitor:
         self._exit_reported_at: dict[int, float] = {}
         """Rank -> when its exit was reported, by the monotonic clock."""
         self._renewals: dict[str, Renewal] = {}
-        """By host; also those that are over."""
+        """Host -> its last renewal, also one that is over."""
         self._ranks_ended_at: dict[str, float] = {}
-        """By host, when it was noticed that the agent ends the ranks."""
+        """Host -> when it was noticed that its agent ends the ranks."""
         self._queued = False
         """A scheduler has not allocated the hosts yet."""
         self.stall = ""
-        """That no step ends, for how long, and who is waited for; empty while steps do."""
-        self._stall_due_s = 0.0
-        """After so long without a step that is said again."""
+        """A line: for how long no step has ended, and who is waited for. Empty while steps end."""
         self._waits_for = ""
         self._probe = threading.Thread()
         self._network: tuple[str, ...] = ()
-        """What the last probe found wrong."""
+        """Problems that the last probe found, with a fix at the end."""
         self._finished_at: float | None = None
         self._exited_at: float | None = None
 
     def start(self) -> None:
         """Remove the statuses of an earlier attempt; the agents begin to report."""
         self._statuses.clear()
-        for connection, reply in request_all(
-            self.connections,
-            "watch",
-            timeout_s=30,
-            message=lambda each: {"stream": not each.shared, "port": self.spec.port},
-        ):
-            if isinstance(reply, AgentError):
-                self.log.debug(f"{connection.name}: does not monitor its ranks: {reply}")
+        start_watching(self.connections, self.log, port=self.spec.port)
         self._started = time.monotonic()
 
     def poll(self, *, final: bool = False) -> None:
@@ -177,18 +168,14 @@ class RankMonitor:
         self._receive(wait_s=0.0 if final else 0.1, limit_s=None if final else MESSAGES_S)
         self._statuses.read()
         self.evidence.statuses = self._statuses.statuses
-        self.progress.update(self.evidence.statuses)
-        if (since_s := time.monotonic() - self._sized_at) > SIZES_S:
-            self._sized_at = time.monotonic()
+        now = time.monotonic()
+        self.progress.update(self.evidence.statuses, now)
+        if self.progress.is_loading and (since_s := now - self._sized_at) > SIZES_S:
+            self._sized_at = now
             if any(renewal.is_alive() for renewal in self._renewals.values()):
-                self.loading.pause(since_s)
-            loading = [
-                rank
-                for rank, status in self.evidence.statuses.items()
-                if status.get("state") in BEFORE_TRAINING
-            ]
-            size = log_bytes(self.run_dir, self.evidence.statuses) if loading else 0
-            self.loading.update(self.evidence.statuses, size, self._sized_at)
+                self.progress.pause(min(since_s, 2 * SIZES_S))
+            sizes = self.stacks.log_bytes(self.evidence.statuses)
+            self.progress.take_log_bytes(sum(sizes.values()), now)
         for line in self._launcher.read(final=final):
             self._launcher_log = [*self._launcher_log[-400:], line]
             self._follow_queue(line)
@@ -220,70 +207,89 @@ class RankMonitor:
                 self.log.debug("every rank has finished and exited")
                 return True
             return now - self._finished_at > EXIT_S
+        self._look_for_failure(now)
+        if self.failed_at is not None:
+            return self._all_reported(now)
+        if self.exiting_at is not None:
+            # The other ranks save and exit by themselves, or are ended after the grace.
+            return now - self.exiting_at > self.spec.exp.launch.stop_grace_s
+        return self._is_hung(now) or self._is_late(now)
+
+    def _look_for_failure(self, now: float) -> None:
         problem = self._find_failure(now)
         if problem and self.failed_at is None:
             self.failed_at = now
             self.log.debug(problem)
             for connection in self.connections:
                 connection.ping()
-        if self.failed_at is not None:
-            return self._all_reported(now)
-        if self.exiting_at is not None:
-            # The other ranks save and exit by themselves, or are ended after the grace.
-            return now - self.exiting_at > self.spec.exp.launch.stop_grace_s
-        stuck_s = self.progress.hang.stuck_s(now)
-        is_loading = stuck_s is None and self.loading.is_stuck(now)
-        if is_loading:
-            stuck_s = self.loading.silent_s(now)
-        elif self.loading.notice_due(now):
-            self._say_where_ranks_wait(now)
-        else:
+
+    def _is_hung(self, now: float) -> bool:
+        stuck_s = self.progress.stuck_s(now)
+        if stuck_s is None:
             self._follow_stall(now)
-        if stuck_s is not None:
-            self.log.debug(f"no progress for {stuck_s:.0f} s; every rank dumps its stacks")
-            hang = self._dump_stacks(stuck_s, {"USR2": STACKS_S, "QUIT": UNSAFE_STACKS_S})
-            self.evidence.hang = dataclasses.replace(
-                hang, is_loading=is_loading, network=self._network
-            )
-            return True
-        late = now - self._started > self.spec.exp.launch.start_timeout_s
-        if late and not self._queued and len(self.evidence.statuses) < self.plan.world_size:
-            self.evidence.start_timeout_s = self.spec.exp.launch.start_timeout_s
-            return True
-        return False
+            return False
+        self.log.debug(f"no progress for {stuck_s:.0f} s; every rank dumps its stacks")
+        self.evidence.hang = self._hang_failure(stuck_s)
+        return True
+
+    def _is_late(self, now: float) -> bool:
+        """Whether a rank has not started within ``launch.start_timeout_s``."""
+        limit_s = self.spec.exp.launch.start_timeout_s
+        all_started = len(self.evidence.statuses) >= self.plan.world_size
+        if all_started or self._queued or now - self._started <= limit_s:
+            return False
+        self.evidence.start_timeout_s = limit_s
+        return True
+
+    def _hang_failure(self, stuck_s: float) -> Failure:
+        """The failure of ranks that make no progress, with the one that the others wait for."""
+        is_loading = self.progress.is_loading
+        rank, why, stack = self._dump_stacks({"USR2": STACKS_S, "QUIT": UNSAFE_STACKS_S})
+        silent = f"no rank made progress for {stuck_s:.0f} s "
+        if is_loading:
+            silent += "before the first step (launch.loading_timeout_s)"
+        else:
+            step = min(int(status.get("step") or 0) for status in self.evidence.statuses.values())
+            silent += f"after step {step}"
+            if self._network:
+                return Failure("comm", f"{silent}: {self._network[0]}", self._network[-1])
+        return hang_failure(self.plan, rank, why, stack, silent=silent, is_loading=is_loading)
 
     def _follow_stall(self, now: float) -> None:
-        """Say that a step is overdue and who is waited for: at once, after ``NOTICE_S``, then after
-        twice as long, and so on. From ``NOTICE_S`` on look whether the hosts reach each other."""
-        hang = self.progress.hang
-        silent_s = hang.overdue_s(now)
-        if silent_s is not None and not self.stall:
+        """Say that a step is overdue and who is waited for, again and again
+        (``Progress.notice_due``). From ``NOTICE_S`` on look whether the hosts reach each other."""
+        overdue_s = self.progress.overdue_s(now)
+        if overdue_s is not None and not self.stall and not self.progress.is_loading:
             self._statuses.refresh()
-            self.progress.update(self.evidence.statuses)
-            silent_s = hang.overdue_s(now)
-        if silent_s is None:
+            self.progress.update(self.evidence.statuses, now)
+            overdue_s = self.progress.overdue_s(now)
+        if overdue_s is None:
             if self.stall:
                 self.log.info("training goes on")
-            self.stall, self._stall_due_s, self._network = "", 0.0, ()
+            self.stall, self._network = "", ()
             return
-        is_due = silent_s > self._stall_due_s
+        is_due = self.progress.notice_due(overdue_s)
+        if self.progress.is_loading:
+            if is_due:
+                self._say_where_ranks_wait(overdue_s)
+            return
         unheard = ", ".join(name for name, new in self._renewals.items() if new.is_alive())
         if is_due:
-            self._stall_due_s = NOTICE_S if silent_s < NOTICE_S else 2 * silent_s
-            self._waits_for = unheard or self._find_waited_for(silent_s)
-        usual = f" (usually {hang.usual_s:.2g} s)" if hang.usual_s else ""
+            self._waits_for = unheard or self._find_waited_for()
+        usual_s = self.progress.usual_s
+        usual = f" (usually {usual_s:.2g} s)" if usual_s else ""
         waits_for = next(iter(self._network), self._waits_for).removesuffix(".")
-        self.stall = f"no step for {duration(silent_s)}{usual}"
+        self.stall = f"no step for {duration(overdue_s)}{usual}"
         self.stall += f"; waiting for {waits_for}" if waits_for else ""
         if is_due:
             self.log.console.forget_time_left()
             self.log.info(self.stall)
-            if silent_s > NOTICE_S and not unheard and not self._probe.is_alive():
+            if overdue_s > NOTICE_S and not unheard and not self._probe.is_alive():
                 self._probe = threading.Thread(target=self._probe_network, daemon=True)
                 self._probe.start()
 
     def _probe_network(self) -> None:
-        """In a thread: it takes as long as a connection that gets no answer."""
+        """Probe the network, in a thread: a connection that gets no answer takes long."""
         renewals = dict(self._renewals)
         problem = network_problem(self.spec, self.connections)
         if self._renewals != renewals or not self.stall:
@@ -292,39 +298,32 @@ class RankMonitor:
         for line in self._network:
             self.log.info(line)
 
-    def _find_waited_for(self, silent_s: float) -> str:
+    def _find_waited_for(self) -> str:
         """The host and rank that the others wait for; empty where none stands out."""
-        hang = self._dump_stacks(silent_s, {"USR2": NOTICE_STACKS_S})
-        if hang.rank is None:
+        rank, why, _ = self._dump_stacks({"USR2": NOTICE_STACKS_S})
+        if rank is None:
             return ""
-        host = self.plan.hosts[self.plan.ranks[hang.rank].host].name
-        return f"{host} (rank {hang.rank}: {hang.why})"
+        return f"{self.plan.hosts[self.plan.ranks[rank].host].name} (rank {rank}: {why})"
 
-    def _dump_stacks(self, stuck_s: float, patience_s: dict[str, float]) -> Hang:
-        return dump_stacks(
-            self.run_dir,
-            self.evidence.statuses,
-            stuck_s=stuck_s,
-            patience_s=patience_s,
-            clock_offsets_s=self.evidence.offsets_s,
-            connections=self.connections,
-            poll=self.poll,
-        )
+    def _dump_stacks(self, patience_s: dict[str, float]) -> tuple[int | None, str, str]:
+        """The rank that the others wait for (None: all wait), how it was found, and its stack."""
+        now, statuses = time.time(), self.evidence.statuses  # before the dump changes the logs
+        ages_s = {
+            rank: now - float(status.get("time") or 0.0) + self.evidence.offsets_s.get(rank, 0.0)
+            for rank, status in statuses.items()
+        }
+        logs = self.stacks.request(list(statuses), patience_s)
+        rank, why = find_stuck_rank(statuses, logs, ages_s)
+        return rank, why, "" if rank is None else main_stack(logs.get(rank, ""))
 
-    def _say_where_ranks_wait(self, now: float) -> None:
-        """Before training: by their stacks, which SIGUSR2 writes to their logs."""
+    def _say_where_ranks_wait(self, silent_s: float) -> None:
+        """Show the stacks of ranks that load, which SIGUSR2 writes to their logs."""
         ranks = list(self.evidence.statuses)
-        silent_s = self.loading.silent_s(now) or 0.0
-        self.loading.is_paused = True
-        logs = request_stacks(
-            self.run_dir,
-            ranks,
-            patience_s={"USR2": NOTICE_STACKS_S},
-            connections=self.connections,
-            poll=self.poll,
-        )
+        self.progress.is_dumping = True
+        logs = self.stacks.request(ranks, {"USR2": NOTICE_STACKS_S})
+        self.progress.end_dump(sum(self.stacks.log_bytes(ranks).values()))
         hosts = {rank: self.plan.hosts[self.plan.ranks[rank].host].name for rank in ranks}
-        limit_s = self.loading.timeout_s
+        limit_s = self.progress.timeout_s()
         end = f"; the attempt ends after {limit_s:.0f} s (launch.loading_timeout_s)"
         self.log.info(
             f"no progress for {silent_s:.0f} s before the first step"
@@ -332,7 +331,6 @@ class RankMonitor:
         )
         for line in waiting_places(logs, hosts):
             self.log.info(f"  {line}")
-        self.loading.noticed(log_bytes(self.run_dir, ranks))
 
     def drain(self) -> None:
         """Receive everything that the agents have sent. To be called before whole files are copied:
@@ -342,9 +340,7 @@ class RankMonitor:
     def read_logs(self) -> None:
         """Read the logs that the outcome depends on, after everything is written."""
         self.evidence.agent_ends = {
-            connection.name: AgentEnd(
-                report["time"] - connection.clock_offset_s, report["silent_s"], report["signal"]
-            )
+            connection.name: {**report, "time": report["time"] - connection.clock_offset_s}
             for connection in self.connections
             if (report := connection.ranks_ended) is not None
         }
@@ -357,7 +353,7 @@ class RankMonitor:
                 )
 
     def end_renewals(self) -> None:
-        """To be called before the shutdown, which connects to lost hosts itself."""
+        """End all renewals, before the shutdown: it connects to lost hosts itself."""
         for renewal in self._renewals.values():
             renewal.end()
 

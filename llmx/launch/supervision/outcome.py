@@ -1,6 +1,6 @@
-"""What an attempt and a run leave: evidence, outcome, ``result.json`` and the exit code. Pure.
+"""What an attempt and a run leave: evidence, attempts, ``result.json`` and the exit code. Pure.
 
-``classify`` makes the outcome of the evidence.
+``classify`` finds the failure in the evidence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llmx.errors import (
     LaunchError,
     RunFailed,
 )
+from llmx.failures.diagnose import Failure
 from llmx.plan.types import Plan
-from llmx.redact import redact
 
 
 @dataclass(frozen=True)
@@ -26,45 +26,13 @@ class RankExit:
     """The end of a rank's process, as its agent reported it."""
 
     time: float
-    """On the supervisor's clock."""
+    """When it exited, on the supervisor's clock."""
     oom_kills: int = 0
-    """By the kernel of its host, since the run began."""
+    """Processes that the kernel of its host has ended for memory since the run began."""
     disk_free: int | None = None
     """Free bytes on the disk of the run directory there; None where unknown."""
     code: int | None = None
     """Its exit code, negative for a signal; None where the agent did not start it."""
-
-
-@dataclass(frozen=True)
-class Hang:
-    """No rank made progress for too long."""
-
-    time: float
-    stuck_s: float
-    step: int
-    """The last step that every rank had finished."""
-    rank: int | None
-    """The rank that the others wait for; None where every rank waits."""
-    why: str
-    """How that rank was found."""
-    stack: str = ""
-    """The stack of its main thread."""
-    is_loading: bool = False
-    """Before the first step, while ranks loaded the data and the model."""
-    network: tuple[str, ...] = ()
-    """What the last probe of the network between the hosts found wrong."""
-
-
-@dataclass(frozen=True)
-class AgentEnd:
-    """An agent ended the ranks of its host without a supervisor."""
-
-    time: float
-    """On the supervisor's clock."""
-    silent_s: float
-    """Since it heard the supervisor last."""
-    signal: str = ""
-    """That it received; empty where it heard nothing for too long."""
 
 
 @dataclass
@@ -78,8 +46,8 @@ class Evidence:
     """Rank -> clock of its host minus the supervisor's."""
     lost_hosts: dict[str, float] = field(default_factory=dict)
     """Host -> time of the last message from its agent."""
-    agent_ends: dict[str, AgentEnd] = field(default_factory=dict)
-    """By host."""
+    agent_ends: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Host -> the report of an agent that ended its ranks without a supervisor."""
     runner_code: int | None = None
     """Exit code of ``deepspeed``; None while it runs, or where the supervisor ended it."""
     launcher_log: str = ""
@@ -88,8 +56,9 @@ class Evidence:
     interrupted_at: float | None = None
     interrupted_by: str = ""
     sender: str = ""
-    """Of the request to end (``Sender.kind``)."""
-    hang: Hang | None = None
+    """Who asked for the end (``Sender.kind``)."""
+    hang: Failure | None = None
+    """Set where no rank made progress for too long."""
     ended_at: float | None = None
     """When the supervisor began to end the attempt: later errors of ranks follow from that."""
     start_timeout_s: float | None = None
@@ -97,34 +66,10 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The end of an attempt, or of the run: its kind, its cause, and the rank."""
-
-    kind: str
-    """As in ``result.json``: ``ok``, ``oom``, ``nan``, ``comm``, ``host_lost``, ..."""
-    cause: str = ""
-    fix: str = ""
-    rank: int | None = None
-    host: str | None = None
-    traceback: str = ""
-    name: str = ""
-    """The known failure (``llmx.failures``); empty where none matches."""
-    step: int | None = None
-    """The step at which training diverged, where the rank reported it."""
-    lost_hosts: tuple[str, ...] = ()
-    stopped_by: str = ""
-    """Who asked for the end: ``user``, ``time_limit``, ``scheduler``; empty where nobody did."""
-
-    def __post_init__(self) -> None:
-        for field_name in ("cause", "fix", "traceback"):
-            object.__setattr__(self, field_name, redact(getattr(self, field_name)))
-
-
-@dataclass(frozen=True)
 class AttemptRecord:
     """One attempt that is over."""
 
-    outcome: Outcome
+    outcome: Failure
     launched: bool = True
     """Whether ``deepspeed`` was started."""
     first_step: int | None = None
@@ -183,7 +128,7 @@ class Result:
     cause: str = ""
     fix: str = ""
     other_fix: str = ""
-    """Of an interrupted run: ``fix`` without the command that resumes it."""
+    """``fix`` of an interrupted run, without the command that resumes it."""
     failure: str = ""
     """The name of the known failure (``llmx.failures``); empty where none matches."""
     stopped_by: str = ""
@@ -201,8 +146,8 @@ class Result:
     steps: int = 0
     final_loss: float | None = None
     metrics: dict[str, float | None] = dataclasses.field(default_factory=dict)
-    """What the task measures besides the loss, by name, as the last evaluation did; null where it
-    did not. Keys of ``result.json`` like the others."""
+    """Metric of the task -> its value in the last evaluation; null where it has none. Keys of
+    ``result.json`` like the others."""
     tokens_per_s: float | None = None
     model: str | None = None
     exit_code: int = 0

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmx.config.schema import LaunchConfig, TaskConfig
-from llmx.launch.supervision.outcome import AttemptRecord, Outcome
+from llmx.failures.diagnose import Failure
+from llmx.launch.supervision.outcome import AttemptRecord
 from llmx.text import plural
 
 _REASONS = {
@@ -130,7 +131,7 @@ def _recurring_failure(history: Sequence[AttemptRecord]) -> str:
 
 
 def _same_failure(record: AttemptRecord, other: AttemptRecord) -> bool:
-    def key(outcome: Outcome) -> tuple[str, str]:
+    def key(outcome: Failure) -> tuple[str, str]:
         # Process numbers, addresses and seconds differ by chance.
         return outcome.kind, re.sub(r"0x[0-9a-f]+|\d+", "#", outcome.cause)
 

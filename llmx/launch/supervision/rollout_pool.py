@@ -13,31 +13,29 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from llmx.config.validate import RESERVED
 from llmx.errors import LaunchError
 from llmx.launch.agents.connection import (
     AgentError,
     Connection,
     Message,
-    local_connection,
-    remote_connection,
-    request_all,
 )
-from llmx.launch.agents.mesh import SIZE, TIMEOUT_S
+from llmx.launch.agents.mesh import SIZE, TIMEOUT_S, find_nodes
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
+    connection_of,
     handshake,
     handshake_message,
     kill_leftovers,
+    start_watching,
 )
-from llmx.launch.environment import configured_env, gpus_of_hosts, rank_env, tool_env
+from llmx.launch.agents.shutdown import shut_down
+from llmx.launch.environment import gpus_of_hosts, tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.tail import apply_update
 from llmx.launch.sync import push
+from llmx.launch.transports import transport_of
 from llmx.plan.types import RankPlan
 from llmx.rollout.protocol import (
     LISTEN,
@@ -49,7 +47,7 @@ from llmx.rollout.protocol import (
 from llmx.text import plural
 
 RESTARTS = 20
-"""Of one server in an attempt."""
+"""Restarts of one server in an attempt."""
 RESTART_WAIT_S = 2.0
 """Before a server is started again, and between two tries to reach its host."""
 STOP_S = 5.0
@@ -63,15 +61,14 @@ class RolloutPool:
     def __init__(self, spec: LaunchSpec, log: RunLog, *, session: str) -> None:
         """``session``: of the agents of the attempt, none of which ends another."""
         hosts = spec.plan.rollout_hosts
+        host_of_server = [at for at, host in enumerate(hosts) for _ in range(host.slots)]
         plan = replace(
             spec.plan,
             hosts=hosts,
             rollout_hosts=(),
             ranks=tuple(
                 RankPlan(spec.plan.world_size + number, at, hosts[at].device, 1)
-                for number, at in enumerate(
-                    at for at, host in enumerate(hosts) for _ in range(host.slots)
-                )
+                for number, at in enumerate(host_of_server)
             ),
             accelerator=spec.exp.hardware.devices[hosts[0].device].accelerator,
             transport="ssh",
@@ -86,26 +83,16 @@ class RolloutPool:
             task=replace(exp.task, options={}),
             launch=replace(exp.launch, sync_extra=[]),
         )
-        self.spec = replace(spec, exp=exp, plan=plan, cores=None, interfaces=())
+        self.spec = replace(
+            spec, exp=exp, plan=plan, worker=SERVER_MODULE, cores=None, interfaces=()
+        )
         """As if the rollout hosts were those that train: a server is started like a rank, with a
         number that no rank has."""
         self.log = log
         self.inboxes: list[Inbox] = [queue.Queue() for _ in hosts]
-        """Of each host: no host waits for another one that is lost."""
-        logs = spec.run_dir.logs
+        """One for each host: no host waits for another one that is lost."""
         self.connections = [
-            local_connection(host.name, (at,), logs / f"agent-{host.name}.log", inbox)
-            if host.is_local and not self.spec.host(at).enter
-            else remote_connection(
-                host.name,
-                (at,),
-                logs / f"agent-{host.name}.log",
-                inbox,
-                ssh_config=None if host.is_local else spec.run_dir.ssh_config,
-                python=self.spec.python_on(at),
-                enter=self.spec.host(at).enter,
-            )
-            for at, (host, inbox) in enumerate(zip(hosts, self.inboxes, strict=True))
+            connection_of(self.spec, at, inbox) for at, inbox in enumerate(self.inboxes)
         ]
         for connection in self.connections:
             connection.session = session
@@ -158,23 +145,15 @@ class RolloutPool:
     def _find_places(self, connection: Connection, first: Connection) -> None:
         """The address of a host on the way to rank 0, which is tried, and a port per server."""
         at, name = connection.hosts[0], connection.name
-        host = self.spec.plan.hosts[at]
+        hosts = self.spec.plan.hosts
         try:
-            route = first.request("route", to=host.address, timeout_s=30)
-            network = connection.request(
-                "network", interface=host.interface, to=route["address"], timeout_s=30
-            )
+            route = first.request("route", to=hosts[at].address, timeout_s=30)
         except AgentError as error:
             raise LaunchError(
-                f"{first.name} and the rollout host {name} have no route to each other ({error}). "
-                "Set the address of the host to one that the others can reach."
+                f"{first.name}: has no route to the rollout host {name} ({error}). Set the address "
+                "of that host to one that the others can reach."
             ) from error
-        address = network["address"]
-        if not address:
-            raise LaunchError(
-                f"{name}: interface={host.interface} has no address. Set interface of this host to "
-                f"one of {', '.join(network['interfaces'])}, or leave it out."
-            )
+        address = find_nodes(hosts, [connection], to=route["address"])[name].address
         fixed = self.spec.exp.rollout.port
         ranks = [rank.rank for rank in self.spec.plan.ranks if rank.host == at]
         for local, rank in enumerate(ranks):
@@ -210,14 +189,7 @@ class RolloutPool:
 
     def start(self) -> None:
         """Start all servers, and watch them from now on."""
-        for connection, reply in request_all(
-            self.connections,
-            "watch",
-            timeout_s=30,
-            message=lambda each: {"stream": not each.shared, "port": 0},
-        ):
-            if isinstance(reply, AgentError):
-                self.log.warning(f"{connection.name}: does not watch its servers: {reply}")
+        start_watching(self.connections, self.log, port=0)
         for connection in self.connections:
             self._start_servers(connection, self._servers_of(connection))
         hosts = ", ".join(f"{c.name} ({len(self._servers_of(c))})" for c in self.connections)
@@ -231,31 +203,18 @@ class RolloutPool:
         return [rank.rank for rank in self.spec.plan.ranks if rank.host in connection.hosts]
 
     def _start_servers(self, connection: Connection, servers: Sequence[int]) -> None:
-        at = connection.hosts[0]
-        spec, python = self.spec, self.spec.python_on(at)
-        env = rank_env(spec, at)
-        gpus = gpus_of_hosts(spec).get(connection.name, [])
-        of_host = self._servers_of(connection)
-        message: dict[str, Any] = {
-            "argv": [python, "-u", "-m", SERVER_MODULE, spec.path_on(at, spec.run_dir.root)],
-            "env": env,
-            "fixed": sorted({*configured_env(spec, at), *RESERVED}),
-            "first": {"PATH": str(Path(python).parent)}
-            | {name: env[name] for name in ("PYTHONPATH",) if name in env},
-            "inherit": True,
-            "log": "rollout",
-            "ranks": {
-                server: {
-                    "RANK": str(server),
-                    "LOCAL_RANK": str(of_host.index(server)),
-                    "LOCAL_SIZE": str(len(of_host)),
-                    "CROSS_RANK": str(at),
-                    "CUDA_VISIBLE_DEVICES": gpus[of_host.index(server)] if gpus else "",
-                    LISTEN: render_servers([self.places[server]]),
-                    VLLM_PYTHON: spec.exp.rollout.vllm_python or "",
-                }
-                for server in servers
-            },
+        message = transport_of("ssh").start_message(self.spec, connection.hosts[0])
+        of_host = sorted(message["ranks"])
+        gpus = gpus_of_hosts(self.spec).get(connection.name, [])
+        message["log"] = "rollout"
+        message["ranks"] = {
+            server: {
+                **message["ranks"][server],
+                "CUDA_VISIBLE_DEVICES": gpus[of_host.index(server)] if gpus else "",
+                LISTEN: render_servers([self.places[server]]),
+                VLLM_PYTHON: self.spec.exp.rollout.vllm_python or "",
+            }
+            for server in servers
         }
         try:
             connection.request("start", timeout_s=60, **message)
@@ -263,8 +222,8 @@ class RolloutPool:
             self.log.warning(f"{connection.name}: cannot start its rollout servers: {error}")
 
     def _watch(self, inbox: Inbox) -> None:
-        """Of one host, until the end: what servers write is kept, those that die are started again,
-        and where the connection breaks there is a new one."""
+        """Watch the servers of one host until the end: what they write is kept, those that die are
+        started again, and where the connection breaks there is a new one."""
         while not self.ending.is_set():
             try:
                 connection, message = inbox.get(timeout=0.5)
@@ -322,14 +281,6 @@ class RolloutPool:
                 connection.abort()
         for thread in self.threads:
             thread.join(timeout=70)
-        connected = [connection for connection in self.connections if connection.lost_at is None]
-        for connection, reply in request_all(
-            connected, "stop", timeout_s=STOP_S + 15, message=lambda _: {"grace_s": STOP_S}
-        ):
-            if isinstance(reply, AgentError):
-                self.log.warning(
-                    f"{connection.name}: it is unknown whether its rollout servers have ended: "
-                    f"{reply}. Its own agent ends them"
-                )
+        shut_down(self.spec, self.connections, self.log, grace_s=STOP_S)
         for connection in self.connections:
             connection.close(timeout_s=5 if connection.lost_at is None else 0.2)

@@ -19,6 +19,7 @@ from textwrap import shorten
 from typing import TextIO
 
 from llmx.config.schema import Experiment
+from llmx.failures.diagnose import Failure
 from llmx.launch.files import make_spec
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.attempt import Attempt, local_disk_failure
@@ -32,7 +33,7 @@ from llmx.launch.supervision.finalize import (
     start_tracker,
 )
 from llmx.launch.supervision.journal import Journal, read_resume, supervisor_lock
-from llmx.launch.supervision.outcome import AttemptRecord, Outcome, Result, exit_code_of
+from llmx.launch.supervision.outcome import AttemptRecord, Result, exit_code_of
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.transports import transport_of
@@ -42,7 +43,7 @@ from llmx.run.snapshot import run_token, write_identity
 from llmx.text import clock
 
 CAUSE_CHARACTERS = 160
-"""Of a cause, in the console line of a restart; ``attempts.jsonl`` has all of it."""
+"""Length of a cause in the console line of a restart; ``attempts.jsonl`` has all of it."""
 
 
 def supervise(
@@ -71,7 +72,7 @@ class Supervisor:
         self, spec: LaunchSpec, *, stream: TextIO | None = None, is_trial: bool = False
     ) -> None:
         self.spec = spec
-        """With every host; ``hosts.spec`` is that of the next attempt."""
+        """The launch on every host; ``hosts.spec`` is that of the next attempt."""
         self.run_dir = spec.run_dir
         self.launch = spec.exp.launch
         if not transport_of(spec.plan.transport).restarts:
@@ -115,7 +116,7 @@ class Supervisor:
             self.journal.state("finished", attempt=self.number, why=self.result.outcome)
         return self.result
 
-    def _run_attempts(self) -> Outcome:
+    def _run_attempts(self) -> Failure:
         """Attempt after attempt, until one is the last; the outcome of the run."""
         first, skip_steps = read_resume(self.run_dir)
         if self.launch.elastic and self.number and (failure := self._select_hosts()):
@@ -169,7 +170,7 @@ class Supervisor:
         if self.tracker is None:
             self.tracker = start_tracker(self.spec)
 
-    def _wait_for_restart(self, record: AttemptRecord, decision: Decision) -> Outcome | None:
+    def _wait_for_restart(self, record: AttemptRecord, decision: Decision) -> Failure | None:
         """Wait for what the next attempt needs. An outcome where there is no next attempt."""
         outcome = record.outcome
         where = "" if record.last_step is None else f" after step {record.last_step}"
@@ -195,20 +196,20 @@ class Supervisor:
             return self._interrupted_while_waiting() if self.shutdown.count else outcome
         return self._select_hosts()
 
-    def _select_hosts(self) -> Outcome | None:
+    def _select_hosts(self) -> Failure | None:
         """Select the hosts of the next attempt; an outcome where there is none."""
         failure = self.hosts.select()
         return self._interrupted_while_waiting() if self.shutdown.count else failure
 
-    def _interrupted_while_waiting(self) -> Outcome:
-        return Outcome(
+    def _interrupted_while_waiting(self) -> Failure:
+        return Failure(
             "interrupted",
             f"stopped by {self.shutdown.source} while waiting to restart",
             self._how_to_resume(),
             stopped_by=self.shutdown.kind,
         )
 
-    def _final_outcome(self, outcome: Outcome, decision: Decision) -> Outcome:
+    def _final_outcome(self, outcome: Failure, decision: Decision) -> Failure:
         """The outcome of the run: that of the last attempt, and what the attempts add to it."""
         if outcome.kind == "interrupted":
             newest = self.run_dir.newest_step()
@@ -232,7 +233,7 @@ class Supervisor:
     def _how_to_resume(self) -> str:
         return f"to resume: python -m llmx resume {shlex.quote(str(self.run_dir.root))}"
 
-    def _write_result(self, outcome: Outcome) -> None:
+    def _write_result(self, outcome: Failure) -> None:
         result = self.result
         result.outcome, result.cause = outcome.kind, outcome.cause
         result.failure = outcome.name

@@ -21,7 +21,7 @@ _STREAMED = re.compile(
 )
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
 SHOWN_BYTES = 1 << 20
-"""Of a log in one poll: of more than that, the console shows the end. The file has all."""
+"""The most of a log that the console shows in one poll: its end. The file has all."""
 LINE_BYTES = 1 << 20
 """A longer line is split: a program may write without line breaks."""
 

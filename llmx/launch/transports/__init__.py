@@ -40,8 +40,8 @@ class Transport:
     agents_start_ranks = False
     """Whether these start the ranks, instead of ``argv``."""
     ends_by_itself = True
-    """Whether to wait for the launcher after the last rank has exited: one that removes files of
-    its own. DeepSpeed's leaves nothing, and takes two to three seconds to notice."""
+    """Whether the launcher is waited for after the last rank has exited: it removes files of its
+    own. DeepSpeed's leaves nothing, and takes two to three seconds to notice."""
     ds_env_for_shell = True
     """Whether a shell on the other host reads the values of ``ds_env``."""
     allocates = False
