@@ -19,7 +19,7 @@ from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.disk import DISK, Disk
 from llmx.checkpoint.fragments import FragmentIndex, fragment_key
 from llmx.checkpoint.manifest import FileEntry, Manifest, rank_file
-from llmx.checkpoint.retention import plan_removals, stored_parts
+from llmx.checkpoint.retention import plan_removals, take_inventory
 from llmx.checkpoint.tensors import Fragment
 
 NUM_ELEMENTS = 24
@@ -88,7 +88,7 @@ def save(
             continue
     try:
         gone, _ = plan_removals(
-            [stored_parts(path) for path in storages],
+            [take_inventory(path, storage=n).reports for n, path in enumerate(storages)],
             step=step,
             damaged=(),
             last=keep_last,

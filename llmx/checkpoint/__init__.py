@@ -6,9 +6,8 @@ These modules need the standard library and numpy only, so every other package m
 ``disk`` holds all writing system calls, ``tensors`` the file format, ``fragments`` which elements
 are in which file, ``manifest`` the list of files, ``commit`` the protocol, ``selection`` what is
 usable, ``retention`` what stays, ``pointers`` the files ``latest`` and ``best``, ``model_files``
-the files of a model directory, ``export.weights`` the weights of an export.
+the files of a model directory.
 
 The others need torch, and only the ranks and the exports import them: ``state`` (in and out of the
-engine), ``save`` (the background writer), ``distributed`` (several hosts), ``export.model``,
-``export.converted`` and ``export.merged``.
+engine), ``save`` (the background writer), ``distributed`` (several hosts) and ``export``.
 """

@@ -2,8 +2,8 @@
 
 ``to_prune`` is the policy of ``checkpoint.keep``. Over several storages a crash while old
 checkpoints were removed may leave files of one on some hosts; these must not count as a
-complete one, so each storage makes an ``Inventory`` of names (nothing is hashed), the ranks
-gather them, and ``apply_retention`` does the same everywhere.
+complete one, so each storage makes an ``Inventory`` of names and sizes, the ranks gather them,
+and ``apply_retention`` does the same everywhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.checkpoint import commit, pointers
-from llmx.checkpoint.commit import committed_dir
-from llmx.checkpoint.manifest import STATE, Manifest, read_manifest
-from llmx.checkpoint.selection import is_present, list_steps
+from llmx.checkpoint.manifest import STATE
+from llmx.checkpoint.selection import Report, assess, inspect, list_steps
 from llmx.config import CheckpointConfig
 from llmx.run.rundir import read_json
 
@@ -65,43 +64,8 @@ def best_steps(
     return sorted(values, key=lambda step: (values[step], step))
 
 
-@dataclass(frozen=True)
-class StoredPart:
-    """The files of one checkpoint on one storage."""
-
-    digest: str
-    """Of the manifest."""
-    here: frozenset[str]
-    wanted: frozenset[str]
-    """All files of the manifest."""
-
-
-def stored_parts(checkpoints: Path) -> dict[int, StoredPart | None]:
-    """Step -> its files on this storage; None where its manifest cannot be read."""
-    parts: dict[int, StoredPart | None] = {}
-    for step in list_steps(checkpoints):
-        directory = committed_dir(checkpoints, step)
-        manifest = read_manifest(directory)
-        parts[step] = None
-        if isinstance(manifest, Manifest):
-            here = frozenset(name for name in manifest.files if is_present(directory / name))
-            parts[step] = StoredPart(manifest.digest, here, frozenset(manifest.files))
-    return parts
-
-
-def complete_steps(storages: Sequence[Mapping[int, StoredPart | None]]) -> list[int]:
-    """Steps of which every file is on some storage, under one manifest."""
-    complete = []
-    for step in sorted({step for storage in storages for step in storage}):
-        parts = [part for storage in storages if (part := storage.get(step)) is not None]
-        together = frozenset[str]().union(*(part.here for part in parts))
-        if len({part.digest for part in parts}) == 1 and parts[0].wanted <= together:
-            complete.append(step)
-    return complete
-
-
 def plan_removals(
-    storages: Sequence[Mapping[int, StoredPart | None]],
+    storages: Sequence[Mapping[int, Report]],
     *,
     step: int,
     damaged: Collection[int],
@@ -123,8 +87,12 @@ def plan_removals(
         return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
 
     there = {other for storage in storages for other in storage} - set(damaged)
-    complete = {other for other in complete_steps(storages) if other in there and other <= step}
     later = {other for other in there if other > step}
+    complete = {
+        other
+        for other in there - later
+        if assess([storage[other] for storage in storages if other in storage]).usable
+    }
     removals = later | outside_policy(complete)
     # Incomplete ones are not counted among the complete, and are removed when they are older.
     removals |= outside_policy(there - later) - complete
@@ -134,20 +102,24 @@ def plan_removals(
 
 @dataclass(frozen=True)
 class Inventory:
-    """The checkpoints on one storage, by their names and small files."""
+    """The checkpoints on one storage, by their names, sizes and small files."""
 
-    parts: Mapping[int, StoredPart | None]
+    reports: Mapping[int, Report]
+    """Step -> its files on this storage."""
     metrics: Mapping[int, float | None]
     """Step -> the value that the checkpoint was saved with, where it has one."""
     pinned: frozenset[int]
     """Steps that are being copied elsewhere."""
 
 
-def take_inventory(checkpoints: Path, *, metric: str) -> Inventory:
-    """Names and small files only: nothing is hashed."""
-    parts = stored_parts(checkpoints)
+def take_inventory(checkpoints: Path, *, storage: int = 0, metric: str = "") -> Inventory:
+    """Look at the checkpoints of one storage; nothing is hashed."""
+    reports = {
+        step: inspect(checkpoints, step, storage=storage, hashes=False)
+        for step in list_steps(checkpoints)
+    }
     pins = frozenset(pointers.pinned(checkpoints))
-    return Inventory(parts, metrics_of(checkpoints, parts, name=metric), pins)
+    return Inventory(reports, metrics_of(checkpoints, reports, name=metric), pins)
 
 
 def apply_retention(
@@ -167,7 +139,7 @@ def apply_retention(
     keep, storages = config.keep, [inventory for inventory in inventories if inventory is not None]
     pointers.set_pointer(checkpoints, pointers.LATEST, step)
     removals, best = plan_removals(
-        [storage.parts for storage in storages],
+        [storage.reports for storage in storages],
         step=step,
         damaged=damaged,
         last=keep.last,

@@ -296,7 +296,9 @@ class SaveJob:
         # From here on the checkpoint counts, whatever happens.
         try:
             inventories = self._on_leaders(
-                lambda: take_inventory(directory, metric=self.config.metric)
+                lambda: take_inventory(
+                    directory, storage=topology.storage, metric=self.config.metric
+                )
             )
             self._on_leaders(
                 lambda: apply_retention(

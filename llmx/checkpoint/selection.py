@@ -142,18 +142,25 @@ class Report:
     """The rank that acts for the storage (``llmx.checkpoint.distributed``)."""
     manifest: Manifest | None
     good: frozenset[str] = frozenset()
-    """Files of its part that have their size and hash."""
+    """Files of its part that have their size, and their hash where that was compared."""
     problems: tuple[Problem, ...] = ()
     """Files of its part that are here and wrong."""
 
 
 def inspect(
-    checkpoints: Path, step: int, *, storage: int = 0, part: int = 0, parts: int = 1
+    checkpoints: Path,
+    step: int,
+    *,
+    storage: int = 0,
+    part: int = 0,
+    parts: int = 1,
+    hashes: bool = True,
 ) -> Report:
     """Verify one ``part`` of ``parts`` of the files that are here.
 
     Args:
         part, parts: how the ranks on one storage split the hashing.
+        hashes: False compares sizes alone.
     """
     directory = committed_dir(checkpoints, step)
     if not is_present(directory):
@@ -163,7 +170,7 @@ def inspect(
         return Report(step, storage, None, problems=(manifest,))
     here = [name for name in manifest.files if is_present(directory / name)]
     assigned = sorted(here, key=lambda name: (-manifest.files[name].bytes, name))[part::parts]
-    problems = verify(directory, assigned)
+    problems = verify(directory, assigned, hashes=hashes)
     bad = {problem.file for problem in problems}
     return Report(step, storage, manifest, frozenset(set(assigned) - bad), tuple(problems))
 

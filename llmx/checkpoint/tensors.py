@@ -28,6 +28,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes of one element, by safetensors' name of the dtype."""
 
+NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""safetensors' name by ours."""
+SHARD_BYTES = 2 * 2**30
+"""Largest file of an export."""
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses more."""
 

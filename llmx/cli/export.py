@@ -1,8 +1,7 @@
 """Export a checkpoint as a Hugging Face model, ONNX or GGUF: ``python -m llmx export RUN_DIR``.
 
-Offline, on one machine, without a GPU, and without torch where files have the weights as memory
-has them (the others, such as fused experts, are converted by transformers): the fragments are
-read, joined and written a piece at a time. The directory gets its name only when it is complete.
+Offline, on one machine, without a GPU: the fragments are read, joined and written a piece at a
+time. The directory gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -21,15 +20,6 @@ from typing import Any
 from llmx import text as human
 from llmx.checkpoint import commit, selection
 from llmx.checkpoint.disk import DISK, make_directories, write_file
-from llmx.checkpoint.export.weights import (
-    NAMES,
-    SHARD_BYTES,
-    TORCH_NAMES,
-    Weight,
-    list_weights,
-    write_adapter,
-    write_weights,
-)
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import (
     MANIFEST,
@@ -41,6 +31,7 @@ from llmx.checkpoint.manifest import (
 from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, seal
 from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.selection import ProgressLine, check_all, explain, verify_with_progress
+from llmx.checkpoint.tensors import NAMES, SHARD_BYTES
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
@@ -54,6 +45,8 @@ whole model in another format."""
 CONVERTED = (ONNX, GGUF)
 QUANTIZED = ("q8_0",)
 """Precisions of GGUF alone."""
+HF_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Precisions as a Hugging Face config calls them."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -161,6 +154,8 @@ def export(
     Raises:
         LlmxError: there is no such checkpoint, it is damaged, the disk is full.
     """
+    from llmx.checkpoint.export.weights import list_weights, write_adapter, write_weights
+
     began, stream = time.monotonic(), stream or sys.stderr
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
@@ -210,19 +205,19 @@ def export(
                 partial,
                 state,
                 index,
-                dtype=NAMES[precision],
+                precision=precision,
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
         else:
-            _copy_description(described, partial, dtype=TORCH_NAMES[NAMES[precision]])
-            _write_whole(
-                run,
-                described,
+            _copy_description(described, partial, dtype=HF_NAMES[precision])
+            write_weights(
                 partial,
                 weights,
                 index,
                 conversions=state.get("conversions") or [],
+                model=described,
+                trust_remote_code=_trusts_remote_code(run),
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
@@ -382,36 +377,6 @@ def _form(to: str | None, *, adapted: bool, run: RunDir) -> str:
     return to
 
 
-def _write_whole(
-    run: RunDir,
-    described: Path,
-    directory: Path,
-    weights: list[Weight],
-    index: FragmentIndex,
-    *,
-    conversions: list[str],
-    shard_bytes: int,
-    on_bytes: Callable[[int], None],
-) -> None:
-    """Write all weights of the checkpoint."""
-    if not conversions:
-        write_weights(directory, weights, index, shard_bytes=shard_bytes, on_bytes=on_bytes)
-        return
-    # transformers alone knows how fused weights are laid out in files.
-    from llmx.checkpoint.export.converted import write_converted
-
-    write_converted(
-        directory,
-        weights,
-        index,
-        conversions,
-        model=described,
-        trust_remote_code=_trusts_remote_code(run),
-        shard_bytes=shard_bytes,
-        on_bytes=on_bytes,
-    )
-
-
 def _merge(
     run: RunDir,
     described: Path,
@@ -419,20 +384,23 @@ def _merge(
     state: dict[str, Any],
     index: FragmentIndex,
     *,
-    dtype: str,
+    precision: str,
     shard_bytes: int,
     on_bytes: Callable[[int], None],
 ) -> tuple[int, int]:
     """The model that the run trained on with the checkpoint's adapter in it: its parameters, and
     their bytes."""
     from llmx.checkpoint.export.merged import write_merged
+    from llmx.checkpoint.export.weights import write_adapter
 
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as name:
         adapter = Path(name)
-        _copy_description(described, adapter, dtype=TORCH_NAMES[dtype])
+        _copy_description(described, adapter, dtype=HF_NAMES[precision])
         write_adapter(adapter, state, index, dtype=NAMES["fp32"], on_bytes=on_bytes)
         source = snapshot.load(run).model
-        elements = write_merged(directory, adapter, source, dtype=dtype, shard_bytes=shard_bytes)
+        elements = write_merged(
+            directory, adapter, source, dtype=NAMES[precision], shard_bytes=shard_bytes
+        )
     return elements, sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 

@@ -27,9 +27,8 @@ from llmx.checkpoint.manifest import (
 )
 from llmx.checkpoint.retention import (
     best_steps,
-    complete_steps,
     plan_removals,
-    stored_parts,
+    take_inventory,
     to_prune,
 )
 from tests.checkpoint_saves import assessment, flip_bit, restart, save, tree, usable_steps
@@ -290,7 +289,7 @@ KEEP: dict[str, Any] = {"last": 2, "best": 1, "every": 0, "metrics": {}, "mode":
 
 
 def gone(storages: list[Path], **changes: Any) -> tuple[list[int], int | None]:
-    found = [stored_parts(path) for path in storages]
+    found = [take_inventory(path, storage=n).reports for n, path in enumerate(storages)]
     return plan_removals(found, **{"step": 4, "damaged": (), **KEEP, **changes})
 
 
@@ -302,7 +301,7 @@ def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
     assert gone(storages, metrics=metrics) == ([2], 1)
     # Of step 1 a removal that was cut short has left a part: the best is the best whole one.
     commit.prune(storages[0], [1])
-    assert complete_steps([stored_parts(path) for path in storages]) == [2, 3, 4]
+    assert usable_steps(storages) == [2, 3, 4]
     assert gone(storages, metrics=metrics) == ([], 2)
     assert gone(storages, best=0) == ([1, 2], None)
     # Where it would not be kept anyway, the part goes.
@@ -310,8 +309,7 @@ def test_all_storages_come_to_the_same_decision(memory: Path) -> None:
     # A damaged one is neither counted nor removed; one without a manifest counts for nothing.
     assert gone(storages, best=0, damaged=[3]) == ([1], None)
     (storages[1] / "step-00000003" / "manifest.json").write_text("torn")
-    assert stored_parts(storages[1])[3] is None
-    assert complete_steps([stored_parts(path) for path in storages]) == [2, 4]
+    assert usable_steps(storages) == [2, 4]
     # Sent back to step 2: what came later is given up.
     assert gone(storages, step=2, best=0) == ([3, 4], None)
     # All is shared: one storage holds everything, and says the same.
@@ -337,8 +335,6 @@ def test_what_a_broken_disk_does_not_show_counts_as_here_and_unreadable(memory: 
     path = checkpoints / "step-00000001" / "state.json"
     path.unlink()
     path.symlink_to(path.name)  # around and around: stat fails, and not for want of a file
-    part = stored_parts(checkpoints)[1]
-    assert "state.json" in part.here
     assessment = selection.assess([selection.inspect(checkpoints, 1)])
     assert not assessment.usable
     assert "cannot be read (Too many levels of symbolic links)" in assessment.reason

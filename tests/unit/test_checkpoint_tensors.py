@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmx.checkpoint.export.weights import convert, num_infinite
 from llmx.checkpoint.fragments import FragmentIndex, check_cover, cover_of, fragment_key, parse_key
 from llmx.checkpoint.manifest import CheckpointError, digest_bytes
 from llmx.checkpoint.tensors import Fragment, TensorFile, TensorSpec, TensorWriter, write_tensors
@@ -208,18 +207,3 @@ def test_empty_weights_and_names_that_are_no_keys_are_refused() -> None:
     for key in ("master", "master|w", "master|w|x", "|w|0", "master||0"):
         with pytest.raises(CheckpointError):
             parse_key(key)
-
-
-def test_rounding_is_torchs() -> None:
-    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
-    values = bits.to(torch.int32).view(torch.float32)
-    values = torch.cat([values[values.isfinite()], torch.tensor([0.0, -0.0, 1e-45, 3.4e38])])
-    ours = convert(values.numpy(), "F32", "BF16")
-    assert np.array_equal(ours, values.bfloat16().view(torch.uint16).numpy())
-    back = convert(ours, "BF16", "F32")
-    assert np.array_equal(back, values.bfloat16().float().numpy())
-    assert np.array_equal(convert(values.numpy(), "F32", "F16"), values.half().numpy())
-    assert num_infinite(ours, "BF16") == int(values.bfloat16().isinf().sum())
-    assert num_infinite(values.half().numpy(), "F16") == int(values.half().isinf().sum())
-    whole = np.array([1, 2, 3])
-    assert convert(whole, "I64", "BF16") is whole

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from llmx.checkpoint.export.merged import write_merged
 from llmx.checkpoint.export.model import export_adapter
-from llmx.checkpoint.export.weights import SHARD_BYTES
+from llmx.checkpoint.tensors import SHARD_BYTES
 from llmx.config import AdapterConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.checkpoint.export.weights import SHARD_BYTES, ShardWriter
+from llmx.checkpoint.export.weights import ShardWriter
 from llmx.checkpoint.model_files import seal
 from llmx.checkpoint.state.engine_state import whole_tensor
-from llmx.checkpoint.tensors import write_tensors
+from llmx.checkpoint.tensors import SHARD_BYTES, write_tensors
 from llmx.models.adapter import Adapter
 from llmx.models.adapter_names import (
     CONFIG_FILE,

@@ -1,10 +1,10 @@
 """The weights of an export: safetensors files of bounded size and their index, or an adapter as a
-directory of ``peft``. Standard library and numpy only.
+directory of ``peft``.
 
 ``ShardWriter`` writes every export, from a checkpoint and from the engine alike; the bytes are
 those that ``safetensors`` would write. A checkpoint is read, converted and written a piece at a
-time: neither a tensor nor a shard is ever whole in memory. Floating-point numbers change their
-width bit for bit as torch rounds them.
+time: neither a tensor nor a shard is ever whole in memory. Where files of the Hub have another
+layout than memory (fused experts apart), transformers converts a few whole tensors at a time.
 
 Tried by ``python -m pytest tests/unit/test_checkpoint_export.py`` and ``python -m pytest -m
 deepspeed tests/integration/test_adapter.py``.
@@ -19,64 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from llmx.checkpoint.disk import DISK, Disk, write_file
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.tensors import ITEM_BYTES, Fragment, write_tensors
+from llmx.checkpoint.state.engine_state import TORCH_DTYPES, as_buffer, whole_tensor
+from llmx.checkpoint.tensors import ITEM_BYTES, SHARD_BYTES, Fragment, write_tensors
 from llmx.models.adapter_names import WEIGHTS_FILE, exported_name
-
-NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""safetensors' name by ours."""
-TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""As a Hugging Face config calls them."""
-
-NUMPY = {
-    "F64": "<f8", "I64": "<i8", "U64": "<u8",
-    "F32": "<f4", "I32": "<i4", "U32": "<u4",
-    "F16": "<f2", "I16": "<i2", "U16": "<u2",
-    "I8": "i1", "U8": "u1", "BOOL": "?",
-}  # fmt: skip
-"""numpy's; what numpy does not know (BF16, F8) is read as unsigned integers of that width."""
-
-
-def convert(values: np.ndarray, source: str, target: str) -> np.ndarray:
-    """1-D values of dtype ``source`` as ``target`` (safetensors' names; BF16 as uint16).
-
-    Rounds to nearest, ties to even. What is not floating point stays as it is.
-    """
-    if source == target or source not in TORCH_NAMES:
-        return values
-    if source == "BF16":
-        wide = (values.astype(np.uint32) << 16).view(np.float32)
-    else:
-        wide = values.astype(np.float32, copy=False)
-    if target == "F32":
-        return wide
-    if target == "F16":
-        with np.errstate(over="ignore"):
-            return wide.astype(np.float16)
-    bits: np.ndarray = np.ascontiguousarray(wide).view(np.uint32)
-    # To nearest, ties to even.
-    bits = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    bits[np.isnan(wide)] = 0x7FC0
-    return bits.astype(np.uint16)
-
-
-def converted(source: str, target: str) -> str:
-    """The dtype that ``convert`` gives."""
-    return target if source in TORCH_NAMES else source
-
-
-def num_infinite(values: np.ndarray, dtype: str) -> int:
-    """The number of values that are infinite or NaN: too large for the dtype."""
-    if dtype == "BF16":
-        return int(np.count_nonzero((values & 0x7F80) == 0x7F80))
-    return int(values.size - np.count_nonzero(np.isfinite(values)))
-
-
-SHARD_BYTES = 2 * 2**30
+from llmx.models.conversion import WholeShapes, conversions_in_words, convert_export, plan_export
+from llmx.models.model import empty_network
 
 
 class ShardWriter:
@@ -128,8 +80,8 @@ class ShardWriter:
         self._open, self._open_bytes = [], 0
 
 
-PIECE_ELEMENTS = 4 * 2**20
-"""Read, converted and written at a time: 16 MiB of fp32."""
+PIECE_ELEMENTS = 2**20
+"""Read, converted and written at a time: 4 MiB of fp32."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +135,13 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
     ]
     return [
         Weight(
-            name.removeprefix(prefix), kind, shape, stored, converted(stored, dtype), prefix=prefix
+            name.removeprefix(prefix),
+            kind,
+            shape,
+            stored,
+            # Counters and the like among the buffers keep their dtype.
+            dtype if TORCH_DTYPES[stored].is_floating_point else stored,
+            prefix=prefix,
         )
         for name, kind, shape in tensors
         for stored in (index.dtype(kind, name),)
@@ -195,45 +153,90 @@ def write_weights(
     weights: Sequence[Weight],
     index: FragmentIndex,
     *,
+    conversions: list[str],
+    model: Path,
+    trust_remote_code: bool,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write the shards and their index into an existing directory.
 
     Args:
-        on_bytes: called with the bytes of each piece as it is written.
+        conversions: those of ``state.json``, between the layout in memory and that of files.
+        model: directory with the ``config.json`` of the architecture.
+        trust_remote_code: as in the run: an architecture of its own code is built with that.
+        on_bytes: called with the bytes of each piece as it is read.
 
     Raises:
         OSError: the disk is full or broken.
-        CheckpointError: a value does not fit the dtype.
+        LlmxError: a value does not fit the dtype; another version of transformers is needed.
     """
     shards = ShardWriter(directory, shard_bytes=shard_bytes)
-    for weight in weights:
-        values = pieces(weight, index, on_bytes)
-        shards.add(Fragment(weight.name, weight.written, weight.num_elements, values, weight.shape))
+    if conversions:
+        for tensor in _converted(weights, index, conversions, model, trust_remote_code, on_bytes):
+            shards.add(tensor)
+    else:
+        for weight in weights:
+            shards.add(_fragment(weight.name, weight, index, on_bytes))
     shards.finish()
+
+
+def _fragment(
+    name: str, weight: Weight, index: FragmentIndex, on_bytes: Callable[[int], None]
+) -> Fragment:
+    values = (as_buffer(piece) for piece in pieces(weight, index, on_bytes))
+    return Fragment(name, weight.written, weight.num_elements, values, weight.shape)
+
+
+def _converted(
+    weights: Sequence[Weight],
+    index: FragmentIndex,
+    conversions: list[str],
+    model: Path,
+    trust_remote_code: bool,
+    on_bytes: Callable[[int], None],
+) -> Iterator[Fragment]:
+    """The tensors as files of the Hub have them."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    empty = empty_network(config, trust_remote_code=trust_remote_code)
+    transforms = conversions_in_words(empty, conversions)
+    by_name = {weight.name: weight for weight in weights}
+    shapes = {weight.name: weight.shape for weight in weights}
+    stand_in = WholeShapes(empty, transforms)
+    for group in plan_export(empty, shapes, transforms):
+        values = {}
+        for _, name in group.sources:
+            # A piece is valid until the next one is taken.
+            parts = [piece.clone() for piece in pieces(by_name[name], index, on_bytes)]
+            values[name] = torch.cat(parts).reshape(shapes[name])
+        with torch.no_grad():
+            tensors = convert_export(group, values, stand_in)
+        for name, tensor in tensors.items():
+            yield whole_tensor(name, tensor.to("cpu", copy=True))
 
 
 def pieces(
     weight: Weight, index: FragmentIndex, on_bytes: Callable[[int], None]
-) -> Iterator[np.ndarray]:
+) -> Iterator[torch.Tensor]:
     """The values of a weight in the dtype that is written, ``PIECE_ELEMENTS`` at a time.
 
     One is valid until the next is taken. Raises CheckpointError for a value that does not
     fit the dtype.
     """
-    kind = NUMPY.get(weight.stored, f"<u{ITEM_BYTES[weight.stored]}")
-    staging = np.empty(min(PIECE_ELEMENTS, weight.num_elements), dtype=kind)
-    for start in range(0, weight.num_elements, PIECE_ELEMENTS):
+    size = min(PIECE_ELEMENTS, weight.num_elements)
+    staging = torch.empty(size, dtype=TORCH_DTYPES[weight.stored])
+    for start in range(0, max(weight.num_elements, 1), PIECE_ELEMENTS):
         stop = min(start + PIECE_ELEMENTS, weight.num_elements)
         values = staging[: stop - start]
-        index.read_range(weight.state, weight.prefix + weight.name, start, stop, values)
-        written = convert(values, weight.stored, weight.written)
-        if weight.stored != weight.written and (
-            bad := num_infinite(written, weight.written) - num_infinite(values, weight.stored)
+        index.read_range(weight.state, weight.prefix + weight.name, start, stop, as_buffer(values))
+        written = values.to(TORCH_DTYPES[weight.written])
+        if written.dtype != values.dtype and (
+            too_large := int(written.isinf().sum() - values.isinf().sum())
         ):
             raise CheckpointError(
-                f"{weight.name} has {bad} values that are too large for {weight.written}. "
+                f"{weight.name} has {too_large} values that are too large for {weight.written}. "
                 "Export with --dtype bf16 or fp32."
             )
         yield written
@@ -268,13 +271,7 @@ def write_adapter(
         if entry["tied_to"] and name.startswith(prefix):
             names[entry["tied_to"].removeprefix(prefix)].append(name.removeprefix(prefix))
     tensors = [
-        Fragment(
-            exported_name(name),
-            weight.written,
-            weight.num_elements,
-            pieces(weight, index, on_bytes),
-            weight.shape,
-        )
+        _fragment(exported_name(name), weight, index, on_bytes)
         for weight in weights
         for name in names[weight.name]
     ]
