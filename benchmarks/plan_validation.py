@@ -357,7 +357,7 @@ def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
     drawing = round(memory_of(exp, plan, trace, "cpu").drawing_gib * 2**30)
     return {
         "peak": peaks.total + peaks.host + drawing,
-        "parts": {**peaks.at, "drawing": drawing, "resting": peaks.now},
+        "parts": {**peaks.at, "drawing": drawing, "resting": peaks.current},
         "moment": peaks.moment,
         "host": peaks.host,
         "parameters": trace.num_parameters,
@@ -424,10 +424,11 @@ def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> N
     os.environ.update({name: str(value) for name, value in place.items()})
     from llmx.compose.task_rules import drawn_samples, loss_logits
     from llmx.plan import make_plan
+    from llmx.plan.knowledge import Knowledge
     from llmx.train.engine.process_group import join_process_group
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp, logits=loss_logits(exp), drawn=drawn_samples(exp))
+    plan = make_plan(exp, Knowledge(logits=loss_logits(exp), drawn=drawn_samples(exp)))
     join_process_group(plan)
     (out / f"{rank}.json").write_text(json.dumps(measured(exp, plan, rank)))
 
@@ -435,9 +436,10 @@ def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> N
 def answer_predicted(case: Case, root: Path, out: Path) -> None:
     from llmx.compose.task_rules import drawn_samples, loss_logits
     from llmx.plan import make_plan
+    from llmx.plan.knowledge import Knowledge
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp, logits=loss_logits(exp), drawn=drawn_samples(exp))
+    plan = make_plan(exp, Knowledge(logits=loss_logits(exp), drawn=drawn_samples(exp)))
     found = predicted(exp, plan)
     formula = None
     if plan.memory:

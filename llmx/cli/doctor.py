@@ -235,12 +235,12 @@ def _examine_network(
 def network_time(composed: Composed, gbit_per_s: float) -> str:
     """What the plan predicts with a network of this bandwidth."""
     from llmx.compose.complete import plan_experiment, refusal
-    from llmx.lifecycle.learned import with_learned_time
+    from llmx.lifecycle.learned import finished_runs
 
-    exp = composed.experiment
+    exp, known = composed.experiment, finished_runs()
     hardware = dataclasses.replace(exp.hardware, network_gbit_per_s=float(f"{gbit_per_s:.3g}"))
-    measured = plan_experiment(dataclasses.replace(exp, hardware=hardware), is_checked=True)
-    time_plan = with_learned_time(measured).plan.time
+    measured = dataclasses.replace(exp, hardware=hardware)
+    time_plan = plan_experiment(measured, is_checked=True, knowledge=known).plan.time
     key = f"hardware.network_gbit_per_s={gbit_per_s:.3g}"
     if time_plan is None or not time_plan.step_s:
         return f"With {key} the plan predicts by it."
@@ -253,7 +253,7 @@ def network_time(composed: Composed, gbit_per_s: float) -> str:
         zero = dataclasses.replace(exp.zero, stage=stage)
         variant = dataclasses.replace(exp, hardware=hardware, zero=zero)
         if not refusal(variant):
-            plan = with_learned_time(plan_experiment(variant, is_checked=True)).plan
+            plan = plan_experiment(variant, is_checked=True, knowledge=known).plan
             if plan.time is not None and not plan.memory_warnings:
                 waits_s[stage] = plan.time.exposed_s
     stage = min(waits_s, key=lambda stage: waits_s[stage], default=3)

@@ -71,12 +71,12 @@ def compare(words: Sequence[str], names: Sequence[str], *, stream: TextIO) -> in
 
 def planned(line: Line) -> Composed:
     """The experiment of a command line, composed and planned as ``plan`` does; writes nothing."""
-    from llmx.lifecycle.learned import with_learned_time
-    from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-    from llmx.lifecycle.preflight import with_checked_inputs
+    from llmx.lifecycle.knowledge import informed
+    from llmx.lifecycle.preflight import check_inputs
 
-    composed = with_traced_choice(with_checked_inputs(composed_line(line)))
-    return with_learned_time(with_traced_memory(composed, make=True)[0])
+    composed = composed_line(line)
+    check_inputs(composed)
+    return informed(composed, make=True, choose=True)
 
 
 def composed_line(line: Line) -> Composed:

@@ -10,7 +10,6 @@ the same on another machine.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import glob
 import itertools
 import json
@@ -56,18 +55,11 @@ from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
 from llmx.plan.adapter import freeze_problems, target_problems
-from llmx.plan.choices import (
-    KnownFor,
-    auto_keys,
-    choose,
-    first_allowed,
-    no_runs,
-    size_of_a_step,
-)
+from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
 from llmx.plan.geometry import model_geometry, position_limit
+from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
 from llmx.plan.memory import with_size, with_trained_size
-from llmx.plan.trace import Traces
-from llmx.plan.types import KnownSpeeds, NetworkBeside
+from llmx.plan.types import NetworkBeside
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,13 @@ class Composed:
     """An experiment ready to be written down and launched."""
 
     experiment: Experiment
-    """With plain values in the place of every ``auto``."""
+    """The experiment with plain values in the place of every ``auto``."""
     plan: Plan
     ds_config: dict[str, Any]
     asked: Experiment | None = None
-    """As it was before the plan chose; None where nothing was left to it."""
+    """The experiment before the plan chose; None where nothing was left to it."""
+    knowledge: Knowledge = NO_KNOWLEDGE
+    """The facts that the plan rests on."""
 
 
 def plan_experiment(
@@ -87,56 +81,44 @@ def plan_experiment(
     problems: Sequence[str] = (),
     *,
     is_checked: bool = False,
-    speeds: KnownSpeeds | None = None,
+    knowledge: Knowledge = NO_KNOWLEDGE,
+    without: Sequence[Experiment] = (),
 ) -> Composed:
-    """Validate and plan an experiment that is complete already (a snapshot).
+    """Validate an experiment that is complete already (a snapshot), replace each ``auto`` by the
+    fastest value that fits, and plan.
 
     ``problems``: what completing it has found, to be reported with the rest. ``is_checked``: plan
-    alone. ``speeds``: measured there before by ranks.
+    alone. ``knowledge``: what this machine and earlier runs have shown; the task adds its own.
+    ``without``: variants that ``auto`` must not choose, since they do not fit after all.
     """
+    asked = chosen = None
     if auto_keys(exp):
-        return chosen_experiment(exp, problems)
-    if not is_checked:
+
+        def allows(variant: Experiment) -> str:
+            return refusal(variant, problems, is_typed=True)
+
+        experiment_from_dict(to_dict(exp))  # once for all variants
+        size_of_a_step(exp)
+        knowledge = _with_task(knowledge, first_allowed(exp, allows))
+        asked, (exp, chosen) = exp, choose(exp, knowledge, allows=allows, without=without)
+    elif not is_checked:
         check(exp, problems)
-    plan = make_plan(
-        exp,
+    knowledge = _with_task(knowledge, exp)
+    plan = make_plan(exp, knowledge)
+    notes = (*plan.notes, *task_warnings(exp), *training_notes(exp))
+    plan = replace(plan, notes=notes, chosen=chosen)
+    return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan), asked, knowledge)
+
+
+def _with_task(knowledge: Knowledge, exp: Experiment) -> Knowledge:
+    """The knowledge with the facts of the experiment's task and hosts."""
+    return replace(
+        knowledge,
         local_names=local_names([*exp.hardware.hosts, *exp.rollout.servers]),
         beside=_beside(exp),
         logits=loss_logits(exp),
-        measured_speeds=speeds,
         drawn=drawn_samples(exp),
     )
-    notes = (*plan.notes, *task_warnings(exp), *training_notes(exp))
-    plan = dataclasses.replace(plan, notes=notes)
-    return Composed(exp, plan, ds_config(exp.model, exp.zero, exp.optim, plan))
-
-
-def chosen_experiment(
-    exp: Experiment,
-    problems: Sequence[str] = (),
-    *,
-    traces: Traces | None = None,
-    without: Sequence[Experiment] = (),
-    speeds_of: KnownFor = no_runs,
-) -> Composed:
-    """Replace each ``auto`` by the fastest value that fits, and plan.
-
-    ``traces``: of the real micro step; without them by the formula. ``without``: variants that do
-    not fit after all. ``speeds_of``: measured by finished runs; without them by assumptions.
-    """
-
-    def allows(variant: Experiment) -> str:
-        return refusal(variant, problems, is_typed=True)
-
-    experiment_from_dict(to_dict(exp))  # once for all variants
-    size_of_a_step(exp)
-    first = plan_experiment(first_allowed(exp, allows), is_checked=True)
-    choice, why = choose(
-        exp, first.plan, traces or Traces({}), allows=allows, without=without, learned_for=speeds_of
-    )
-    composed = plan_experiment(choice, is_checked=True)
-    plan = dataclasses.replace(composed.plan, chosen=why)
-    return dataclasses.replace(composed, plan=plan, asked=exp)
 
 
 def refusal(exp: Experiment, problems: Sequence[str] = (), *, is_typed: bool = False) -> str:
@@ -168,8 +150,8 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     Also returns one message for each path that cannot be used.
     """
     if exp.hardware.kind == "slurm" and exp.launch.transport == "auto":
-        launch = dataclasses.replace(exp.launch, transport="slurm")
-        exp = dataclasses.replace(exp, launch=launch)
+        launch = replace(exp.launch, transport="slurm")
+        exp = replace(exp, launch=launch)
     hardware = exp.hardware
     if exp.launch.transport == "external":
         if hardware.kind not in ("local", "external"):
@@ -177,7 +159,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
                 f"hardware={hardware.name} with launch=external: the hosts are those of the "
                 "processes that were started. Leave hardware out."
             )
-        hardware = dataclasses.replace(hardware, kind="external", name="external")
+        hardware = replace(hardware, kind="external", name="external")
     hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), exp.rollout)
     all_here = _all_here(exp.launch, hardware)
     data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
@@ -196,7 +178,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         problems += about
     run_dir = absolute(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
-    exp = dataclasses.replace(
+    exp = replace(
         exp,
         name=name,
         run_dir=run_dir,
@@ -205,7 +187,7 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         task=task,
         hardware=hardware,
         rollout=rollout,
-        tracking=dataclasses.replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
+        tracking=replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
     return with_task_defaults(shortened(with_implied_values(exp))), problems
 
@@ -245,12 +227,12 @@ def with_implied_values(exp: Experiment) -> Experiment:
     steps means steps."""
     zero, task, optim = exp.zero, exp.task, exp.optim
     if zero.hpz_partition_size == 0 and exp.hardware.hosts:
-        zero = dataclasses.replace(zero, hpz_partition_size=exp.hardware.hosts[0].slots)
+        zero = replace(zero, hpz_partition_size=exp.hardware.hosts[0].slots)
     if task.steps is not None:
-        task = dataclasses.replace(task, epochs=None)
+        task = replace(task, epochs=None)
     if optim.warmup_steps is not None:
-        optim = dataclasses.replace(optim, warmup_fraction=None)
-    return dataclasses.replace(exp, zero=zero, task=task, optim=optim)
+        optim = replace(optim, warmup_fraction=None)
+    return replace(exp, zero=zero, task=task, optim=optim)
 
 
 def check_paths(exp: Experiment, plan: Plan) -> None:
@@ -315,7 +297,7 @@ def _beside(exp: Experiment) -> tuple[NetworkBeside, ...]:
         if spec.source is not None:
             added: dict[str, Any] = {"add_tokens": [], "add_special_tokens": []}
             config = network_of(spec.source, spec.revision)
-            model = dataclasses.replace(
+            model = replace(
                 model, kind="hf", init="pretrained", config={}, resolved=config, **added
             )
         network = NetworkBeside(
@@ -351,7 +333,7 @@ def _with_model_sources(
                 f"data.seq_len={limit}."
             )
         problems += [*paths.problems, *of_directory]
-    return dataclasses.replace(task, options=options), problems
+    return replace(task, options=options), problems
 
 
 def _model_directory(
@@ -417,17 +399,17 @@ def local_paths(
     may be that of a directory here.
     """
     paths = _Paths(all_here, _input_paths(former).values() if former else ())
-    data = dataclasses.replace(
+    data = replace(
         data,
         path=data.path if data.sources else paths.source(data.path, "data.path"),
         eval_path=data.eval_path and paths.source(data.eval_path, "data.eval_path"),
         sources=[
-            dataclasses.replace(part, path=paths.source(part.path, f"data.sources[{index}].path"))
+            replace(part, path=paths.source(part.path, f"data.sources[{index}].path"))
             for index, part in enumerate(data.sources)
         ],
         cache_dir=data.cache_dir and absolute(data.cache_dir),
     )
-    model = dataclasses.replace(
+    model = replace(
         model,
         path=model.path and paths.model(model.path, "model.path"),
         tokenizer=model.tokenizer and paths.model(model.tokenizer, "model.tokenizer"),
@@ -544,14 +526,16 @@ def _unreadable(place: Path) -> str:
 
 def _missing(where: str, path: str) -> str:
     name, parent = os.path.basename(path.rstrip("/")), os.path.dirname(absolute(path))
-    near = ""
+    suggestion = ""
     if os.path.isdir(parent) and len(name) < 100:
         # What may not be listed suggests nothing.
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
-            near = did_you_mean(name, [entry.name for entry in itertools.islice(entries, 10_000)])
+            suggestion = did_you_mean(
+                name, [entry.name for entry in itertools.islice(entries, 10_000)]
+            )
     at = _seen_from(path)
     word = re.sub(r"\[(\d+)\]", r".\1", where)
-    return f"{where}={shown(path)}: no such file or directory{at}.{near} Set {word}=PATH."
+    return f"{where}={shown(path)}: no such file or directory{at}.{suggestion} Set {word}=PATH."
 
 
 def _seen_from(path: str) -> str:
@@ -572,7 +556,7 @@ def objective_of(exp: Experiment) -> str:
         return "tokens_per_s"
     if exp.checkpoint.metric != "auto":
         return exp.checkpoint.metric
-    # Of a task of the user's own, as ``Task.judged_by``.
+    # A task of the user's own is judged so, too (``Task.judged_by``).
     return "eval/loss" if exp.task.evaluate and exp.data.has_eval else "train/loss"
 
 

@@ -5,9 +5,9 @@ A start (``start.run_composed``; ``start.prepare`` for each trial of a sweep):
 1. ``compose.complete`` completes the typed config, checks its rules, and plans.
 2. ``launch.check_launch`` refuses a secret in ``launch.env`` or ``hardware.env``, say, before
    anything is written.
-3. ``preflight.with_checked_inputs`` looks at the files of the models and at the first rows of each
-   source, as the task takes them. What the config leaves to the plan (``auto``) is then chosen by
-   traces of the micro step (``memory.with_traced_choice``).
+3. ``preflight.check_inputs`` looks at the files of the models and at the first rows of each source,
+   as the task takes them. ``knowledge.informed`` then plans with all that is known (traces of the
+   micro step, finished runs), and chooses what the config leaves to the plan (``auto``) by it.
 4. ``run.snapshot.write`` writes the snapshot and checks its round trip.
 5. ``launch.write_launch_files`` writes hostfile, ssh_config, ds_env and command.txt.
    ``dry_run=true`` ends here.

@@ -15,19 +15,14 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment
-from llmx.plan.choices import KnownFor, no_runs
-from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
-from llmx.plan.step_time import with_time
+from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
+from llmx.plan.learned import Measured, Observation, observe
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir, read_json, read_mapping, write_json
-from llmx.run.speeds import known_speeds
 from llmx.run.tail import read_records
 
 FORMAT = 1
@@ -47,27 +42,12 @@ def learned_file() -> Path:
     return root / "learned.json"
 
 
-def with_learned_time(composed: Composed) -> Composed:
-    """Predict the time in the plan from finished runs, where there are any."""
-    exp, plan = composed.experiment, composed.plan
-    speeds = known_runs()(exp, plan)
-    if not speeds.tflops:
-        return composed
-    taught = with_time(plan, exp, learned=speeds)
-    # Of a model whose size only a trace knows, the time stays that by the trace.
-    return replace(composed, plan=taught) if taught.time and taught.time.step_s else composed
-
-
-def known_runs() -> KnownFor:
-    """The measurements of finished runs for any plan, from the file as it is now."""
+def finished_runs() -> Knowledge:
+    """The measurements of finished runs, from the file as it is now."""
     path = learned_file()
-    observations = [] if _is_off() else read_observations(path)
-    return partial(known_of, observations, path=str(path)) if observations else no_runs
-
-
-def known_contexts() -> dict[str, float]:
-    """GiB of the CUDA context that finished runs have shown, by type of device."""
-    return {} if _is_off() else contexts_gib(read_observations(learned_file()))
+    if _is_off():
+        return NO_KNOWLEDGE
+    return Knowledge(runs=tuple(read_observations(path)), runs_file=str(path))
 
 
 def learn(run: RunDir, exp: Experiment) -> list[Observation]:
@@ -168,24 +148,3 @@ def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
 
 def _is_off() -> bool:
     return os.environ.get("LLMX_LEARNED", "").lower() == "off"
-
-
-BY_SPEED = (
-    *("batch", "balance", "ranks", "memory", "time", "notes"),
-    "grad_accum_dtype",
-)
-"""Fields of a plan that follow from the split."""
-
-
-def with_known_speeds(composed: Composed) -> Composed:
-    """Planned again where the split is still to be measured and was measured before: the plan then
-    shows the split of the run. The ranks decide themselves, by their own caches."""
-    exp, plan = composed.experiment, composed.plan
-    if plan.balance is None or not plan.balance.pending:
-        return composed
-    speeds = known_speeds(exp, plan)
-    if speeds is None:
-        return composed
-    measured = plan_experiment(exp, is_checked=True, speeds=speeds)
-    plan = replace(plan, **{name: getattr(measured.plan, name) for name in BY_SPEED})
-    return replace(composed, plan=plan, ds_config=measured.ds_config)

@@ -9,13 +9,10 @@ asked in a process of its own (``ask``).
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import llmx
 from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
 from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
@@ -25,11 +22,9 @@ from llmx.config.model_rules import added_tokens
 from llmx.config.tasks import shipped_tasks
 from llmx.config.user_code import code_roots, user_code
 from llmx.errors import ConfigError, DataError
+from llmx.lifecycle.knowledge import tokenizer_rows
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
-from llmx.plan.adapter import trained_parameters
 from llmx.plan.geometry import model_geometry
-from llmx.plan.storage import ModelSize, with_storage
-from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
 from llmx.run.scratch import ask
@@ -44,26 +39,27 @@ TOKENIZER_FILES = (
 """A directory without one of them has no tokenizer."""
 
 
-def with_checked_inputs(composed: Composed) -> Composed:
-    """Check models and data; the plan gets a warning if only the network is missing.
+def check_inputs(composed: Composed) -> list[str]:
+    """Check models and data; notes about what is lost of the first rows, and in a plan of what only
+    lacks a network.
 
     Raises:
         CheckpointError: a file of a model that llmx wrote is not as it was written.
         ConfigError: a model or the task cannot be used.
         DataError: a source cannot be read, or one of its first rows is wrong.
     """
-    exp, plan = composed.experiment, composed.plan
+    exp = composed.experiment
     if problems := list(_model_problems(exp)):
         raise ConfigError("\n".join(problems))
     if problem := _vocabulary_problem(exp):
         raise ConfigError(problem)
-    all_here = all(host.is_local for host in plan.hosts)
+    all_here = all(host.is_local for host in composed.plan.hosts)
     notes = [text.removeprefix("WARNING: ") for text in _check_first_rows(exp, all_here=all_here)]
     # A cache of the Hub on other hosts is not seen from here.
     unreached = list(_unreached(exp)) if all_here else []
     if unreached and not exp.dry_run:
         raise ConfigError("\n".join(unreached))
-    return replace(composed, plan=replace(plan, notes=(*plan.notes, *notes, *unreached)))
+    return [*notes, *unreached]
 
 
 def _models(exp: Experiment) -> dict[str, str]:
@@ -156,38 +152,3 @@ def _check_first_rows(exp: Experiment, *, all_here: bool = True) -> list[str]:
         raise ConfigError(answer["code_problem"])
     warnings: list[str] = answer["warnings"]
     return warnings
-
-
-DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
-
-
-def with_true_vocabulary(plan: Plan, exp: Experiment) -> Plan:
-    """Correct the hosts' disk and RAM in the plan by the tokenizer's vocabulary."""
-    if plan.storage is None or plan.storage.certain == 1.0:
-        return plan
-    rows = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
-    before = model_geometry(exp.model)
-    if not rows or before is None:
-        return plan
-    model = replace(exp.model, resolved={**exp.model.network, "vocab_size": rows})
-    shape = model_geometry(model)
-    if shape is None:
-        return plan
-    num_parameters = plan.num_parameters - before.num_parameters + shape.num_parameters
-    trained = trained_parameters(model, exp.adapter) or shape.num_parameters
-    trained += sum(network.num_trained for network in plan.beside)
-    return with_storage(plan, exp, size=ModelSize(num_parameters, trained))
-
-
-def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
-    """The largest id of a tokenizer and one; ``name``: a local directory, or ``demo``.
-    ``with_added``: added tokens count, too."""
-    directory = DEMO if name == "demo" else Path(name).expanduser()
-    try:
-        values = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = values["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = {token["id"] for token in values.get("added_tokens", ())}
-        return max(added.union(ids) if with_added else set(ids) - added, default=-1) + 1
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -26,7 +26,7 @@ from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError, LlmxError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.resume.changes import (
     PLACES,
     Change,
@@ -90,7 +90,7 @@ def reproduce(words: RunCommand) -> int:
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
     composed = keep_choice(plan_experiment(new), old_plan, {change.key for change in changed})
-    composed, _ = with_traced_memory(composed, make=False)
+    composed = informed(composed, make=False)
     new = composed.experiment
     print(f"reproducing {run.root}\n       into {target.root}")
     then = _record_of(run)

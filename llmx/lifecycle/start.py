@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, refusal
 from llmx.compose.task_rules import training_notes
 from llmx.errors import ConfigError, RunFailed
-from llmx.lifecycle.learned import learn, with_known_speeds, with_learned_time
-from llmx.lifecycle.memory import with_traced_choice, with_traced_memory
-from llmx.lifecycle.preflight import with_checked_inputs
+from llmx.lifecycle.knowledge import informed
+from llmx.lifecycle.learned import learn
+from llmx.lifecycle.preflight import check_inputs
 from llmx.plan.choices import compared
+from llmx.plan.knowledge import Knowledge
 from llmx.redact import HIDDEN
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir
@@ -48,17 +49,16 @@ def run_composed(
 
         check_launch(exp, composed.plan)
         check_packages(exp.tracking)
-        checked = with_checked_inputs(composed)
-        return submit(
-            checked.experiment, checked.plan, words=overrides, config_dir=config_dir, stream=out
-        )
-    launch, traces = _prepared(composed, overrides=overrides, stream=out, is_trial=is_trial)
+        check_inputs(composed)
+        return submit(exp, composed.plan, words=overrides, config_dir=config_dir, stream=out)
+    composed = _checked(composed, is_trial=is_trial, stream=out)
+    launch = _written(composed, overrides=overrides)
     exp, plan = launch.exp, launch.plan
     if not exp.dry_run:
         for line in plan.memory_warnings:
             print(f"! {line}", file=out, flush=True)
         return launched(launch)
-    _print_plan(launch, traces, overrides=overrides, stream=out, is_written=True)
+    _print_plan(launch, composed.knowledge, overrides=overrides, stream=out, is_written=True)
     return 0
 
 
@@ -67,17 +67,17 @@ def show_plan(composed: Composed, *, overrides: list[str], stream: TextIO) -> No
     from llmx.launch import check_launch, rank_environment
     from llmx.launch.files import make_spec
 
-    composed, traces = _checked(composed, is_trial=False, stream=stream)
+    composed = _checked(composed, is_trial=False, stream=stream)
     exp, plan = composed.experiment, composed.plan
     check_launch(exp, plan)
     rank_environment(exp, plan)
     launch = make_spec(exp, plan, RunDir(Path(exp.run_dir)), port=0)
-    _print_plan(launch, traces, overrides=overrides, stream=stream, is_written=False)
+    _print_plan(launch, composed.knowledge, overrides=overrides, stream=stream, is_written=False)
 
 
 def _print_plan(
     launch: LaunchSpec,
-    traces: Any,
+    knowledge: Knowledge,
     *,
     overrides: list[str],
     stream: TextIO,
@@ -99,8 +99,8 @@ def _print_plan(
         command=render_command(launch).replace(launch.token, HIDDEN) if is_written else None,
         run_dir=run.root if is_written else None,
         stream=stream,
-        traces=traces,
-        options=compared(exp, plan, traces, allows=refusal) if traces else (),
+        traces=knowledge.traces,
+        options=compared(exp, plan, knowledge, allows=refusal),
         here=here,
         copied=sync_sizes(launch, run_dir=is_written),
         overrides=overrides,
@@ -109,27 +109,27 @@ def _print_plan(
 
 def prepare(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
     """Check a trial of a sweep and write its run directory; what is to be launched."""
-    return _prepared(composed, overrides=overrides, stream=sys.stdout, is_trial=True)[0]
+    composed = _checked(composed, is_trial=True, stream=sys.stdout)
+    return _written(composed, overrides=overrides)
 
 
-def _prepared(
-    composed: Composed, *, overrides: list[str], stream: TextIO, is_trial: bool
-) -> tuple[LaunchSpec, Any]:
-    """The checked and written launch of a run, and the traces of its plan."""
+def _written(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
+    """The launch of a checked run, with its snapshot and its files in the run directory."""
     from llmx.launch import rank_environment, write_launch_files
 
-    composed, traces = _checked(composed, is_trial=is_trial, stream=stream)
     exp, plan = composed.experiment, composed.plan
     environment = rank_environment(exp, plan)
     run = snapshot.write(
         exp, plan, composed.ds_config, overrides=overrides, environment=environment
     )
-    return write_launch_files(exp, plan, run), traces
+    return write_launch_files(exp, plan, run)
 
 
-def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> tuple[Composed, Any]:
-    """A run that can be launched, with what its plan has chosen and measured, and the traces of its
-    plan."""
+def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
+    """A run that can be launched, planned with all that is known; prints what the plan has chosen.
+
+    Trials of a sweep choose by the formula: none of them waits, and alike ones choose alike.
+    """
     from llmx.launch import check_launch
 
     if is_trial and composed.experiment.launch.slurm.submit:
@@ -146,12 +146,14 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> tuple[Com
             for note in training_notes(composed.experiment):
                 print(note, file=stream, flush=True)
         check_packages(composed.experiment.tracking)
-    composed = with_checked_inputs(composed)
-    composed = _chosen(composed, is_trial=is_trial, stream=stream)
+    notes = check_inputs(composed)
     # A trial of a sweep is one of many, and read by nobody.
     make = composed.experiment.dry_run and not is_trial
-    composed, traces = with_traced_memory(with_known_speeds(composed), make=make)
-    return with_learned_time(composed), traces
+    composed = informed(composed, make=make, choose=not is_trial)
+    chosen = composed.plan.chosen
+    if chosen is not None and not composed.experiment.dry_run:
+        print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
+    return replace(composed, plan=replace(composed.plan, notes=(*composed.plan.notes, *notes)))
 
 
 def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
@@ -190,19 +192,6 @@ def supervised(launch: LaunchSpec) -> int:
     elif exp.launch.slurm.requeue:
         requeue_job(run, result, first_step=first_step, stream=sys.stdout)
     return result.exit_code
-
-
-def _chosen(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
-    """Choose each value that was left to the plan (``auto``) for good, and print a line on it.
-
-    Trials of a sweep choose by the formula: none of them waits, and alike ones choose alike.
-    """
-    if composed.asked is not None and not is_trial:
-        composed = with_traced_choice(composed)
-    exp, plan = composed.experiment, composed.plan
-    if (chosen := plan.chosen) is not None and not exp.dry_run:
-        print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
-    return composed
 
 
 def require_success(exit_code: int) -> None:

@@ -38,7 +38,7 @@ NOT_HIDDEN = 10
 LEAST_GAIN = 0.02
 """A measured split must save this part of the time of the even one: less is noise."""
 TIMES_NOISE = 2.0
-"""... and at least so many times the noise of what was measured (a relative standard error)."""
+"""The time that it must save, in relative standard errors of what was measured."""
 RECORD_FORMAT = 1
 """The version of ``balance.json``."""
 ALIKE = 0.05
@@ -274,22 +274,6 @@ def even_batch(plan: Plan) -> BatchPlan | None:
         return solve_batch(config, seq_len=plan.batch.seq_len, world=plan.world_size)
     except ConfigError:
         return None
-
-
-def against_even(plan: Plan) -> tuple[int, int, list[float]]:
-    """Femtoseconds of a step as planned and of the even split (0: there is none), and the part of a
-    step in which each rank waits for others; without communication."""
-    balance, seq_len, even = plan.balance, plan.batch.seq_len, even_batch(plan)
-    assert balance is not None
-
-    def of(batch: BatchPlan) -> int:
-        sizes = tuple(batch.sizes_of(rank) for rank in range(plan.world_size))
-        return step_fs(sizes, balance.speeds, seq_len, same_steps=balance.same_steps)
-
-    planned = of(plan.batch)
-    sizes = tuple(plan.batch.sizes_of(rank) for rank in range(plan.world_size))
-    idle = [1.0 - busy / planned for busy in busy_fs(sizes, balance.speeds, seq_len)]
-    return planned, 0 if even is None else of(even), idle
 
 
 def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> BatchPlan:

@@ -127,7 +127,7 @@ def no_solution(total: int, *, ranks: int, most: int, rule: str) -> ConfigError:
             f"least one sample. Use batch.global_batch={ranks} or more, or fewer ranks."
         )
     below = total // most * most
-    near = " or ".join(str(size) for size in (below, below + most) if size > 0)
+    sizes = " or ".join(str(size) for size in (below, below + most) if size > 0)
     return ConfigError(
-        f"batch.global_batch={total} cannot be cut into {rule}. Use batch.global_batch={near}."
+        f"batch.global_batch={total} cannot be cut into {rule}. Use batch.global_batch={sizes}."
     )

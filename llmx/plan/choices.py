@@ -12,45 +12,30 @@ traced micro step where that is known. They stand in the order of their predicte
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmx import text as human
-from llmx.config.addresses import LOCAL_NAMES
 from llmx.config.fields import AUTO
 from llmx.config.schema import AdapterConfig, Experiment, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan.balance import sample_fs
 from llmx.plan.batch import MAX_GLOBAL_BATCH
-from llmx.plan.by_device import (
-    CHECKPOINTING,
-    HOW,
-    Ways,
-    checkpointing_by_device,
-    checkpointing_on,
-    checkpointing_overrides,
-    in_words,
-    intricacy,
-    mixed_ways,
-    uniform_ways,
-    with_checkpointing,
-)
+from llmx.plan.by_device import CHECKPOINTING, checkpointing_by_device, in_words
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.make import make_plan
-from llmx.plan.memory import memory_of
-from llmx.plan.step_time import NOTHING, LearnedSpeeds, tokens_per_s, with_time, with_traced_time
-from llmx.plan.storage import ModelSize, with_storage
-from llmx.plan.trace import Traces
+from llmx.plan.step_time import tokens_per_s
 from llmx.plan.types import ChosenPlan, MemoryPlan, Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Columns of the table, beside the plan's own."""
 MAX_MICRO_BATCH = 512
-"""Where the global batch is not given."""
+"""The largest micro batch where the global batch is not given."""
 AS_FAST, SURELY_FASTER = 1.01, 1.05
 """Predicted times that differ by less are the same. Of two micro batches the one is taken that
-needs less memory, of two ZeRO options or ways of checkpointing the plainer one: what ZeRO-3 and
+needs less memory, of two ZeRO options or settings of checkpointing the simpler one: what ZeRO-3 and
 copies to the host cost beside their traffic is in no prediction."""
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -63,30 +48,22 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 """Options of the group ``zero`` that are compared, with what each sets."""
 ZERO, MICRO_BATCH = "zero", "batch.micro_batch"
-PLAIN = {ZERO: "stage2", HOW: "none", MICRO_BATCH: "1"}
+CHECKPOINTING_KEY = "model.activation_checkpointing"
+PLAIN = {ZERO: "stage2", CHECKPOINTING_KEY: "none", MICRO_BATCH: "1"}
 """The values that ``auto`` stands for where nothing can be compared."""
 
 AUTO_KEYS = tuple(PLAIN)
 
 LARGER_DEVICES = "Take a smaller model, or devices with more memory."
-"""Where nothing that was planned fits."""
+"""The advice where nothing that was planned fits."""
 
 Allows = Callable[[Experiment], str]
 """Why rules refuse an experiment; empty where they do not."""
 
 
-KnownFor = Callable[[Experiment, Plan], LearnedSpeeds]
-"""Returns the speeds that finished runs have shown for a plan."""
-
-
 def no_rules(exp: Experiment) -> str:
     """The ``Allows`` that refuses nothing."""
     return ""
-
-
-def no_runs(exp: Experiment, plan: Plan) -> LearnedSpeeds:
-    """The ``KnownFor`` where no run has finished yet."""
-    return NOTHING
 
 
 @dataclass(frozen=True)
@@ -100,17 +77,12 @@ class Choice:
     cost: float
     """Predicted time of a token, against that of the fastest of all."""
     chosen: bool = False
-    """It is the plan."""
-
-    @property
-    def ways(self) -> Ways:
-        """Activation checkpointing by type of device."""
-        return checkpointing_by_device(self.experiment)
+    """Whether it is the plan."""
 
     @property
     def checkpointing(self) -> str:
-        """The same in words: one, where all types have the same."""
-        return in_words(self.ways)
+        """Activation checkpointing: one word, where all types of devices have the same."""
+        return in_words(checkpointing_by_device(self.experiment))
 
     @property
     def micro_batch(self) -> int:
@@ -118,13 +90,8 @@ class Choice:
         return self.experiment.batch.micro_batch
 
     @property
-    def memory(self) -> Mapping[str, MemoryPlan]:
-        """The prediction for each type of device."""
-        return {part.device: part for part in self.plan.memory}
-
-    @property
     def fits(self) -> bool:
-        """On every type of device, and in the RAM of every host."""
+        """Whether it fits on every type of device, and in the RAM of every host."""
         return all(part.fits for part in self.plan.memory) and not lacks_ram(self.plan)
 
     @property
@@ -137,21 +104,19 @@ class Choice:
         return max(self.plan.memory, key=lambda part: part.total_gib / (part.capacity_gib or 1.0))
 
     @property
-    def intricacy(self) -> tuple[int, int, int]:
-        """The plainest first, by ZeRO option, then by activation checkpointing."""
+    def complexity(self) -> tuple[int, int]:
+        """The place among the simplest, by ZeRO option, then by activation checkpointing."""
         names = [*OPTIONS]
         stage = names.index(self.zero) if self.zero in names else len(names)
-        return stage, *intricacy(self.ways)
+        return stage, CHECKPOINTING.index(self.experiment.model.activation_checkpointing)
 
     @property
     def words(self) -> dict[str, str]:
-        """Its values as overrides, by what ``auto`` may stand for."""
-        model = self.experiment.model
-        auto = replace(self.experiment, model=replace(model, activation_checkpointing="auto"))
-        plain = with_checkpointing(auto, dict.fromkeys(self.ways, "auto"))
+        """The values as overrides, by what ``auto`` may stand for."""
+        checkpointing = self.experiment.model.activation_checkpointing
         return {
             ZERO: f"{ZERO}={self.zero}",
-            HOW: " ".join(checkpointing_overrides(plain, self.experiment)),
+            CHECKPOINTING_KEY: f"{CHECKPOINTING_KEY}={checkpointing}",
             MICRO_BATCH: f"{MICRO_BATCH}={self.micro_batch}",
         }
 
@@ -163,7 +128,8 @@ class Choice:
             if self.experiment.zero.hpz_partition_size < exp.zero.hpz_partition_size:
                 # Typed on its own, it would stay.
                 overrides.append("zero.hpz_partition_size=1")
-        overrides += checkpointing_overrides(exp, self.experiment)
+        if self.experiment.model.activation_checkpointing != exp.model.activation_checkpointing:
+            overrides.append(self.words[CHECKPOINTING_KEY])
         if self.micro_batch != exp.batch.micro_batch:
             overrides.append(f"{MICRO_BATCH}={self.micro_batch}")
         return overrides
@@ -186,145 +152,68 @@ def lacks_ram(plan: Plan) -> str:
     return ""
 
 
-def replan(exp: Experiment, plan: Plan) -> Plan:
-    """The plan of a variant of the experiment that ``plan`` is of."""
-    local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    names = LOCAL_NAMES | local
-    return make_plan(
-        exp, local_names=names, beside=plan.beside, logits=plan.logits, drawn=plan.drawn
-    )
-
-
-def traced_memory(exp: Experiment, plan: Plan, traces: Traces) -> tuple[MemoryPlan, ...] | None:
-    """By the traces; None where they do not cover the plan."""
-    memory = []
-    for device in plan.devices:
-        checkpointing, size = checkpointing_on(exp, device), plan.micro_batch_on(device)
-        trace = traces.get(plan.attention_on(device), checkpointing, size)
-        if trace is None:
-            return None
-        context_gib = traces.context_gib.get(device)
-        memory.append(memory_of(exp, plan, trace, device, context_gib=context_gib))
-    return tuple(memory)
-
-
-def planned(
-    exp: Experiment, name: str, like: Plan, traces: Traces, *, learned_for: KnownFor = no_runs
-) -> Choice | None:
-    """A variant of the experiment that ``like`` is of; None where it cannot be planned. ``cost`` is
-    seconds a token."""
+def planned(exp: Experiment, name: str, knowledge: Knowledge) -> Choice | None:
+    """A variant of the experiment that ``knowledge`` is of; None where it cannot be planned, or was
+    not traced where others were. ``cost`` is seconds a token."""
     try:
-        plan = replan(exp, like)
+        plan = make_plan(exp, replace(knowledge, speeds=None))
     except ConfigError:  # its batch cannot be cut so
         return None
-    if traces.found:
-        memory = traced_memory(exp, plan, traces)
-        if memory is None:
-            return None
-        plan = with_storage(replace(plan, memory=memory), exp)
-    learned = learned_for(exp, plan)
-    if learned.tflops:
-        plan = with_time(plan, exp, learned=learned)
-    return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan)) if plan.memory else None
+    if not plan.memory or (knowledge.traces.found and not plan.memory[0].traced):
+        return None
+    return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan))
 
 
-def choices(
-    exp: Experiment,
-    plan: Plan,
-    traces: Traces,
-    *,
-    allows: Allows = no_rules,
-    by_device: bool = True,
-) -> list[Choice]:
+def choices(exp: Experiment, knowledge: Knowledge, *, allows: Allows = no_rules) -> list[Choice]:
     """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
     fastest first; those of them that were traced, where anything was. Without those that the rules
-    refuse, and micro batches that no rank can fill. ``by_device``: also with activation
-    checkpointing that differs by type of device."""
-    option, ways_of_plan = option_of(exp.zero), checkpointing_by_device(exp)
-    here = (option, ways_of_plan, exp.batch.micro_batch)
+    refuse, and micro batches that no rank can fill."""
+    option = option_of(exp.zero)
     zeros = {name: _plain_zero(exp.zero, values) for name, values in OPTIONS.items()}
     zeros[option] = exp.zero
     sizes = sorted({exp.batch.micro_batch, *MICRO_BATCHES})
-    ways = [*uniform_ways(exp), *(mixed_ways(exp) if by_device else ())]
-    if ways_of_plan not in ways:
-        ways.append(ways_of_plan)
-    allowed, refused = [], _by_way(allows)
-    for choice in _all(exp, plan, traces, zeros, ways, sizes):
-        chosen = (choice.zero, choice.ways, choice.micro_batch) == here
+    allowed, refused = [], _by_setting(allows)
+    for choice in _all(exp, knowledge, zeros, CHECKPOINTING, sizes):
+        chosen = choice.zero == option and choice.experiment == exp
         filled = max(choice.plan.batch.micro_batches) >= choice.micro_batch
         if chosen or (filled and not refused(choice)):
             allowed.append(replace(choice, chosen=chosen))
     return _in_order(allowed)
 
 
-def compared(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows) -> list[Choice]:
+def compared(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows) -> list[Choice]:
     """The ``choices`` of a table beside the plan, by traces where its own memory is; empty where no
     device has a known memory."""
     if not any(part.capacity_gib for part in plan.memory):
         return []
-    usable = traces if all(part.traced for part in plan.memory) else Traces({})
-    return choices(exp, plan, usable, allows=allows, by_device=False)
+    return choices(exp, _covering(plan, knowledge), allows=allows)
+
+
+def _covering(plan: Plan, knowledge: Knowledge) -> Knowledge:
+    """The knowledge to compare a plan's variants by: without traces where they do not cover it."""
+    return knowledge if plan.memory and plan.memory[0].traced else knowledge.by_formula
 
 
 def _all(
     exp: Experiment,
-    plan: Plan,
-    traces: Traces,
+    knowledge: Knowledge,
     zeros: Mapping[str, ZeroConfig],
-    ways: Sequence[Ways],
+    checkpointing: Sequence[str],
     sizes: Sequence[int],
     *,
     all_sizes: bool = True,
-    learned_for: KnownFor = no_runs,
 ) -> Iterator[Choice]:
-    """Each variant that can be planned and is of use. ``all_sizes``: also micro batches that are
-    larger than one that does not fit."""
-    ways_of_plan = checkpointing_by_device(exp)
-    for name, zero in zeros.items():
-
-        @functools.cache
-        def choice_with(
-            hows: tuple[str, ...], size: int, name: str = name, zero: ZeroConfig = zero
-        ) -> Choice | None:
-            way = dict(zip(ways_of_plan, hows, strict=True))
-            variant = with_values(with_checkpointing(exp, way), zero=zero, size=size)
-            return planned(variant, name, plan, traces, learned_for=learned_for)
-
-        for way in ways:
-            if zero.stage == 3 and len(set(way.values())) > 1:
-                continue  # all ranks gather together
-            least = min(way.values(), key=CHECKPOINTING.index)
-            for size in sizes:
-                choice = choice_with(tuple(way.values()), size)
-                if choice is None:
-                    continue
-                plain = choice_with((least,) * len(way), size)
-                if way == ways_of_plan or _is_of_use(choice, plain):
-                    yield choice
-                if not all_sizes and not choice.fits:
-                    break
-
-
-def _is_of_use(choice: Choice, plain: Choice | None) -> bool:
-    """Whether each type of device that computes more again than another has room by it for what it
-    is given: it is no gain by itself, whatever the split over the ranks makes of it. ``plain``:
-    where all compute the least again."""
-    rooms = {} if plain is None else _rooms(plain)
-    least = min(choice.ways.values(), key=CHECKPOINTING.index)
-    return all(
-        choice.plan.micro_batch_on(name) > rooms.get(name, 0)
-        for name, checkpointing in choice.ways.items()
-        if checkpointing != least
-    )
-
-
-def _rooms(choice: Choice) -> dict[str, int]:
-    """Samples of a micro batch that each type of device has room for; 0: not one."""
-    limits = dict.fromkeys(choice.memory, choice.micro_batch)
-    if choice.plan.balance is not None:
-        for rank, limit in zip(choice.plan.ranks, choice.plan.balance.limits, strict=True):
-            limits[rank.device] = limit
-    return {name: limits[name] if memory.fits else 0 for name, memory in choice.memory.items()}
+    """Each variant that can be planned. A type of device with activation checkpointing of its own
+    keeps it. ``all_sizes``: also micro batches that are larger than one that does not fit."""
+    for (name, zero), setting in itertools.product(zeros.items(), checkpointing):
+        for size in sizes:
+            variant = with_values(exp, zero=zero, checkpointing=setting, size=size)
+            choice = planned(variant, name, knowledge)
+            if choice is None:
+                continue
+            yield choice
+            if not all_sizes and not choice.fits:
+                break
 
 
 def _in_order(candidates: Sequence[Choice]) -> list[Choice]:
@@ -334,14 +223,15 @@ def _in_order(candidates: Sequence[Choice]) -> list[Choice]:
 
 
 def with_values(
-    exp: Experiment, *, zero: ZeroConfig | None = None, how: str = "", size: int = 0
+    exp: Experiment, *, zero: ZeroConfig | None = None, checkpointing: str = "", size: int = 0
 ) -> Experiment:
     """The experiment with those values that are given."""
+    model, batch = exp.model, exp.batch
     return replace(
         exp,
         zero=zero or exp.zero,
-        model=replace(exp.model, activation_checkpointing=how) if how else exp.model,
-        batch=replace(exp.batch, micro_batch=size) if size else exp.batch,
+        model=replace(model, activation_checkpointing=checkpointing) if checkpointing else model,
+        batch=replace(batch, micro_batch=size) if size else batch,
     )
 
 
@@ -355,41 +245,23 @@ def _plain_zero(zero: ZeroConfig, values: Mapping[str, object]) -> ZeroConfig:
 # --- A plan that does not fit --------------------------------------------------------------------
 
 
-def with_traces(plan: Plan, exp: Experiment, traces: Traces, *, allows: Allows = no_rules) -> Plan:
-    """The plan with the memory that the traces give (its own, where they do not cover it), what to
-    change where it does not fit, the time by a trace where only that knows the size of the model,
-    and what hosts need by that size."""
-    memory = traced_memory(exp, plan, traces)
-    plan = replace(plan, memory=plan.memory if memory is None else memory, advice="")
-    if not all(part.fits for part in plan.memory):
-        covering = traces if memory is not None else Traces({})
-        plan = replace(plan, advice=advice(exp, plan, covering, allows=allows))
-    rank = max(plan.ranks, key=lambda rank: rank.micro_batch)
-    checkpointing = checkpointing_on(exp, rank.device)
-    trace = traces.get(plan.attention_on(rank.device), checkpointing, rank.micro_batch)
-    if trace is None:
-        return with_storage(plan, exp)
-    if trace.flops and not plan.num_parameters:
-        tokens = rank.micro_batch * plan.batch.seq_len
-        plan = with_traced_time(plan, exp, trace, tokens=tokens, device=rank.device)
-    # The trace has read the tokenizer, too.
-    return with_storage(plan, exp, size=ModelSize(trace.num_parameters, trace.num_trained))
-
-
-def advice(exp: Experiment, plan: Plan, traces: Traces, *, allows: Allows = no_rules) -> str:
+def advice(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows = no_rules) -> str:
     """Say what to change where the plan does not fit: of each ZeRO option the fastest that fits
-    with at most the micro batch that was asked for, each planned; with the overrides to type."""
-    candidates = choices(exp, plan, traces, allows=allows)
+    with at most the micro batch that was asked for, each planned; with the overrides to type. Empty
+    where it fits."""
+    if all(part.fits for part in plan.memory):
+        return ""
+    knowledge = _covering(plan, knowledge)
+    candidates = choices(exp, knowledge, allows=allows)
     if not candidates:  # not even the plan itself can be planned again
         return LARGER_DEVICES
-    texts = _that_fit(exp, candidates)
-    if texts:
+    if texts := _that_fit(exp, candidates):
         return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
     least = min(candidates, key=lambda choice: choice.most_gib)
     offload = ", with offload" if any("offload" in choice.zero for choice in candidates) else ""
     return (
         f"No ZeRO stage{offload}, activation checkpointing and micro batch fits. "
-        f"{least_text(least)} {next_steps(least, traces, allows)}"
+        f"{least_text(least)} {next_steps(least, knowledge, allows)}"
     )
 
 
@@ -419,46 +291,33 @@ def least_text(least: Choice) -> str:
     )
 
 
-def next_steps(least: Choice, traces: Traces, allows: Allows = no_rules) -> str:
+def next_steps(least: Choice, knowledge: Knowledge, allows: Allows = no_rules) -> str:
     """Say which hardware or training would make the choice fit that needs least memory, each
     planned."""
     exp, plan = least.experiment, least.plan
-    if texts := _that_fit(exp, choices(exp, plan, traces, allows=allows)):
+    if texts := _that_fit(exp, choices(exp, knowledge, allows=allows)):
         return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
     steps = []
-    larger = _on_more_hosts(exp, plan, traces, allows)
+    larger = _on_more_hosts(exp, plan, knowledge, allows)
     if larger is not None:
         hosts = len(larger.experiment.hardware.hosts)
         steps.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
-    if lacks_ram(plan):
-        disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/local_nvme"}
-        zero = _plain_zero(exp.zero, {"stage": 3, **disk})
-        infinity = planned(with_values(exp, zero=zero), "infinity", plan, traces)
-        if infinity is not None and infinity.fits and not allows(infinity.experiment):
-            steps.append("zero=infinity zero.nvme_path=DIR (a fast disk of every host)")
-    formula = planned(exp, least.zero, plan, Traces({}))
-    # The formula may see less than the trace: what only it promises is no advice.
-    if formula is not None and not formula.fits:
-        if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
-            adapted = replace(exp, adapter=AdapterConfig(kind="lora", targets=["all-linear"]))
-            choice = planned(adapted, least.zero, plan, Traces({}))
-            if choice is not None and choice.fits:
-                steps.append("adapter=lora, which trains little")
-        length = exp.data.seq_len // 2
-        while length >= 128:
-            shorter = replace(exp, data=replace(exp.data, seq_len=length))
-            choice = planned(shorter, least.zero, plan, Traces({}))
-            if choice is not None and choice.fits:
-                steps.append(f"data.seq_len={length}")
-                break
-            length //= 2
+    if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
+        formula = planned(exp, least.zero, knowledge.by_formula)
+        adapted = replace(exp, adapter=AdapterConfig(kind="lora", targets=["all-linear"]))
+        choice = planned(adapted, least.zero, knowledge.by_formula)
+        # The formula may see less than the trace: what only it promises is no advice.
+        if formula is not None and not formula.fits and choice is not None and choice.fits:
+            steps.append("adapter=lora, which trains little")
     if not steps:
         return LARGER_DEVICES
     return f"These fit by the plan: {'; '.join(steps)}; or devices with more memory."
 
 
-def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) -> Choice | None:
-    """On the fewest of the same hosts that it fits on, with a micro batch of 1."""
+def _on_more_hosts(
+    exp: Experiment, plan: Plan, knowledge: Knowledge, allows: Allows
+) -> Choice | None:
+    """The choice on the fewest of the same hosts that it fits on, with a micro batch of 1."""
     zeros = {name: _plain_zero(exp.zero, OPTIONS[name]) for name in ("stage3", "stage3_offload")}
     if not plan.on_gpus:
         del zeros["stage3_offload"]
@@ -474,7 +333,7 @@ def _on_more_hosts(exp: Experiment, plan: Plan, traces: Traces, allows: Allows) 
                 hosts.append(replace(host, name=name, address=None))
         larger = replace(exp, hardware=replace(exp.hardware, hosts=hosts), batch=batch)
         for name, zero in (zeros or {option_of(exp.zero): exp.zero}).items():
-            choice = planned(with_values(larger, zero=zero), name, plan, traces)
+            choice = planned(with_values(larger, zero=zero), name, knowledge)
             if choice is not None and choice.fits:
                 return choice
     return None
@@ -487,7 +346,7 @@ def auto_keys(exp: Experiment) -> tuple[str, ...]:
     """The keys that the config leaves to the plan."""
     is_auto = {
         ZERO: exp.zero.stage == AUTO,
-        HOW: exp.model.activation_checkpointing == "auto",
+        CHECKPOINTING_KEY: exp.model.activation_checkpointing == "auto",
         MICRO_BATCH: exp.batch.micro_batch == AUTO,
     }
     return tuple(key for key in AUTO_KEYS if is_auto[key])
@@ -526,14 +385,14 @@ def plain_variants(exp: Experiment) -> Iterator[Experiment]:
     """The experiment with the documented defaults in the place of ``auto``: of ``zero`` each
     option, that which is the default first, since rules may refuse it."""
     keys = auto_keys(exp)
-    how = PLAIN[HOW] if HOW in keys else ""
+    checkpointing = PLAIN[CHECKPOINTING_KEY] if CHECKPOINTING_KEY in keys else ""
     size = int(PLAIN[MICRO_BATCH]) if MICRO_BATCH in keys else 0
     if ZERO not in keys:
-        yield with_values(exp, how=how, size=size)
+        yield with_values(exp, checkpointing=checkpointing, size=size)
         return
     zeros = zero_options(exp.zero)
     for name in sorted(zeros, key=lambda name: name != PLAIN[ZERO]):
-        yield with_values(exp, zero=zeros[name], how=how, size=size)
+        yield with_values(exp, zero=zeros[name], checkpointing=checkpointing, size=size)
 
 
 def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
@@ -558,24 +417,21 @@ def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
 
 def choose(
     exp: Experiment,
-    plan: Plan,
-    traces: Traces,
+    knowledge: Knowledge,
     *,
     allows: Allows = no_rules,
     without: Sequence[Experiment] = (),
-    learned_for: KnownFor = no_runs,
 ) -> tuple[Experiment, ChosenPlan]:
     """The experiment with plain values in the place of ``auto``, and why: the fastest that fits;
     where nothing does, the one that needs least memory (``ChosenPlan.problem``).
 
     Args:
-        plan: of any variant of it.
         allows: why the rules refuse a variant.
         without: variants that do not fit after all.
-        known: what finished runs have shown.
     """
     keys = auto_keys(exp)
     plain = first_allowed(exp, allows)
+    plan = make_plan(plain, knowledge.by_formula)
     options = zero_options(exp.zero) if ZERO in keys else {option_of(exp.zero): exp.zero}
     unknown = _unknown(plan)
     if unknown:
@@ -585,15 +441,13 @@ def choose(
     zeros = _sensible(options, plan) if ZERO in keys else options
     if all(allows(with_values(plain, zero=zero)) for zero in zeros.values()):
         zeros = options
-    ways: list[Ways] = [checkpointing_by_device(exp)]
-    if HOW in keys:
-        ways = [*uniform_ways(exp, keep_own=True), *mixed_ways(exp, keep_own=True)]
+    checkpointing = [exp.model.activation_checkpointing]
+    if CHECKPOINTING_KEY in keys:
+        checkpointing = [*CHECKPOINTING]
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
     candidates: list[Choice] = []
     runs: set[object] = set()
-    for choice in _all(
-        exp, plan, traces, zeros, ways, sizes, all_sizes=False, learned_for=learned_for
-    ):
+    for choice in _all(exp, knowledge, zeros, checkpointing, sizes, all_sizes=False):
         batch = choice.plan.batch
         if batch.global_batch > MAX_GLOBAL_BATCH or choice.experiment in without:
             continue
@@ -607,23 +461,20 @@ def choose(
         if run not in runs:
             runs.add(run)
             candidates.append(choice)
-    if not candidates and traces.found:  # of another device, or one that took too long
-        return choose(
-            exp, plan, Traces({}), allows=allows, without=without, learned_for=learned_for
-        )
-    refused = _by_way(allows)
+    if not candidates and knowledge.traces.found:  # of another device, or one that took too long
+        return choose(exp, knowledge.by_formula, allows=allows, without=without)
+    refused = _by_setting(allows)
     ordered = _in_order([choice for choice in candidates if not refused(choice)])
     if candidates and not ordered:
         raise ConfigError(refused(candidates[0]))
     if not ordered:
         raise ConfigError(f"{_typed(keys)}: no combination can be planned. Set values.")
     fitting = [choice for choice in ordered if choice.fits]
-    how = "the real micro step" if ordered[0].plan.memory[0].traced else "the formula"
     if not fitting:
         least = min(ordered, key=lambda choice: (choice.most_gib, choice.cost))
         problem = (
             f"{_typed(keys)}: nothing fits, of {len(ordered)} that were planned. "
-            f"{least_text(least)} {next_steps(least, traces, allows)}"
+            f"{least_text(least)} {next_steps(least, knowledge, allows)}"
         )
         words = _words(least, keys)
         return least.experiment, ChosenPlan(keys, words, "needs the least memory", problem)
@@ -635,8 +486,8 @@ def choose(
             if choice.plan.batch.accumulation == 1 or choice.plan.grad_accum_dtype == "fp32"
         ] or fitting
     best = _best(fitting)
-    why = _why(best, ordered, fitting, keys, how)
-    if source := learned_for(best.experiment, best.plan).source:
+    why = _why(best, fitting, len(ordered))
+    if source := knowledge.learned(best.experiment, best.plan).source:
         why = f"{why}; speeds {source}"
     return best.experiment, ChosenPlan(keys, _words(best, keys), why)
 
@@ -644,9 +495,9 @@ def choose(
 def _best(fitting: Sequence[Choice]) -> Choice:
     """The plainest of the fastest choices. ``fitting``: in the order of their times."""
     fast = [choice for choice in fitting if choice.cost <= SURELY_FASTER * fitting[0].cost]
-    plainest = min(choice.intricacy for choice in fast)
-    as_plain = [choice for choice in fast if choice.intricacy == plainest]
-    alike = [choice for choice in as_plain if choice.cost <= AS_FAST * as_plain[0].cost]
+    simplest = min(choice.complexity for choice in fast)
+    as_simple = [choice for choice in fast if choice.complexity == simplest]
+    alike = [choice for choice in as_simple if choice.cost <= AS_FAST * as_simple[0].cost]
     return min(alike, key=lambda choice: (choice.most_gib, choice.cost))
 
 
@@ -662,65 +513,34 @@ def first_allowed(exp: Experiment, allows: Allows) -> Experiment:
     raise ConfigError(problems[0])
 
 
-def _by_way(allows: Allows) -> Callable[[Choice], str]:
-    """Asked once for each ZeRO option and activation checkpointing: the rules look at no more."""
+def _by_setting(allows: Allows) -> Callable[[Choice], str]:
+    """Ask once for each ZeRO option and activation checkpointing: the rules look at no more."""
     refusals: dict[tuple[str, str], str] = {}
 
     def refused(choice: Choice) -> str:
-        way = (choice.zero, choice.checkpointing)
-        if way not in refusals:
-            refusals[way] = allows(choice.experiment)
-        return refusals[way]
+        key = (choice.zero, choice.checkpointing)
+        if key not in refusals:
+            refusals[key] = allows(choice.experiment)
+        return refusals[key]
 
     return refused
 
 
-def _why(
-    best: Choice,
-    ordered: Sequence[Choice],
-    fitting: Sequence[Choice],
-    keys: Sequence[str],
-    how: str,
-) -> str:
+def _why(best: Choice, fitting: Sequence[Choice], num_planned: int) -> str:
+    """The reason of the choice, in one sentence."""
     part = best.fullest
-    least = "the fastest"
+    rank = "the fastest"
     if best.cost > AS_FAST * fitting[0].cost:
-        least = f"within {SURELY_FASTER - 1:.0%} of the fastest, and simpler,"
-    texts = [
-        f"{least} by the plan of {len(fitting)} that fit, of {len(ordered)}: "
+        rank = f"within {SURELY_FASTER - 1:.0%} of the fastest, and simpler,"
+    return (
+        f"{rank} by the plan of {len(fitting)} that fit, of {num_planned}: "
         f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "
-        f"{how}"
-    ]
-    larger = [choice for choice in ordered if not choice.fits and choice.cost < best.cost]
-    if larger:
-        faster = min(larger, key=lambda choice: choice.most_gib)
-        over = lacks_ram(faster.plan) or (
-            f"{human.gib(faster.fullest.total_gib)} GiB on {faster.fullest.device}"
-        )
-        texts.append(f"faster, but too large: {_said(faster, keys)} ({over})")
-    other = next(
-        (
-            choice
-            for choice in fitting
-            if (choice.zero, choice.checkpointing) != (best.zero, best.checkpointing)
-        ),
-        None,
+        f"{'the real micro step' if part.traced else 'the formula'}"
     )
-    if other is not None:
-        times = other.cost / best.cost
-        texts.append(
-            f"next: {_said(other, keys)} ({times:.2f} times the time, "
-            f"{human.gib(other.fullest.total_gib)} GiB)"
-        )
-    return "; ".join(texts)
 
 
 def _words(choice: Choice, keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(choice.words[key] for key in keys)
-
-
-def _said(choice: Choice, keys: Sequence[str]) -> str:
-    return " ".join(_words(choice, keys))
 
 
 def _typed(keys: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ ROUNDS = 8
 SLOWEST_LINK, FASTEST_LINK = 1e-6, 1e6
 """GB/s."""
 LEAST = 0.01
-"""At least this part of a step is computing, whatever the model says of the rest."""
+"""The smallest part of a step that is computing, whatever the model says of the rest."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Measured:
     step_s: float
     """Seconds of a step without waiting for data."""
     tokens: float
-    """In a step, without padding."""
+    """Tokens of a step, without padding."""
     forward_s: tuple[float, ...] = ()
     """Seconds of the forward passes of each rank; empty where they were not timed."""
     context_gib: tuple[float, ...] = ()
@@ -73,7 +73,7 @@ class Observation:
     """Whether each pass unpacked weights of 4 bits."""
     hosts: tuple[str, ...] = ()
     link_gb_per_s: float | None = None
-    """None: not told from noise."""
+    """Bytes/s of collectives in 10^9; None: not told from noise."""
     context_gib: float | None = None
     """The least of its devices: other processes on a device would only add to it. None on CPUs."""
 
@@ -210,7 +210,7 @@ def known_of(
 
 
 def contexts_gib(observations: Sequence[Observation]) -> dict[str, float]:
-    """By type of device, the largest context of the newest runs on it. ``observations``: the oldest
+    """The largest context of the newest runs, by type of device. ``observations``: the oldest
     first."""
     sizes: dict[str, list[float]] = {}
     for observation in observations:

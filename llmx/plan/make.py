@@ -31,12 +31,13 @@ from llmx.plan.batch import solve_batch, wanted_global_batch
 from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
-from llmx.plan.memory import before_training_gib, predict_memory, samples_of
+from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
+from llmx.plan.memory import before_training_gib, memory_of, predict_memory, samples_of
 from llmx.plan.rollout_time import ROWS, server_problem
-from llmx.plan.step_time import micro_step_exchange_s, token_flops, with_time
-from llmx.plan.storage import with_storage
+from llmx.plan.step_time import micro_step_exchange_s, step_time, token_flops, traced_flops
+from llmx.plan.storage import ModelSize, plan_storage
+from llmx.plan.trace import StepTrace, Traces
 from llmx.plan.types import (
-    SUMMED,
     USABLE,
     BalancePlan,
     BatchPlan,
@@ -48,6 +49,7 @@ from llmx.plan.types import (
     Plan,
     RankPlan,
     RankSpeed,
+    TimePlan,
 )
 
 ROOMY = 0.9
@@ -56,25 +58,14 @@ USED_FLOPS = 0.4e12
 """FLOP/s that a well-fed training step reaches of each TFLOP/s of the peak; for the split alone."""
 
 
-def make_plan(
-    exp: Experiment,
-    *,
-    local_names: frozenset[str] = LOCAL_NAMES,
-    beside: tuple[NetworkBeside, ...] = (),
-    logits: str = SUMMED,
-    measured_speeds: KnownSpeeds | None = None,
-    drawn: DrawnSamples | None = None,
-) -> Plan:
+def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``).
 
-    Args:
-        local_names: names and addresses of this machine; a host among them needs no ssh.
-        beside: what its task has beside the network that is exported.
-        logits: what the loss of its task needs (``Task.logits``).
-        measured_speeds: what to plan with where the ranks will measure their speeds.
-        drawn: what its task generates in a step; None where it reads its samples.
+    Batch, precision and sums of gradients follow from formulas alone, so that a run does not depend
+    on what this machine has traced or seen; memory, time and storage from ``knowledge``.
     """
-    hardware = exp.hardware
+    hardware, beside = exp.hardware, knowledge.beside
+    local_names = knowledge.local_names
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     hosts_by_device: dict[str, list[str]] = {}
     for host in hosts:
@@ -89,7 +80,7 @@ def make_plan(
     shape = model_geometry(exp.model)
     num_parameters, num_trained = _sizes(exp, shape, beside)
     peaks = [hardware.devices[hosts[at].device].peak_tflops.get(precision, 0.0) for at in placed]
-    ways = checkpointing_by_device(exp)
+    checkpointing = checkpointing_by_device(exp)
     plan = Plan(
         hosts=hosts,
         ranks=tuple(RankPlan(rank, at, hosts[at].device, 1) for rank, at in enumerate(placed)),
@@ -105,12 +96,12 @@ def make_plan(
         total_steps=exp.task.steps,
         num_trained=num_trained,
         beside=beside,
-        logits=logits,
+        logits=knowledge.logits,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
             for name in hosts_by_device
         ),
-        checkpointing=tuple(ways.items()) if len(set(ways.values())) > 1 else (),
+        checkpointing=tuple(checkpointing.items()) if len(set(checkpointing.values())) > 1 else (),
         rollout_hosts=rollout_hosts,
     )
 
@@ -119,7 +110,7 @@ def make_plan(
         ranks = tuple(replace(rank, micro_batch=micro_batch) for rank in alike)
         return all(part.fits for part in _memory(exp, replace(plan, ranks=ranks), shape, ""))
 
-    batch, balance = _batch(exp, plan, shape, fits=fits, measured_speeds=measured_speeds)
+    batch, balance = _batch(exp, plan, shape, fits=fits, measured_speeds=knowledge.speeds)
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
     plan = replace(plan, batch=batch, balance=balance, ranks=ranks)
     training = plan
@@ -129,12 +120,71 @@ def make_plan(
         accumulation=batch.accumulation,
         fits=lambda sums: all(part.fits for part in _memory(exp, training, shape, sums)),
     )
-    plan = replace(plan, grad_accum_dtype=grad_accum, drawn=drawn)
-    if drawn is not None:
-        plan = replace(plan, drawn=_with_rows(exp, plan, drawn, shape))
+    plan = replace(plan, grad_accum_dtype=grad_accum, drawn=knowledge.drawn)
+    if plan.drawn is not None:
+        plan = replace(plan, drawn=_with_rows(exp, plan, plan.drawn, shape))
     plan = replace(plan, memory=_memory(exp, plan, shape, grad_accum))
     plan = replace(plan, notes=tuple(_notes(exp, plan)))
-    return with_storage(with_time(plan, exp), exp)
+    plan = replace(plan, memory=_traced_memory(exp, plan, knowledge) or plan.memory)
+    largest = max(plan.ranks, key=lambda rank: rank.micro_batch)
+    trace = _trace_on(exp, plan, knowledge.traces, largest.device)
+    return replace(
+        plan,
+        time=_time(exp, plan, knowledge, trace, largest),
+        storage=plan_storage(exp, plan, size=_true_size(exp, plan, knowledge.vocabulary, trace)),
+    )
+
+
+def _trace_on(exp: Experiment, plan: Plan, traces: Traces, device: str) -> StepTrace | None:
+    """The trace of the largest micro step of the ranks on a type of device."""
+    size, checkpointing = plan.micro_batch_on(device), checkpointing_on(exp, device)
+    return traces.get(plan.attention_on(device), checkpointing, size)
+
+
+def _traced_memory(exp: Experiment, plan: Plan, knowledge: Knowledge) -> tuple[MemoryPlan, ...]:
+    """The memory of each type of device by the traces; empty where they do not cover all."""
+    memory = []
+    for name in plan.devices:
+        trace = _trace_on(exp, plan, knowledge.traces, name)
+        if trace is None:
+            return ()
+        context_gib = knowledge.contexts_gib.get(name)
+        memory.append(memory_of(exp, plan, trace, name, context_gib=context_gib))
+    return tuple(memory)
+
+
+def _time(
+    exp: Experiment, plan: Plan, knowledge: Knowledge, trace: StepTrace | None, largest: RankPlan
+) -> TimePlan:
+    """The predicted time of a step: by what finished runs have shown, and by the FLOPs of a trace
+    where only that knows the size of the model."""
+    if plan.num_parameters or trace is None or not trace.flops:
+        return step_time(exp, plan, learned=knowledge.learned(exp, plan))
+    size, trained = trace.num_parameters, trace.num_trained
+    sized = replace(plan, num_parameters=size, num_trained=None if trained == size else trained)
+    model = on_device(exp, largest.device).model
+    tokens = largest.micro_batch * plan.batch.seq_len
+    return step_time(exp, sized, flops=traced_flops(trace, model, tokens=tokens))
+
+
+def _true_size(
+    exp: Experiment, plan: Plan, vocabulary: int | None, trace: StepTrace | None
+) -> ModelSize | None:
+    """The size of the model by its trace, else by the rows that the tokenizer needs of a model from
+    scratch; None: that of the plan."""
+    if trace is not None:
+        return ModelSize(trace.num_parameters, trace.num_trained)
+    before = model_geometry(exp.model)
+    if before is None or not vocabulary or exp.model.init != "scratch":
+        return None
+    model = replace(exp.model, resolved={**exp.model.network, "vocab_size": vocabulary})
+    shape = model_geometry(model)
+    if shape is None:
+        return None
+    num_parameters = plan.num_parameters - before.num_parameters + shape.num_parameters
+    trained = trained_parameters(model, exp.adapter) or shape.num_parameters
+    trained += sum(network.num_trained for network in plan.beside)
+    return ModelSize(num_parameters, trained)
 
 
 def _sizes(
@@ -270,8 +320,8 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
 def _with_rows(
     exp: Experiment, plan: Plan, drawn: DrawnSamples, shape: Geometry | None
 ) -> DrawnSamples:
-    """With as many completions at once as the devices that draw have room for, whole groups. By
-    formula: samples do not depend on what this machine has traced."""
+    """Limit the completions at once to what the devices that draw have room for, whole groups; by
+    formula, since samples must not depend on what this machine has traced."""
 
     def fits(rows: int) -> bool:
         trial = replace(plan, drawn=replace(drawn, rows=rows))

@@ -246,7 +246,7 @@ def packed_bytes(weights: int, *, double: bool) -> float:
 
 
 def beside_width(network: NetworkBeside, width: int) -> int:
-    """Bytes of an element; ``width``: of the run's."""
+    """Bytes of an element. ``width``: bytes of an element of the run."""
     return BYTES[network.precision] if network.precision else width
 
 
@@ -260,7 +260,7 @@ def beside_bytes(network: NetworkBeside, exp: Experiment, width: int, world_size
 
 
 def gathered_bytes(network: NetworkBeside, width: int) -> float:
-    """At ZeRO-3 while it runs: the layer that computes and the next one."""
+    """Bytes that ZeRO-3 gathers while it runs: the layer that computes and the next one."""
     elements = min(2 * network.largest, network.num_parameters)
     return float(beside_width(network, width) * elements)
 
@@ -360,7 +360,7 @@ def _flat_update(width: int, temporary: int) -> int:
 def _save_bytes(
     checkpoint: CheckpointConfig, optim: OptimConfig, shard: float, precision: str
 ) -> float:
-    """Copies in host memory of what a checkpoint saved in the background holds."""
+    """Bytes in host memory of what a checkpoint saved in the background holds."""
     if checkpoint.background == "never" or not (checkpoint.every_steps or checkpoint.every_minutes):
         return 0.0
     return (optimizer_bytes(optim.kind, precision) + (4 if precision == "fp32" else 0)) * shard
@@ -477,7 +477,7 @@ def _dense_mask_bytes(
 
 # --- By a trace ----------------------------------------------------------------------------------
 
-# ``llmx.lifecycle.memory`` has traces made and hands them over; without them the plan keeps the
+# ``llmx.lifecycle.knowledge`` has traces made and hands them over; without them the plan keeps the
 # formula above. In what gradients are summed is decided by the formula alone, so that a run does
 # not depend on what this machine has traced.
 
@@ -539,4 +539,4 @@ def memory_of(
     )
     samples = None if plan.rollout_hosts else samples_of(exp, plan)
     sharded = exp.zero.stage >= 3
-    return with_drawing(memory, samples, peaks.now, sharded=sharded, world=plan.world_size)
+    return with_drawing(memory, samples, peaks.current, sharded=sharded, world=plan.world_size)

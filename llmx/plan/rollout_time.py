@@ -22,7 +22,7 @@ ROWS = DrawnSamples.rows
 ROOM = 64
 """Tokens by which buffers of the key-value cache grow at once (``llmx.models.decode``)."""
 SAMPLING_BYTES = 20
-"""For each entry of the vocabulary and row: fp32 logits, and their mass in whole numbers."""
+"""Bytes of each entry of the vocabulary and row: fp32 logits, and their mass in whole numbers."""
 BATCHES_EACH = 4
 """Batches of a step for each of several rollout servers (``llmx.rollout.client``)."""
 
@@ -34,7 +34,7 @@ class SamplerSpeed:
     flops_per_s: float
     bytes_per_s: float
     layer_s: float = 0.0
-    """At least so long for each layer of a decoding step: launching its kernels."""
+    """The least time of each layer of a decoding step: launching its kernels."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Samples:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each prompt: they fill ``data.seq_len``."""
+        """Tokens of each prompt: they fill ``data.seq_len``."""
         return max(1, self.seq_len - self.drawn.new_tokens)
 
     @property
@@ -64,11 +64,11 @@ class Samples:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Of keys and values of all layers."""
+        """Bytes of keys and values of all layers."""
         return 2 * self.shape.num_layers * self.shape.kv_size * self.width
 
     def forward_flops(self, context: float) -> float:
-        """Of one token that sees so many before it: 2 N, and 4 x width for each token and layer."""
+        """FLOPs of one token: 2 N, and 4 x width for each token before it and layer."""
         width = self.shape.query_size or self.shape.hidden_size
         return 2.0 * self.num_weights + 4.0 * self.shape.num_layers * width * context
 

@@ -31,8 +31,8 @@ ALIGNMENT = 2
 """Elements by rank that a partition of stages 1 and 2 is padded to (nccl_start_alignment_factor).
 """
 ALL_REDUCED_ELEMENTS = 500_000_000
-"""That DeepSpeed reduces at a time where it does not shard gradients (stage 0, and stage 1 with
-fp32 sums of bf16 gradients); it has no setting."""
+"""Elements that DeepSpeed reduces at a time where it does not shard gradients (stage 0, and stage 1
+with fp32 sums of bf16 gradients); it has no setting."""
 MOMENTUM_WIDTH = 4
 NORM_WIDTH = 8
 """Bytes of an element whose norm is computed: gradients are copied to fp64 for it."""
@@ -84,11 +84,11 @@ class Peaks:
 
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     """Now."""
-    now: int = 0
+    current: int = 0
     """Their sum; at the end, what a rank has between two steps."""
     total: int = 0
     at: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    """By part, when the total was highest."""
+    """Bytes of each part when the total was highest."""
     host: int = 0
     moment: str = ""
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -107,24 +107,24 @@ class Peaks:
         """Count ``size`` bytes more of a part from now on."""
         num_bytes = int(size)
         self.parts[part] += num_bytes
-        self.now += num_bytes
+        self.current += num_bytes
         self.most[part] = max(self.most[part], self.parts[part])
-        if self.now > self.total:
+        if self.current > self.total:
             self._note({}, self.moment)
 
     def drop(self, part: str, size: float) -> None:
         """Count ``size`` bytes less of a part from now on."""
         self.parts[part] -= int(size)
-        self.now -= int(size)
+        self.current -= int(size)
 
-    def look(self, moment: str, part: str, size: float) -> None:
+    def add_once(self, moment: str, part: str, size: float) -> None:
         """Count ``size`` bytes more of a part for this moment alone."""
         self.most[part] = max(self.most[part], self.parts[part] + int(size))
-        if self.now + int(size) > self.total:
+        if self.current + int(size) > self.total:
             self._note({part: int(size)}, moment)
 
     def _note(self, extra: dict[str, int], moment: str) -> None:
-        self.total, self.moment = self.now + sum(extra.values()), moment
+        self.total, self.moment = self.current + sum(extra.values()), moment
         self.at = {name: size + extra.get(name, 0) for name, size in self.parts.items()}
 
 
@@ -216,14 +216,14 @@ class _Engine:
         peaks, activations = self.peaks, 0
         events, last_peak = self.events()
         for event in events:
-            peaks.look("activations", ACTIVATIONS, event.peak - activations)
+            peaks.add_once("activations", ACTIVATIONS, event.peak - activations)
             peaks.drop(ACTIVATIONS, activations - event.live)
             activations = event.live
             if event.kind == GRADIENT:
                 self.gradient(event.index)
             else:
                 self.module(event.kind, event.index)
-        peaks.look("activations", ACTIVATIONS, last_peak - activations)
+        peaks.add_once("activations", ACTIVATIONS, last_peak - activations)
         peaks.drop(ACTIVATIONS, activations)
 
     def gradient(self, index: int) -> None:
@@ -252,9 +252,9 @@ class _Unsharded(_Engine):
             # engine.buffered_allreduce_fallback: a flat copy of 500 million elements at a time.
             sent = rules.sent if rules.sent not in (0, rules.width) else 0
             at_a_time = min(trained, ALL_REDUCED_ELEMENTS)
-            peaks.look("all-reduce", BUFFERS, (rules.width + sent) * at_a_time)
+            peaks.add_once("all-reduce", BUFFERS, (rules.width + sent) * at_a_time)
         # In half precision whole fp32 gradients, beside the others.
-        peaks.look("update", UPDATE, master * trained + self._temporaries())
+        peaks.add_once("update", UPDATE, master * trained + self._temporaries())
         peaks.drop(GRADIENTS, peaks.parts[GRADIENTS])
         return peaks
 
@@ -284,9 +284,9 @@ class _WholeSums(_Engine):
         for _, indices in sorted(self.groups.items()):
             padded = self.total(indices) + padding(self.total(indices), rules.world)
             size = padded // rules.world
-            peaks.look("initialisation", PARAMETERS, rules.width * padded)
+            peaks.add_once("initialisation", PARAMETERS, rules.width * padded)
             peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
-            peaks.look("initialisation", OPTIMIZER, (rules.width + 4) * size)
+            peaks.add_once("initialisation", OPTIMIZER, (rules.width + 4) * size)
             peaks.add(OPTIMIZER, 4 * size)
             peaks.add(GRADIENTS, 4 * padded)
             flat.append(padded)
@@ -296,11 +296,11 @@ class _WholeSums(_Engine):
             peaks.add(GRADIENTS, rules.width * self.total(self.trained))
         self.run_micro_step()
         largest = max((self.numel(index) for index in self.trained), default=0)
-        peaks.look("sum", GRADIENTS, 4 * largest)  # _update_hp_grad
+        peaks.add_once("sum", GRADIENTS, 4 * largest)  # _update_hp_grad
         if rules.world > 1:
-            peaks.look("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
+            peaks.add_once("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
         largest = max(flat, default=0) // rules.world
-        peaks.look("update", UPDATE, rules.temporary_width * largest)
+        peaks.add_once("update", UPDATE, rules.temporary_width * largest)
         peaks.drop(GRADIENTS, rules.width * self.total(self.trained))
         return peaks
 
@@ -388,11 +388,11 @@ class _Partitioned(_Engine):
         for group, indices in sorted(self.groups.items()):
             padded = self.partition[group] * rules.world
             # Flattened beside the parameters, which then are views of it.
-            peaks.look("initialisation", PARAMETERS, rules.width * padded)
+            peaks.add_once("initialisation", PARAMETERS, rules.width * padded)
             peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
             size = self.partition[group]
             if rules.width < 4:  # clone().to(fp32)
-                peaks.look("initialisation", OPTIMIZER, (rules.width + 4) * size)
+                peaks.add_once("initialisation", OPTIMIZER, (rules.width + 4) * size)
             if rules.offload_optimizer:
                 # Master weights and their gradient, and what goes back to the device.
                 peaks.host += (4 + 4 + rules.width) * size
@@ -416,7 +416,7 @@ class _Partitioned(_Engine):
         width = rules.width
         if rules.stage == 1:
             if self.compact:  # _fill_param_grad_accum_attribute
-                peaks.look("gradients", GRADIENTS, (width + 4) * self.numel(index))
+                peaks.add_once("gradients", GRADIENTS, (width + 4) * self.numel(index))
                 width = 4
             if index not in self.held:  # not one that is summed over micro steps
                 self._hold(index, width)
@@ -432,7 +432,7 @@ class _Partitioned(_Engine):
         self.peaks.add(GRADIENTS, size)
 
     def _put(self, index: int) -> None:
-        """As ``reduce_independent_p_g_buckets_and_remove_grads`` does it."""
+        """Put a gradient into its bucket (``reduce_independent_p_g_buckets_and_remove_grads``)."""
         numel = self.numel(index)
         if self.bucket_elements + numel > self.rules.reduce_bucket:
             self._reduce()
@@ -440,12 +440,12 @@ class _Partitioned(_Engine):
             # Copied into the bucket, and now a view of it.
             self.peaks.drop(GRADIENTS, self.held.pop(index))
         elif self.rules.offload_optimizer:  # grad_reduc.data = clone
-            self.peaks.look("gradients", GRADIENTS, self.held.get(index, 0))
+            self.peaks.add_once("gradients", GRADIENTS, self.held.get(index, 0))
         self.bucket.append(index)
         self.bucket_elements += numel
 
     def _reduce(self) -> None:
-        """As ``reduce_ipg_grads``, ``average_tensor`` and ``copy_grads_in_partition`` do it."""
+        """Reduce as ``reduce_ipg_grads``, ``average_tensor`` and ``copy_grads_in_partition`` do."""
         rules, peaks = self.rules, self.peaks
         if not self.bucket:
             return
@@ -460,14 +460,14 @@ class _Partitioned(_Engine):
             size += sent * (copied or max((n for parts in slices for _, n in parts), default=0))
         if self.compact:  # source.to(output.dtype)
             size += 4 * max(pieces, default=0)
-        peaks.look("reduction", BUFFERS, size)
+        peaks.add_once("reduction", BUFFERS, size)
         for index in self.bucket:
             is_mine = index in self.mine
             if is_mine and not self.compact:
                 self._take_buffer()
             if is_mine and rules.offload_optimizer:
                 piece = max(size for rank, size in self.slices[index] if rank == self.rank)
-                peaks.look("norm", UPDATE, NORM_WIDTH * piece)
+                peaks.add_once("norm", UPDATE, NORM_WIDTH * piece)
             # Sums that are in their buffer: a gradient of stage 2 stays until the pass has ended.
             stays = self.compact and rules.stage == 2 and is_mine and not rules.offload_optimizer
             if index in self.held and (is_mine or rules.stage == 2) and not stays:
@@ -495,7 +495,7 @@ class _Partitioned(_Engine):
         ]  # fmt: skip
         offloaded = rules.offload_optimizer
         if not offloaded:
-            peaks.look("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
+            peaks.add_once("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
         flat_already = self.compact
         groups = sorted(self.groups)
         for group in groups:
@@ -503,15 +503,15 @@ class _Partitioned(_Engine):
             if offloaded:
                 continue
             if flat_already:
-                peaks.look("update", UPDATE, rules.temporary_width * size)
+                peaks.add_once("update", UPDATE, rules.temporary_width * size)
                 peaks.drop(GRADIENTS, 4 * size)
                 continue
             flat = rules.width * size
-            peaks.look("update", UPDATE, flat + (4 * size if rules.width < 4 else 0))
+            peaks.add_once("update", UPDATE, flat + (4 * size if rules.width < 4 else 0))
             if group == groups[-1]:
                 # What was gathered is freed with the last view of it.
                 peaks.drop(GRADIENTS, peaks.parts[GRADIENTS])
-            peaks.look("update", UPDATE, (4 + rules.temporary_width) * size)
+            peaks.add_once("update", UPDATE, (4 + rules.temporary_width) * size)
 
 
 class _Sharded(_Engine):
@@ -577,13 +577,13 @@ class _Sharded(_Engine):
             peaks.add(OPTIMIZER, states)
         if not rules.offload_optimizer:
             # has_overflow: |gradients|, and what is infinite.
-            peaks.look("overflow", UPDATE, (rules.sums + 1) * shard)
+            peaks.add_once("overflow", UPDATE, (rules.sums + 1) * shard)
             for group in self._sub_groups():
                 flat = rules.sums * group if len(self.trained) > 1 else 0
                 if rules.sums < 4:
-                    peaks.look("update", UPDATE, (rules.sums + 4) * group)
+                    peaks.add_once("update", UPDATE, (rules.sums + 4) * group)
                     flat = 4 * group
-                peaks.look("update", UPDATE, flat + rules.temporary_width * group)
+                peaks.add_once("update", UPDATE, flat + rules.temporary_width * group)
         return peaks
 
     def partitioned(self, index: int) -> None:
@@ -629,7 +629,7 @@ class _Sharded(_Engine):
         self.bucket_elements += numel
 
     def _reduce(self) -> None:
-        """As ``__avg_scatter_grads`` does it (reduce_scatter_coalesced, partition_grads)."""
+        """Reduce as ``__avg_scatter_grads`` does (reduce_scatter_coalesced, partition_grads)."""
         rules, peaks = self.rules, self.peaks
         if not self.bucket:
             return
@@ -639,10 +639,10 @@ class _Sharded(_Engine):
         copied = 0 if alone else padded * sent
         cast = self.total(self.bucket) * sent if sent != rules.width else 0
         parts = padded // rules.world * rules.sums if rules.sums != sent else 0
-        peaks.look("reduction", BUFFERS, cast + copied + parts)
+        peaks.add_once("reduction", BUFFERS, cast + copied + parts)
         if rules.offload_optimizer:  # _constant_buffered_norm2, of each part
             largest = max(self.part[index] for index in self.bucket)
-            peaks.look("norm", BUFFERS, copied + parts + NORM_WIDTH * largest)
+            peaks.add_once("norm", BUFFERS, copied + parts + NORM_WIDTH * largest)
         for index in self.bucket:
             peaks.drop(GRADIENTS, self.held.pop(index, 0))
         self.bucket, self.bucket_elements = [], 0

@@ -76,9 +76,9 @@ SELECTIVE = 0.1
 """The part of a forward pass that selective checkpointing computes again: it moves memory only."""
 NOMINAL_PARAMETERS = 1e9
 NOMINAL_LAYER_S = 1e-4
-"""Where nothing is known, for an order of candidates alone."""
+"""Numbers for an order of candidates alone, where nothing is known."""
 NETWORK_GBIT_PER_S = 10.0
-"""Where the config does not say."""
+"""The speed of the network where the config does not say."""
 HOST_MEMORY_GB_PER_S = 100.0
 """The speed of a host's RAM during an update there, which all ranks of a host share. A guess."""
 PUSHED_GB_PER_S = 0.6
@@ -103,7 +103,7 @@ class LearnedSpeeds:
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the smallest micro batch of those runs, by type of device."""
     source: str = ""
-    """For a person: ``learned from 3 runs``."""
+    """The source in words: ``learned from 3 runs``."""
 
 
 NOTHING = LearnedSpeeds()
@@ -124,11 +124,10 @@ def step_time(
         flops: of a token, where it is not to be computed from the geometry of the model.
         nominal: with nominal numbers for what is not known.
     """
-    if plan.drawn is None:
-        return _Prediction(exp, plan, learned, flops, nominal=nominal).predict()
-    batch = _generated_batch(plan.batch, plan.drawn)
-    prediction = _Prediction(exp, replace(plan, batch=batch), learned, flops, nominal=nominal)
-    return prediction.with_drawing(prediction.predict(), samples_of(exp, plan))
+    samples = samples_of(exp, plan)
+    if plan.drawn is not None:
+        plan = replace(plan, batch=_generated_batch(plan.batch, plan.drawn))
+    return _Prediction(exp, plan, learned, flops, nominal=nominal).predict(samples)
 
 
 def _generated_batch(batch: BatchPlan, drawn: DrawnSamples) -> BatchPlan:
@@ -160,7 +159,7 @@ class TokenFlops:
     backward: float
     """The backward pass, without what is computed again."""
     again: float = 0.0
-    """By activation checkpointing."""
+    """What activation checkpointing computes again."""
     attention: float = 0.0
     """The part of all of them that attention computes."""
     moved: float = 0.0
@@ -200,9 +199,12 @@ def _flops_of(
     # A forward pass is a third of training all weights.
     forward = shape.flops_per_token(seq_len) / 3
     head = 2.0 * outputs * shape.hidden_size  # is not checkpointed
-    how = exp.model.activation_checkpointing
-    again = {"full": max(0.0, forward - head), "selective": SELECTIVE * forward}.get(how, 0.0)
-    passes = 4 if how == "full" else 3
+    checkpointing = exp.model.activation_checkpointing
+    again, passes = 0.0, 3
+    if checkpointing == "full":
+        again, passes = max(0.0, forward - head), 4
+    elif checkpointing == "selective":
+        again = SELECTIVE * forward
     block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
     times = MOVED.get(block, MOVED_ELSEWHERE)
     times += MOVED["lora"] if exp.adapter.kind == "lora" else 0.0
@@ -222,18 +224,6 @@ def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenF
     full = model.activation_checkpointing == "full"
     forward = trace.flops / tokens / (4 if full else 3)
     return TokenFlops(forward, 2 * forward, forward if full else 0.0)
-
-
-def with_traced_time(
-    plan: Plan, exp: Experiment, trace: StepTrace, *, tokens: int, device: str
-) -> Plan:
-    """Where only a trace knows how large the model is: the predicted time by what it counted, for
-    so many tokens. ``device``: the type of device that it is of."""
-    flops = traced_flops(trace, on_device(exp, device).model, tokens=tokens)
-    num_parameters = trace.num_parameters
-    trained = None if trace.num_trained == num_parameters else trace.num_trained
-    sized = replace(plan, num_parameters=num_parameters, num_trained=trained)
-    return replace(plan, time=step_time(exp, sized, flops=flops))
 
 
 def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:
@@ -288,7 +278,7 @@ class _Prediction:
         elif self.shape is not None:
             self.by_device = flops_by_device(exp, plan, self.shape)
         self.flops = next(iter(self.by_device.values()), None)
-        """For what does not depend on what is computed again."""
+        """The FLOPs for what does not depend on what is computed again."""
         self.width = BYTES[plan.precision]
         self.elements = plan.num_parameters or (int(NOMINAL_PARAMETERS) if nominal else 0)
         self.trained = self.elements if plan.num_trained is None else plan.num_trained
@@ -301,118 +291,107 @@ class _Prediction:
         full = checkpointing_on(self.exp, name) == "full"
         return replace(flops, again=flops.forward if full else 0.0)
 
-    def predict(self) -> TimePlan:
+    def predict(self, samples: Samples | None) -> TimePlan:
+        """The time of a step. ``samples``: what the step draws before it trains on them; None where
+        it reads them, or the time of drawing is not known."""
         plan, flops = self.plan, self.flops
         if flops is None or not self.elements:
             return TimePlan(unknown="the size of the model is not known on this machine")
         for name, device in self.devices.items():
             if not self._tflops(name, device):
-                key = f"hardware.devices.{name}.peak_tflops.{plan.precision}"
-                return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
+                return self._without_speed(name)
         busy_s, computed = self._computing(plan.batch)
         sent = [exchange for exchange in self._sent() if exchange.size]
         seconds = [self._seconds(exchange) for exchange in sent]
         slowest = plan.ranks[max(range(len(busy_s)), key=busy_s.__getitem__)].device
         exposed = self._exposed(sent, seconds, computed, self.by_device[slowest])
         update, host = self._update(), self._offload()
-        step = computed + exposed + update + host
+        update_s = computed + exposed + update + host  # of one optimizer update
+        even = self._even()
+        step_s, updates = update_s, 1
+        rollout: RolloutTime | None = None
+        bottleneck = self._bottleneck(busy_s, computed, sum(seconds), exposed, update, host)
+        if samples is not None and not self.nominal:
+            updates = samples.drawn.updates
+            drawing = self._drawing(samples, trains_s=update_s * updates)
+            if isinstance(drawing, TimePlan):
+                return drawing
+            rollout, step_s = drawing, drawing.step_s
+            if rollout.draws_s > rollout.trains_s:
+                bottleneck = "drawing samples"
         tokens = plan.batch.tokens_per_step
-        steps, world = plan.total_steps, plan.world_size
-        hours = step * steps / 3600 if steps else 0.0
+        hours = step_s * (plan.total_steps or 0) / 3600
+        servers = sum(host.slots for host in plan.rollout_hosts) if rollout else 0
         return TimePlan(
-            step_s=step,
-            computing_s=computed,
-            communication_s=sum(seconds),
-            exposed_s=exposed,
-            update_s=update,
-            host_s=host,
-            flops=flops.model * tokens,
-            tokens_per_s=tokens / step,
-            mfu=tuple(self._mfu(flops.model, step)),
-            idle=tuple((computed - rank_s) / step for rank_s in busy_s),
-            even_step_s=self._even(),
-            bottleneck=self._bottleneck(busy_s, computed, sum(seconds), exposed, update, host),
+            step_s=step_s,
+            computing_s=computed * updates,
+            communication_s=sum(seconds) * updates,
+            exposed_s=exposed * updates,
+            update_s=update * updates,
+            host_s=host * updates,
+            flops=flops.model * tokens * updates,
+            tokens_per_s=tokens / step_s,
+            mfu=tuple(self._mfu(flops.model * updates, step_s)),
+            idle=tuple((computed - rank_s) * updates / step_s for rank_s in busy_s),
+            even_step_s=step_s + (even - update_s) * updates if even else 0.0,
+            bottleneck=bottleneck,
             exchanges=tuple(
-                Exchange(exchange.name, exchange.size / GB, exchange_s)
+                Exchange(exchange.name, exchange.size * updates / GB, exchange_s)
                 for exchange, exchange_s in zip(sent, seconds, strict=True)
             ),
             hours=hours,
-            device_hours=hours * world,
+            device_hours=hours * (plan.world_size + servers),
             cost=self._cost(hours),
             sources=tuple(dict.fromkeys(self.sources)),
+            rollout=rollout,
         )
+
+    def _without_speed(self, name: str) -> TimePlan:
+        key = f"hardware.devices.{name}.peak_tflops.{self.plan.precision}"
+        return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
 
     # Drawing.
 
-    def with_drawing(self, training: TimePlan, samples: Samples | None) -> TimePlan:
-        """The time of a step that also draws its samples. ``training``: of one update; as it is
-        where the time of drawing is not known."""
-        if not training.step_s or samples is None or self.nominal:
-            return training
+    def _drawing(self, samples: Samples, *, trains_s: float) -> RolloutTime | TimePlan:
+        """The parts of a step that draws its samples; what is unknown, where a device that draws
+        has no known speed. ``trains_s``: all updates of a step."""
         plan, drawn = self.plan, samples.drawn
         servers = [host for host in plan.rollout_hosts for _ in range(host.slots)]
-        devices = [host.device for host in servers] or [rank.device for rank in plan.ranks]
-        speeds = [self._sampler_speed(name) for name in devices]
-        if unknown := [n for n, speed in zip(devices, speeds, strict=True) if speed is None]:
-            key = f"hardware.devices.{unknown[0]}.peak_tflops.{plan.precision}"
-            return TimePlan(unknown=f"{key} is not set, and no run on it has been seen")
-        sampler_speeds = [speed for speed in speeds if speed is not None]
-        trains_s = training.step_s * drawn.updates
+        speeds = []
+        for name in [host.device for host in servers] or [rank.device for rank in plan.ranks]:
+            speed = self._sampler_speed(name)
+            if speed is None:
+                return self._without_speed(name)
+            speeds.append(speed)
         if servers:
-            by_device = samples.by_servers_s(sampler_speeds, world=plan.world_size)
+            by_device = samples.by_servers_s(speeds, world=plan.world_size)
         else:
-            by_device = samples.by_ranks_s(sampler_speeds)
-        draws_s, weights_s = max(by_device), self._weights(len(servers))
-        overlaps = bool(servers) and self.exp.rollout.max_staleness > 0
-        whole_s = max(trains_s, weights_s + draws_s) if overlaps else trains_s + weights_s + draws_s
+            by_device = samples.by_ranks_s(speeds)
         busy_s: dict[str, list[float]] = {}
         for host, seconds in zip(servers, by_device, strict=False):
             busy_s.setdefault(host.name, []).append(seconds)
-        part = trains_s / whole_s
-        steps = plan.total_steps or 0
-        hours = whole_s * steps / 3600
+        rollout = RolloutTime(
+            draws_s=max(by_device),
+            trains_s=trains_s,
+            weights_s=self._weights(len(servers)),
+            overlaps=bool(servers) and self.exp.rollout.max_staleness > 0,
+        )
         self.sources.append(
             f"{samples.num_prompts:,} prompts{human.TIMES}"
             f"{human.plural(drawn.group_size, 'completion')} of {drawn.new_tokens:,} tokens "
             "(assumed: all of full length)"
         )
         return replace(
-            training,
-            step_s=whole_s,
-            computing_s=training.computing_s * drawn.updates,
-            communication_s=training.communication_s * drawn.updates,
-            exposed_s=training.exposed_s * drawn.updates,
-            update_s=training.update_s * drawn.updates,
-            host_s=training.host_s * drawn.updates,
-            flops=training.flops * drawn.updates,
-            tokens_per_s=training.tokens_per_s * training.step_s / whole_s,
-            mfu=tuple((name, share * part) for name, share in training.mfu),
-            idle=tuple(share * part for share in training.idle),
-            even_step_s=training.even_step_s
-            and whole_s + (training.even_step_s - training.step_s) * drawn.updates,
-            bottleneck=training.bottleneck if trains_s >= draws_s else "drawing samples",
-            exchanges=tuple(
-                replace(exchange, gb=exchange.gb * drawn.updates) for exchange in training.exchanges
-            ),
-            hours=hours,
-            device_hours=hours * (plan.world_size + len(servers)),
-            cost=self._cost(hours),
-            sources=tuple(dict.fromkeys(self.sources)),
-            rollout=RolloutTime(
-                draws_s=draws_s,
-                trains_s=trains_s,
-                weights_s=weights_s,
-                training_idle=1 - part if servers else 0.0,
-                drawing_idle=tuple(
-                    (name, 1 - sum(seconds) / len(seconds) / whole_s)
-                    for name, seconds in busy_s.items()
-                ),
-                overlaps=overlaps,
+            rollout,
+            training_idle=1 - trains_s / rollout.step_s if servers else 0.0,
+            drawing_idle=tuple(
+                (name, 1 - sum(seconds) / len(seconds) / rollout.step_s)
+                for name, seconds in busy_s.items()
             ),
         )
 
     def _sampler_speed(self, name: str) -> SamplerSpeed | None:
-        """None where neither a run nor a data sheet tells how fast the device computes."""
+        """The speed of a device that draws; None where neither a run nor a data sheet tells it."""
         device = self.exp.hardware.devices[name]
         products, _ = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
         tflops = self.learned.tflops.get(name) or self._peak(device) * products
@@ -443,7 +422,7 @@ class _Prediction:
     # Computing.
 
     def _tflops(self, name: str, device: DeviceConfig) -> float:
-        """That it reaches; 0 where neither a run nor a data sheet tells."""
+        """TFLOP/s that a device reaches; 0 where neither a run nor a data sheet tells."""
         precision = self.plan.precision
         if name in self.learned.tflops:
             reached = self.learned.tflops[name]
@@ -766,8 +745,3 @@ def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:
         prediction = _Prediction(exp, replace(plan, batch=batch), NOTHING, None)
         seconds.append(sum(prediction._seconds(sent) for sent in prediction._sent()))
     return seconds[1] - seconds[0]
-
-
-def with_time(plan: Plan, exp: Experiment, *, learned: LearnedSpeeds = NOTHING) -> Plan:
-    """The plan with its predicted time."""
-    return replace(plan, time=step_time(exp, plan, learned=learned))

@@ -10,13 +10,12 @@ unknown. ``llmx.hardware.compare`` compares it with what a host has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import optimizer_of
-from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig, ZeroConfig
+from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig
 from llmx.plan.geometry import model_geometry
 from llmx.plan.memory import BYTES, GIB, adamw_elements, optimizer_bytes
 from llmx.plan.types import HostStorage, Plan, StoragePlan
@@ -55,13 +54,9 @@ class ModelSize:
     trained: int
 
 
-def with_storage(plan: Plan, exp: Experiment, *, size: ModelSize | None = None) -> Plan:
-    """The plan with what it takes of its hosts. ``size``: of a model that only its trace knows."""
-    return replace(plan, storage=plan_storage(exp, plan, size=size))
-
-
 def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:
-    """The storage of every host; hosts that take the same stand together."""
+    """The storage of every host; hosts that take the same stand together. ``size``: of a model that
+    its trace or its tokenizer knows better than its config."""
     certain = 1.0 if size is not None else _certain(exp, plan.num_parameters)
     if size is None and plan.num_parameters:
         size = ModelSize(plan.num_parameters, plan.num_trained or plan.num_parameters)
@@ -200,21 +195,23 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
     # ``MemoryPlan`` has the RAM of the largest host with these devices.
     ranks_there = plan.slots_on(host.device)
     accelerator = ACCELERATORS[plan.accelerator]
-    training = offload = staging = saves = nvme = None
+    training = offload = saves = nvme = None
     push = 0
     if memory is not None:
         # A CPU rank's device memory is RAM of its host, and so is what it has freed.
-        of_rank = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
-        training = math.ceil(host.slots * of_rank * GIB)
+        used_gib = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
+        training = math.ceil(host.slots * used_gib * GIB)
         saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
         offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
     if size is not None:
-        ranks = _Ranks(exp, plan, size)
-        staging, nvme = host.slots * ranks.staging(), host.slots * ranks.nvme()
-        if ranks.swaps:
-            offload = host.slots * ranks.swapped_ram()
+        of_rank = _offload(exp, plan, size)
+        nvme = host.slots * of_rank.files
+        if of_rank.ram is not None:
+            offload = host.slots * of_rank.ram
+        if offload is not None:
+            offload += host.slots * of_rank.buffers
         if host.first and plan.rollout_hosts:
-            push = ranks.push()
+            push = _pushed_bytes(plan, size)
     return HostStorage(
         hosts=(),
         ranks=host.slots,
@@ -222,7 +219,6 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         loading_bytes=_loading(exp, host),
         training_bytes=training,
         offload_bytes=offload,
-        staging_bytes=staging,
         saves_bytes=saves,
         saves_optional=exp.checkpoint.background == "auto",
         ram_has_bytes=None if host.ram_gib is None else math.floor(host.ram_gib * GIB),
@@ -250,103 +246,55 @@ def _loading(exp: Experiment, host: _Kind) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """The memory that one rank offloads, by DeepSpeed 0.19.8's rules for stage 3 with NVMe:
-    ``swap_tensor/partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
+class _Offload:
+    """Bytes of one rank's offload."""
+
+    ram: int | None
+    """What stays in RAM where something is on NVMe; None: all of it, as the memory plan has it."""
+    buffers: int
+    """Buffers through which it passes, and what page-locked memory is rounded up by."""
+    files: int
+    """Files below ``zero.nvme_path``."""
+
+
+def _offload(exp: Experiment, plan: Plan, size: ModelSize) -> _Offload:
+    """The offload of one rank by DeepSpeed 0.19.8's rules: ``swap_tensor/
+    partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
     _create_param_groups_fp16_flat_cpu_memory``."""
-
-    exp: Experiment
-    plan: Plan
-    size: ModelSize
-
-    @property
-    def zero(self) -> ZeroConfig:
-        return self.exp.zero
-
-    @property
-    def width(self) -> int:
-        return BYTES[self.plan.precision]
-
-    @property
-    def sums(self) -> int:
-        return BYTES[self.plan.grad_accum_dtype or self.plan.precision]
-
-    @property
-    def swaps(self) -> bool:
-        """Whether anything goes to NVMe."""
-        return "nvme" in (self.zero.offload_param, self.zero.offload_optimizer)
-
-    @property
-    def shard(self) -> int:
-        """The elements that a rank updates."""
-        return -(-self.size.trained // (self.plan.world_size if self.zero.stage >= 1 else 1))
-
-    @property
-    def own(self) -> int:
-        """Elements of the parameters that a rank has at stage 3."""
-        return -(-self.size.whole // self.plan.world_size)
-
-    @property
-    def state(self) -> int:
-        """Bytes an element of master weights and states, fp32 in every precision."""
-        return 4 + optimizer_bytes(self.exp.optim.kind, "fp32")
-
-    @property
-    def group(self) -> int:
-        """Elements that are updated at once."""
-        return min(self.shard, self.zero.sub_group_size)
-
-    def nvme(self) -> int:
-        """Bytes of the files below ``zero.nvme_path``."""
-        size_bytes = 0
-        if self.zero.offload_optimizer == "nvme" and 4 * self.group >= SWAPPED_FROM_BYTES:
-            size_bytes += (self.state + 4) * self.shard  # and the gradients, fp32
-        if self.zero.offload_param == "nvme" and self.width * self.own >= SWAPPED_FROM_BYTES:
-            size_bytes += self.width * self.own
-        return size_bytes
-
-    def push(self) -> int:
-        """Bytes of the weights for rollout servers: those of the last push, gathered and packed new
-        ones; and what is frozen, packed, at first also gathered (``llmx.rollout.client``)."""
-        trained, frozen = self.size.trained, self.size.whole - self.size.trained
-        return self.width * (2 * trained + frozen + max(trained, frozen))
-
-    def swapped_ram(self) -> int:
-        """Bytes that stay in RAM where something is on NVMe."""
-        size_bytes = 0
-        if self.zero.offload_optimizer != "none":
-            size_bytes += self.sums * self.shard  # grad_partitions_flat_buffer
-        if self.zero.offload_optimizer == "cpu":
-            size_bytes += (self.state + 4) * self.shard
-        if self.zero.offload_param == "cpu":
-            size_bytes += self.width * self.own
-        if self.zero.offload_param == "nvme":
-            size_bytes += self.width * min(self.shard, PARAMETERS_IN_RAM)
-        return size_bytes
-
-    def staging(self) -> int:
-        """Buffers through which it passes, and what page-locked memory is rounded up by: PyTorch
-        allocates it in powers of two."""
-        zero, size_bytes = self.zero, 0
-        if zero.offload_param == "nvme":
-            size_bytes += self.width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
-        if zero.offload_optimizer == "nvme":
-            size_bytes += 4 * OPTIMIZER_BUFFERS * self.group
-        if zero.pin_memory and self.plan.on_gpus:
-            size_bytes += sum(_rounded_up(size) - size for size in self._locked())
-        return size_bytes
-
-    def _locked(self) -> Iterator[int]:
-        """Bytes of each large page-locked tensor of an offload."""
-        zero = self.zero
-        if zero.offload_optimizer == "cpu" and zero.stage < 3:
+    zero, width = exp.zero, BYTES[plan.precision]
+    shard = -(-size.trained // (plan.world_size if zero.stage >= 1 else 1))
+    group = min(shard, zero.sub_group_size)
+    sums = BYTES[plan.grad_accum_dtype or plan.precision] * shard  # grad_partitions_flat_buffer
+    parameters = width * -(-size.whole // plan.world_size)
+    states = (4 + optimizer_bytes(exp.optim.kind, "fp32") + 4) * shard  # with the gradients, fp32
+    ram = buffers = files = 0
+    locked: list[int] = []
+    if zero.offload_optimizer != "none":
+        ram += sums
+        locked.append(sums)
+    if zero.offload_optimizer == "cpu":
+        ram += states
+        if zero.stage < 3:
             # single_partition_of_fp32_groups, its gradient, param_buffer_of_bit16_for_cpu_offload
-            yield from (4 * self.shard, 4 * self.shard, self.width * self.shard)
-        elif zero.offload_optimizer != "none":
-            yield self.sums * self.shard
-        if zero.offload_param == "cpu":
-            yield self.width * self.own
+            locked = [4 * shard, 4 * shard, width * shard]
+    elif zero.offload_optimizer == "nvme":
+        buffers += 4 * OPTIMIZER_BUFFERS * group
+        files += states if 4 * group >= SWAPPED_FROM_BYTES else 0
+    if zero.offload_param == "cpu":
+        ram += parameters
+        locked.append(parameters)
+    elif zero.offload_param == "nvme":
+        ram += width * min(shard, PARAMETERS_IN_RAM)
+        buffers += width * PARAMETER_BUFFERS * PARAMETER_BUFFER_ELEMENTS
+        files += parameters if parameters >= SWAPPED_FROM_BYTES else 0
+    if zero.pin_memory and plan.on_gpus:  # PyTorch allocates it in powers of two
+        buffers += sum((1 << max(0, n - 1).bit_length()) - n for n in locked)
+    swaps = "nvme" in (zero.offload_param, zero.offload_optimizer)
+    return _Offload(ram if swaps else None, buffers, files)
 
 
-def _rounded_up(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
+def _pushed_bytes(plan: Plan, size: ModelSize) -> int:
+    """Bytes of the weights for rollout servers: those of the last push, gathered and packed new
+    ones; and what is frozen, packed, at first also gathered (``llmx.rollout.client``)."""
+    trained, frozen = size.trained, size.whole - size.trained
+    return BYTES[plan.precision] * (2 * trained + frozen + max(trained, frozen))

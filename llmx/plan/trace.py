@@ -1,7 +1,7 @@
 """The allocations of one micro step, traced on fake tensors, as plain values. Pure.
 
 A trace is made once (``llmx.train.memory_trace``, in a process of its own) for a network, a micro
-batch and a way of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory``
+batch and a setting of activation checkpointing. It says nothing of ZeRO: ``llmx.plan.step_memory``
 applies DeepSpeed's rules to it for any stage, number of ranks and bucket size.
 """
 
@@ -50,7 +50,7 @@ class StepTrace:
     """A traced micro step: one forward and one backward pass."""
 
     parameters: tuple[TracedParameter, ...]
-    """In the order of the network, tied ones once."""
+    """The parameters in the order of the network, tied ones once."""
     modules: tuple[tuple[int, ...], ...]
     """The parameters that stage 3 gathers for each module: those that it has itself; of a block
     with experts all."""
@@ -84,8 +84,8 @@ class StepTrace:
         return max([self.last_peak, *(event.peak for event in self.events)])
 
     def at(self, other: StepTrace, part: float) -> StepTrace | None:
-        """Between this trace (0) and one with another micro batch (1), or beyond: bytes are linear
-        in the micro batch. None where they are not of the same steps."""
+        """The trace between this one (0) and that of another micro batch (1), or beyond: bytes are
+        linear in the micro batch. None where the two are not of the same steps."""
         if [(event.kind, event.index) for event in self.events] != [
             (event.kind, event.index) for event in other.events
         ]:
@@ -157,14 +157,12 @@ class Traces:
     found: Mapping[TraceKey, StepTrace]
     problem: str = ""
     """Why there are none."""
-    context_gib: Mapping[str, float] = field(default_factory=dict)
-    """The size of the CUDA context by type of device, where finished runs have shown it."""
     _between: dict[TraceKey, StepTrace | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
-        """That of this micro batch, or between those of two others: bytes are linear in it."""
+        """The trace of this micro batch, or between those of two others: bytes are linear in it."""
         key = TraceKey(attention, checkpointing, micro_batch)
         if key in self.found:
             return self.found[key]
@@ -185,17 +183,20 @@ class Traces:
         return first.at(last, (micro_batch - low) / (high - low))
 
 
+NO_TRACES = Traces({})
+
+
 def wanted_traces(exp: Experiment, plan: Plan, *, alternatives: bool) -> list[TraceKey]:
     """The traces that a plan needs; ``alternatives``: also for what it might be instead."""
     attentions = dict.fromkeys(dict(plan.attention).values())
-    used = dict.fromkeys((way, checkpointing_on(exp, name)) for name, way in plan.attention)
+    used = dict.fromkeys((kind, checkpointing_on(exp, name)) for name, kind in plan.attention)
     sizes = sorted({rank.micro_batch for rank in plan.ranks})
-    keys = [TraceKey(way, setting, size) for way, setting in used for size in sizes]
+    keys = [TraceKey(kind, setting, size) for kind, setting in used for size in sizes]
     if alternatives:
         two_sizes = {1, max([2, *sizes])}
         keys += [
-            TraceKey(way, setting, size)
-            for way in attentions
+            TraceKey(kind, setting, size)
+            for kind in attentions
             for setting in CHECKPOINTING
             for size in two_sizes
         ]

@@ -31,7 +31,7 @@ class HostPlan:
     is_local: bool
     """This machine: reached without ssh."""
     fingerprint: str | None = None
-    """Of its ssh host key."""
+    """The fingerprint of its ssh host key."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ class BalancePlan:
     """``batch.accumulation``, where it was given."""
     micro_step_fs: int | None = None
     """The time of an exchange in a micro step in which all ranks meet, as measured, or by the
-    assumed links; None: not known. Left out of the file then."""
+    assumed links; None: not known."""
     overlap: bool = False
-    """That goes on behind computing. Left out of the file where it does not."""
+    """Whether that exchange goes on behind computing."""
     pending: bool = False
     """The ranks measure their speeds at the start; these are of the data sheet, or of ``source``.
     """
     source: str = ""
-    """The file of an earlier run that the speeds are of. Left out of the file where empty."""
+    """The file of an earlier run that the speeds are of."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ class MemoryPlan:
     update_gib: float = 0.0
     """The memory that the update needs beyond what the last backward pass has held."""
     drawing_gib: float = 0.0
-    """The memory that drawing samples needs beyond the most that training holds; left out of the
-    file where there is none."""
+    """The memory that drawing samples needs beyond the most that training holds."""
     saves_host_gib: float = 0.0
     """RAM of one host for the copies that are written in the background."""
     traced: bool = False
@@ -223,9 +222,7 @@ class HostStorage:
     training_bytes: int | None
     """The device memory of CPU ranks; 0 of GPUs."""
     offload_bytes: int | None
-    """RAM of what is offloaded to it, and of what an offload to NVMe leaves there."""
-    staging_bytes: int | None
-    """RAM of the buffers of an offload, and what page-locked memory is rounded up by."""
+    """RAM of what is offloaded to it, of what an offload to NVMe leaves there, and of buffers."""
     saves_bytes: int | None
     """RAM of the copies that are written in the background."""
     saves_optional: bool
@@ -241,15 +238,14 @@ class HostStorage:
     shm_bytes: int
     """``/dev/shm``, where GPUs of the host do not reach each other."""
     push_bytes: int = 0
-    """RAM of rank 0's host for weights that go to rollout servers; left out of the file where there
-    is none."""
+    """RAM of rank 0's host for weights that go to rollout servers."""
     download_bytes: int | None = 0
     """Weights from the Hub, in its cache (``HF_HOME``)."""
 
     @property
     def ram_bytes(self) -> int | None:
         """The most RAM at once; without copies for saves that can do without."""
-        parts = (self.training_bytes, self.offload_bytes, self.staging_bytes, self.saves_bytes)
+        parts = (self.training_bytes, self.offload_bytes, self.saves_bytes)
         if self.loading_bytes is None or any(part is None for part in parts):
             return None
         saves = 0 if self.saves_optional else self.saves_bytes or 0
@@ -271,7 +267,7 @@ class HostStorage:
     @property
     def less_ram(self) -> str:
         """The advice where RAM is short, by the largest part."""
-        if (self.staging_bytes or 0) > (self.offload_bytes or 0):
+        if self.nvme_bytes:
             return "Fewer ranks on the host, or zero.sub_group_size=100000000."
         if self.offload_bytes:
             return (
@@ -358,12 +354,18 @@ class RolloutTime:
     trains_s: float
     weights_s: float
     """Sending weights to the rollout servers, or gathering those of ZeRO-3."""
-    training_idle: float
+    training_idle: float = 0.0
     """Part of a step in which the training hosts wait for samples."""
     drawing_idle: tuple[tuple[str, float], ...] = ()
     """(rollout host, part of a step in which it draws nothing); empty where the ranks draw."""
     overlaps: bool = False
     """The servers draw while the ranks train (``rollout.max_staleness``)."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        drawn_s = self.weights_s + self.draws_s
+        return max(self.trains_s, drawn_s) if self.overlaps else self.trains_s + drawn_s
 
 
 @dataclass(frozen=True)
@@ -399,12 +401,12 @@ class TimePlan:
     known."""
     device_hours: float = 0.0
     cost: float | None = None
-    """By ``hardware.price_per_hour``; None where a price or the hours are not known."""
+    """The cost of the run (``hardware.price_per_hour``); None where a price or the hours are not
+    known."""
     sources: tuple[str, ...] = ()
     """Sentences about the speeds that were assumed or learned."""
     rollout: RolloutTime | None = None
-    """The parts of ``step_s`` of a task that generates its samples, where they are known; left out
-    of the file where there are none."""
+    """The parts of ``step_s`` of a task that generates its samples, where they are known."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +433,7 @@ class NetworkBeside:
     """Elements of its largest layer, or of its embedding."""
     vocab_size: int = 0
     precision: str | None = None
-    """None: that of the run."""
+    """The precision of its weights; None: that of the run."""
     before_training: bool = False
     """Computes stored columns, and is freed before the others are built."""
     source: str | None = None
@@ -444,7 +446,7 @@ class NetworkBeside:
     num_packed: int = 0
     """Parameters of it that are kept in 4 bits."""
     shape: Geometry | None = None
-    """Of a network that is trained: what its activations follow from."""
+    """The geometry of a network that is trained, which its activations follow from."""
 
 
 SUMMED, WHOLE, NO_LOGITS = "summed", "whole", "none"
@@ -466,8 +468,8 @@ class Plan:
     transport: str
     master_addr: str
     num_parameters: int
-    """Of all networks that are trained, with those of an adapter; 0 when the geometry is not known
-    before loading."""
+    """Parameters of all networks that are trained, with those of an adapter; 0 when the geometry is
+    not known before loading."""
     peak_tflops: float
     """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
     memory: tuple[MemoryPlan, ...]
@@ -484,28 +486,26 @@ class Plan:
     grad_accum_dtype: str = ""
     """The dtype in which gradients are summed over micro steps; empty: ``precision``."""
     beside: tuple[NetworkBeside, ...] = ()
-    """Networks of the task that are not exported: frozen ones, and others that are trained; left
-    out of the file where there are none."""
+    """Networks of the task that are not exported: frozen ones, and others that are trained."""
     logits: str = SUMMED
-    """The logits that the loss needs; left out of the file where it is cross entropy alone."""
+    """The logits that the loss needs."""
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 
     balance: BalancePlan | None = None
-    """None: evenly. Left out of the file then."""
+    """The split over unequal ranks; None: evenly."""
     time: TimePlan | None = None
-    """None until it is predicted. Left out of the file then."""
+    """None until it is predicted."""
     chosen: ChosenPlan | None = None
-    """None where the config left nothing to the plan. Left out of the file then."""
+    """None where the config left nothing to the plan."""
     storage: StoragePlan | None = None
-    """None until it is predicted. Left out of the file then."""
+    """None until it is predicted."""
     checkpointing: tuple[tuple[str, str], ...] = ()
-    """(device type, activation checkpointing), one each, where they differ; left out of the file
-    where all have that of the model."""
+    """(device type, activation checkpointing), one each, where they differ."""
     rollout_hosts: tuple[HostPlan, ...] = ()
-    """Hosts that draw samples and have no ranks; left out of the file where there are none."""
+    """Hosts that draw samples and have no ranks."""
     drawn: DrawnSamples | None = None
-    """None where the task reads its samples. Left out of the file then."""
+    """None where the task reads its samples."""
 
     def attention_on(self, device: str) -> str:
         """The attention for packed rows on this type of device; empty where the plan has none."""
@@ -549,33 +549,6 @@ class Plan:
         values = dataclasses.asdict(self)
         values["world_size"] = self.world_size
         values["warnings"] = list(self.warnings)
-        for name in (
-            "beside",
-            "logits",
-            "balance",
-            "time",
-            "chosen",
-            "storage",
-            "checkpointing",
-            "rollout_hosts",
-            "drawn",
-        ):
-            if getattr(self, name) == getattr(Plan, name):  # as by default
-                del values[name]
-        for memory in values["memory"]:
-            for name in ("traced", "drawing_gib"):
-                if not memory[name]:
-                    del memory[name]
-        for host in values["storage"]["hosts"] if self.storage else ():
-            if not host["push_bytes"]:
-                del host["push_bytes"]
-        for name in ("micro_step_fs", "overlap", "source") if self.balance else ():
-            if not values["balance"][name]:
-                del values["balance"][name]
-        if not self.batch.sizes:
-            del values["batch"]["sizes"]
-        if self.time is not None and self.time.rollout is None:
-            del values["time"]["rollout"]
         return values
 
     @classmethod

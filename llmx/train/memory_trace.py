@@ -2,7 +2,7 @@
 
 The real network of the experiment, its adapter, activation checkpointing, attention and the loss of
 its task are run forward and backward on tensors that have a shape and no memory; each storage is
-counted from its making to its end. ``llmx.lifecycle.memory`` starts it, in a process of its own.
+counted from its making to its end. ``llmx.lifecycle.knowledge`` starts it, in a process of its own.
 
 Blocks that are built alike behave alike. So a stack is cut after a few of them (``Stack.cut``), two
 in the middle are compared, event by event, and where they agree the second one is repeated until
@@ -97,7 +97,7 @@ class Run:
 
     events: Sequence[Event]
     flops: Sequence[float]
-    """Counted until each event."""
+    """FLOPs until each event."""
     last_peak: int
     last_flops: float
 
@@ -152,7 +152,7 @@ def _first(events: Sequence[Event], kind: int, block: Numbers) -> int | None:
 
 
 class _Part:
-    """The events of a block in one direction: from its first one to that of the block after it."""
+    """The events of a block in one direction: from its first one to that of the next block."""
 
     def __init__(self, run: Run, begin: int, end: int) -> None:
         self.events = run.events[begin:end]
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         self.flops = 0.0
         self.events: list[Event] = []
         self.flops_until: list[float] = []
-        """Counted until each event."""
+        """FLOPs until each event."""
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def run(self) -> Run:
@@ -367,13 +367,13 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
 
 
 METHODS = ("varlen", "segments", "sdpa", "eager")
-"""In the order in which the ranks try them (``models.select_attention.candidates``)."""
+"""The implementations in the order of the ranks (``models.select_attention.candidates``)."""
 
 
 def trace_step(
     exp: Experiment, *, precision: str, accelerator: str, attention: str, micro_batch: int
 ) -> StepTrace:
-    """One forward and backward pass of the experiment's task, on fake tensors: of a few of its
+    """Trace one forward and backward pass of the experiment's task on fake tensors: of a few of its
     blocks, where the others do the same. With ``model.attention=auto`` and a network that does not
     take ``attention``, by the next one that the ranks try.
 
@@ -383,11 +383,11 @@ def trace_step(
     if exp.model.attention == "auto" and attention in METHODS:
         later = METHODS[METHODS.index(attention) + 1 :]
     problem: Exception | None = None
-    for way in (attention, *later):
+    for implementation in (attention, *later):
         for by_blocks in (True, False):  # a network may count on all of its blocks
             try:
-                how = (precision, accelerator, way, micro_batch)
-                if trace := _trace(exp, *how, by_blocks=by_blocks):
+                run = (precision, accelerator, implementation, micro_batch)
+                if trace := _trace(exp, *run, by_blocks=by_blocks):
                     return trace
             except Exception as error:
                 problem = problem or error
@@ -404,7 +404,8 @@ def _trace(
     *,
     by_blocks: bool,
 ) -> StepTrace | None:
-    """``by_blocks``: of a few of them; None where those that are compared do not agree."""
+    """Trace with one implementation of attention. ``by_blocks``: a few blocks are run; None where
+    those that are compared do not agree."""
     from llmx.tasks import task_class
 
     register()
@@ -649,7 +650,7 @@ def _true_rows(exp: Experiment, text: Any) -> int:
 
 
 def _tokenizer(exp: Experiment) -> Any:
-    """None where it is not on this machine."""
+    """The tokenizer of the experiment; None where it is not on this machine."""
     from llmx.tasks import tokenizer_of
 
     with contextlib.suppress(Exception), unset_fake_temporarily():
@@ -662,7 +663,7 @@ def _network(
 ) -> tuple[nn.Module, Any]:
     """The network of ``spec`` without weights, and its config."""
     config = _config(exp, spec)
-    how = exp.model.activation_checkpointing if spec.trained else "none"
+    checkpointing = exp.model.activation_checkpointing if spec.trained else "none"
     plain = replace(exp.model, activation_checkpointing="none", compile=False)
     dtype = DTYPES[spec.precision or precision]
     quantization = Quantization.of(exp.adapter) if spec.trained else None
@@ -700,9 +701,9 @@ def _network(
         freeze(network, exp.model.freeze)
     if not spec.dropout:
         turn_dropout_off(network)
-    if how != "none":
+    if checkpointing != "none":
         # A generator's state is no fake tensor.
-        recompute(network, how, preserve_rng_state=False)
+        recompute(network, checkpointing, preserve_rng_state=False)
     return network, config
 
 

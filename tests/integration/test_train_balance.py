@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from llmx.config import experiment_from_dict
 from llmx.plan import make_plan
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.types import MemoryPlan, Plan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.speeds import known_speeds
@@ -115,7 +116,7 @@ def test_ranks_measure_themselves_once(tmp_path: Path, ranks: Server) -> None:
     exp = experiment_from_dict(yaml.safe_load(second.config.read_text()))
     known = known_speeds(exp, make_plan(exp))
     assert known is not None
-    planned = make_plan(exp, measured_speeds=known)
+    planned = make_plan(exp, Knowledge(speeds=known))
     assert planned.batch == Plan.from_dict(read_json(second.plan)).batch
     assert planned.balance is not None
     assert planned.balance.pending

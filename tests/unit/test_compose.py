@@ -12,7 +12,7 @@ from llmx.__main__ import main
 from llmx.config import to_dict
 from llmx.config.groups import CONF, GROUPS, options
 from llmx.errors import ConfigError
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.knowledge import informed
 from tests.composing import composed
 from tests.rundirs import TINY_LLAMA
 
@@ -97,7 +97,7 @@ def test_the_second_copy_of_hpz_goes_with_an_offload() -> None:
     overrides = ["hardware=a100x2_v100x2", "model=llama3_8b", "zero=stage3", "data.seq_len=512"]
     overrides += ["model.activation_checkpointing=full", "zero.hpz_partition_size=2"]
     overrides += ["batch.global_batch=4"]
-    advised, _ = with_traced_memory(composed(overrides), make=False)
+    advised = informed(composed(overrides), make=False)
     (text,) = [each for each in advised.plan.warnings if "These fit by the plan" in each]
     typed = text.partition("first: ")[2].partition(" (")[0]
     assert typed == "zero=stage3_offload zero.hpz_partition_size=1"

@@ -44,6 +44,7 @@ from llmx.launch.ssh_config import render_ssh_config
 from llmx.launch.transports import deepspeed_argv, transport_of
 from llmx.launch.transports.slurm import missing_nodes, share_of_cores, slurm_cores
 from llmx.plan import make_plan
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
 from tests.launches import ENVIRON, experiment, spec_of
@@ -298,7 +299,7 @@ def test_the_gpus_of_several_hosts() -> None:
     exp = experiment("pdsh", (2, 2, 2, 1))
     exp.hardware.hosts[1].gpus = ["GPU-3f3a", "MIG-77aa"]
     exp.hardware.hosts[2].gpus = ["0", "2"]
-    plan = make_plan(exp, local_names=frozenset({"10.0.0.1"}))
+    plan = make_plan(exp, Knowledge(frozenset({"10.0.0.1"})))
     spec = spec_of(exp, plan=plan, visible_gpus={"node-b": "0,1", "node-c": "4,5,6"})
     assert rank_env(spec)["LLMX_GPUS"] == "2,3:GPU-3f3a,MIG-77aa:4,6:0"
 
@@ -502,9 +503,9 @@ def test_one_command_for_all_hosts_takes_none_of_them(transport: str, key: str) 
 def test_this_machine_alone_may_have_them() -> None:
     exp = experiment("auto", (1,), "cpu")
     names = frozenset({"10.0.0.1"})
-    assert make_plan(exp, local_names=names).transport == "local"
+    assert make_plan(exp, Knowledge(names)).transport == "local"
     exp.hardware.hosts[0].env = {"A": "1"}
-    assert make_plan(exp, local_names=names).transport == "ssh"
+    assert make_plan(exp, Knowledge(names)).transport == "ssh"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ from llmx.launch.supervision.signals import ShutdownRequest, sender_of
 from llmx.lifecycle import preflight
 from llmx.lifecycle.batch import batch_script, requeue_job
 from llmx.lifecycle.detach import detach
-from llmx.lifecycle.preflight import with_checked_inputs
+from llmx.lifecycle.knowledge import DEMO, informed, tokenizer_rows
+from llmx.lifecycle.preflight import check_inputs
 from llmx.observe.control import main
 from llmx.run.rundir import RunDir, read_mapping, write_json
 from tests.composing import composed as compose
@@ -88,14 +89,14 @@ def test_each_task_takes_its_rows_and_refuses_others(
 def test_a_wrong_first_row_is_named_and_a_later_one_is_left_to_the_ranks(tmp_path: Path) -> None:
     good, bad = ROWS["alpaca"], {"question": "Say a."}
     with pytest.raises(DataError, match=r"rows\.jsonl.* 1: the columns \(question\) fit no"):
-        with_checked_inputs(composed(tmp_path, [bad, good]))
+        check_inputs(composed(tmp_path, [bad, good]))
     with pytest.raises(DataError, match=r"rows\.jsonl.* 3: "):
-        with_checked_inputs(composed(tmp_path, [good, good, bad]))
-    with_checked_inputs(composed(tmp_path, [good, good, bad], data={"on_bad_row": "skip"}))
+        check_inputs(composed(tmp_path, [good, good, bad]))
+    check_inputs(composed(tmp_path, [good, good, bad], data={"on_bad_row": "skip"}))
     wrong_type = {**good, "output": 7}
     with pytest.raises(DataError, match=r"rows\.jsonl.* 900: "):
-        with_checked_inputs(composed(tmp_path, [good] * 899 + [wrong_type]))
-    with_checked_inputs(composed(tmp_path, [good] * 1000 + [bad]))
+        check_inputs(composed(tmp_path, [good] * 899 + [wrong_type]))
+    check_inputs(composed(tmp_path, [good] * 1000 + [bad]))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     given = composed(tmp_path, [ROWS["alpaca"]], model=model)
     given.experiment.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match=r"demo has ids up to \d+.* an embedding of 64 rows"):
-        with_checked_inputs(given)
+        check_inputs(given)
     # One of which only the last token, an added one, has no row: <image_soft_token> of Gemma 3.
     vocabulary = {"model": {"vocab": {f"t{n}": n for n in range(64)}}, "added_tokens": [{"id": 64}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
@@ -120,7 +121,7 @@ def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:
     composed(tmp_path, [ROWS["preference"]])
     program = (
         "import sys; from pathlib import Path; from tests.unit.test_lifecycle import *; "
-        f"with_checked_inputs(composed(Path({str(tmp_path)!r}), [ROWS['preference']], 'dpo')); "
+        f"check_inputs(composed(Path({str(tmp_path)!r}), [ROWS['preference']], 'dpo')); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
@@ -156,7 +157,7 @@ def test_a_task_of_ones_own_is_asked_in_a_process_of_its_own(
     (tmp_path / "focal.py").write_text(TASK)
     task = {"code_path": str(tmp_path), "options": options}
     with pytest.raises(ConfigError, match=problem):
-        with_checked_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
+        check_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
 
 
 REWARDS = """
@@ -174,29 +175,29 @@ def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(
     long = {**ROWS["alpaca"], "output": "a word " * 400}
     given = composed(tmp_path, [ROWS["alpaca"], *[long] * 20], data={"seq_len": 64})
     with pytest.raises(DataError, match=r"(?s)20 of 21 rows .*task\.max_lost=") as caught:
-        with_checked_inputs(given)
+        check_inputs(given)
     assert "first 21 rows of the train data" in str(caught.value)
     # More rows than were looked at: the ranks know, and the plan says what may come.
     given = composed(tmp_path, [long] * 1200, data={"seq_len": 64, "max_rows": None})
-    assert any("1,000 of 1,000 rows" in note for note in with_checked_inputs(given).plan.notes)
+    assert any("1,000 of 1,000 rows" in note for note in check_inputs(given))
     # Rows that no reward can judge, of which single ones may be skipped.
     bare = composed(tmp_path, [{"prompt": "a"}] * 20, "grpo", data={"on_bad_row": "skip"})
     with pytest.raises(DataError, match=r"20 of 20 rows .* no reference answer"):
-        with_checked_inputs(bare)
+        check_inputs(bare)
     for name in ("two", "three"):
         own = composed(tmp_path, [ROWS["alpaca"]], "grpo")
         own.experiment.task.code_path = str(tmp_path)
         own.experiment.task.options["rewards"] = [f"early_rewards:{name}"]
         if name == "three":
-            assert with_checked_inputs(own) == own
+            assert check_inputs(own) == []
         else:
             with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
-                with_checked_inputs(own)
+                check_inputs(own)
     measured = composed(tmp_path, [ROWS["alpaca"]])
     measured.experiment.task.code_path = str(tmp_path)
     measured.experiment.task.eval_metrics = ["early_rewards:four"]
     with pytest.raises(ConfigError, match="early_rewards:four cannot be imported"):
-        with_checked_inputs(measured)
+        check_inputs(measured)
 
 
 def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +207,13 @@ def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     given = composed(tmp_path, [ROWS["alpaca"]], model={"tokenizer": "somebody/model"})
     with pytest.raises(ConfigError, match=r"tokenizer=somebody/model: no such directory and not"):
-        with_checked_inputs(given)
+        check_inputs(given)
     given.experiment.dry_run = True
-    assert "hf download somebody/model" in with_checked_inputs(given).plan.warnings[-1]
+    assert "hf download somebody/model" in check_inputs(given)[-1]
     commit = tmp_path / "hub" / "models--somebody--model" / "refs" / "main"
     commit.parent.mkdir(parents=True)
     commit.write_text("1" * 40)
-    assert with_checked_inputs(given) == given
+    assert check_inputs(given) == []
 
 
 def test_a_model_that_llmx_wrote_is_checked_before_the_launch(
@@ -294,19 +295,17 @@ def test_a_damaged_file_is_named_with_the_fix(
         given.experiment, model=dataclasses.replace(given.experiment.model, **model)
     )
     with pytest.raises(ConfigError, match=problem):
-        with_checked_inputs(dataclasses.replace(given, experiment=exp))
+        check_inputs(dataclasses.replace(given, experiment=exp))
 
 
 def test_weights_that_are_not_read_may_be_pointers(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "model")
     pointer(directory / "model.safetensors")
     model = {"path": str(directory), "init": "scratch"}
-    with_checked_inputs(composed(tmp_path, [ROWS["alpaca"]], model=model))
+    check_inputs(composed(tmp_path, [ROWS["alpaca"]], model=model))
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"model\.path=.*: no tokenizer there"):
-        with_checked_inputs(
-            composed(tmp_path, [ROWS["alpaca"]], model={**model, "tokenizer": None})
-        )
+        check_inputs(composed(tmp_path, [ROWS["alpaca"]], model={**model, "tokenizer": None}))
 
 
 @pytest.fixture
@@ -468,3 +467,50 @@ def test_only_the_signal_of_the_script_and_a_new_checkpoint_requeue(
     requeue_job(RunDir(tmp_path), result, first_step=first_step, stream=out)
     assert said in out.getvalue()
     assert bool(said) == bool(out.getvalue())
+
+
+# --- The size of a tokenizer ---------------------------------------------------------------------
+
+
+def small_tokenizer(directory: Path, vocabulary: object, *, added: tuple[int, ...] = ()) -> Path:
+    directory.mkdir()
+    values = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": each} for each in added]}
+    (directory / "tokenizer.json").write_text(json.dumps(values))
+    return directory
+
+
+def test_the_rows_of_a_small_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert tokenizer_rows("demo") == len(AutoTokenizer.from_pretrained(DEMO))
+    ids = {f"t{number}": number for number in range(500)}
+    bpe = str(small_tokenizer(tmp_path / "bpe", ids, added=(500, 777)))
+    assert (tokenizer_rows(bpe), tokenizer_rows(bpe, with_added=False)) == (778, 500)
+    both = str(small_tokenizer(tmp_path / "both", ids, added=(0, 499)))  # also in the vocabulary
+    assert (tokenizer_rows(both), tokenizer_rows(both, with_added=False)) == (500, 499)
+    unigram = [[f"t{number}", -1.0] for number in range(300)]
+    assert tokenizer_rows(str(small_tokenizer(tmp_path / "unigram", unigram))) == 300
+    assert tokenizer_rows("owner/name") is None
+    (tmp_path / "bpe" / "tokenizer.json").write_text("not json")
+    assert tokenizer_rows(str(tmp_path / "bpe")) is None
+
+
+@pytest.mark.parametrize("rows", [500, 8000])
+def test_its_checkpoints_are_planned_so(tmp_path: Path, rows: int) -> None:
+    there = small_tokenizer(tmp_path / "mine", {f"t{number}": number for number in range(rows)})
+    done = compose(["experiment=demo", f"model.tokenizer={there}"])
+    before = done.plan.storage
+    assert before is not None
+    assert before.certain < 1
+    found = informed(done, make=False).plan.storage
+    assert found is not None
+    assert found.certain == 1
+    width, padded = done.experiment.model.config["hidden_size"], -(-rows // 64) * 64
+    tables = 1 if done.experiment.model.config.get("tie_word_embeddings") else 2
+    more = 12 * tables * width * (padded - 1024)
+    assert (found.checkpoint_bytes or 0) - (before.checkpoint_bytes or 0) == more
+
+
+def test_a_pretrained_model_keeps_its_own() -> None:
+    done = compose(["model=llama3_8b", "hardware=a100x8"])
+    assert informed(done, make=False).plan == done.plan

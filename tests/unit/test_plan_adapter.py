@@ -18,10 +18,10 @@ from transformers import (
     LlamaConfig,
 )
 
-from llmx.compose.complete import refusal
 from llmx.config import AdapterConfig, ModelConfig, experiment_from_dict
 from llmx.config.validate import validate
 from llmx.errors import ConfigError
+from llmx.lifecycle.knowledge import informed
 from llmx.models.adapter import add_adapter, freeze
 from llmx.plan import make_plan
 from llmx.plan.adapter import (
@@ -31,10 +31,8 @@ from llmx.plan.adapter import (
     target_problems,
     trained_parameters,
 )
-from llmx.plan.choices import with_traces
 from llmx.plan.memory import GIB, with_trained_size
-from llmx.plan.trace import Traces
-from llmx.plan.types import NetworkBeside, Plan
+from llmx.plan.types import SUMMED, NetworkBeside, Plan
 from tests.composing import composed
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import KINDS, small_model
@@ -247,8 +245,7 @@ def test_zero_3_is_not_advised_for_4_bits() -> None:
     words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
     more = ["model.activation_checkpointing=full", "hardware.devices.a100_80g.memory_gib=5"]
     found = composed([*QLORA, *words, *more])
-    plan = with_traces(found.plan, found.experiment, Traces({}), allows=refusal)
-    said = " ".join(plan.memory_warnings)
+    said = " ".join(informed(found, make=False).plan.memory_warnings)
     assert "expect it to run out of memory" in said
     assert "zero=stage3" not in said
 
@@ -331,7 +328,7 @@ def test_a_reference_that_is_the_base_of_an_adapter_takes_nothing() -> None:
     stored, live = (planned("task=dpo", "adapter=lora", *words) for words in ([], [LIVE]))
     assert live.memory == stored.memory
     assert live.beside == stored.beside == ()
-    assert "beside" not in live.to_dict()
+    assert live.beside == ()
 
 
 BILLION_13 = 13_015_864_320
@@ -382,7 +379,7 @@ def test_what_a_loss_asks_of_the_output_head() -> None:
     assert whole.memory[0].logits_gib > summed.memory[0].logits_gib
     assert whole.memory[0].logits_gib == unfused.memory[0].logits_gib
     assert none.memory[0].logits_gib == 0
-    assert "logits" not in summed.to_dict()
+    assert summed.logits == SUMMED
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -11,21 +11,15 @@ import pytest
 
 from llmx.config import experiment_from_dict, to_dict
 from llmx.errors import ConfigError
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.knowledge import informed
 from llmx.observe.report.plan_table import device_lines
 from llmx.plan.balance import identity, is_of
 from llmx.plan.by_device import (
-    CHECKPOINTING,
     checkpointing_by_device,
-    checkpointing_overrides,
     in_words,
-    mixed_ways,
     on_device,
-    uniform_ways,
-    with_checkpointing,
 )
-from llmx.plan.choices import choices
-from llmx.plan.trace import Traces, wanted_traces
+from llmx.plan.trace import wanted_traces
 from llmx.plan.types import Plan
 from llmx.run import speeds
 from tests.composing import composed
@@ -119,7 +113,7 @@ def test_files_traces_and_speeds_are_of_what_is_computed() -> None:
     values = json.loads(json.dumps(mixed.plan.to_dict()))
     assert Plan.from_dict(values) == mixed.plan
     assert values["checkpointing"] == [["a100_40g", "none"], ["v100_32g", "full"]]
-    assert "checkpointing" not in composed([*WORDS, f"{HOW}=full"]).plan.to_dict()
+    assert composed([*WORDS, f"{HOW}=full"]).plan.checkpointing == ()
     keys = wanted_traces(mixed.experiment, mixed.plan, alternatives=False)
     ways = {(key.attention, key.checkpointing) for key in keys}
     assert ways == {("varlen", "none"), ("segments", "full")}
@@ -130,62 +124,19 @@ def test_files_traces_and_speeds_are_of_what_is_computed() -> None:
         assert not is_of(identity(one), other)
 
 
-def test_typed_overrides_lead_from_one_to_the_other() -> None:
-    exp = composed(WORDS).experiment
-    ways = [*mixed_ways(exp), *uniform_ways(exp)]
-    for way in ways:
-        for start in (with_checkpointing(exp, one) for one in ways):
-            end = with_checkpointing(start, way)
-            assert checkpointing_by_device(end) == way
-            words = checkpointing_overrides(start, end)
-            assert bool(words) == (checkpointing_by_device(start) != way)
-            assert checkpointing_overrides(end, start) != words or not words
-    (way,) = [way for way in ways if in_words(way) == "selective, full on v100_32g"]
-    typed = checkpointing_overrides(exp, with_checkpointing(exp, way))
-    assert typed == [f"{HOW}=selective", f"{OWN}=full"]
-    assert checkpointing_by_device(composed([*WORDS, *typed]).experiment) == way
-    assert [in_words(way) for way in mixed_ways(exp)] == [
-        "none, selective on v100_32g",
-        "none, full on v100_32g",
-        "selective, full on v100_32g",
-    ]
-
-
-def test_advice_for_one_type_fits_when_typed() -> None:
-    """The V100s have no room for one sample, the A100s for four."""
-    advised, _ = with_traced_memory(composed(SMALL), make=False)
+def test_auto_and_advice_keep_what_a_type_has_of_its_own() -> None:
+    advised = informed(composed([*SMALL, "batch.micro_batch=4"]), make=False)
     (text,) = [text for text in advised.plan.warnings if "These fit by the plan" in text]
-    overrides = text.partition("first: ")[2].split("; ")[0].partition(" (")[0]
+    typed = text.partition("first: ")[2].split("; ")[0].partition(" (")[0]
     assert "% time" in text
-    assert overrides == f"{OWN}=full"
-    fitting = composed([*SMALL, overrides])
+    fitting = composed([*SMALL, *typed.split()])
     assert all(part.fits for part in fitting.plan.memory)
-    assert fitting.plan.ranks[0].micro_batch > fitting.plan.ranks[-1].micro_batch
-
-
-def test_auto_takes_it_where_it_makes_room_and_is_faster() -> None:
-    words = [*SMALL, f"{HOW}=auto"]
-    found = composed(words)
-    assert found.plan.chosen.words == (f"{HOW}=none {OWN}=full",)
-    exp = found.experiment
-    assert exp.model.activation_checkpointing == "none"
-    assert exp.hardware.devices["v100_32g"].activation_checkpointing == "full"
-    assert exp.hardware.devices["a100_40g"].activation_checkpointing is None
-    assert all(part.fits for part in found.plan.memory)
-    again = composed([*SMALL, *found.plan.chosen.words[0].split()])  # as it would be typed
-    assert again.experiment == exp
-    own = composed([*words, f"{OWN}=selective"])  # is not changed
-    assert checkpointing_by_device(own.experiment)["v100_32g"] == "selective"
-    third = composed([*words, "zero=stage3"])
-    assert len(set(checkpointing_by_device(third.experiment).values())) == 1
-
-
-def test_no_gain_without_room() -> None:
-    """What the split over ranks makes of a smaller speed is no reason to compute again."""
-    exp = composed([*WORDS, "batch.micro_batch=2"])
-    found = choices(exp.experiment, exp.plan, Traces({}))
-    found = [one for one in found if one.zero == "stage2"]
-    assert {in_words(one.ways) for one in found if one.micro_batch <= 2} == set(CHECKPOINTING)
+    found = composed([*SMALL, f"{HOW}=auto"])
+    assert len(set(checkpointing_by_device(found.experiment).values())) == 1
+    again = composed([*SMALL, *found.plan.chosen.words])  # as it would be typed
+    assert again.experiment == found.experiment
+    own = composed([*SMALL, f"{HOW}=auto", f"{OWN}=full"])
+    assert checkpointing_by_device(own.experiment) == {"a100_40g": "none", "v100_32g": "full"}
 
 
 def test_the_plan_says_what_each_type_does_and_why() -> None:

@@ -14,12 +14,12 @@ import pytest
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.lifecycle import learned
+from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.learned import (
     learn,
     learned_file,
     measured_of,
     read_observations,
-    with_learned_time,
 )
 from llmx.lifecycle.reproduce import main as reproduce
 from llmx.lifecycle.resume.command import main as resume
@@ -221,22 +221,23 @@ def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = composed(["hardware=cpu2", "zero=stage1"])
-    assert with_learned_time(done) is done
+    assert informed(done, make=False).plan.time == done.plan.time
     assert learned_from(run, done)
-    taught = with_learned_time(done)
+    taught = informed(done, make=False)
     assert taught.plan.time.step_s == pytest.approx(0.4, rel=0.01)
     assert f"learned from 1 run in {learned_file()}" in taught.plan.time.sources[0]
-    assert replace(taught.plan, time=None) == replace(done.plan, time=None)
+    storage = taught.plan.storage  # by the tokenizer
+    assert taught.plan == replace(done.plan, time=taught.plan.time, storage=storage)
     assert taught.ds_config == done.ds_config
     learned_from(run, done)
     assert len(read_observations(learned_file())) == 2
     monkeypatch.setenv("LLMX_LEARNED", "off")  # neither reads nor writes
-    assert with_learned_time(done) is done
+    assert informed(done, make=False).plan.time == done.plan.time
     learned_file().unlink()
     assert learned_from(run, done) == []
     assert not learned_file().exists()
     monkeypatch.setenv("LLMX_LEARNED", "on")
-    assert with_learned_time(done) is done
+    assert informed(done, make=False).plan.time == done.plan.time
 
 
 def test_runs_that_end_together_lose_no_line_and_do_not_wait_for_ever(
@@ -260,9 +261,9 @@ def test_a_damaged_file_is_no_file_and_the_next_run_writes_a_good_one(run: RunDi
     for text in ("", "[]", '{"format": 99, "observations": [{}]}',
                  '{"format": 1, "observations": [3, {}, {"device": "cpu"}]}'):  # fmt: skip
         learned_file().write_text(text)
-        assert with_learned_time(done) is done
+        assert informed(done, make=False).plan.time == done.plan.time
         assert learned_from(run, done)
-        assert with_learned_time(done) is not done
+        assert informed(done, make=False).plan.time != done.plan.time
 
 
 def test_a_run_that_is_cut_short_or_unwritable_teaches_nothing_and_fails_nothing(

@@ -11,8 +11,7 @@ from llmx.cli.plan import main
 from llmx.models.attention import AttentionMethod
 from llmx.models.generate import BareDecoder, generate
 from llmx.models.sampling import Sampling
-from llmx.plan import Plan
-from llmx.plan.choices import replan
+from llmx.plan import Plan, make_plan
 from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import samples_of
 from llmx.plan.rollout_time import SamplerSpeed, Samples, server_problem
@@ -146,7 +145,9 @@ def test_as_many_completions_at_once_as_memory_is_left_for(
         [True] if drawer else []
     )
     assert Plan.from_dict(plan.to_dict()) == plan
-    assert replan(composed(exp).experiment, plan).memory == plan.memory  # as ``auto`` plans it
+    found = composed(exp)
+    # As ``auto`` plans it.
+    assert make_plan(found.experiment, found.knowledge).memory == plan.memory
 
 
 def test_the_peak_of_a_rank_that_draws_is_in_the_plan() -> None:

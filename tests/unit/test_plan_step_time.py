@@ -12,6 +12,7 @@ import pytest
 
 from llmx.errors import ConfigError
 from llmx.plan import make_plan
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.step_time import (
     LAYER_S,
     LINK_REACHED,
@@ -21,9 +22,8 @@ from llmx.plan.step_time import (
     TRACED_REACHED,
     LearnedSpeeds,
     step_time,
-    with_traced_time,
 )
-from llmx.plan.trace import StepTrace, TracedParameter
+from llmx.plan.trace import StepTrace, TracedParameter, TraceKey, Traces
 from llmx.plan.types import Plan, TimePlan
 from tests.composing import composed
 
@@ -259,8 +259,10 @@ def test_a_model_that_only_a_trace_knows(how: str) -> None:
     done = composed([*words, f"model.activation_checkpointing={how}", "zero=stage2"])
     assert done.plan.time.step_s == 0
     assert "size of the model" in done.plan.time.unknown
-    trace = StepTrace((TracedParameter(10**9, True),), ((0,),), (), flops=8e9 * 256)
-    plan = with_traced_time(done.plan, done.experiment, trace, tokens=256, device="a100_80g")
+    trace = StepTrace((TracedParameter(10**9, True),), ((0,),), (), flops=8e9 * 128)
+    assert done.plan.batch.micro_batches == (1,) * 8
+    key = TraceKey(done.plan.attention_on("a100_80g"), how, 1)
+    plan = make_plan(done.experiment, Knowledge(traces=Traces({key: trace})))
     assert plan.time.unknown == ""
     tokens = plan.batch.tokens_per_step
     rate = 312e12 * REACHED[8.0][0] * TRACED_REACHED

@@ -19,10 +19,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from llmx.lifecycle import memory
-from llmx.lifecycle.memory import find_traces
+from llmx.lifecycle import knowledge
+from llmx.lifecycle.knowledge import find_traces
 from llmx.plan import make_plan
-from llmx.plan.choices import choices, with_traces
+from llmx.plan.choices import advice, choices
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, StepTrace, TraceKey
 from llmx.train import memory_trace
 from llmx.train.memory_trace import Numbers, Run, trace_step, with_all_blocks
@@ -237,7 +238,7 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(memory, "TIME_LIMIT_S", 900.0)
+    monkeypatch.setattr(knowledge, "TIME_LIMIT_S", 900.0)
     wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8000}
     exp = on_gpus(tmp_path, config=wide, batch={"micro_batch": 8}, model={"init": "pretrained"})
     plan = make_plan(exp)
@@ -245,15 +246,17 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     traces = find_traces(exp, plan, variants=True, make=True)  # in a process of its own
     assert not traces.problem
     assert TraceKey(plan.attention_on("small"), "full", 1) in traces.found
-    found = with_traces(plan, exp, traces)
+    known = Knowledge(traces=traces)
+    found = make_plan(exp, known)
     assert found.memory[0].traced
     assert not found.memory[0].fits
-    assert "These fit by the plan, the fastest first: " in found.warnings[1]
-    every = choices(exp, plan, traces)
+    text = advice(exp, found, known)
+    assert "These fit by the plan, the fastest first: " in text
+    every = choices(exp, known)
     assert [one.chosen for one in every].count(True) == 1
     assert [one.cost for one in every] == sorted(one.cost for one in every)
     named = next(one for one in every if one.fits and one.micro_batch <= 8)
-    assert " ".join(named.overrides(exp)) in found.warnings[1]
+    assert " ".join(named.overrides(exp)) in text
     # The second plan of the same starts no process.
     again = find_traces(exp, plan, variants=True, make=False)
     assert again.found == traces.found
@@ -266,7 +269,7 @@ def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
     exp = on_gpus(tmp_path)
     plan = make_plan(exp)
     traces = find_traces(exp, plan, variants=False, make=False)
-    assert with_traces(plan, exp, traces) == plan
+    assert make_plan(exp, Knowledge(traces=traces)) == plan
 
 
 # --- A few blocks that are traced, and the others like them, against all of them traced ----------

@@ -29,6 +29,7 @@ from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.sync import size_of
 from llmx.launch.transports import transport_of
 from llmx.plan import ds_config, make_plan
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.types import Plan
 from llmx.run.rundir import write_json, write_text
 from llmx.text import clock, plural
@@ -290,13 +291,8 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
     )
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    planned = make_plan(
-        smaller,
-        local_names=LOCAL_NAMES | local,
-        beside=plan.beside,
-        logits=plan.logits,
-        drawn=plan.drawn,
-    )
+    known = Knowledge(LOCAL_NAMES | local, plan.beside, plan.logits, plan.drawn)
+    planned = make_plan(smaller, known)
     if planned.batch.global_batch != plan.batch.global_batch:
         raise ConfigError(
             f"launch.elastic: {planned.world_size} ranks cannot share a global batch of "

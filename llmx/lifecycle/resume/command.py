@@ -16,7 +16,7 @@ from llmx.compose.complete import check_paths
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
-from llmx.lifecycle.memory import with_traced_memory
+from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.resume.changes import (
     SAME,
     Next,
@@ -76,8 +76,7 @@ def prepare_resume(
     state = read_state(run)
     step = words.step("step", least=0)
     upcoming = next_run(run, exp, words, state, edited=edited)
-    composed, _ = with_traced_memory(upcoming.composed, make=False)
-    upcoming = replace(upcoming, composed=composed)
+    upcoming = replace(upcoming, composed=informed(upcoming.composed, make=False))
     if nothing_left(run, upcoming, state, step):
         return None
     origin = first_step(run, state, step)

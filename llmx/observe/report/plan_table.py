@@ -29,7 +29,6 @@ from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
 from llmx.observe.page import Block, block, table
 from llmx.observe.report.screen import open_console, print_blocks
-from llmx.plan.balance import against_even
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, in_words
 from llmx.plan.choices import Choice
 from llmx.plan.geometry import model_geometry
@@ -191,27 +190,19 @@ def batch_line(plan: Plan) -> str:
 
 
 def balance_line(plan: Plan) -> str:
-    """Predicted time of a step against that of the even split, and who waits how long."""
+    """What the samples of a step are shared out by; the predicted time says what that gains."""
     balance = plan.balance
     assert balance is not None
-    how = {
+    if balance.pending and balance.source:
+        return f"as an earlier run here has measured ({balance.source}); checked at the start"
+    if balance.pending:
+        return "measured by the ranks at the start; until then by the data sheets"
+    return {
         "even": "evenly at the start (batch.rebalance)",
         "spec": "by the data sheets",
         "weights": "by batch.weights",
         "measured": "as measured",
-    }
-    method = how[balance.method]
-    if balance.pending:
-        method = "measured by the ranks at the start; until then by the data sheets"
-        if balance.source:
-            method = f"as an earlier run here has measured ({balance.source}); checked at the start"
-    if plan.time is not None and plan.time.even_step_s:
-        return method  # what it gains stands with the predicted time, with communication
-    step_as_planned, even, idle = against_even(plan)
-    gain = "there is no even split of this batch"
-    if even:
-        gain = f"a step takes {step_as_planned / even:.2f} of the time of the even split"
-    return f"{method}; {gain}; idle: {waiting(plan, idle)} (without communication)"
+    }[balance.method]
 
 
 def device_lines(plan: Plan, exp: Experiment) -> list[str]:
@@ -434,7 +425,7 @@ def choice_tables(plan: Plan, options: Sequence[Choice]) -> list[Block | None]:
     blocks: list[Block | None] = []
     sizes = sorted({choice.micro_batch for choice in options})
     by_row: dict[tuple[str, str], dict[int, Choice]] = {}
-    for choice in sorted(options, key=lambda choice: choice.intricacy):
+    for choice in sorted(options, key=lambda choice: choice.complexity):
         by_row.setdefault((choice.zero, choice.checkpointing), {})[choice.micro_batch] = choice
     for memory in plan.memory if options else ():
         if not memory.capacity_gib:
@@ -457,7 +448,7 @@ def _cell(choice: Choice | None, device: str) -> str:
     """Memory of a choice on a type of device, with marks; empty without a choice."""
     if choice is None:
         return ""
-    memory = choice.memory[device]
+    memory = next(part for part in choice.plan.memory if part.device == device)
     before, after = "* " if choice.chosen else "", "" if memory.fits else " !"
     return f"{before}{human.gib(memory.total_gib)}{after}"
 
@@ -605,7 +596,6 @@ RAM_PARTS = (
     ("RAM: loading", "loading_bytes"),
     ("RAM: training", "training_bytes"),
     ("RAM: offload", "offload_bytes"),
-    ("RAM: offload buffers", "staging_bytes"),
     ("RAM: weights for rollout servers", "push_bytes"),
 )
 

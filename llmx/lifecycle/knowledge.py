@@ -1,8 +1,10 @@
-"""Traces the micro step for a plan in a process of its own, and keeps the trace in the cache.
+"""Gathers what a plan rests on beside its experiment: traces of the micro step, finished runs, the
+speeds of a cluster, the tokenizer.
 
 A trace depends on the network, the task, its micro batch and what runs it; the same is never traced
-twice. Where none can be had (a model that only the hosts have, code of the Hub, a task that cannot
-be run on fake tensors) the plan keeps its formula, and says so.
+twice. It is made in a process of its own and kept in the cache. Where none can be had (a model that
+only the hosts have, code of the Hub, a task that cannot be run on fake tensors) the plan keeps its
+formula, and says so.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import llmx
-from llmx.compose.complete import Composed, chosen_experiment, refusal
+from llmx.compose.complete import Composed, plan_experiment, refusal
 from llmx.config import Experiment
 from llmx.config.build import to_dict
 from llmx.config.user_code import code_roots
 from llmx.errors import ConfigError
 from llmx.hardware.survey import version
-from llmx.lifecycle.learned import known_contexts, known_runs
-from llmx.lifecycle.preflight import with_true_vocabulary
-from llmx.plan.choices import no_runs, traced_memory, with_traces
-from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
+from llmx.lifecycle.learned import finished_runs
+from llmx.plan.choices import advice
+from llmx.plan.knowledge import Knowledge
+from llmx.plan.trace import NO_TRACES, StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import read_mapping, write_json
 from llmx.run.scratch import PACKAGES, ask
+from llmx.run.speeds import known_speeds
 
 PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
@@ -44,41 +47,39 @@ CODE = (
 
 
 ROUNDS = 4
-"""Of ``auto``: how often a choice is traced as it will run before the best so far is taken."""
+"""Times that a choice of ``auto`` is traced as it will run before the best so far is taken."""
+DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
 
 
-def with_traced_memory(composed: Composed, *, make: bool) -> tuple[Composed, Traces]:
-    """Take the memory of the traced micro step into the plan, where a device's memory is known,
-    with advice where it does not fit.
+def informed(composed: Composed, *, make: bool, choose: bool = False) -> Composed:
+    """Plan again with all that is known, with advice where the plan does not fit.
 
     ``make``: have missing traces made, also of other ways to run it, for a plan that someone reads.
-    A launch takes what the cache knows, and does not wait.
+    A launch takes what the cache knows, and does not wait. ``choose``: choose each value that the
+    config left to the plan again, by traces that are made in any case; ConfigError where nothing
+    fits.
     """
-    traces = _traces_of(composed, make=make)
-    exp, plan = composed.experiment, composed.plan
-    plan = with_true_vocabulary(with_traces(plan, exp, traces, allows=refusal), exp)
-    return replace(composed, plan=plan), traces
+    if choose and composed.asked is not None:
+        composed = _chosen(composed, composed.asked)
+    knowledge = gather(composed, make=make, variants=make)
+    found = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
+    text = advice(found.experiment, found.plan, found.knowledge, allows=refusal)
+    plan = replace(found.plan, chosen=composed.plan.chosen, advice=text)
+    return replace(found, plan=plan, asked=composed.asked)
 
 
-def with_traced_choice(composed: Composed) -> Composed:
-    """Choose again each value that the config left to the plan, by traces of the real micro step,
-    which are made here, and by finished runs. ConfigError where nothing fits."""
-    open_config = composed.asked
-    if open_config is None:
-        return composed
-    speeds_of = known_runs()
+def _chosen(composed: Composed, asked: Experiment) -> Composed:
+    """Choose each ``auto`` of ``asked`` by what is known; as it is where nothing is."""
     without: list[Experiment] = []
     for _ in range(ROUNDS):
-        traces = _traces_of(composed, make=True)
-        if not traces.found and speeds_of is no_runs:
+        knowledge = gather(composed, make=True, variants=True)
+        if not knowledge.traces.found and not knowledge.runs:
             break
-        composed = chosen_experiment(
-            open_config, traces=traces, without=without, speeds_of=speeds_of
-        )
+        composed = plan_experiment(asked, knowledge=knowledge, without=without)
         # The choice is by bytes between two micro batches; this is the one that will run.
-        exact = _traces_of(composed, make=True, variants=False)
-        memory = traced_memory(composed.experiment, composed.plan, exact)
-        if memory is None or all(part.fits for part in memory):
+        knowledge = gather(composed, make=True, variants=False)
+        exact = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
+        if all(part.fits or not part.traced for part in exact.plan.memory):
             break
         without.append(composed.experiment)
     chosen = composed.plan.chosen
@@ -87,14 +88,39 @@ def with_traced_choice(composed: Composed) -> Composed:
     return composed
 
 
-def _traces_of(composed: Composed, *, make: bool, variants: bool | None = None) -> Traces:
-    exp, plan = composed.experiment, composed.plan
+def gather(composed: Composed, *, make: bool, variants: bool) -> Knowledge:
+    """Everything that is known for a planned experiment. ``make``: missing traces are made;
+    ``variants``: also those of other ways to run it."""
+    exp, plan, known = composed.experiment, composed.plan, finished_runs()
+    vocabulary = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
+    known = replace(known, vocabulary=vocabulary)
+    if plan.balance is not None and plan.balance.pending:
+        known = replace(known, speeds=known_speeds(exp, plan))
+        if known.speeds is not None:  # other micro batches than the data sheets give
+            plan = plan_experiment(exp, is_checked=True, knowledge=known).plan
+    return replace(known, traces=_traces(exp, plan, make=make, variants=variants))
+
+
+def _traces(exp: Experiment, plan: Plan, *, make: bool, variants: bool) -> Traces:
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
-        return Traces({})
-    has_memory = any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts)
-    if not has_memory:
+        return NO_TRACES
+    if not any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts):
         return Traces({}, "no device of the run has a known memory")
-    return find_traces(exp, plan, variants=make if variants is None else variants, make=make)
+    return find_traces(exp, plan, variants=variants, make=make)
+
+
+def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
+    """The largest id of a tokenizer and one; ``name``: a local directory, or ``demo``.
+    ``with_added``: added tokens count, too."""
+    directory = DEMO if name == "demo" else Path(name).expanduser()
+    try:
+        values = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = values["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = {token["id"] for token in values.get("added_tokens", ())}
+        return max(added.union(ids) if with_added else set(ids) - added, default=-1) + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> Traces:
@@ -124,7 +150,7 @@ def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> T
             traces[key] = StepTrace.from_dict(answer["trace"])
         except (KeyError, TypeError, ValueError):
             problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
-    return Traces(traces, problem, known_contexts())
+    return Traces(traces, problem)
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
