@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmx.compose.overrides import SET
-from llmx.compose.task_rules import specs, task_class
+from llmx.compose.task_rules import generates, specs, task_class
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
@@ -81,7 +81,7 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
 def _generates(exp: Experiment) -> bool:
     """Whether the task generates its samples; True of a task of the user's own."""
     kind = task_class(exp.task.kind)
-    return kind is None or bool(kind.generates_with(exp))
+    return kind is None or generates(kind, exp)
 
 
 def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:

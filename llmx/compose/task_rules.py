@@ -41,6 +41,11 @@ def task_class(kind: str) -> Any:
         return None
 
 
+def generates(kind: Any, exp: Experiment) -> bool:
+    """Whether tasks of this class make their samples (``llmx.tasks.OnlineTask``)."""
+    return hasattr(kind, "generates_with") and bool(kind.generates_with(exp))
+
+
 def task_problems(exp: Experiment) -> list[str]:
     """One message for each value that the task does not take, and for each metric that it does not
     measure."""
@@ -58,18 +63,18 @@ def task_problems(exp: Experiment) -> list[str]:
 def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
     """Yield a message for rollout settings that the task has no use for."""
     rollout = exp.rollout
-    if rollout.hosts and not kind.generates_with(exp):
+    if rollout.hosts and not generates(kind, exp):
         yield (
             f"rollout.hosts={shown(rollout.hosts)}: task={exp.task.kind} generates no samples, so "
             "these hosts would have nothing to do. Leave rollout.hosts out: then they train."
         )
-    elif rollout.vllm_python and not kind.corrects_staleness:
+    elif rollout.vllm_python and not getattr(kind, "corrects_staleness", False):
         yield (
             f"rollout.vllm_python={shown(rollout.vllm_python)}: the loss of task={exp.task.kind} "
             "takes its samples for those of the trained weights, and vLLM's probabilities differ "
             "in their last digits. Leave rollout.vllm_python out."
         )
-    elif rollout.max_staleness and not kind.corrects_staleness:
+    elif rollout.max_staleness and not getattr(kind, "corrects_staleness", False):
         yield (
             f"rollout.max_staleness={rollout.max_staleness}: the loss of task={exp.task.kind} "
             "takes its samples for those of the trained weights. Set rollout.max_staleness=0."
@@ -116,7 +121,7 @@ def drawn_samples(exp: Experiment) -> DrawnSamples | None:
     """What the task generates in a step; None where it reads its samples, and for a task of the
     user's own."""
     kind = task_class(exp.task.kind)
-    if kind is None or not kind.generates_with(exp):
+    if kind is None or not generates(kind, exp):
         return None
     options = kind(exp, None).options
     turns = options.max_turns if getattr(options, "environment", None) else 1
@@ -136,7 +141,7 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
-    if kind.generates_with(exp):
+    if generates(kind, exp):
         left_out = ""
         if model_geometry(exp.model) is None:
             left_out = f", without the key-value cache of {ROWS} completions on each rank"
@@ -270,7 +275,7 @@ def with_chosen_packing(exp: Experiment) -> Experiment:
 def _generates(exp: Experiment) -> bool:
     """Whether the task makes its samples; of a task of the user's own it is not known here."""
     kind = task_class(exp.task.kind)
-    return kind is not None and bool(kind.generates_with(exp))
+    return kind is not None and generates(kind, exp)
 
 
 def with_default_lr(exp: Experiment) -> Experiment:

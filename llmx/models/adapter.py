@@ -175,7 +175,7 @@ def _own_head(network: Any, head: str) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it can be adapted: a linear layer, or that of GPT-2, which is stored transposed."""
+    """Whether a module can be adapted: a linear layer, or that of GPT-2, stored transposed."""
     kind = type(module)
     return kind in (nn.Linear, QuantizedLinear) or kind.__name__ == "Conv1D"
 

@@ -42,5 +42,5 @@ def read_quantization(directory: Path) -> dict[str, Any] | None:
 
 
 def holds_adapter(directory: Path) -> bool:
-    """Whether it is a directory of peft: an adapter, not a model."""
+    """Whether a directory is one of peft: an adapter, not a model."""
     return (directory / CONFIG_FILE).is_file()

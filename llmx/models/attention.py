@@ -7,7 +7,6 @@ Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,31 +30,14 @@ class AttentionMethod:
     - ``mask``: positions, and a mask made here where a line holds several rows
     - ``position_ids``: positions that restart, from which transformers makes its own masks, with
       the model's windows and chunks
-    - ``layer_masks``: as ``mask``, one for each kind of layer, with its window or chunk
     - ``cu_seq_lens``: positions, and where rows begin; all in one line
     - ``padding_mask``: which tokens are padding, and no positions (one row a line)
     - ``none``: the tokens alone (one row a line, padding at its right)
     """
     layout: str = "packed"
     """``packed`` or ``padded`` (see ``llmx.data.collate``)."""
-    windows: tuple[tuple[str, int | None], ...] = ()
-    """Kinds of layers with their window or chunk in tokens (None: all), for ``layer_masks``."""
     causal: bool = True
     """A token sees those before it; else all of its row (BERT and other encoders)."""
-
-
-CHUNKED = "chunked_attention"
-
-
-def windows_of(config: Any) -> tuple[tuple[str, int | None], ...]:
-    """Each kind of attention layer of the model, and how far it sees; empty where all are alike."""
-    windows = {
-        "full_attention": None,
-        "sliding_attention": getattr(config, "sliding_window", None),
-        CHUNKED: getattr(config, "attention_chunk_size", None),
-    }
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return tuple((kind, windows[kind]) for kind in sorted(kinds & set(windows)))
 
 
 def methods(
@@ -71,9 +53,9 @@ def methods(
     elif not causal:
         isolations = ("mask",)
     elif implementation == "flex_attention":
-        isolations = ("position_ids", "mask", "layer_masks")
+        isolations = ("position_ids", "mask")
     else:
-        isolations = ("mask", "position_ids", "layer_masks", "cu_seq_lens")
+        isolations = ("mask", "position_ids", "cu_seq_lens")
     return tuple(
         AttentionMethod(implementation, name, layout, causal=causal) for name in isolations
     )
@@ -147,13 +129,6 @@ def model_inputs(
         arguments.update(_bound_arguments(segment_bounds(segments), method.implementation, device))
     elif method.isolation == "mask" and needs_mask(segments, causal=method.causal):
         arguments["attention_mask"] = _mask(to_device(segments, device), method, dtype)
-    elif method.isolation == "layer_masks" and int(segments.max()) > 1:
-        lines = to_device(segments, device)
-        places = to_device(positions, device)
-        arguments["attention_mask"] = {
-            kind: _mask(lines, method, dtype, _in_window(kind, window, places))
-            for kind, window in method.windows
-        }
     # position_ids are given always: OPT would otherwise count them from the attention mask.
     if (
         method.isolation != "cu_seq_lens"
@@ -203,46 +178,20 @@ def _bound_arguments(
     return arguments
 
 
-InWindow = Callable[[Any, Any, Any], Any]
-"""(line, query, key) -> whether the layer's window or chunk lets the query see the key."""
-
-
-def _in_window(kind: str, window: int | None, positions: torch.Tensor) -> InWindow | None:
-    if window is None:
-        return None
-    if kind == CHUNKED:
-        return lambda b, q, k: positions[b, q] // window == positions[b, k] // window
-    return lambda b, q, k: q - k < window
-
-
-def _mask(
-    segment_ids: torch.Tensor,
-    method: AttentionMethod,
-    dtype: torch.dtype,
-    in_window: InWindow | None = None,
-) -> Any:
+def _mask(segment_ids: torch.Tensor, method: AttentionMethod, dtype: torch.dtype) -> Any:
     if method.implementation == "flex_attention":
-        return _block_mask(segment_ids, in_window, causal=method.causal)
+        return _block_mask(segment_ids, causal=method.causal)
     mask = isolation_mask(segment_ids, causal=method.causal)
-    if in_window is not None:
-        lines, length = segment_ids.shape
-        places = torch.arange(length, device=segment_ids.device)
-        line = torch.arange(lines, device=segment_ids.device)[:, None, None]
-        mask = mask & in_window(line, places[None, :, None], places[None, None, :]).unsqueeze(1)
     return additive(mask, dtype=dtype) if method.implementation == "eager" else mask
 
 
-def _block_mask(
-    segment_ids: torch.Tensor, in_window: InWindow | None = None, *, causal: bool = True
-) -> Any:
+def _block_mask(segment_ids: torch.Tensor, *, causal: bool = True) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, length = segment_ids.shape
 
     def visible(b: Any, _head: Any, query: Any, key: Any) -> Any:
         sees = segment_ids[b, query] == segment_ids[b, key]
-        if causal:
-            sees = sees & (query >= key)
-        return sees if in_window is None else sees & in_window(b, query, key)
+        return sees & (query >= key) if causal else sees
 
     return create_block_mask(visible, batch, None, length, length, device=str(segment_ids.device))

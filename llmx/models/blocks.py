@@ -100,7 +100,6 @@ KEPT = frozenset(
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     )
-    if hasattr(torch.ops.aten, name)  # torch 2.6 has no _grouped_mm
 )
 """Operators whose results are kept: nearly all of a block's time. What is left to compute again
 (norms, rotations, activation functions, additions) only moves memory."""
@@ -130,31 +129,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     as_it_is: Any = torch.compiler.disable(segments_forward)
     ALL_ATTENTION_FUNCTIONS.register(SEGMENTS, as_it_is)
-    around = torch.compile(_checkpointed_block, **options)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(**options)
-            if "__call__" in vars(GradientCheckpointingLayer) and module.gradient_checkpointing:
-                # Transformers before 5.23 checkpoints around what Module.compile compiles.
-                # Selective checkpointing is then a dispatch mode around the block, under which
-                # torch 2.6 compiles nothing, without a word (pytorch/pytorch#161889).
-                block: Any = module
-                block._gradient_checkpointing_func = partial(
-                    _call_around, around, block._gradient_checkpointing_func
-                )
-
-
-def _call_around(around: Any, checkpoint: Any, call: partial[Any], *args: Any) -> Any:
-    """``call`` is what transformers gives to its checkpointing: the block, and its keywords."""
-    block: Any = call.func
-    return around(checkpoint, block.__self__, args, call.keywords)
-
-
-def _checkpointed_block(
-    checkpoint: Any, block: Any, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> Any:
-    # Not block(...), which is compiled by itself.
-    return checkpoint(partial(block._call_impl, **keywords), *args)
 
 
 def recompute(model: nn.Module, kind: str, **options: Any) -> None:
@@ -167,7 +144,5 @@ def recompute(model: nn.Module, kind: str, **options: Any) -> None:
     arguments: dict[str, Any] = {"use_reentrant": False, **options}
     if kind == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    # Transformers 5.23 renamed it; the older name warns there.
     network: Any = model
-    enable = getattr(network, "activation_checkpointing_enable", None)
-    (enable or network.gradient_checkpointing_enable)(arguments)
+    network.activation_checkpointing_enable(arguments)

@@ -54,7 +54,7 @@ class Group:
 
 @dataclass
 class LoadPlan:
-    """How the tensors of a checkpoint become the weights of a model."""
+    """Steps by which the tensors of a checkpoint become the weights of a model."""
 
     groups: list[Group] = field(default_factory=list)
     """The groups in the order of the model's weights."""

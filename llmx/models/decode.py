@@ -68,7 +68,7 @@ class Row:
             self.ended = POSITIONS
 
     def completion(self) -> Completion:
-        """What was made."""
+        """The completion as far as it is drawn."""
         assert self.ended is not None
         return Completion(
             tokens=tuple(self.tokens),
@@ -404,7 +404,7 @@ def _log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tens
 
 
 def _any_rank(condition: bool, device: torch.device) -> bool:
-    """Whether it is so on any rank. Collective."""
+    """Whether ``condition`` is true on any rank. Collective."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return condition
     flag = torch.full((), int(condition), dtype=torch.int32, device=device)

@@ -44,7 +44,7 @@ class Routing:
         self._chosen: list[torch.Tensor | None] = []
         self._auxiliary: torch.Tensor | None = None
         self.auxiliary_sum: torch.Tensor | None = None
-        """Over the lines of the step so far: tokens of the line x its auxiliary loss."""
+        """Sum over the lines of the step so far: tokens of the line x its auxiliary loss."""
         self.load: torch.Tensor | None = None
         """[routers, experts]: how many tokens of the step each expert has had so far."""
         for module, index in self.routers:

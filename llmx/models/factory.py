@@ -302,10 +302,11 @@ def _empty_model(
     with contextlib.ExitStack() as stack:
         if stage == 3:
             import deepspeed
+            from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
             # zero.Init turns every new float tensor into the training dtype; the rotary
             # frequencies come from arange and must stay fp32. Entered first, as it must be.
-            stack.enter_context(_arange_keeps_its_dtype())
+            stack.enter_context(prevent_arange_dtype_change())
             # From the config: DeepSpeed 0.19.8 takes its argument `dtype` only where
             # the device knows fp16; on a CPU it would be bf16, whatever is asked for.
             precisions = {
@@ -320,27 +321,6 @@ def _empty_model(
             stack.enter_context(device)
         stack.enter_context(no_init_weights())
         yield
-
-
-@contextlib.contextmanager
-def _arange_keeps_its_dtype() -> Iterator[None]:
-    """Inside, ``deepspeed.zero.Init`` moves what ``torch.arange`` makes, and does not round it.
-
-    The same as ``prevent_arange_dtype_change`` of transformers, which versions before 5.18 lack.
-    """
-    from deepspeed.runtime.zero import partition_parameters
-
-    original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
-
-    def wrapper(fn: Any, target_fp_dtype: Any, target_device: Any) -> Any:
-        keeps = fn is partition_parameters._orig_torch_arange
-        return original(fn, None if keeps else target_fp_dtype, target_device)
-
-    partition_parameters.zero_wrapper_for_fp_tensor_constructor = wrapper
-    try:
-        yield
-    finally:
-        partition_parameters.zero_wrapper_for_fp_tensor_constructor = original
 
 
 def num_parameters(model: nn.Module, *, trained: bool = False) -> int:

@@ -31,7 +31,7 @@ class ModelFlops:
     head: int
     """Elements of the output embedding, which is computed at target positions only."""
     attention: tuple[tuple[float, int | None], ...]
-    """Of each layer with attention: heads x head_dim (the mean of keys' and values'), and its
+    """Width of each layer with attention, heads x head_dim (the mean of keys' and values'), and its
     window in tokens; None without a window."""
     causal: bool = True
     """A token sees those before it; else all of its row."""
@@ -101,7 +101,7 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Without the towers that see and hear: they do nothing for a text."""
+    """The modules without the towers that see and hear, which do nothing for a text."""
     yield model
     for child in model.children():
         if getattr(child, "main_input_name", "input_ids") == "input_ids":

@@ -31,7 +31,7 @@ from torch import nn
 from llmx.collectives import all_gather
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
-from llmx.models.attention import AttentionMethod, windows_of
+from llmx.models.attention import AttentionMethod
 from llmx.models.loss import takes
 from llmx.models.sampling import Sampling
 
@@ -110,7 +110,7 @@ OWN_CACHE = ("xlstm",)
 """Models whose state along the sequence is a class of their own."""
 
 STOP, LENGTH, POSITIONS = "stop", "length", "positions"
-"""Why a completion ended: a stop token; ``max_new_tokens``; the model's last position."""
+"""Ends of a completion: a stop token; ``max_new_tokens``; the model's last position."""
 
 
 Weights = Callable[[], contextlib.AbstractContextManager[None]]
@@ -128,7 +128,7 @@ class BareDecoder:
     attention: AttentionMethod
     """The method by which it gets a batch."""
     dtype: torch.dtype
-    """Of the activations."""
+    """Dtype of the activations."""
     device: torch.device
     for_generation: Weights = contextlib.nullcontext
 
@@ -213,7 +213,7 @@ class Completion:
     ended: str
     """``stop``, ``length`` or ``positions``."""
     age: int = 0
-    """How many updates the weights that drew it are behind those that it was asked of: over 0 only
+    """Updates by which the weights that drew it are behind those that were asked: over 0 only
     with ``rollout.max_staleness``."""
 
     @property
@@ -321,11 +321,18 @@ def shares(prompts: Sequence[tuple[int, ...]], *, world: int) -> list[list[int]]
     return [dealt[start:end] for start, end in pairwise(ends)]
 
 
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kind of attention layer -> the value of the config that says how far it sees."""
+
+
 def takes_left_padding(config: Any, attention: AttentionMethod) -> bool:
     """Whether prompts of different lengths may share a batch, padded at the left and masked."""
-    windows = [window for _, window in windows_of(config)]
-    if getattr(config, "layer_types", None) is None:
-        windows.append(getattr(config, "sliding_window", None))
+    kinds = getattr(config, "layer_types", None)
+    windows = [
+        getattr(config, name, None)
+        for kind, name in WINDOWS.items()
+        if kinds is None or kind in kinds
+    ]
     return (
         attention.layout == "packed"  # else a state along the sequence would see the padding
         and (attention.implementation in MASKED or attention.implementation.startswith("llmx_"))

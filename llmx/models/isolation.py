@@ -27,7 +27,7 @@ from torch import nn
 
 from llmx.data import collate
 from llmx.data.store.samples import Sample
-from llmx.models.attention import AttentionMethod, methods, model_inputs, windows_of
+from llmx.models.attention import AttentionMethod, methods, model_inputs
 from llmx.models.loss import IGNORE, micro_batch_loss, target_positions
 from llmx.models.model import BACKBONE, CAUSAL_LM, LANGUAGE_MODELS, auto_class
 from llmx.models.tiny import tiny_config
@@ -161,9 +161,9 @@ def find_methods(
                 for name in implementations
                 for candidate in methods(name, layout, causal=trial.causal)
             ):
-                problem = _problem(trial, _for(method, trial.model.config))
+                problem = _problem(trial, method)
                 if problem is None:
-                    right_methods[layout] = _for(method, config)
+                    right_methods[layout] = method
                     break
                 problems[layout].append(problem)
             if right_methods[layout]:
@@ -179,13 +179,6 @@ def find_methods(
         leaks=not_packed.leaks,
         why_not_trained="" if is_right else _worst(problems["padded"]).text,
     )
-
-
-def _for(method: AttentionMethod, config: Any) -> AttentionMethod:
-    """With the windows of this config, where the method makes masks with them."""
-    if method.isolation != "layer_masks":
-        return method
-    return dataclasses.replace(method, windows=windows_of(config))
 
 
 def _worst(problems: list[_Problem]) -> _Problem:
@@ -441,7 +434,7 @@ def line_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of a model that nobody asked for, and on one core."""
+    """Silence the warnings of a model that nobody asked for, and use one core."""
     import logging
     import warnings
 

@@ -42,15 +42,29 @@ class TokenLoss:
 
     @property
     def plain(self) -> bool:
-        """Whether it is cross entropy alone."""
+        """Whether the loss is cross entropy alone."""
         return not (self.dft or self.z_loss)
+
+    def summed(
+        self, values: torch.Tensor, normalisers: torch.Tensor, *, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The sum over target tokens, of what ``target_log_probabilities`` gives."""
+        losses = -values
+        if self.dft:
+            losses = losses * values.detach().exp()
+        if self.z_loss:
+            losses = losses + self.z_loss * normalisers.square()
+        if weights is not None:
+            losses = losses * to_device(weights, losses.device)
+        return losses.sum()
 
 
 CROSS_ENTROPY = TokenLoss()
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
-    """Sum of ``-log softmax(logits)[target]`` in fp32, without an fp32 copy of all logits.
+class _TargetLogProbabilities(torch.autograd.Function):
+    """``log softmax(logits)[target]`` of every row in fp32, and the log of what it is normalised
+    by, without an fp32 copy of all logits.
 
     Chunk by chunk in both directions: only the logits themselves and one gradient of the same
     dtype are ever whole, where ``F.cross_entropy(logits.float())`` keeps two fp32 copies more.
@@ -59,55 +73,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
-    ) -> torch.Tensor:
-        rows = _rows_at_a_time(logits)
-        log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for start in range(0, len(targets), rows):
-            part = logits[start : start + rows, :vocab_size].float()
-            log_normaliser[start : start + rows] = part.logsumexp(dim=-1)
-            picked = part.gather(1, targets[start : start + rows, None]).squeeze(1)
-            total += (log_normaliser[start : start + rows] - picked).sum()
-        ctx.save_for_backward(logits, targets, log_normaliser)
-        ctx.vocab_size = vocab_size
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, targets, log_normaliser = ctx.saved_tensors
-        scale = gradients[0]
-        rows = _rows_at_a_time(logits)
-        result = torch.empty_like(logits)
-        result[:, ctx.vocab_size :] = 0
-        for start in range(0, len(targets), rows):
-            part = logits[start : start + rows, : ctx.vocab_size].float()
-            part.sub_(log_normaliser[start : start + rows, None]).exp_()
-            minus_one = part.new_full((len(part), 1), -1.0)
-            part.scatter_add_(1, targets[start : start + rows, None], minus_one)
-            # In fp16 the factor (loss scale included) is applied before the rounding, so a
-            # small 1 / target_tokens does not push the gradient below the smallest half.
-            result[start : start + rows, : ctx.vocab_size] = part.mul_(scale)
-        return result, None, None
-
-
-class _TargetLogProbabilities(torch.autograd.Function):
-    """``log softmax(logits)[target]`` of every row in fp32, and the log of what it is normalised
-    by, chunk by chunk in both directions, as ``_SummedCrossEntropy``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = _rows_at_a_time(logits)
         log_normaliser = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
         log_probabilities = torch.empty_like(log_normaliser)
-        for start in range(0, len(targets), rows):
-            here = slice(start, start + rows)
-            part = logits[here, :vocab_size].float()
-            log_normaliser[here] = part.logsumexp(dim=-1)
-            log_probabilities[here] = (
-                part.gather(1, targets[here, None]).squeeze(1) - log_normaliser[here]
-            )
+        for rows in _chunks(logits):
+            part = logits[rows, :vocab_size].float()
+            log_normaliser[rows] = part.logsumexp(dim=-1)
+            picked = part.gather(1, targets[rows, None]).squeeze(1)
+            log_probabilities[rows] = picked - log_normaliser[rows]
         ctx.save_for_backward(logits, targets, log_normaliser)
         ctx.vocab_size = vocab_size
         ctx.set_materialize_grads(False)
@@ -123,20 +96,21 @@ class _TargetLogProbabilities(torch.autograd.Function):
         logits, targets, log_normaliser = ctx.saved_tensors
         if of_target is None:
             of_target = torch.zeros_like(log_normaliser)
-        rows = _rows_at_a_time(logits)
         result = torch.empty_like(logits)
         result[:, ctx.vocab_size :] = 0
-        for start in range(0, len(targets), rows):
-            here = slice(start, start + rows)
-            part = logits[here, : ctx.vocab_size].float()
-            part.sub_(log_normaliser[here, None]).exp_().neg_()
+        for rows in _chunks(logits):
+            # A copy, since ``float`` gives the logits themselves in fp32, and others may need them.
+            part = logits[rows, : ctx.vocab_size].float() - log_normaliser[rows, None]
+            part.exp_().neg_()
+            # In fp16 the factor (loss scale included) is applied before the rounding, so a
+            # small 1 / target_tokens does not push the gradient below the smallest half.
             if of_normaliser is None:
-                part.scatter_add_(1, targets[here, None], part.new_ones((len(part), 1)))
-                part.mul_(of_target[here, None])
+                part.scatter_add_(1, targets[rows, None], part.new_ones((len(part), 1)))
+                part.mul_(of_target[rows, None])
             else:
-                part.mul_((of_target - of_normaliser)[here, None])
-                part.scatter_add_(1, targets[here, None], of_target[here, None])
-            result[here, : ctx.vocab_size] = part
+                part.mul_((of_target - of_normaliser)[rows, None])
+                part.scatter_add_(1, targets[rows, None], of_target[rows, None])
+            result[rows, : ctx.vocab_size] = part
         return result, None, None
 
 
@@ -147,7 +121,7 @@ each row of what it gives follows from that row alone."""
 
 
 class _ValuesOfLogits(torch.autograd.Function):
-    """An ``OfLogits`` chunk by chunk in both directions, as ``_SummedCrossEntropy``: a chunk is
+    """An ``OfLogits`` chunk by chunk in both directions, as ``_TargetLogProbabilities``: a chunk is
     computed again in the backward pass, so of all intermediate values one chunk is there."""
 
     @staticmethod
@@ -159,13 +133,11 @@ class _ValuesOfLogits(torch.autograd.Function):
         function: OfLogits,
         *beside: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        rows = _rows_at_a_time(logits)
         chunks = [
             function(
-                logits[start : start + rows, :vocab_size].float(),
-                *(values[start : start + rows] for values in (targets, *beside)),
+                logits[rows, :vocab_size].float(), *(values[rows] for values in (targets, *beside))
             )
-            for start in range(0, len(targets), rows)
+            for rows in _chunks(logits)
         ]
         ctx.save_for_backward(logits, targets, *beside)
         ctx.vocab_size, ctx.function = vocab_size, function
@@ -179,24 +151,22 @@ class _ValuesOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, targets, *beside = ctx.saved_tensors
-        rows = _rows_at_a_time(logits)
         result = torch.empty_like(logits)
         result[:, ctx.vocab_size :] = 0
-        for start in range(0, len(targets), rows):
-            here = slice(start, start + rows)
-            part = logits[here, : ctx.vocab_size].float().detach().requires_grad_()
+        for rows in _chunks(logits):
+            part = logits[rows, : ctx.vocab_size].float().detach().requires_grad_()
             with torch.enable_grad():
-                outputs = ctx.function(part, *(values[here] for values in (targets, *beside)))
+                outputs = ctx.function(part, *(values[rows] for values in (targets, *beside)))
             differentiable = [
-                (values, gradient[here])
+                (values, gradient[rows])
                 for values, gradient in zip(outputs, gradients, strict=True)
                 if gradient is not None and values.requires_grad
             ]
             if not differentiable:
-                result[here] = 0
+                result[rows] = 0
                 continue
             values, upstream = zip(*differentiable, strict=True)
-            (result[here, : ctx.vocab_size],) = torch.autograd.grad(values, part, upstream)
+            (result[rows, : ctx.vocab_size],) = torch.autograd.grad(values, part, upstream)
         return (result, None, None, None, *(None for _ in beside))
 
 
@@ -284,27 +254,24 @@ def _cross_entropy_(
     token_loss: TokenLoss,
 ) -> torch.Tensor:
     """The summed loss in fp32; ``logits`` are replaced by ``scale`` times their gradient."""
-    rows = _rows_at_a_time(logits)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     logits[:, vocab_size:] = 0
-    for start in range(0, len(targets), rows):
-        part = logits[start : start + rows, :vocab_size].float()
-        chunk_targets = targets[start : start + rows, None]
+    for rows in _chunks(logits):
+        part = logits[rows, :vocab_size].float()
         log_normaliser = part.logsumexp(dim=-1, keepdim=True)
-        losses = log_normaliser - part.gather(1, chunk_targets)
+        losses = log_normaliser - part.gather(1, targets[rows, None])
         part.sub_(log_normaliser).exp_()
+        factor = torch.ones_like(losses)
         if weights is None and token_loss.plain:
             total += losses.sum()
-            part.scatter_add_(1, chunk_targets, part.new_full((len(part), 1), -1.0))
         else:
-            weight = (
-                torch.ones_like(losses) if weights is None else weights[start : start + rows, None]
-            )
+            weight = factor if weights is None else weights[rows, None]
             factor = weight * torch.exp(-losses) if token_loss.dft else weight
             pull = 2 * token_loss.z_loss * weight * log_normaliser
             total += (factor * losses + token_loss.z_loss * weight * log_normaliser.square()).sum()
-            part.mul_(factor + pull).scatter_add_(1, chunk_targets, -factor)
-        logits[start : start + rows, :vocab_size] = part.mul_(scale)
+            part.mul_(factor + pull)
+        part.scatter_add_(1, targets[rows, None], -factor)
+        logits[rows, :vocab_size] = part.mul_(scale)
     return total
 
 
@@ -323,7 +290,7 @@ def fused_linear_cross_entropy(
 
     Args:
         weights: fp32 [n], of the targets; None: 1.
-        vocab_size: see ``summed_cross_entropy``.
+        vocab_size: see ``target_log_probabilities``.
         scale: what the loss will be multiplied by, as far as it is known: gradients are kept in
             the dtype of ``hidden`` at that scale.
     """
@@ -336,22 +303,32 @@ def fused_linear_cross_entropy(
     )
 
 
-def _rows_at_a_time(logits: torch.Tensor) -> int:
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """The rows that are turned into fp32 together."""
     elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
-    return max(1, elements // logits.shape[-1])
+    size = max(1, elements // logits.shape[-1])
+    for start in range(0, len(logits), size):
+        yield slice(start, start + size)
 
 
-def summed_cross_entropy(
+def target_log_probabilities(
     logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int | None = None
-) -> torch.Tensor:
-    """Scalar fp32 sum over ``logits`` [n, V] and ``targets`` [n].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each of the ``targets`` [n] under its ``logits`` [n, V], and the log of
+    the sum that it is normalised by: fp32 [n] each, with a graph.
 
     Args:
         vocab_size: columns that count. The rest is padding of the head: it takes no
             probability and gets no gradient, so that the model is the same without it.
     """
-    apply: Callable[..., torch.Tensor] = _SummedCrossEntropy.apply
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TargetLogProbabilities.apply
     return apply(logits, targets, vocab_size or logits.shape[-1])
+
+
+def without_rows(values: torch.Tensor) -> torch.Tensor:
+    """No row of ``values``, with the graph of all of them: a rank that has nothing to learn takes
+    part in the collectives of ZeRO."""
+    return values[:0] + values.sum() * 0.0
 
 
 def target_log_values(
@@ -361,8 +338,7 @@ def target_log_values(
     *,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [n], twice: log-probability of each target token, in the order of ``labels``, and the
-    log of the sum that it is normalised by. Both with a graph.
+    """``target_log_probabilities`` of a micro batch, in the order of ``labels``.
 
     Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
     back is empty but has the graph, so that the collectives of ZeRO match on every rank.
@@ -370,10 +346,9 @@ def target_log_values(
     at = target_positions(labels, inputs["input_ids"].device)
     logits = logits_at(engine, inputs, at)
     if at.empty:
-        empty = logits.float().reshape(-1)[:0] + logits.float().sum() * 0.0
+        empty = without_rows(logits.float().reshape(-1))
         return empty, empty
-    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TargetLogProbabilities.apply
-    return apply(logits, at.tokens, vocab_size or logits.shape[-1])
+    return target_log_probabilities(logits, at.tokens, vocab_size=vocab_size)
 
 
 def values_of_logits(
@@ -561,7 +536,7 @@ def micro_batch_loss(
         inputs: keyword arguments of the forward (see ``attention.model_inputs``).
         labels: int64 [B, T], best on the CPU; ``labels[b, t]`` is predicted at position t, or
             ``IGNORE``.
-        vocab_size: see ``summed_cross_entropy``.
+        vocab_size: see ``target_log_probabilities``.
         fused: compute head and loss together (``fused_linear_cross_entropy``), at this ``scale``.
             Only for a model without a ``fused_loss_problem``.
         weights: fp32 [n], of the targets in the order of ``labels``; None: 1.
@@ -570,17 +545,11 @@ def micro_batch_loss(
     A micro batch without targets still runs forward and backward, so that the collectives of
     ZeRO match on every rank; its loss is 0.
     """
-    plain = weights is None and token_loss.plain
-    if not fused and not plain:
+    if not fused:
         values, normalisers = target_log_values(engine, inputs, labels, vocab_size=vocab_size)
-        return weighted_loss(values, normalisers, weights=weights, token_loss=token_loss)
+        return token_loss.summed(values, normalisers, weights=weights)
     at = target_positions(labels, inputs["input_ids"].device)
     on_device = None if weights is None or at.empty else to_device(weights, at.rows.device)
-    if not fused:
-        logits = logits_at(engine, inputs, at)
-        if at.empty:
-            return logits.float().sum() * 0.0
-        return summed_cross_entropy(logits, at.tokens, vocab_size=vocab_size)
     model = getattr(engine, "module", engine)
     head: Any = output_embedding(model)
 
@@ -599,21 +568,3 @@ def micro_batch_loss(
     with head_answers(head, summed_loss):
         loss: torch.Tensor = engine(**inputs, **without_cache(model)).logits.view(())
     return loss * 0.0 if at.empty else loss
-
-
-def weighted_loss(
-    values: torch.Tensor,
-    normalisers: torch.Tensor,
-    *,
-    weights: torch.Tensor | None,
-    token_loss: TokenLoss,
-) -> torch.Tensor:
-    """The sum of ``token_loss`` over target tokens, of what ``target_log_values`` gives."""
-    losses = -values
-    if token_loss.dft:
-        losses = losses * values.detach().exp()
-    if token_loss.z_loss:
-        losses = losses + token_loss.z_loss * normalisers.square()
-    if weights is not None:
-        losses = losses * to_device(weights, losses.device)
-    return losses.sum()

@@ -40,6 +40,7 @@ from llmx.models.loss import (
     to_device,
     values_of_logits,
     without_cache,
+    without_rows,
 )
 from llmx.models.parameters import is_multimodal
 from llmx.models.pooling import has_score, pooled, pooled_tokens
@@ -185,7 +186,7 @@ class Model:
 
     @property
     def is_training(self) -> bool:
-        """Whether it runs with dropout and the like; not in an evaluation."""
+        """Whether the network runs with dropout and the like; not in an evaluation."""
         return self.spec.trained and self.module.training
 
     def cross_entropy(
@@ -271,7 +272,7 @@ class Model:
         at = target_positions(labels, self.device)
         with self._watch(batch):
             logits = logits_at(self.forward, inputs, at)[:, : self.vocab_size]
-        return logits[:0] + logits.sum() * 0.0 if at.empty else logits
+        return without_rows(logits) if at.empty else logits
 
     def sample(
         self,
@@ -306,7 +307,7 @@ class Model:
         with self._watch(batch):
             outputs = self.forward(**inputs, **without_cache(self.module))
         logits: torch.Tensor = getattr(outputs, "logits", outputs).float()
-        return logits[:0] + logits.sum() * 0.0 if empty else logits
+        return without_rows(logits) if empty else logits
 
     def token_scores(self, batch: Batch) -> torch.Tensor:
         """fp32 [n]: what a ``score`` with one output says at the token before each target token,
@@ -325,7 +326,7 @@ class Model:
         inputs["pool_at"] = at.rows, at.columns
         with self._watch(batch):
             scores: torch.Tensor = self.forward(**inputs, **without_cache(self.module))[:, 0]
-        return scores[:0].float() + scores.float().sum() * 0.0 if at.empty else scores.float()
+        return without_rows(scores.float()) if at.empty else scores.float()
 
     def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
         """fp32 [sequences, H]: the hidden states of each sequence as one vector, of a network that

@@ -48,11 +48,11 @@ def tower_parameters(model: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0) -> Iterator[None]:
+def whole(parameters: list[nn.Parameter], *, modified: bool = False) -> Iterator[None]:
     """Inside, the parameters are whole on every rank, also under ZeRO-3.
 
     Args:
-        modified: write back what rank ``by`` changed (it is broadcast). Collective under ZeRO-3.
+        modified: write back what rank 0 changed (it is broadcast). Collective under ZeRO-3.
     """
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not sharded:
@@ -60,7 +60,7 @@ def whole(parameters: list[nn.Parameter], *, modified: bool = False, by: int = 0
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=by if modified else None):
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if modified else None):
         yield
 
 

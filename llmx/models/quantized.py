@@ -44,7 +44,7 @@ class Quantization:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Quantization:
-        """From the values of ``describe``."""
+        """The format that the values of ``describe`` say."""
         return cls(values["bnb_4bit_quant_type"], values["bnb_4bit_use_double_quant"])
 
     def describe(self, network: nn.Module, *, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,12 +16,8 @@ from llmx.errors import ConfigError, did_you_mean
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
     Accumulator,
-    GeneratedSample,
-    JointLoss,
     Loss,
     Mean,
-    Prompt,
-    RolloutKey,
     SampleKey,
     Table,
     Task,
@@ -29,13 +25,22 @@ from llmx.tasks.base import (
     completion_scores,
     next_token_loss,
 )
+from llmx.tasks.joint import JointLoss, JointTask
+from llmx.tasks.online import GeneratedSample, OnlineTask, Prompt, RolloutKey
+
+MEMBERS: dict[type[Task], tuple[str, ...]] = {
+    OnlineTask: ("rollout", "rollout_columns", "corrects_staleness", "generates_with"),
+    JointTask: ("outputs", "joint_loss"),
+}
+"""Members that only this kind of task is asked for."""
 
 
 def task_class(kind: str) -> type[Task]:
     """The class that ``task.kind`` names: a task of llmx, or ``package.module:Class``.
 
     Raises:
-        ConfigError: it cannot be imported here, or is no ``Task``.
+        ConfigError: it cannot be imported here, is no ``Task``, or is not the kind of task that
+            its members are for.
     """
     if kind in shipped_tasks():
         return _shipped(kind)
@@ -49,6 +54,14 @@ def task_class(kind: str) -> type[Task]:
         ) from error
     task = names.get(name)
     if isinstance(task, type) and issubclass(task, Task):
+        for base, members in MEMBERS.items():
+            own = [member for member in members if hasattr(task, member)]
+            if own and not issubclass(task, base):
+                raise ConfigError(
+                    f"task.kind={kind}: {name} has {', '.join(own)}, which only a "
+                    f"llmx.tasks.{base.__name__} is asked for. Derive {name} from it in place of "
+                    "llmx.tasks.Task."
+                )
         return task
     near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
     raise ConfigError(
@@ -95,9 +108,11 @@ __all__ = [
     "Accumulator",
     "GeneratedSample",
     "JointLoss",
+    "JointTask",
     "Loss",
     "Mean",
     "Metric",
+    "OnlineTask",
     "Prompt",
     "RolloutKey",
     "SampleKey",

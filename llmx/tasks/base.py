@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from llmx.data.examples import IGNORE, Column, Example
 from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPreference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
-from llmx.models.sampling import sample_seed
 from llmx.run.metrics import Metric
 from llmx.run.metrics.completions import DEFAULT_METRICS, METRICS, declare, load_metric, score
 
@@ -45,24 +44,12 @@ class Loss:
     sum: torch.Tensor
     """fp32 scalar with a graph."""
     weight: float
-    """What the sum is divided by, on this micro batch: its target tokens, its examples, ..."""
+    """Divisor of the sum, for this micro batch: its target tokens, its examples, ..."""
     metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]] = field(
         default_factory=dict
     )
     """Sums (scalars without a graph) that have ``weight``, or (sum, weight). The same names for
     every micro batch, also an empty one."""
-
-
-@dataclass(frozen=True)
-class JointLoss:
-    """The losses of all examples of a step, which depend on each other. Arrays are [examples]."""
-
-    losses: torch.Tensor
-    """fp32, with a graph."""
-    metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )
-    """Of each example; written as means over the examples of a step. Or (sums, weights)."""
 
 
 @dataclass
@@ -94,7 +81,7 @@ class Table:
 
 
 class Accumulator:
-    """What is measured over held-out samples and is no mean: F1, an area, a confusion matrix.
+    """Collects what is measured over held-out samples and is no mean: F1, an area, a matrix.
 
     Each rank fills its own; they are brought together in the order of the ranks. It is pickled, so
     it keeps numpy arrays and plain values.
@@ -114,51 +101,6 @@ class Accumulator:
         return []
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What a task that generates its samples draws from: one example of the data."""
-
-    tokens: tuple[int, ...]
-    """Its first sequence up to the first target: of a conversation, the cue to answer is the
-    last. The whole sequence where it has no target."""
-    completions: tuple[tuple[int, ...], ...]
-    """What the data has after the prompt, of each sequence of the example; may be empty."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Of the stored example, by name: an array by sequence, or the value of the example."""
-
-    @property
-    def reference(self) -> tuple[int, ...]:
-        """The completion of the first sequence: the right answer, or the better of a pair."""
-        return self.completions[0]
-
-
-@dataclass(frozen=True)
-class RolloutKey:
-    """What is random in a rollout is a function of it, never of a global state."""
-
-    seed: int
-    """Of the run."""
-    step: int
-    further: Callable[[int], Sequence[Prompt]] = lambda _: ()
-    """Other prompts of the data in place of those of the step, about as many as it has; other ones
-    for each number from 1."""
-
-    def of(self, prompt: int, sample: int) -> int:
-        """The seed of one sample: ``prompt`` counts those of the step, over all ranks."""
-        return sample_seed(self.seed, step=self.step, prompt=prompt, sample=sample)
-
-
-@dataclass(frozen=True)
-class GeneratedSample:
-    """What a task has generated and trained on, for a reader."""
-
-    prompt: str
-    completion: str
-    rewards: Mapping[str, float | None]
-    """Its parts and what they add up to; None where one failed."""
-    advantage: float
-
-
 NATS = "nats per target token"
 """The unit of cross entropy."""
 
@@ -168,15 +110,15 @@ EVALUATION = -1
 
 @dataclass(frozen=True)
 class SampleKey:
-    """What is random in a sample as it is trained is a function of it, never of a global state: the
-    same on every rank, for every split of the step, and after a resume."""
+    """Key of all that is random in a sample as it is trained: the same on every rank, for every
+    split of the step, and after a resume."""
 
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     step: int
-    """From 0; -1 of held-out samples, whose key is the same at every evaluation."""
+    """Step from 0; -1 for held-out samples, whose key is the same at every evaluation."""
     sample: int
-    """Its place among the samples of the step, over all ranks."""
+    """Place among the samples of the step, over all ranks."""
 
     def uniform(self, count: int, stream: str = "") -> np.ndarray:
         """float64 [count] in [0, 1). ``stream``: another name gives independent numbers."""
@@ -205,7 +147,7 @@ class Task:
     """Whether the "weight" of an assistant's turn in the data is that of its tokens; such a task
     has ``Column("weight", per="token")``, too. Without it, rows with such weights are rejected."""
     columns: tuple[Column, ...] = ()
-    """What examples have beside their tokens: ``Column("label", per="example", dtype="int64")``.
+    """Values of examples beside their tokens: ``Column("label", per="example", dtype="int64")``.
     ``Column("weight", per="token")`` gives targets a weight each."""
 
     verbatim: ClassVar[bool] = False
@@ -227,7 +169,7 @@ class Task:
     index, or ``weight`` of its micro batches (one reduction a step)."""
 
     logits: ClassVar[Logits] = "summed"
-    """What the loss asks of the output head, for the memory plan: ``summed`` is cross entropy alone
+    """Need of the loss for the output head, for the memory plan: ``summed`` is cross entropy alone
     (``Model.cross_entropy``), which is computed together with the head where that is possible;
     ``whole`` needs a value of every target (``log_probabilities``, ``of_logits``), and so its
     logits in memory; ``none`` looks at no vocabulary."""
@@ -258,14 +200,8 @@ class Task:
         """The values of options that are left ``auto``, chosen by the rest of the config."""
         return {}
 
-    @classmethod
-    def generates_with(cls, exp: Experiment) -> bool:
-        """The value of ``generates``, where it depends on the options."""
-        return cls.generates
-
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
-        self.generates = self.generates_with(exp)
         self.tokenizer = tokenizer
         options = {**exp.task.options, **self.auto_options(exp)}
         self.options: Any = typed_options(self.Options, options)
@@ -305,7 +241,7 @@ class Task:
         return Example.of(row)
 
     def encoding_identity(self) -> dict[str, Any]:
-        """What decides the examples besides the data and its options: another one is another
+        """Values that decide the examples besides the data and its options: others are another
         store. By default the file of the task, and its options."""
         file = sys.modules[type(self).__module__].__file__
         source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
@@ -352,8 +288,8 @@ class Task:
         return extended
 
     def precompute_identity(self) -> dict[str, Any]:
-        """What decides the precomputed values besides the examples, the model and the precision:
-        another one is computed anew. By default the file of the task, and its options."""
+        """Values that decide the precomputed columns besides the examples, the model and the
+        precision: others are computed anew. By default the file of the task, and its options."""
         return Task.encoding_identity(self)
 
     def check_source(self, split: DatasetSplit) -> None:
@@ -377,7 +313,7 @@ class Task:
         return []
 
     def see_model(self, config: Any, evaluation: SampleStore) -> list[str]:
-        """In the place of ``see_data`` where a trained model is measured by itself (``python -m
+        """Replaces ``see_data`` where a trained model is measured by itself (``python -m
         llmx eval``): what its Hugging Face config says, such as its labels. Returns lines."""
         return []
 
@@ -422,52 +358,19 @@ class Task:
     ``draw_seeds``, int64 [sequences], a function of the seed, the step and the sample alone.
     (What the network itself draws, dropout, follows from the seed, the step and the rank.)"""
 
-    corrects_staleness: ClassVar[bool] = False
-    """Whether its loss is right for samples of older weights (``rollout.max_staleness``)."""
-    generates: bool = False
-    """Whether steps are made by ``rollout``; else they are read."""
     updates: int = 1
-    """How often a step is trained on, each time with an optimizer update. Steps begin and end (in
+    """Optimizer updates with the samples of a step. Steps begin and end (in
     checkpoints, the schedule, the metrics) with their samples."""
-    rollout_columns: tuple[Column, ...] = ()
-    """What generated examples have beside their tokens, as ``columns``."""
-
-    generated: Sequence[GeneratedSample] = ()
-    """The samples of the newest rollout, for ``rollouts.jsonl`` and the report."""
-
-    def rollout(
-        self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
-    ) -> list[list[Example]]:
-        """The examples of each prompt of a step, of ``Tokens``. Collective: all ranks give the
-        same for the same. Gradients are off, as dropout is."""
-        raise NotImplementedError(f"{type(self).__name__}.rollout")
+    generates: bool = False
+    """Whether steps are made by ``rollout``; else they are read. Only an ``OnlineTask`` has it."""
+    joint: bool = False
+    """Whether the loss of an example depends on the others of its step. Only a ``JointTask`` has
+    it."""
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """The loss of a micro batch. Called on every rank equally often, also for micro batches
         without a sequence, which have sum 0 and weight 0 and still run the same forwards."""
         raise NotImplementedError(f"{type(self).__name__}.loss")
-
-    joint: bool = False
-    """Whether the loss of an example depends on the other examples of its step, as a contrastive
-    loss does. ``outputs`` and ``joint_loss`` then take the place of ``loss``; ``normaliser`` is
-    ``examples``, and the task has an ``evaluate`` of its own."""
-
-    def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Of a ``joint`` task: what its loss needs of each sequence of a micro batch, fp32
-        [sequences, ...] with a graph. Called on every rank equally often; [0, ...] with a graph
-        for a micro batch without a sequence."""
-        raise NotImplementedError(f"{type(self).__name__}.outputs")
-
-    def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
-        """Of a ``joint`` task: the losses of all examples of a step, over all ranks and micro
-        batches. A function of its arguments alone: every rank computes it.
-
-        Args:
-            outputs: of all sequences of the step, in its order.
-            columns: ``example_ids`` int64 [sequences], the example of each, from 0; and the
-                columns by sequence and by example.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.joint_loss")
 
     def weight(self, batch: Batch) -> float:
         """For ``normaliser = "batch"``: what a micro batch weighs, known before any forward."""
@@ -476,7 +379,7 @@ class Task:
     def evaluate(
         self, models: Models, batches: Iterable[Batch]
     ) -> Mapping[str, Mean | Accumulator]:
-        """What is measured on the held-out samples of this rank, by name; by default ``loss`` and
+        """Measures of the held-out samples of this rank, by name; by default ``loss`` and
         its metrics, and nothing for a task that generates. Brought together over ranks afterwards;
         an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
         return self.mean_losses(models, batches) if self.evaluates_loss else {}
@@ -489,8 +392,28 @@ class Task:
         return means
 
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Prompts to complete before and after training; none by default."""
+        """Prompts to complete before and after training; none by default. ``held_out_prompts`` are
+        those of the data."""
         return []
+
+    @cached_property
+    def held_out_prompts(self) -> list[EvalPrompt]:
+        """Prompts of the first ``task.eval_generate`` held-out conversations."""
+        from llmx.data import held_out_prompts
+
+        limit = self.exp.task.eval_generate
+        if not limit:
+            return []
+        return held_out_prompts(
+            self.exp.data,
+            self.exp.seed,
+            self.tokenizer,
+            limit=limit,
+            decode=self.decode,
+            takes=self.takes,
+            turn_weights=self.turn_weights,
+            num_embeddings=self.num_embeddings,
+        )
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
         """Metrics of the ``completions`` of ``prompts``, by name."""
@@ -521,24 +444,6 @@ def unused_dropout(exp: Experiment) -> str:
         f"model.config.{key}": rate for key, rate in exp.model.config.items() if "drop" in key
     }
     return ", ".join(f"{key}={rate}" for key, rate in rates.items() if rate)
-
-
-def new_tokens_problems(exp: Experiment) -> list[str]:
-    """A message where completions are longer than a sample."""
-    new_tokens = exp.task.options.get("max_new_tokens")
-    if not isinstance(new_tokens, int) or new_tokens < exp.data.seq_len:
-        return []
-    return [
-        f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
-        f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
-    ]
-
-
-def auto_new_tokens(exp: Experiment) -> dict[str, int]:
-    """Completions that leave a prompt half of the sequence, where ``max_new_tokens`` is auto."""
-    if exp.task.options.get("max_new_tokens", "auto") != "auto":
-        return {}
-    return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:

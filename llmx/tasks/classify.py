@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,7 +55,7 @@ class Options:
     loss: str = choice("cross_entropy", "focal")
     """``focal`` counts examples that are already right less (Lin et al. 2017)."""
     gamma: float = number(2.0, minimum=0, maximum=100)
-    """How much less (``loss=focal``)."""
+    """Exponent of ``focal``: how much less right examples count."""
     label_smoothing: float = number(0.0, minimum=0, below=1)
     """Part of the target that is shared out over all classes (``single_label``)."""
     balance: str = choice("none", "inverse", "class_balanced")
@@ -63,13 +63,13 @@ class Options:
     ``class_balanced`` by their effective number (Cui et al. 2019). Their mean over the training
     data is 1."""
     beta: float = number(0.999, minimum=0, below=1)
-    """Of ``class_balanced``: the nearer to 1, the nearer to ``inverse``."""
+    """Parameter of ``class_balanced``: the nearer to 1, the nearer to ``inverse``."""
     class_weights: dict[str, float] = field(default_factory=dict)
     """Weights by the name of a label, taken as they are; those that are not named have 1."""
     threshold: float = number(0.5, above=0, below=1)
-    """From this probability on a label counts as predicted (``multi_label``)."""
+    """Least probability with which a label counts as predicted (``multi_label``)."""
     cut: str = choice("end", "start")
-    """What a text over ``data.seq_len`` loses."""
+    """The side on which a text over ``data.seq_len`` is cut."""
 
     def check(self) -> None:
         """Raise ConfigError for values that do not go together."""
@@ -368,59 +368,32 @@ class Classify(Task):
             [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
             for row in batch["label"]
         ]
+        are_known = [-1 not in row for row in numbers]
+        is_known = to_device(torch.tensor(are_known, dtype=torch.bool), logits.device)
         weights = to_device(torch.tensor(self._seen.weights, dtype=logits.dtype), logits.device)
+        options = self.options
+        more = {"gamma": options.gamma if options.loss == "focal" else 0.0}
+        losses_of: Callable[..., torch.Tensor]
         if self.problem == MULTI:
-            return self._multi(logits, numbers, weights)
-        first = torch.tensor([indices[0] for indices in numbers], dtype=torch.long)
-        target = to_device(first, logits.device)
-        is_known = target >= 0
-        options = self.options
-        losses = single_label_losses(
-            logits,
-            target.clamp(min=0),
-            weights=weights,
-            gamma=options.gamma if options.loss == "focal" else 0.0,
-            label_smoothing=options.label_smoothing,
-        )
-        right = ((logits.detach().argmax(dim=-1) == target) & is_known).sum()
-        examples = float(sum(indices[0] >= 0 for indices in numbers))
-        loss = Loss((losses * is_known).sum(), examples, {"accuracy": right})
+            rows = [[float(label in row) for label in range(logits.shape[1])] for row in numbers]
+            target = to_device(torch.tensor(rows, dtype=logits.dtype), logits.device)
+            target, losses_of = target.view_as(logits), multi_label_losses
+            scores, actual = logits.detach().sigmoid(), target > 0
+            right = ((scores >= options.threshold) == actual).all(dim=-1)
+        else:
+            first = torch.tensor([indices[0] for indices in numbers], dtype=torch.long)
+            target, losses_of = to_device(first.clamp(min=0), logits.device), single_label_losses
+            scores, actual = logits.detach().softmax(dim=-1), target
+            right = logits.detach().argmax(dim=-1) == target
+            more["label_smoothing"] = options.label_smoothing
+        losses = losses_of(logits, target, weights=weights, **more)
+        metrics = {"accuracy": (right & is_known).sum()}
+        loss = Loss((losses * is_known).sum(), float(sum(are_known)), metrics)
         if torch.is_grad_enabled():
             return loss, _NOTHING
-        plain = torch.nn.functional.cross_entropy(logits, target.clamp(min=0), reduction="none")
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * is_known).sum()})
-        return loss, (
-            logits.softmax(dim=-1)[is_known].cpu().numpy(),
-            target[is_known].cpu().numpy(),
-        )
-
-    def _multi(
-        self, logits: torch.Tensor, numbers: list[list[int]], weights: torch.Tensor
-    ) -> tuple[Loss, tuple[np.ndarray, np.ndarray]]:
-        import torch
-
-        from llmx.models.loss import to_device
-
-        complete = [-1 not in row for row in numbers]
-        is_known = to_device(torch.tensor(complete, dtype=torch.bool), logits.device)
-        labels = [[float(label in row) for label in range(logits.shape[1])] for row in numbers]
-        target = to_device(torch.tensor(labels, dtype=logits.dtype), logits.device).view_as(logits)
-        options = self.options
-        losses = multi_label_losses(
-            logits,
-            target,
-            weights=weights,
-            gamma=options.gamma if options.loss == "focal" else 0.0,
-        )
-        probabilities = logits.detach().sigmoid()
-        predicted = probabilities >= options.threshold
-        right = ((predicted == (target > 0)).all(dim=-1) & is_known).sum()
-        loss = Loss((losses * is_known).sum(), float(sum(complete)), {"accuracy": right})
-        if torch.is_grad_enabled():
-            return loss, _NOTHING
-        plain = multi_label_losses(logits, target, weights=torch.ones_like(weights))
-        loss = replace(loss, metrics={**loss.metrics, "plain_loss": (plain * is_known).sum()})
-        return loss, (probabilities[is_known].cpu().numpy(), (target[is_known] > 0).cpu().numpy())
+        plain = losses_of(logits, target, weights=torch.ones_like(weights))
+        loss = replace(loss, metrics={**metrics, "plain_loss": (plain * is_known).sum()})
+        return loss, (scores[is_known].cpu().numpy(), actual[is_known].cpu().numpy())
 
 
 _NOTHING = (np.zeros(0), np.zeros(0))

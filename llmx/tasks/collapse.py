@@ -10,11 +10,11 @@ from collections import deque
 from llmx.errors import ConfigError
 
 STEPS = 10
-"""In a row; a few steps without a signal, or with short completions, are not a collapse."""
+"""Steps in a row; a few without a signal, or with short completions, are not a collapse."""
 STOP_STEPS = 20
-"""In a row without a signal, after which a run ends."""
+"""Steps in a row without a signal, after which a run ends."""
 SHORT = 0.2
-"""Of the length that completions had at first."""
+"""Share of the length that completions had at first."""
 
 
 class CollapseWatch:

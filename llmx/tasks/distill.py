@@ -28,13 +28,11 @@ from llmx.data.source.records import Document
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import (
-    NATS,
-    Loss,
-    Mean,
+from llmx.tasks.base import NATS, Loss, Mean
+from llmx.tasks.online import (
+    OnlineTask,
     Prompt,
     RolloutKey,
-    Task,
     auto_new_tokens,
     new_tokens_problems,
 )
@@ -112,7 +110,7 @@ class Options:
             )
 
 
-class Distill(Task):
+class Distill(OnlineTask):
     """One student is trained; the teacher has weights of its own."""
 
     Options = Options
@@ -136,7 +134,7 @@ class Distill(Task):
 
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
-        """What on-policy distillation is by default."""
+        """Defaults of on-policy distillation."""
         if not cls.generates_with(exp):
             return {}
         chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0}
@@ -268,7 +266,7 @@ class Distill(Task):
         return self.mean_losses(models, batches)
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """In training the mixture; an evaluation is plain cross entropy, so that runs compare."""
+        """The mixture in training; plain cross entropy in an evaluation, so that runs compare."""
         options, student = self.options, models["student"]
         targets = batch["labels"] != IGNORE
         size = self._vocabulary

@@ -11,11 +11,9 @@ pytest tests/unit/test_tasks_dpo.py`` (losses against TRL's).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
 
 from llmx.config import Experiment
 from llmx.config.fields import choice, number
@@ -26,7 +24,8 @@ from llmx.data.format.rows import Preference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Accumulator, JointLoss, Loss, Mean, Task, unused_dropout
+from llmx.tasks.base import Loss, unused_dropout
+from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference_logp"
 DESIRABLE = "desirable"
-EXAMPLES = "example_ids"
 WITHOUT_REFERENCE = ("orpo", "simpo")
 """Losses that have no reference at all."""
 BY_TOKEN = ("ipo", "orpo", "simpo")
@@ -93,7 +91,7 @@ class Options:
             )
 
 
-class Dpo(Task):
+class Dpo(JointTask):
     """Targets are the last answers, those that differ."""
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
@@ -102,7 +100,6 @@ class Dpo(Task):
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)
     columns = (Column(DESIRABLE, per="sequence", dtype="int8"),)
     loss_on = "last"
-    normaliser = "examples"
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
@@ -237,59 +234,6 @@ class Dpo(Task):
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
         """The losses of KTO, whose reference point is that of the whole step."""
         return kto_step(self.options, outputs, columns)
-
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
-        """Evaluate KTO with one reference point for all held-out answers."""
-        if not self.joint:
-            return super().evaluate(models, batches)
-        answers = HeldOutAnswers(self.options)
-        for batch in batches:
-            answers.add(self.outputs(models, batch), batch)
-        return {"answers": answers}
-
-
-class HeldOutAnswers(Accumulator):
-    """The ``outputs`` of held-out answers, with their verdicts."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._outputs: list[np.ndarray] = []
-        self._desirable: list[np.ndarray] = []
-        self._sizes: list[np.ndarray] = []
-        """By micro batch: the number of answers of each example."""
-
-    def add(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Add the answers of a micro batch."""
-        if len(outputs):
-            self._outputs.append(outputs.detach().cpu().numpy())
-            self._desirable.append(batch[DESIRABLE].numpy().copy())
-            self._sizes.append(np.bincount(batch[EXAMPLES].numpy()))
-
-    def merge(self, other: HeldOutAnswers) -> None:
-        self._outputs += other._outputs
-        self._desirable += other._desirable
-        self._sizes += other._sizes
-
-    def values(self) -> dict[str, float | None]:
-        """The loss and the metrics of a step of all of them."""
-        import torch
-
-        if not self._outputs:
-            return dict.fromkeys(("loss", "accuracy", "rewards_chosen", "rewards_rejected", "kl"))
-        sizes = np.concatenate(self._sizes)
-        columns = {
-            EXAMPLES: torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
-            DESIRABLE: torch.from_numpy(np.concatenate(self._desirable)),
-        }
-        outputs = torch.from_numpy(np.concatenate(self._outputs))
-        step = kto_step(self._options, outputs, columns)
-        values: dict[str, float | None] = {"loss": float(step.losses.double().mean())}
-        for name, (sums, weights) in step.metrics.items():
-            weight = float(weights.sum())
-            values[name] = float(sums.double().sum()) / weight if weight else None
-        return {**values, "weight": float(len(step.losses))}
 
 
 TIE = 1e-4

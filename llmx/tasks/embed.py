@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from llmx.data import Column, Example, SampleStore, TextPair
 from llmx.data.source.records import Document
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Accumulator, JointLoss, Mean, Task
+from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 from llmx.text import plural
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 TEXT = "text_id"
 """The column that tells equal texts."""
-EXAMPLES = "example_ids"
 CUTOFF = 10
 """The rank from which a reciprocal rank counts as 0."""
 ROOM = 2**24
@@ -76,7 +75,7 @@ class Options:
             )
 
 
-class Embed(Task):
+class Embed(JointTask):
     """The passage of a query is more similar to it than all other passages of the step."""
 
     defaults = TaskDefaults(adapter=1e-4, batch=64)
@@ -86,8 +85,6 @@ class Embed(Task):
     columns = (Column(TEXT, per="sequence", dtype="int64"),)
     loss_on = "all"
     verbatim = True
-    normaliser = "examples"
-    joint = True
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
@@ -181,14 +178,11 @@ class Embed(Task):
             "recall": Metric(recall, "percent", higher_is_better=True),
         }
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
-        """Retrieval among all held-out passages."""
-        retrieval = Retrieval(self.options)
-        for batch in batches:
-            retrieval.add(self.outputs(models, batch), batch)
-        return {"retrieval": retrieval}
+    def measured(
+        self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> dict[str, float | None]:
+        """Retrieval among all held-out passages (``retrieval``)."""
+        return retrieval(outputs, columns, self.options)
 
     # What is exported
 
@@ -312,7 +306,7 @@ class Pairs:
         return self._but_own(equal, rows)
 
     def _but_own(self, equal: torch.Tensor, right_columns: torch.Tensor) -> torch.Tensor:
-        """Without the right one of each row; nothing where duplicates are not masked."""
+        """``equal`` without the right column of each row; none where duplicates are not masked."""
         equal = equal.scatter(1, right_columns[:, None], value=False)
         return equal if self.mask_duplicates else equal & False
 
@@ -385,58 +379,30 @@ def _chunks(pairs: Pairs) -> Iterator[torch.Tensor]:
         yield torch.arange(start, min(start + size, count), device=pairs.queries.device)
 
 
-class Retrieval(Accumulator):
-    """Vectors of held-out pairs; each query is compared with all passages."""
+def retrieval(
+    vectors: torch.Tensor, columns: Mapping[str, torch.Tensor], options: Options
+) -> dict[str, float | None]:
+    """``loss``, ranks and recall of each query over all passages; a passage that is as similar as
+    the right one counts as more similar, so that a model that says the same of all finds nothing.
+    """
+    import torch
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._vectors: list[np.ndarray] = []
-        self._texts: list[np.ndarray] = []
-        self._sizes: list[np.ndarray] = []
-        """By micro batch: the number of sequences of each example."""
-
-    def add(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Add the vectors of a micro batch."""
-        if len(outputs):
-            self._vectors.append(outputs.detach().float().cpu().numpy())
-            self._texts.append(batch[TEXT].numpy().copy())
-            self._sizes.append(np.bincount(batch[EXAMPLES].numpy()))
-
-    def merge(self, other: Retrieval) -> None:
-        self._vectors += other._vectors
-        self._texts += other._texts
-        self._sizes += other._sizes
-
-    def values(self) -> dict[str, float | None]:
-        """``loss`` over all held-out passages; a passage that is as similar as the right one
-        counts as more similar, so that a model that says the same of all finds nothing."""
-        import torch
-
-        if not self._vectors:
-            return dict.fromkeys(("loss", "accuracy", "mrr", "recall"))
-        sizes = np.concatenate(self._sizes)
-        vectors = torch.from_numpy(np.concatenate(self._vectors))
-        columns = {
-            EXAMPLES: torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
-            TEXT: torch.from_numpy(np.concatenate(self._texts)),
-        }
-        with torch.no_grad():
-            pairs = Pairs.of(columns, mask_duplicates=self._options.mask_duplicates)
-            losses, _ = contrast(vectors, pairs, self._options)
-            if self._options.normalize:
-                vectors = torch.nn.functional.normalize(vectors, dim=-1)
-            passages, parts = vectors[pairs.passages], []
-            for rows in _chunks(pairs):
-                scores = vectors[pairs.queries[rows]] @ passages.t()
-                scores = scores.masked_fill(pairs.hidden(rows), -torch.inf)
-                right_scores = scores.gather(1, pairs.positives[rows][:, None])
-                parts.append((scores >= right_scores).sum(dim=1).double())
-        ranks = torch.cat(parts).clamp(min=1)  # not a number is no rank
-        reciprocal = torch.where(ranks <= CUTOFF, 1 / ranks, 0.0)
-        return {
-            "loss": float(losses.double().mean()),
-            "weight": float(len(ranks)),
-            "accuracy": float((ranks == 1).double().mean()),
-            "mrr": float(reciprocal.mean()),
-            "recall": float((ranks <= self._options.recall_at).double().mean()),
-        }
+    pairs = Pairs.of(columns, mask_duplicates=options.mask_duplicates)
+    losses, _ = contrast(vectors, pairs, options)
+    if options.normalize:
+        vectors = torch.nn.functional.normalize(vectors, dim=-1)
+    passages, parts = vectors[pairs.passages], []
+    for rows in _chunks(pairs):
+        scores = vectors[pairs.queries[rows]] @ passages.t()
+        scores = scores.masked_fill(pairs.hidden(rows), -torch.inf)
+        right_scores = scores.gather(1, pairs.positives[rows][:, None])
+        parts.append((scores >= right_scores).sum(dim=1).double())
+    ranks = torch.cat(parts).clamp(min=1)  # not a number is no rank
+    reciprocal = torch.where(ranks <= CUTOFF, 1 / ranks, 0.0)
+    return {
+        "loss": float(losses.double().mean()),
+        "weight": float(len(ranks)),
+        "accuracy": float((ranks == 1).double().mean()),
+        "mrr": float(reciprocal.mean()),
+        "recall": float((ranks <= options.recall_at).double().mean()),
+    }

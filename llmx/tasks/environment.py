@@ -36,15 +36,15 @@ from llmx.run.metrics.completions import load_function
 from llmx.tasks.rewards import attempt
 
 ROLES = ("tool", "user")
-"""Of the messages of an environment."""
+"""Roles that the messages of an environment may have."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment makes of a completion."""
+    """The answer of an environment to a completion."""
 
     messages: Sequence[Mapping[str, str]] = ()
-    """What the model sees next: ``{"role": "tool", "content": "4"}``, or of a ``user``."""
+    """Messages that the model sees next: ``{"role": "tool", "content": "4"}``, or of a ``user``."""
     reward: float = 0.0
     """The reward of a sample is the sum over its turns."""
     done: bool = False
@@ -87,7 +87,7 @@ class Answer:
     """Appended before the next completion; empty at the end of the sample."""
     reward: float = 0.0
     problem: str = ""
-    """Why the environment gave none; the sample then has no reward."""
+    """Reason why the environment gave no turn; the sample then has no reward."""
 
 
 class Observations:
@@ -112,7 +112,7 @@ class Observations:
                 )
 
     def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """From the end of an assistant's turn to the cue for the next one."""
+        """Tokens from the end of an assistant's turn to the cue for the next one."""
         return self._tokens(messages, num_turns=1)
 
     def _tokens(self, messages: Sequence[Message], *, num_turns: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ FIRST = 1000
 FIRST_OF_EACH = 20
 """Rows of each source that are read at least."""
 TOKENIZED_BYTES = 4 << 20
-"""Of the text of these rows that are tokenized."""
+"""Characters of the text of these rows that are tokenized."""
 
 
 def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str], bool]:

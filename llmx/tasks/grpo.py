@@ -33,26 +33,28 @@ from llmx.config.fields import (
     text,
 )
 from llmx.config.tasks import TaskDefaults
-from llmx.data import EvalPrompt, Sample, SampleStore, collate, held_out_prompts
+from llmx.data import EvalPrompt, Sample, SampleStore, collate
 from llmx.data.examples import Column, Example, Rejected, Tokens
 from llmx.data.format.rows import Conversation, Prompted
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (
-    GeneratedSample,
     Loss,
     Normaliser,
-    Prompt,
-    RolloutKey,
-    Task,
-    auto_new_tokens,
     completion_metrics,
     completion_scores,
-    new_tokens_problems,
     unused_dropout,
 )
 from llmx.tasks.collapse import CollapseWatch
 from llmx.tasks.environment import Environment, Episodes, Observations, load_environment
+from llmx.tasks.online import (
+    GeneratedSample,
+    OnlineTask,
+    Prompt,
+    RolloutKey,
+    auto_new_tokens,
+    new_tokens_problems,
+)
 from llmx.tasks.policy_loss import (
     group_advantages,
     importance_weights,
@@ -135,7 +137,7 @@ class RolloutOptions:
     """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room. ``auto`` is
     256, or half of ``data.seq_len`` where that is less."""
     temperature: float = number(1.0, minimum=0.01, maximum=100)
-    """Of the completions, and of the policy that is trained."""
+    """Temperature of the completions, and of the policy that is trained."""
     top_p: float = number(1.0, above=0, maximum=1)
     top_k: int = number(0, minimum=0, maximum=10**6)
     mask_truncated: bool = False
@@ -221,17 +223,17 @@ class Drawn:
     tokens: tuple[int, ...] = ()
     """After the prompt."""
     is_drawn: tuple[bool, ...] = ()
-    """Of each of them: whether the policy has drawn it. The others are not trained."""
+    """Whether the policy has drawn each of the tokens. The others are not trained."""
     logps: tuple[float, ...] = ()
-    """Of each drawn token under the policy, at ``temperature``."""
+    """Log-probability of each drawn token under the policy, at ``temperature``."""
     text: str = ""
-    """Of the last completion."""
+    """Text of the last completion."""
     truncated: bool = False
     turns: int = 0
     age: int = 0
     """Updates that the weights which drew it are behind (``rollout.max_staleness``)."""
     reward: float = 0.0
-    """Of the environment; NaN where it failed."""
+    """Reward of the environment; NaN where it failed."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -258,17 +260,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Signal:
-    """What a completion is trained with, beside its tokens."""
+    """Values that a completion is trained with, beside its tokens."""
 
     by_token: Mapping[str, Sequence[float] | np.ndarray]
     """Values of each of its tokens, by the name of their column."""
     advantage: float
-    """Of all its tokens, for a reader; where it is the same for each, also for the loss."""
+    """Mean advantage of its tokens, for a reader; where all have the same, also for the loss."""
     is_trained: bool = True
     """False: none of its tokens is a target."""
 
 
-class Grpo(Task):
+class Grpo(OnlineTask):
     """Targets are the tokens that the policy has drawn."""
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
@@ -276,7 +278,6 @@ class Grpo(Task):
     Options: ClassVar[type | None] = Options
     logits = "whole"
     loss_on = "last"
-    generates = True
     corrects_staleness = True
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
@@ -298,9 +299,8 @@ class Grpo(Task):
             Column("measures", per="example", shape=measured),
             Column("measured", per="example", shape=measured),
         )
-        self._eval_prompts: list[EvalPrompt] | None = None
         self._failed, self._seen = Counter[str](), Counter[str]()
-        """Of each reward: the completions for which it failed, and all of them."""
+        """Completions by reward: those for which it failed, and all of them."""
         self._collapse = CollapseWatch(
             may_stop=exp.task.max_lost < 1 and "no_signal" in self._measures
         )
@@ -308,7 +308,7 @@ class Grpo(Task):
 
     @classmethod
     def config_problems(cls, exp: Experiment) -> list[str]:
-        """What a rollout cannot be made of, and rewards that are not there."""
+        """Options that no rollout can be made with, and rewards that are not there."""
         options, problems = exp.task.options, []
         if dropout := unused_dropout(exp):
             problems.append(
@@ -401,7 +401,7 @@ class Grpo(Task):
 
     @property
     def _measured_beside(self) -> tuple[str, ...]:
-        """What is measured of every generated sample, beside its rewards."""
+        """Measures of every generated sample beside its rewards."""
         return (
             *("reward_std", *_MEASURED),
             *([GROUPS_DRAWN] if self.options.dynamic_sampling else []),
@@ -673,7 +673,7 @@ class Grpo(Task):
         )
 
     def _scored(self, drawn: Sequence[Drawn]) -> list[Scored]:
-        """What reward functions are given."""
+        """The arguments of reward functions."""
         references = {id(sample.prompt): sample.prompt for sample in drawn}
         texts = {
             number: (self.decode(list(prompt.tokens)), self.decode(list(prompt.reference)))
@@ -790,7 +790,7 @@ class Grpo(Task):
         rewards: np.ndarray,
         totals: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What each sample adds to the sums of the step's measures, and to their weights; the first
+        """Summands of each sample in the step's measures, and in their weights; the first
         one also what the groups add that are left out."""
         values = self._measured(drawn, rewards, totals)
         measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
@@ -911,19 +911,7 @@ class Grpo(Task):
         return {name: (values[at], counts[at]) for at, name in enumerate(self._measures)}
 
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
-        if self._eval_prompts is None:
-            limit, data = self.exp.task.eval_generate, self.exp.data
-            self._eval_prompts = held_out_prompts(
-                data,
-                self.exp.seed,
-                self.tokenizer,
-                limit=limit,
-                decode=self.decode,
-                takes=self.takes,
-                num_embeddings=self.num_embeddings,
-            )
-        return self._eval_prompts
+        return self.held_out_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
         """The metrics of the completions whose prompts have a reference, and the rewards of all
@@ -957,10 +945,10 @@ class Grpo(Task):
 
 
 GROUPS_DRAWN = "groups_drawn"
+"""Groups of a step in proportion to those that it trains on, with dynamic sampling."""
 STALENESS = "staleness"
-"""With dynamic sampling: all groups of a step in proportion to those that it trains on."""
 TURNS = "turns"
-"""With an environment: the completions of a sample."""
+"""Completions of a sample with an environment."""
 _MEASURED = ("reward_failed", "no_signal", "truncated", "completion_tokens")
 _MEASURED_METRICS: dict[str, dict[str, Any]] = {
     "reward_std": {"title": "reward std"},
@@ -972,12 +960,12 @@ _MEASURED_METRICS: dict[str, dict[str, Any]] = {
     TURNS: {"title": "turns"},
     STALENESS: {"title": "staleness"},
 }
-"""Of every generated sample."""
+"""Metrics of every generated sample."""
 _STALE: dict[str, dict[str, Any]] = {
     "sampler_kl": {"title": "KL of the sampler"},
     "importance_truncated": {"title": "truncated weights", "format": "percent"},
 }
-"""With ``rollout.max_staleness`` or vLLM: how far the policy that drew is from the trained one; the
+"""Metrics with ``rollout.max_staleness`` or vLLM: distance of the policies that drew and train; the
 share of importance weights over ``importance_cap``."""
 SAME_REWARD = 1e-8
 """Standard deviation of the rewards of a group below which they are equal."""
@@ -986,7 +974,7 @@ SHOWN = 200
 
 
 def _staleness_problems(exp: Experiment) -> list[str]:
-    """What does not go together with samples that are weighted by importance."""
+    """Problems of options with samples that are weighted by importance."""
     rollout, options, problems = exp.rollout, exp.task.options, []
     if not rollout.weights_samples:
         return []

@@ -84,7 +84,7 @@ class Mlm(Task):
         return {"policy": ModelSpec(head=MASKED_LM)}
 
     def transform(self, sample: Sample, key: SampleKey) -> Sample:
-        """With some tokens hidden, and the labels at their places."""
+        """The sample with some tokens hidden, and the labels at their places."""
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(
                 self.tokenizer,

@@ -22,8 +22,9 @@ import numpy as np
 from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Normaliser, RolloutKey
+from llmx.tasks.base import Loss, Normaliser
 from llmx.tasks.grpo import Drawn, Group, Grpo, RolloutOptions, Signal
+from llmx.tasks.online import RolloutKey
 from llmx.tasks.policy_loss import (
     clipped_gains,
     estimated_advantages,
@@ -147,7 +148,7 @@ class Ppo(Grpo):
         return [values[sequences.numpy() == number] for number in range(count)]
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """Of the policy and of the value model, summed over target tokens."""
+        """Loss of the policy and of the value model, summed over target tokens."""
         options, policy = self.options, models.main
         logps, entropy = self._token_values(policy, batch)
         values = models["value"].token_scores(batch)

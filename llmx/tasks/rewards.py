@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scored:
-    """What a reward function is given."""
+    """The arguments of a reward function."""
 
     prompt: str
     completion: str
     reference: str
     num_tokens: int
-    """Of the completion."""
+    """Tokens of the completion."""
 
 
 Reward = Callable[[Scored], Any]
@@ -63,7 +63,7 @@ class Outcome:
     value: float | None
     """None where the function failed, or has none for such a completion."""
     problem: str = ""
-    """What went wrong, if something did."""
+    """Description of the failure; empty without one."""
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -172,7 +172,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def attempt(function: Callable[[], T], *, limit_s: float) -> tuple[T | None, str]:
-    """What a function of the user's returns; or None, and what went wrong."""
+    """The value of a function of the user's; or None, and its failure."""
     try:
         with time_limit(limit_s):
             return function(), ""

@@ -40,7 +40,7 @@ class Options:
 
 
 LEAST_CHAT_TOKENS = 8
-"""Of a question with its answer: the markers of two turns, a token in each, and the EOS token."""
+"""Tokens of the shortest question with its answer: two turns with their markers, and EOS."""
 
 
 class Sft(Task):
@@ -51,7 +51,6 @@ class Sft(Task):
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
-        self._eval_prompts: list[EvalPrompt] | None = None
         options = self.options
         self.draws = options.neftune_alpha > 0
         self.turn_weights = options.turn_weights
@@ -114,26 +113,7 @@ class Sft(Task):
         return next_token_loss(model, batch, token_loss=terms, embedding_noise=noise)
 
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Prompts of the first ``task.eval_generate`` held-out conversations; read once."""
-        from llmx.data import held_out_prompts
-
-        limit = self.exp.task.eval_generate
-        if self._eval_prompts is None:
-            prompts = (
-                held_out_prompts(
-                    self.exp.data,
-                    self.exp.seed,
-                    self.tokenizer,
-                    limit=limit,
-                    decode=self.decode,
-                    turn_weights=self.turn_weights,
-                    num_embeddings=self.num_embeddings,
-                )
-                if limit
-                else []
-            )
-            self._eval_prompts = prompts
-        return self._eval_prompts
+        return self.held_out_prompts
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
         """The metrics of the completions, compared with the expected ones."""

@@ -19,6 +19,7 @@ from llmx.models.factory import num_parameters
 from llmx.plan.types import Plan
 from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
+from llmx.tasks import OnlineTask
 from llmx.text import plural
 from llmx.train.batches import Prefetch, Step, make_step, pinned
 from llmx.train.evaluation import (
@@ -115,7 +116,8 @@ def train(session: Session) -> None:
                 step_log.wait_for_data()
                 step = with_weight(upcoming.next(), session.task, group=session.consensus.group)
                 step_log.data_is_here()
-                if session.rank == 0 and (samples := session.task.generated):
+                samples = session.task.generated if isinstance(session.task, OnlineTask) else ()
+                if session.rank == 0 and samples:
                     write_rollouts(session.run_dir, samples, step=done, attempt=start.attempt)
                 engine.set_lr(lr_at(number, optim=optim, total=total))
                 seed_step(exp.seed, number, session.rank)
@@ -268,7 +270,7 @@ class Upcoming:
             "balance": session.plan.balance,  # a thread must not see a later one
         }
         pin = session.engine.device.type == "cuda"
-        if task.generates:
+        if isinstance(task, OnlineTask) and task.generates:
             depth = session.exp.rollout.max_staleness
             steps: Iterator[Step] = (
                 rollout_step(

@@ -767,7 +767,7 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
     starts = np.array([0, length // 2] if two_sequences else [0], dtype=np.int64)
     targets = np.ones(length, dtype=bool)
     targets[starts] = False
-    all_columns = (*task.columns, *task.precomputed, *task.rollout_columns)
+    all_columns = (*task.columns, *task.precomputed, *getattr(task, "rollout_columns", ()))
     stored = [column for column in all_columns if column.name != "weight"]
     columns = {
         column.name: np.zeros(

@@ -30,14 +30,14 @@ from llmx.plan.types import BalancePlan, BatchPlan
 from llmx.rollout.client import RolloutServers
 from llmx.rollout.protocol import SERVERS, parse_servers
 from llmx.run.rundir import RunDir
-from llmx.tasks import GeneratedSample, Prompt, RolloutKey, Task
+from llmx.tasks import GeneratedSample, OnlineTask, Prompt, RolloutKey, Task
 from llmx.train.batches import Layout, Step, square_tokens, work_of
 from llmx.train.engine.build import Engine
 
 
 def rollout_step(
     engine: Engine,
-    task: Task,
+    task: OnlineTask,
     store: Any,
     step: int,
     *,
@@ -145,7 +145,7 @@ def rollout_step(
 
 def _drawn(
     engine: Engine,
-    task: Task,
+    task: OnlineTask,
     prompts: list[Prompt],
     key: RolloutKey,
     *,

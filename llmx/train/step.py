@@ -3,7 +3,7 @@
 Random numbers (dropout) are a pure function of (seed, step, rank), seeded before each step: no
 generator's state is saved, and a resumed run draws the same.
 
-In a joint loss (``Task.joint``: contrastive ones) the examples of a step depend on each other,
+In a joint loss (``JointTask``: contrastive ones) the examples of a step depend on each other,
 however they are split over ranks and micro batches. Every rank gets the outputs of all sequences,
 computes the loss, and passes the gradient with regard to its own outputs through its network. With
 several micro batches a first pass without a graph computes the outputs, and a second one, with the
@@ -29,7 +29,7 @@ from llmx.data.examples import Schema
 from llmx.errors import ConfigError
 from llmx.models.loss import IGNORE, to_device
 from llmx.models.model import Batch, Models
-from llmx.tasks import JointLoss, Loss, SampleKey, Task, next_token_loss
+from llmx.tasks import JointLoss, JointTask, Loss, SampleKey, Task, next_token_loss
 from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
 from llmx.train.step_times import StepTimes
@@ -211,7 +211,9 @@ def loss_of_step(task: Task, models: Models, step: Step, *, group: Any = None) -
 
     ``group``: a gloo group of all ranks. Objects in NCCL make the host wait for the GPU.
     """
-    return JointStep(task, models, step.micro_batches, group=group) if task.joint else task.loss
+    if isinstance(task, JointTask) and task.joint:
+        return JointStep(task, models, step.micro_batches, group=group)
+    return task.loss
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,12 @@ class JointStep:
     """The losses of one step. Collective: the first call, on all ranks."""
 
     def __init__(
-        self, task: Task, models: Models, micro_batches: tuple[Batch, ...], *, group: Any = None
+        self,
+        task: JointTask,
+        models: Models,
+        micro_batches: tuple[Batch, ...],
+        *,
+        group: Any = None,
     ) -> None:
         if task.normaliser != "examples":
             raise ConfigError(

@@ -17,7 +17,7 @@ from llmx.data import Column, Example, Preference, Tokens
 from llmx.models.generate import Completion
 from llmx.models.model import CLASSIFICATION, Batch, Models, ModelSpec
 from llmx.models.sampling import Sampling
-from llmx.tasks import Loss, Mean, Metric, Prompt, RolloutKey, Task, next_token_loss
+from llmx.tasks import Loss, Mean, Metric, OnlineTask, Prompt, RolloutKey, Task, next_token_loss
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Twice(Task):
         return Loss((one.sum + other.sum) / 2, one.weight)
 
 
-class Everything(Task):
+class Everything(OnlineTask):
     """Of two completions that the policy draws the one with more even tokens is preferred (DPO,
     each pair times its strength) and imitated; a second network learns to tell the two apart."""
 
@@ -51,7 +51,6 @@ class Everything(Task):
     takes = (Preference,)
     columns = (Column("strength", per="example"),)
     loss_on = "last"
-    generates = True
     rollout_columns = (
         Column("weight", per="token"),
         Column("strength", per="example"),

@@ -261,7 +261,7 @@ def test_held_out_answers_of_kto_have_one_reference_point() -> None:
     with torch.no_grad():
         whole = loss_of(own, models, batch_of(own, PAIRS))
         (together,) = own.evaluate(models, [batch_of(own, PAIRS)]).values()
-        ranks = [own.evaluate(models, [batch_of(own, [pair])])["answers"] for pair in PAIRS]
+        ranks = [own.evaluate(models, [batch_of(own, [pair])])["held_out"] for pair in PAIRS]
     ranks[0].merge(pickle.loads(pickle.dumps(ranks[1])))
     assert ranks[0].values() == pytest.approx(together.values(), rel=1e-5)
     assert together.values()["loss"] == pytest.approx(float(whole.sum) / 2, rel=1e-6)

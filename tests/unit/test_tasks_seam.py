@@ -193,3 +193,15 @@ def test_a_task_is_asked_for_its_networks_without_torch() -> None:
         "    assert not {'torch', 'transformers'} & sys.modules.keys(), kind\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("member", "base"), [("rollout", "OnlineTask"), ("joint_loss", "JointTask")]
+)
+def test_a_member_that_only_another_kind_of_task_has_is_named(
+    member: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be asked of nobody."""
+    monkeypatch.setattr(Own, member, lambda self: None, raising=False)
+    with pytest.raises(ConfigError, match=rf"Own has {member}, which only a llmx\.tasks\.{base}"):
+        task_class(f"{__name__}:Own")

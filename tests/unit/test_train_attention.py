@@ -118,22 +118,6 @@ def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
     assert torch.equal(found, isolation_mask(batch["segment_ids"])[0, 0])
 
 
-def test_a_mask_for_each_kind_of_layer_has_its_window() -> None:
-    kinds = (("chunked_attention", 3), ("full_attention", None), ("sliding_attention", 2))
-    method = AttentionMethod("sdpa", "layer_masks", windows=kinds)
-    batch, inputs, _ = inputs_of(sample(5, 3), method=method, pad_to=1)
-    masks = inputs["attention_mask"]
-    assert torch.equal(masks["full_attention"], isolation_mask(batch["segment_ids"]))
-    for kind, spans in (
-        ("sliding_attention", ((4, 3), (5, 5), (7, 6))),
-        # Chunks are counted from the start of a row: 0 1 2 | 3 4, and 0 1 2.
-        ("chunked_attention", ((2, 0), (4, 3), (7, 5))),
-    ):
-        for query, first in spans:
-            seen = masks[kind][0, 0, query].nonzero().flatten()
-            assert seen.tolist() == list(range(first, query + 1))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("isolation", "layout"), [("position_ids", "padded"), ("mask", "packed")])
 @torch.no_grad()

@@ -9,8 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from llmx.models import loss as loss_module
-from llmx.models.loss import IGNORE, TokenLoss, head_at, micro_batch_loss, summed_cross_entropy
+from llmx.models.loss import (
+    IGNORE,
+    TokenLoss,
+    head_at,
+    micro_batch_loss,
+    target_log_probabilities,
+)
 from tests.small_models import KINDS, small_model
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor, **more: int) -> torch.Tensor:
+    return TokenLoss().summed(*target_log_probabilities(logits, targets, **more), weights=None)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +36,7 @@ def test_sum_and_gradient_are_pytorchs(dtype, elements, monkeypatch) -> None:
     exact = logits.detach().double().requires_grad_()
     wanted = F.cross_entropy(exact, targets, reduction="sum")
     (wanted * 0.25).backward()
-    total = summed_cross_entropy(logits, targets)
+    total = summed_loss(logits, targets)
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
     (total * 0.25).backward()
@@ -43,18 +53,30 @@ def test_padding_of_the_vocabulary_takes_no_probability_and_no_gradient(dtype) -
     logits = torch.randn(5, 32, generator=draw).to(dtype).requires_grad_()
     targets = torch.tensor([0, 28, 3, 11, 28])
     cut = logits.detach()[:, :29].clone().requires_grad_()
-    wanted = summed_cross_entropy(cut, targets)
+    wanted = summed_loss(cut, targets)
     wanted.backward()
-    found = summed_cross_entropy(logits, targets, vocab_size=29)
+    found = summed_loss(logits, targets, vocab_size=29)
     found.backward()
     assert found.item() == wanted.item()
     assert torch.equal(logits.grad[:, :29], cut.grad)
     assert not logits.grad[:, 29:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_losses_may_share_their_logits(dtype: torch.dtype) -> None:
+    """The backward pass of the first leaves them as they are."""
+    head, targets = torch.randn(3, 9).requires_grad_(), torch.tensor([0, 8, 3])
+    logits = head.to(dtype) * 1
+    (summed_loss(logits, targets) + 2 * summed_loss(logits, targets)).backward()
+    found = head.grad.clone()
+    head.grad = None
+    (3 * summed_loss(head.to(dtype), targets)).backward()
+    torch.testing.assert_close(found, head.grad, rtol=2e-2, atol=1e-6)
+
+
 def test_huge_logits_stay_finite() -> None:
     logits = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
-    total = summed_cross_entropy(logits, torch.tensor([1]))
+    total = summed_loss(logits, torch.tensor([1]))
     total.backward()
     assert total.item() == 6e4
     assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
@@ -219,10 +241,10 @@ def test_terms_of_the_loss_are_those_that_were_published(
             hidden, weight, targets, vocab_size=61, scale=0.7, weights=given, token_loss=terms
         )
     else:
-        values, normalisers = loss_module._TargetLogProbabilities.apply(
-            F.linear(hidden, weight), targets, 61
+        logits = F.linear(hidden, weight)
+        found = terms.summed(
+            *target_log_probabilities(logits, targets, vocab_size=61), weights=given
         )
-        found = loss_module.weighted_loss(values, normalisers, weights=given, token_loss=terms)
     (found * 0.7).backward()
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
     for mine, theirs in zip((hidden, weight), exact, strict=True):

@@ -20,7 +20,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir
 from llmx.run.tail import LAST_BYTES, newest_samples, read_records
-from llmx.tasks import GeneratedSample, Prompt, Task
+from llmx.tasks import GeneratedSample, OnlineTask, Prompt, Task
 from llmx.train import rollout
 from llmx.train.batches import Layout
 from llmx.train.loop import write_beginning
@@ -57,10 +57,9 @@ class Store(list[Sample]):
     columns = (LABEL, SCORE)
 
 
-class Pairs(Task):
+class Pairs(OnlineTask):
     """Two sequences for each prompt; those of an example that has no completion are left out."""
 
-    generates = True
     rollout_columns: ClassVar[tuple[Column, ...]] = (
         Column("weight", per="token"),
         Column("old", per="token"),

@@ -1,0 +1,106 @@
+"""Tasks that generate the samples they are trained on, from the prompts of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmx.config import Experiment
+from llmx.data.examples import Column, Example
+from llmx.models.sampling import sample_seed
+from llmx.tasks.base import Task
+
+if TYPE_CHECKING:
+    from llmx.models.model import Models
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One example of the data, from which samples are drawn."""
+
+    tokens: tuple[int, ...]
+    """The first sequence up to the first target: of a conversation, the cue to answer is the
+    last. The whole sequence where it has no target."""
+    completions: tuple[tuple[int, ...], ...]
+    """Tokens after the prompt, of each sequence of the example; may be empty."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of the stored example: an array by sequence, or the value of the example."""
+
+    @property
+    def reference(self) -> tuple[int, ...]:
+        """The completion of the first sequence: the right answer, or the better of a pair."""
+        return self.completions[0]
+
+
+@dataclass(frozen=True)
+class RolloutKey:
+    """Key of all that is random in a rollout, never a global state."""
+
+    seed: int
+    """Seed of the run."""
+    step: int
+    further: Callable[[int], Sequence[Prompt]] = lambda _: ()
+    """Other prompts of the data in place of those of the step, about as many as it has; other ones
+    for each number from 1."""
+
+    def of(self, prompt: int, sample: int) -> int:
+        """The seed of one sample: ``prompt`` counts those of the step, over all ranks."""
+        return sample_seed(self.seed, step=self.step, prompt=prompt, sample=sample)
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    """A sample that was generated and trained on, for a reader."""
+
+    prompt: str
+    completion: str
+    rewards: Mapping[str, float | None]
+    """Parts of the reward and their sum; None where one failed."""
+    advantage: float
+
+
+class OnlineTask(Task):
+    """A task whose data are prompts, and whose steps are made by ``rollout``."""
+
+    generates = True
+    corrects_staleness: ClassVar[bool] = False
+    """Whether its loss is right for samples of older weights (``rollout.max_staleness``)."""
+    rollout_columns: tuple[Column, ...] = ()
+    """Values of generated examples beside their tokens, as ``columns``."""
+    generated: Sequence[GeneratedSample] = ()
+    """The samples of the newest rollout, for ``rollouts.jsonl`` and the report."""
+
+    @classmethod
+    def generates_with(cls, exp: Experiment) -> bool:
+        """The value of ``generates``, where it depends on the options."""
+        return cls.generates
+
+    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
+        self.generates = self.generates_with(exp)
+        super().__init__(exp, tokenizer)
+
+    def rollout(
+        self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
+    ) -> list[list[Example]]:
+        """The examples of each prompt of a step, of ``Tokens``. Collective: all ranks give the
+        same for the same. Gradients are off, as dropout is."""
+        raise NotImplementedError(f"{type(self).__name__}.rollout")
+
+
+def new_tokens_problems(exp: Experiment) -> list[str]:
+    """A message where completions are longer than a sample."""
+    new_tokens = exp.task.options.get("max_new_tokens")
+    if not isinstance(new_tokens, int) or new_tokens < exp.data.seq_len:
+        return []
+    return [
+        f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
+        f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
+    ]
+
+
+def auto_new_tokens(exp: Experiment) -> dict[str, int]:
+    """Completions that leave a prompt half of the sequence, where ``max_new_tokens`` is auto."""
+    if exp.task.options.get("max_new_tokens", "auto") != "auto":
+        return {}
+    return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
