@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.arguments import split_command
 from llmx.cli.commands import COMMANDS
-from llmx.cli.hydra_app import run_hydra
+from llmx.cli.hydra_app import train
+from llmx.cli.words import parse, split_command
 from llmx.errors import ConfigError, LaunchError, exit_code
 from llmx.hardware.external import PLACES, STARTED, Processes, process_facts
 from llmx.launch.environment import TOKEN
@@ -181,7 +181,7 @@ def _run(words: list[str]) -> int:
     typed = [word.partition("=")[2] for word in arguments if word.startswith("run_dir=")]
     run = RunDir(Path(typed[-1])) if typed else None
     if run is None or not run.identity.exists():
-        return run_hydra(arguments)
+        return train(parse("train", arguments))
     # Started again after a failure, with the same command.
     if sorted(read_overrides(run)) != sorted(w for w in arguments if not w.startswith("-")):
         raise ConfigError(
@@ -192,9 +192,9 @@ def _run(words: list[str]) -> int:
 
 
 def _resume(words: list[str]) -> int:
-    from llmx.lifecycle.resume import main as resume
+    from llmx.lifecycle.resume import run as resume
 
-    return int(resume(words))
+    return resume(parse("resume", words))
 
 
 if __name__ == "__main__":

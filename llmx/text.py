@@ -10,6 +10,7 @@ import math
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TextIO
 
@@ -154,3 +155,13 @@ def file_name(text: str, *, limit_bytes: int = 200) -> str:
     beginning = raw[: limit_bytes - 9].decode("utf-8", "ignore")
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{beginning}-{digest}"
+
+
+def columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
+    """Lines with the cells of each row below each other; the last column is as wide as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"{indent}{'  '.join(cells)}".rstrip())
+    return lines

@@ -1,22 +1,19 @@
-"""The words of a command line before Hydra sees them: commands, options, the demo default. Pure."""
+"""What typed words stand for: experiment files, saved configs, sweep files, the demo default."""
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.commands import COMMANDS, HYDRA_WORDS
+from llmx.cli.commands import COMMANDS
 from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
 from llmx.compose.user_files import FILES, check_foreign, check_keys
+from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.config.build import shown
-from llmx.config.groups import ALIASES, GROUPS, elsewhere, lookup
-from llmx.errors import ConfigError, did_you_mean
+from llmx.config.groups import ALIASES, GROUPS, lookup
+from llmx.errors import ConfigError
 
 _WHOLE_RUN = ("experiment", "model", "data")
 IMPLIED = {
@@ -28,170 +25,16 @@ IMPLIED = {
 }
 """Key -> the option that reads it. The options of ``conf/config.yaml`` do not."""
 _NOTHING = ("", "null", "demo", "[]")
-_INSTEAD = {
-    "import": "python -m llmx FILE says what each key of another tool's file is here.",
-    "render": "launch.slurm.submit=true submits a job to Slurm; docs/cluster.md has a JobSet and "
-    "a TrainJob for Kubernetes.",
-    "bundle": 'docs/cluster.md, "No internet access", has the commands of pip, hf and rsync.',
-    "queue": "launch.queue=true makes a run wait until other runs have left its hosts.",
-}
-"""A word that is no command -> what does its work."""
 
 
-def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
-    """``(command, rest)``; ``train`` when the first word is no command.
-
-    Raises ConfigError for a bare word that is neither a command nor an override.
-    """
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        return "train", list(argv)
-    if argv[0] in commands:
-        return argv[0], list(argv[1:])
-    if argv[0].endswith(FILES):
-        return "train", list(argv)
-    if argv[0] in _INSTEAD:
-        raise ConfigError(f"{argv[0]}: no such command. {_INSTEAD[argv[0]]}")
-    raise ConfigError(
-        f'"{argv[0]}" is neither a command nor key=value.{did_you_mean(argv[0], commands)} '
-        f"Commands: {', '.join(commands)}. See python -m llmx --help."
+def checked(words: Words) -> Checked:
+    """The overrides of a command line and those that they imply, as Hydra takes them."""
+    return check_overrides(
+        as_meant(words.overrides),
+        multirun=words.multirun,
+        config_dirs=words.config_dirs,
+        commands=tuple(COMMANDS),
     )
-
-
-@dataclass(frozen=True)
-class Line:
-    """A command line that composes a config, sorted."""
-
-    overrides: tuple[str, ...]
-    multirun: bool = False
-    config_dir: str | None = None
-    show: tuple[str, ...] = ()
-    """What to print instead of starting anything, in Hydra's words: ``--cfg job``."""
-
-    def checked(self) -> Checked:
-        """The overrides and those that they imply, as Hydra takes them."""
-        words, directories = as_meant(self.overrides), [self.config_dir] if self.config_dir else []
-        return check_overrides(
-            words, multirun=self.multirun, config_dirs=directories, commands=tuple(COMMANDS)
-        )
-
-
-_PRINTS = {word.name: word.choices for word in HYDRA_WORDS if word.choices}
-_REFUSED = {
-    "--config-path": "the main config is llmx's own; your groups: --config-dir DIR",
-    "--config-name": "the main config is llmx's own; a whole run of yours is "
-    "--config-dir DIR experiment=NAME",
-    "--experimental-rerun": "a run is repeated by python -m llmx reproduce RUN_DIR",
-    "--shell-completion": "completion is printed by python -m llmx completion bash|zsh|fish",
-    "--version": "give it alone: python -m llmx --version",
-}
-OPTIONS = ("--multirun", "--cfg", "--resolve", "--package", "--info", "--config-dir")
-OPTIONS_HELP = """\
-Options of every command that takes a config:
-  -m, --multirun      comma lists become a sweep: -m zero=stage2,stage3
-  --config-dir DIR    a directory with your own groups: DIR/hardware/mine.yaml
-  --cfg job           print the composed config (also: hydra, all)
-  --package GROUP     only this part of it
-  --resolve           with the values of ${...}
-  --info [all]        how it was composed (also: config, defaults, defaults-tree, plugins,
-                      searchpath)
-"""
-
-
-def read_line(words: Sequence[str]) -> Line:
-    """Sort overrides and options, which stand in any order; ConfigError for what cannot be."""
-    overrides: list[str] = []
-    options: dict[str, str] = {}
-    unread = list(words)
-    while unread:
-        word = unread.pop(0)
-        if not word.startswith("-") or word == "-":
-            overrides.append(word)
-            continue
-        typed, equal, value = word.partition("=")
-        name = "--multirun" if typed == "-m" else typed
-        if name in _REFUSED:
-            raise ConfigError(f"{typed}: has no use here: {_REFUSED[name]}.")
-        if name not in OPTIONS:
-            hint = elsewhere(name) or did_you_mean(name[:100], OPTIONS)
-            raise ConfigError(
-                f"{shown(typed)}: no such option.{hint} Options: {', '.join(OPTIONS)}."
-            )
-        takes_value = name in ("--package", "--config-dir") or name in _PRINTS
-        if equal and not takes_value:
-            raise ConfigError(f"{shown(word)}: {name} takes no value.")
-        # --cfg and --info may stand before an override, without their value.
-        bare = name in _PRINTS and unread[:1] != [] and "=" in unread[0]
-        if takes_value and not equal and unread and not unread[0].startswith("-") and not bare:
-            value = unread.pop(0)
-        if name in options and name != "--multirun":
-            raise ConfigError(f"{typed}: is given twice. Give it once.")
-        options[name] = value
-    modes = [name for name in ("--multirun", "--cfg", "--info") if name in options]
-    if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)}: do not go together. Give one of them.")
-    show = tuple(_to_print(options))
-    directory = options.get("--config-dir")
-    if directory == "":
-        raise ConfigError("--config-dir: needs a directory: --config-dir DIR.")
-    # Not Path.expanduser: it raises where the name after ~ is no user's.
-    if directory is not None and not Path(os.path.expanduser(directory)).is_dir():  # noqa: PTH111
-        where = f"in {Path.cwd()}" if not Path(directory).is_absolute() else "on this machine"
-        raise ConfigError(f"--config-dir {shown(directory)}: no such directory {where}.")
-    return Line(tuple(overrides), multirun="--multirun" in options, config_dir=directory, show=show)
-
-
-def _to_print(options: Mapping[str, str]) -> Iterator[str]:
-    """Hydra's words for printing a config instead of starting anything."""
-    for name, allowed in _PRINTS.items():
-        if name in options:
-            value = options[name] or allowed[0]
-            if value not in allowed:
-                raise ConfigError(
-                    f"{name} {shown(value)}: must be one of {', '.join(allowed)}."
-                    f"{did_you_mean(value[:100], allowed)}"
-                )
-            yield from (name, value)
-    for name in ("--resolve", "--package"):
-        if name in options:
-            if "--cfg" not in options:
-                raise ConfigError(f"{name}: only together with --cfg job.")
-            if name == "--package" and not re.fullmatch(r"[\w.]+", options[name]):
-                raise ConfigError("--package: names a part of the config, e.g. --package optim.")
-            yield from filter(None, (name, options[name]))
-
-
-def check_spelling(name: str, words: Sequence[str]) -> None:
-    """ConfigError for an option of a command in the spelling of others: ``out=X`` where it is
-    ``--out X``, ``--step N`` where it is ``step=N``."""
-    command = COMMANDS[name]
-    options = {word.name: word for word in command.words}
-    before = ""
-    for word in words:
-        if word == "--" and command.passes_on:
-            return
-        is_value = before in options and options[before].value != ""
-        before = word
-        typed, _, value = word.partition("=")
-        bare = typed.removeprefix("--").replace("-", "_")
-        if typed.startswith("--") and (own := options.get(f"{bare}=")):
-            raise ConfigError(f"{shown(word)}: write {own.name}{value or own.value}.")
-        flag = options.get(f"--{bare.replace('_', '-')}")
-        is_key = re.fullmatch(r"[A-Za-z_]\w*=\S*", word) is not None
-        if flag and is_key and not is_value and not Path(word).exists():
-            prompt = " To complete it as a prompt, put it behind -- ." * (name == "generate")
-            value = f" {value or flag.value}" if flag.value else ""
-            raise ConfigError(f"{shown(word)}: write {flag.name}{value}.{prompt}")
-
-
-def split_own(words: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``(own, overrides)``: words like ``preview=3`` that are a command's own, and the rest."""
-    own_words = [word for word in words if word.split("=", 1)[0] in keys]
-    for word in words:
-        name, equal, _ = word.partition("=")
-        near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-        if equal and near and name not in (*keys, *GROUPS) and "." not in name:
-            raise ConfigError(f'{name}: no such key. Did you mean "{near[0]}"?')
-    return own_words, [word for word in words if word not in own_words]
 
 
 def as_meant(overrides: Sequence[str]) -> list[str]:

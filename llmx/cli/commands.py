@@ -1,9 +1,9 @@
 """The commands of ``python -m llmx``: one table for dispatch, parsing, help and completion.
 
-A new command is an entry here and a module with ``main(words)`` or, where its words are flags,
-``run(options)``.
+A new command is an entry here and a module with ``run(words)`` (``llmx.compose.words.Words``).
 """
 
+# ruff: noqa: E501 - a word of a command is a row
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,6 +19,10 @@ class Number:
 
     kind: type[int] | type[float]
     limits: Range
+
+
+def _whole(minimum: int, maximum: int) -> Number:
+    return Number(int, Range(minimum, maximum))
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Argument:
     """What completion offers: ``run``, ``shown`` (a run, or the directory of a sweep), ``sweep``,
     ``pipeline``, ``topic``, ``shell``; empty for nothing."""
     name: str = ""
-    """Of the option that a parsed command gets."""
+    """Name of its attribute of ``Words``."""
     metavar: str = ""
     count: str = ""
     """How many, as ``nargs`` of argparse has it; empty for one."""
@@ -54,10 +58,9 @@ class Argument:
 class Runs(Enum):
     """How a command is run."""
 
-    CONFIG = "composes a config, and starts a run or ``python -m MODULE CONFIG [OWN WORDS]``"
-    WORDS = "``main(words)`` of its module (or ``module:function``), in this process"
-    FLAGS = "``run(options)`` of its module (or ``module:function``), in this process"
-    PROCESS = "``run(options)`` of its module, in a process of its own: it loads heavy libraries"
+    HERE = "``run(words)`` of its module (or ``module:function``), in this process"
+    PROCESS = "the same in a process of its own: it loads heavy libraries"
+    CONFIG = "composes a config for ``python -m MODULE CONFIG [OWN WORDS]``"
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,14 @@ class Command:
     """What follows its name."""
     about: str
     """What it does, for its own help."""
-    runs: Runs = Runs.CONFIG
-    module: str = ""
-    """Where it is; empty for the one that starts a run."""
+    runs: Runs
+    module: str
     words: tuple[Word, ...] = ()
     """Its own flags (each has ``--help``, too) and keys."""
     arguments: tuple[Argument, ...] = ()
     """What its bare words are, in order."""
     overrides: bool = False
-    """Whether it takes ``group=option`` and ``key=value``."""
+    """Whether the command takes ``group=option`` and ``key=value``."""
     trains: bool = True
     """The config that it composes is one to train with, and checked as such."""
     takes_ctrl_c: bool = False
@@ -94,11 +96,6 @@ class Command:
     notes: str | Callable[[], str] = ""
     """What its help says behind its words."""
     examples: tuple[str, ...] = ()
-
-    @property
-    def own_keys(self) -> tuple[str, ...]:
-        """Names of words ``KEY=VALUE`` that are the command's, not the config's."""
-        return tuple(word.name[:-1] for word in self.words if word.name.endswith("="))
 
 
 CHAT_COMMANDS = {
@@ -127,67 +124,27 @@ def _reproduce_notes() -> str:
     )
 
 
+# fmt: off
 _OVERRIDES = "[group=option] [key=value] ..."
 _TRUE = ("true", "false")
 _DRY_RUN = Word("dry_run=", "show what would happen, start nothing", "true", _TRUE)
 _CONFIG_DIR = Word("--config-dir", "a directory with your own groups", "DIR", takes="directory")
-_TRUST = Word(
-    "--trust", "run code that is named in somebody else's run directory (docs/security.md)"
-)
-_TRUST_WORD = Word(
-    "trust=", "run code that is named in somebody else's run directory", "true", _TRUE
-)
-_WIDTH = Word(
-    "--width", "width of the tables, in columns", "N", number=Number(int, Range(20, 1000))
-)
-_SSH_CONFIG = Word(
-    "--ssh-config", "ssh config for user@host:RUN, as in ssh -F", "FILE", takes="path"
-)
-_EVERY = Word(
-    "--every",
-    "seconds between updates (default 1)",
-    "S",
-    default=1.0,
-    number=Number(float, Range(minimum=0.1)),
-)
-_COUNT = Number(int, Range(1, 10**9))
-_NEW_TOKENS = Number(int, Range(1, 2**24))
-_SEED = Number(int, Range(0, 2**63 - 1))
-_MODEL = Word(
-    "--model",
-    "use this exported checkpoint of the run (default: RUN/model)",
-    "DIR",
-    takes="directory",
-)
+_TRUST = Word("--trust", "run code that is named in somebody else's run directory (docs/security.md)")
+_TRUST_WORD = Word("trust=", "run code that is named in somebody else's run directory", "true", _TRUE)
+_WIDTH = Word("--width", "width of the tables, in columns", "N", number=_whole(20, 1000))
+_SSH_CONFIG = Word("--ssh-config", "ssh config for user@host:RUN, as in ssh -F", "FILE", takes="path")
+_EVERY = Word("--every", "seconds between updates (default 1)", "S", default=1.0, number=Number(float, Range(minimum=0.1)))
+_COUNT = _whole(1, 10**9)
+_NEW_TOKENS = _whole(1, 2**24)
+_SEED = _whole(0, 2**63 - 1)
+_MODEL = Word("--model", "use this exported checkpoint of the run (default: RUN/model)", "DIR", takes="directory")
 _TEMPLATES = ("chatml", "qwen", "llama3", "llama2", "alpaca", "vicuna", "human_assistant", "plain")
 _TEMPERATURE = Number(float, Range(0, 100))
 _SAMPLING = (
-    Word(
-        "--temperature",
-        "sampling temperature; 0 is greedy (default: 0, or 1 with an option of sampling)",
-        "T",
-        number=_TEMPERATURE,
-    ),
-    Word(
-        "--top-p",
-        "sample from the most probable tokens up to total probability P",
-        "P",
-        number=Number(float, Range(above=0, maximum=1)),
-        default=1,
-    ),
-    Word(
-        "--top-k",
-        "sample from the K most probable tokens; 0: from all",
-        "K",
-        number=Number(int, Range(0, 10**6)),
-        default=0,
-    ),
-    Word(
-        "--seed",
-        "the same seed gives the same completion (default: a new one)",
-        "N",
-        number=_SEED,
-    ),
+    Word("--temperature", "sampling temperature; 0 is greedy (default: 0, or 1 with an option of sampling)", "T", number=_TEMPERATURE),
+    Word("--top-p", "sample from the most probable tokens up to total probability P", "P", number=Number(float, Range(above=0, maximum=1)), default=1),
+    Word("--top-k", "sample from the K most probable tokens; 0: from all", "K", number=_whole(0, 10**6), default=0),
+    Word("--seed", "the same seed gives the same completion (default: a new one)", "N", number=_SEED),
 )
 HELP = Word("--help", "show what the command does and its options")
 
@@ -196,12 +153,7 @@ HYDRA_WORDS = (
     Word("--multirun", "run a sweep over comma lists"),
     Word("-m", "run a sweep over comma lists"),
     Word("--cfg", "print the composed config", "job", ("job", "hydra", "all")),
-    Word(
-        "--info",
-        "show how the config was composed",
-        "all",
-        ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-    ),
+    Word("--info", "show how the config was composed", "all", ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
     _CONFIG_DIR,
     Word("--version", "print the version"),
 )
@@ -215,6 +167,8 @@ COMMANDS = {
         "exact command into a new run directory under outputs/ (run_dir=DIR: into DIR). Then\n"
         "starts the ranks, watches them, and restarts them after a failure. Without experiment,\n"
         "model or data, it trains the bundled demo.",
+        Runs.HERE,
+        "llmx.cli.hydra_app:train",
         overrides=True,
         examples=("python -m llmx", "python -m llmx experiment=demo task.steps=20"),
     ),
@@ -225,7 +179,7 @@ COMMANDS = {
         "ranks, micro batches, steps, memory a rank, predicted time and cost, precision and why,\n"
         "the exact command. Starts nothing. The same as dry_run=true. Several clusters\n"
         "(hardware=A,B,C) are compared in one table, and nothing is written.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.plan",
         overrides=True,
         examples=(
@@ -240,7 +194,7 @@ COMMANDS = {
         "starts nothing: ssh, Python and packages, GPUs and who uses them, disks, limits, clocks,\n"
         "leftovers of runs, interfaces, and a connection of every host to every other one. Each\n"
         "finding has its fix. The exit code is 4 if a launch would be refused, else 0.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.doctor",
         words=(
             Word("--bandwidth", "also time an all-reduce of all ranks"),
@@ -265,7 +219,7 @@ COMMANDS = {
         "in DIR; so does the same command, typed again in the same directory. To train the best\n"
         "trial in full: python -m llmx DIR/best.yaml Keys: python -m llmx help sweep;\n"
         "docs/sweeps.md.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.sweeps:sweep",
         arguments=(Argument("sweep"),),
         overrides=True,
@@ -278,10 +232,10 @@ COMMANDS = {
     "tune": Command(
         "find the fastest configuration that fits: tune [overrides]",
         _OVERRIDES,
-        "Searches ZeRO stage, micro batch, activation checkpointing, offload and bucket size for\n"
-        "the configuration that trains fastest on this hardware. Every candidate is planned\n"
+        "Searches ZeRO stage, micro batch, activation checkpointing and offload for the\n"
+        "configuration that trains fastest on this hardware. Every candidate is planned\n"
         "first; a candidate that cannot fit is never started. The promising ones run as short\n"
-        "trials, one axis at a time, until no neighbour of the best one can be faster.\n"
+        "trials, until no other one could be faster than the best.\n"
         "batch.global_batch is not changed. Prints a table and writes a file that trains\n"
         "with the best configuration: python -m llmx SWEEP_DIR/best.yaml A key that you set\n"
         "is fixed; a key with several values is searched over those values. So zero=stage1,stage2\n"
@@ -290,7 +244,7 @@ COMMANDS = {
         "sweep.objective=eval/loss, give the values yourself: all trials train for\n"
         "sweep.halving=N steps, the better half continues from its checkpoints, and so on. The\n"
         "last one trains in full.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.sweeps:tune",
         overrides=True,
         examples=(
@@ -307,15 +261,10 @@ COMMANDS = {
         "directory. On the same hardware the result is bitwise that of the undisturbed run.\n"
         "hardware=NAME composes a whole group anew; also launch=, zero=, tracking=, ...\n"
         "task.steps=N extends the run, also a finished one.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.lifecycle.resume",
         words=(
-            Word(
-                "step=",
-                "resume from the checkpoint of step N; newer ones are moved to history/",
-                "N",
-                takes="step",
-            ),
+            Word("step=", "resume from the checkpoint of step N; newer ones are moved to history/", "N", takes="step"),
             _TRUST_WORD,
             _DRY_RUN,
             _CONFIG_DIR,
@@ -330,19 +279,11 @@ COMMANDS = {
         "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
         "start it lists what differs from the recorded run, by severity; at the end it says\n"
         "whether the numbers are bitwise identical, or which step differs first and how much.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.lifecycle.reproduce",
         words=(
-            Word(
-                "to_step=", "train only the first K steps, with the schedule of the whole run", "K"
-            ),
-            Word(
-                "strict=",
-                "refuse if anything differs that may change numbers; exit code 1 also where "
-                "the numbers differ at the end",
-                "true",
-                _TRUE,
-            ),
+            Word("to_step=", "train only the first K steps, with the schedule of the whole run", "K"),
+            Word("strict=", "refuse if anything differs that may change numbers; exit code 1 also where the numbers differ at the end", "true", _TRUE),
             _TRUST_WORD,
             _DRY_RUN,
             Word("run_dir=", "directory of the new run", "DIR", takes="directory"),
@@ -359,7 +300,7 @@ COMMANDS = {
         "shows all details; for a sweep directory (on this machine) its trials, the time left and\n"
         "the best result so far. For any other directory, or without one (then outputs/), it\n"
         "lists the runs in it, two lines each, running ones first.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.observe.status",
         words=(
             Word("--all", "list all runs, not only the newest"),
@@ -378,7 +319,7 @@ or never ran; else 0.""",
         "Shows a run or a sweep live, until it ends. Without a run directory it takes the run in\n"
         "outputs/ (or DIR) that is training, else the newest. Over ssh it reconnects by itself;\n"
         "the other machine needs rsync. Ctrl-C stops watching; the run continues.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.observe.watch",
         words=(_EVERY, _SSH_CONFIG),
         arguments=(Argument("shown", "location", "RUN", "?"),),
@@ -393,22 +334,11 @@ sweep. The exit code is 0 if the run finished, or if no trial of the sweep faile
         "Serves one page with the runs and sweeps in outputs/ (or DIR), and prints its address:\n"
         "a table of all runs, live curves of several runs together, ranks, completions, attempts,\n"
         "logs, the difference of two runs. It only reads. Ctrl-C ends the page, never a run.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.observe.ui",
         words=(
-            Word(
-                "--port",
-                "port of the page; 0 takes a free one",
-                "N",
-                number=Number(int, Range(0, 65535)),
-                default=8170,
-            ),
-            Word(
-                "--host",
-                "address to listen on (default: this machine only). The token in the address is "
-                "asked for, but the connection is not encrypted",
-                "ADDRESS",
-            ),
+            Word("--port", "port of the page; 0 takes a free one", "N", number=_whole(0, 65535), default=8170),
+            Word("--host", "address to listen on (default: this machine only). The token in the address is asked for, but the connection is not encrypted", "ADDRESS"),
         ),
         arguments=(Argument("shown", "location", "DIR", "?"),),
         reads_only=True,
@@ -422,7 +352,7 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "Reads the log of a training that failed, of any program (torchrun, accelerate,\n"
         "LLaMA-Factory, deepspeed, llmx), and prints the cause, the lines that show it, and the\n"
         "fix. - is standard input. Of a run directory it shows the outcome of the run.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.cli.explain",
         words=(Word("--json", "print JSON, for scripts"),),
         arguments=(Argument("run", "log", "LOG"),),
@@ -435,7 +365,7 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "RUN_DIR | user@host:RUN",
         "Shows what a run with launch.detach=true prints, from its last lines on, until it ends.\n"
         "Ctrl-C stops the showing; the run continues.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.observe.control:attach",
         words=(_SSH_CONFIG,),
         arguments=(Argument("shown", "location", "RUN"),),
@@ -447,7 +377,7 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "RUN_DIR | user@host:RUN",
         "Asks a running run to save a checkpoint and to end, as Ctrl-C in its terminal does, and\n"
         "waits for it. Over ssh the other machine needs rsync. `resume` continues the run.",
-        Runs.FLAGS,
+        Runs.HERE,
         "llmx.observe.control:stop",
         words=(_SSH_CONFIG,),
         arguments=(Argument("shown", "location", "RUN"),),
@@ -464,7 +394,7 @@ running.""",
         "that have finished and resumes the one that was interrupted. A recipe names values\n"
         "(model=...); STAGE.KEY=VALUE is for one stage, any other word for all of them. Ends with\n"
         "a table of the stages. Own recipes: conf/pipeline/rlhf.yaml is an example.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.pipeline",
         words=(
             Word("run_dir=", "directory of the pipeline", "DIR", takes="directory"),
@@ -502,44 +432,13 @@ running.""",
         Runs.PROCESS,
         "llmx.cli.export",
         words=(
-            Word(
-                "--step",
-                "step of the checkpoint (default: the newest usable)",
-                "N",
-                takes="step",
-                number=Number(int, Range(0, 10**9)),
-            ),
-            Word(
-                "--out",
-                "directory to write (default: RUN/export/step-N); must not exist",
-                "DIR",
-                takes="path",
-            ),
+            Word("--step", "step of the checkpoint (default: the newest usable)", "N", takes="step", number=_whole(0, 10**9)),
+            Word("--out", "directory to write (default: RUN/export/step-N); must not exist", "DIR", takes="path"),
             Word("--best", "use the best checkpoint by checkpoint.metric"),
-            Word(
-                "--to",
-                "output format (default: hf, or adapter of a run with an adapter)",
-                "FORMAT",
-                ("adapter", "gguf", "hf", "merged", "onnx"),
-            ),
-            Word(
-                "--dtype",
-                "data type of the weights (default: what the run trains in; of onnx fp32); "
-                "q8_0 only with --to gguf",
-                "DTYPE",
-                ("bf16", "fp16", "fp32", "q8_0"),
-            ),
-            Word(
-                "--shard-gib",
-                "largest size of one weights file, in GiB (default 2)",
-                "X",
-                default=2,
-                number=Number(float, Range(above=0, maximum=10**6)),
-            ),
-            Word(
-                "--check",
-                "verify the checkpoints, the final model and the exports, write nothing",
-            ),
+            Word("--to", "output format (default: hf, or adapter of a run with an adapter)", "FORMAT", ("adapter", "gguf", "hf", "merged", "onnx")),
+            Word("--dtype", "data type of the weights (default: what the run trains in; of onnx fp32); q8_0 only with --to gguf", "DTYPE", ("bf16", "fp16", "fp32", "q8_0")),
+            Word("--shard-gib", "largest size of one weights file, in GiB (default 2)", "X", default=2, number=Number(float, Range(above=0, maximum=10**6))),
+            Word("--check", "verify the checkpoints, the final model and the exports, write nothing"),
             _TRUST,
         ),
         arguments=(Argument("run", "run", "RUN_DIR"),),
@@ -558,17 +457,8 @@ model in that format, and compare it with transformers before the directory gets
         Runs.PROCESS,
         "llmx.observe.report.command",
         words=(
-            Word(
-                "--out",
-                "directory for the files of a sweep (default: its own directory)",
-                "DIR",
-                takes="directory",
-            ),
-            Word(
-                "--objective",
-                "metric that ranks the trials, e.g. tokens_per_s or eval/loss",
-                "NAME",
-            ),
+            Word("--out", "directory for the files of a sweep (default: its own directory)", "DIR", takes="directory"),
+            Word("--objective", "metric that ranks the trials, e.g. tokens_per_s or eval/loss", "NAME"),
             _WIDTH,
         ),
         arguments=(Argument("shown", "run_dir", "RUN_DIR|SWEEP_DIR"),),
@@ -581,39 +471,15 @@ model in that format, and compare it with transformers before the directory gets
         "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
         "for the training. With out, near or decontaminate it prepares nothing: it removes rows,\n"
         "and writes the other ones, mixed by weight and split, as a new file.",
-        module="llmx.cli.data",
+        Runs.CONFIG,
+        "llmx.cli.data",
         words=(
             Word("preview=", "show N samples token by token, with target tokens marked", "N"),
-            Word(
-                "split=",
-                "prepare only the training or only the evaluation data",
-                "SPLIT",
-                ("train", "eval"),
-            ),
-            Word(
-                "out=",
-                "write the rows of all sources to a new file, as they are, with a record of where "
-                "they come from beside it (without out, near and decontaminate only report)",
-                "FILE.jsonl",
-                takes="path",
-            ),
-            Word(
-                "near=",
-                "remove rows that are identical, or at least so similar to an earlier one "
-                "(Jaccard index of three words in a row, by MinHash); needs llmx[data]",
-                "S",
-            ),
-            Word(
-                "decontaminate=",
-                "remove rows that have words in a row in common with this evaluation set",
-                "FILE",
-                takes="path",
-            ),
-            Word(
-                "ngram=",
-                "the number of these words (default 13, as for GPT-3; in Chinese try 25)",
-                "N",
-            ),
+            Word("split=", "prepare only the training or only the evaluation data", "SPLIT", ("train", "eval")),
+            Word("out=", "write the rows of all sources to a new file, as they are, with a record of where they come from beside it (without out, near and decontaminate only report)", "FILE.jsonl", takes="path"),
+            Word("near=", "remove rows that are identical, or at least so similar to an earlier one (Jaccard index of three words in a row, by MinHash); needs llmx[data]", "S"),
+            Word("decontaminate=", "remove rows that have words in a row in common with this evaluation set", "FILE", takes="path"),
+            Word("ngram=", "the number of these words (default 13, as for GPT-3; in Chinese try 25)", "N"),
         ),
         overrides=True,
         section="data",
@@ -630,7 +496,8 @@ model in that format, and compare it with transformers before the directory gets
         "Trains a tokenizer on the text of the data and writes it to a directory for\n"
         "model.tokenizer=DIR. Checks that AutoTokenizer loads it and that decoding restores the\n"
         "text.",
-        module="llmx.data.tokenize.train",
+        Runs.CONFIG,
+        "llmx.data.tokenize.train",
         trains=False,
         overrides=True,
         section="tokenizer",
@@ -652,35 +519,15 @@ model in that format, and compare it with transformers before the directory gets
         "llmx.cli.generate",
         words=(
             *_SAMPLING,
-            Word(
-                "--n",
-                "completions per prompt",
-                "N",
-                number=Number(int, Range(1, 10_000)),
-                default=1,
-            ),
-            Word(
-                "--max-new-tokens",
-                "longest completion, in tokens (default 64; the evaluation of a run has "
-                "task.eval_max_new_tokens)",
-                "N",
-                number=_NEW_TOKENS,
-                default=64,
-            ),
+            Word("--n", "completions per prompt", "N", number=_whole(1, 10000), default=1),
+            Word("--max-new-tokens", "longest completion, in tokens (default 64; the evaluation of a run has task.eval_max_new_tokens)", "N", number=_NEW_TOKENS, default=64),
             _MODEL,
             _TRUST,
             Word("--json", "print tokens and log-probabilities as JSON"),
             Word("--plain", "take prompts as plain text, without a chat template"),
             Word("--prompts", "file of prompts, text or JSONL", "FILE", takes="path"),
             Word("--out", "file for the completions, as JSONL", "FILE", takes="path"),
-            Word(
-                "--batch-tokens",
-                "most tokens in one batch of --prompts, --max-new-tokens of each prompt "
-                "included (default 16384); less memory with fewer",
-                "N",
-                default=16384,
-                number=_COUNT,
-            ),
+            Word("--batch-tokens", "most tokens in one batch of --prompts, --max-new-tokens of each prompt included (default 16384); less memory with fewer", "N", default=16384, number=_COUNT),
         ),
         arguments=(Argument("run", "target", "RUN|MODEL"), Argument("", "prompt", "PROMPT", "*")),
         takes_ctrl_c=True,
@@ -714,43 +561,12 @@ how it ended. After an interruption the same command continues from OUT.partial.
         words=(
             Word("--seeds", "rows with an instruction and an answer", "FILE", takes="path"),
             Word("--out", "file for the new rows", "FILE.jsonl", takes="path"),
-            Word(
-                "--rows",
-                "rows that --out is to have (default 100)",
-                "N",
-                number=_COUNT,
-                default=100,
-            ),
+            Word("--rows", "rows that --out is to have (default 100)", "N", number=_COUNT, default=100),
             Word("--url", "server with OpenAI's interface, e.g. http://localhost:8000/v1", "URL"),
-            Word(
-                "--similarity",
-                "reject an instruction that has at least this share of its words in common with "
-                "an earlier one (default 0.7)",
-                "S",
-                number=Number(float, Range(0.3, 1)),
-                default=0.7,
-            ),
-            Word(
-                "--temperature",
-                "sampling temperature (default 1); 0 is greedy",
-                "T",
-                number=_TEMPERATURE,
-                default=1,
-            ),
-            Word(
-                "--seed",
-                "of the rows that are shown, and of the answers (default 0)",
-                "N",
-                number=_SEED,
-                default=0,
-            ),
-            Word(
-                "--max-new-tokens",
-                "longest answer to a request, in tokens (default 2048)",
-                "N",
-                number=_NEW_TOKENS,
-                default=2048,
-            ),
+            Word("--similarity", "reject an instruction that has at least this share of its words in common with an earlier one (default 0.7)", "S", number=Number(float, Range(0.3, 1)), default=0.7),
+            Word("--temperature", "sampling temperature (default 1); 0 is greedy", "T", number=_TEMPERATURE, default=1),
+            Word("--seed", "of the rows that are shown, and of the answers (default 0)", "N", number=_SEED, default=0),
+            Word("--max-new-tokens", "longest answer to a request, in tokens (default 2048)", "N", number=_NEW_TOKENS, default=2048),
             _MODEL,
             _TRUST,
         ),
@@ -776,21 +592,9 @@ how it ended. After an interruption the same command continues from OUT.partial.
         words=(
             *_SAMPLING,
             Word("--system", "system prompt (default: the run's data.system)", "TEXT"),
-            Word(
-                "--template",
-                "chat template, as data.template; auto is the tokenizer's own (default: as "
-                "the run was trained, or auto)",
-                "NAME",
-                ("auto", *_TEMPLATES),
-            ),
+            Word("--template", "chat template, as data.template; auto is the tokenizer's own (default: as the run was trained, or auto)", "NAME", ("auto", *_TEMPLATES)),
             Word("--plain", "continue plain text, for a model that is not a chat model"),
-            Word(
-                "--max-new-tokens",
-                "longest answer, in tokens (default 1024)",
-                "N",
-                number=_NEW_TOKENS,
-                default=1024,
-            ),
+            Word("--max-new-tokens", "longest answer, in tokens (default 1024)", "N", number=_NEW_TOKENS, default=1024),
             _MODEL,
             _TRUST,
         ),
@@ -818,39 +622,13 @@ how it ended. After an interruption the same command continues from OUT.partial.
         Runs.PROCESS,
         "llmx.cli.evaluate",
         words=(
-            Word(
-                "--model",
-                "use this model of the run (default: RUN/model)",
-                "DIR",
-                takes="directory",
-            ),
-            Word(
-                "--generate",
-                "also generate completions for N prompts of the data",
-                "N",
-                number=_COUNT,
-            ),
+            Word("--model", "use this model of the run (default: RUN/model)", "DIR", takes="directory"),
+            Word("--generate", "also generate completions for N prompts of the data", "N", number=_COUNT),
             Word("--max-new-tokens", "longest completion, in tokens", "N", number=_NEW_TOKENS),
-            Word(
-                "--metrics",
-                "metrics of completions: names, or package.module:function (default: the "
-                "run's task.eval_metrics, else exact_match,rouge1,rouge2,rougeL)",
-                "A,B",
-            ),
-            Word(
-                "--batch",
-                "samples per batch (default 8)",
-                "N",
-                default=8,
-                number=Number(int, Range(1, 4096)),
-            ),
+            Word("--metrics", "metrics of completions: names, or package.module:function (default: the run's task.eval_metrics, else exact_match,rouge1,rouge2,rougeL)", "A,B"),
+            Word("--batch", "samples per batch (default 8)", "N", default=8, number=_whole(1, 4096)),
             _TRUST,
-            Word(
-                "--out",
-                "JSON file for the results (default: eval-DATA.json in RUN, else here)",
-                "FILE",
-                takes="path",
-            ),
+            Word("--out", "JSON file for the results (default: eval-DATA.json in RUN, else here)", "FILE", takes="path"),
         ),
         arguments=(
             Argument("run", "target", "RUN|MODEL"),
@@ -888,23 +666,9 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         "llmx.cli.serve",
         words=(
             Word("--print", "only print the command"),
-            Word(
-                "--name", "name of the model for clients (default: that of the directory)", "NAME"
-            ),
-            Word(
-                "--gpus",
-                "number of GPUs for tensor parallelism (default: as few of this machine as "
-                "hold the weights)",
-                "N",
-                number=Number(int, Range(1, 1024)),
-            ),
-            Word(
-                "--max-model-len",
-                "longest prompt and answer together, in tokens (default: all positions of the "
-                "model); fewer take less memory",
-                "N",
-                number=_COUNT,
-            ),
+            Word("--name", "name of the model for clients (default: that of the directory)", "NAME"),
+            Word("--gpus", "number of GPUs for tensor parallelism (default: as few of this machine as hold the weights)", "N", number=_whole(1, 1024)),
+            Word("--max-model-len", "longest prompt and answer together, in tokens (default: all positions of the model); fewer take less memory", "N", number=_COUNT),
             _MODEL,
             _TRUST,
         ),
@@ -923,9 +687,10 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         "Explains a key (type, range, default, meaning, example), a group (its options and keys),\n"
         "an option (its file), a command, or the environment variables. For a part of a name it\n"
         "lists the matches.",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.help",
-        arguments=(Argument("topic", count="+"),),
+        words=(_CONFIG_DIR,),
+        arguments=(Argument("topic", "topics", "TOPIC", "*"),),
         examples=(
             "python -m llmx help optim.lr",
             "python -m llmx help zero",
@@ -941,9 +706,9 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         'of your shell, or add it to the start-up file: bash eval "$(llmx completion bash)"\n'
         '(~/.bashrc) zsh eval "$(llmx completion zsh)" (~/.zshrc, after compinit) fish llmx\n'
         "completion fish | source (~/.config/fish/config.fish)",
-        Runs.WORDS,
+        Runs.HERE,
         "llmx.cli.completion",
-        arguments=(Argument("shell"),),
+        arguments=(Argument("shell", "shells", "SHELL", "*"),),
         examples=("python -m llmx completion bash",),
     ),
 }

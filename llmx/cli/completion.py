@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
+from llmx.compose.words import Words
 from llmx.config.groups import ALIASES, CONF, GROUPS, PIPELINES, SWEEPS, first_comment
 from llmx.errors import ConfigError, did_you_mean
 
@@ -41,19 +42,16 @@ class Candidate:
         return self.value.endswith(_OPEN)
 
 
-def main(words: Sequence[str]) -> int:
-    """Print the script of a shell, or answer one (``--answer``, for the scripts)."""
-    if words[:1] == ["--answer"]:
-        sys.stdout.write(_answer(words[1], list(words[2:])))
-        return 0
-    if len(words) != 1 or words[0] not in SHELLS:
-        typed = " ".join(words)
+def run(words: Words) -> int:
+    """Print the script of a shell."""
+    if len(words.shells) != 1 or words.shells[0] not in SHELLS:
+        typed = " ".join(words.shells)
         hint = did_you_mean(typed, SHELLS) if typed else ""
         raise ConfigError(
             f"completion {typed}".rstrip() + f": name one shell of {', '.join(SHELLS)}.{hint} "
             'E.g. eval "$(llmx completion bash)"'
         )
-    sys.stdout.write({"bash": BASH, "zsh": ZSH, "fish": FISH}[words[0]])
+    sys.stdout.write({"bash": BASH, "zsh": ZSH, "fish": FISH}[words.shells[0]])
     return 0
 
 
@@ -266,7 +264,8 @@ def _runs(*, sweeps: bool = False) -> list[str]:
     base = Path(os.environ.get("LLMX_OUTPUTS", "outputs"))
     runs = []
     patterns = ["*/config.yaml", "sweeps/*/*/config.yaml"]
-    patterns += ["sweeps/*/multirun.yaml"] * sweeps
+    if sweeps:
+        patterns.append("sweeps/*/multirun.yaml")
     for pattern in patterns:
         for path in base.glob(pattern):
             try:
@@ -311,8 +310,9 @@ def _paths(
 # --- What the shells send, and what they get -------------------------------------------------
 
 
-def _answer(shell: str, arguments: list[str]) -> str:
-    """``bash WORDBREAKS LINE``, or ``zsh|fish WORD ... CURRENT`` (with the command in front)."""
+def answer(shell: str, arguments: list[str]) -> int:
+    """Print the candidates for ``bash WORDBREAKS LINE``, or ``zsh|fish WORD ... CURRENT`` (with the
+    command in front)."""
     if shell == "bash":
         breaks, line = arguments
         words, typed = split_line(line)
@@ -322,7 +322,8 @@ def _answer(shell: str, arguments: list[str]) -> str:
         words, current = arguments[:-1], arguments[-1]
         suggestions = candidates(_without_program(words), current)
         lines = [f"{candidate.value}\t{candidate.line}" for candidate in suggestions]
-    return "".join(f"{line}\n" for line in lines)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
 
 
 def _without_program(words: Sequence[str]) -> list[str]:
@@ -335,7 +336,7 @@ class Typed:
     """The word at bash's cursor."""
 
     raw: str
-    """As it stands on the line, with quotes and backslashes."""
+    """The word as it stands on the line, with quotes and backslashes."""
     text: str
     """What it means."""
     quote: str

@@ -177,7 +177,7 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     provenance = _provenance(exp, split, options, outcome)
     provenance |= {"rows_rejected": dict(rejected.counts), "files": {}}
     rest = set(range(outcome.num_rows)) - chosen
-    outputs = [(out, True)] + [(eval_file(out), False)] * bool(chosen)
+    outputs = [(out, True), (eval_file(out), False)] if chosen else [(out, True)]
     for path, trained in outputs:
         records = split.numbered(Source.records, pass_over, weighted=trained)
         with replacing(path) as stream:

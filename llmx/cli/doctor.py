@@ -13,20 +13,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from llmx.errors import ConfigError, LaunchError, LlmxError, closest
+from llmx.errors import ConfigError, LaunchError, LlmxError
 
 if TYPE_CHECKING:
     from llmx.compose.complete import Composed
+    from llmx.compose.words import Words
     from llmx.launch.agents.connection import Connection
     from llmx.launch.agents.mesh import AllReduce, Mesh, Node
     from llmx.launch.spec import LaunchSpec
-
-FLAGS = ("--bandwidth", "--fix", "--json")
 
 
 @dataclass
@@ -55,23 +54,20 @@ class Report:
             self.errors += str(error).splitlines()
 
 
-def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
+def run(words: Words, *, stream: TextIO | None = None) -> int:
     """Check the hosts of a config; the exit code is 0 without errors."""
-    from llmx.cli.arguments import read_line
     from llmx.cli.plan import composed_line
     from llmx.launch.files import make_spec
     from llmx.run.rundir import RunDir
 
     out, began = stream or sys.stdout, time.monotonic()
-    if {"--fix", "--json"} <= set(words):
+    if words.fix and words.json:
         raise ConfigError("--fix asks before it removes something: leave out --json.")
-    for word in words:
-        if word.startswith("--") and word not in FLAGS and (near := closest(word, FLAGS)):
-            raise ConfigError(f"{word}: no such option. Did you mean {near}?")
-    line = read_line([word for word in words if word not in FLAGS])
-    if line.show or line.multirun:
-        raise ConfigError(f"doctor: takes overrides, --config-dir, {' and '.join(FLAGS)} only.")
-    composed = composed_line(line)
+    if words.show or words.multirun:
+        raise ConfigError(
+            "doctor: takes overrides, --config-dir, --bandwidth and --fix and --json only."
+        )
+    composed = composed_line(words)
     exp, plan = composed.experiment, composed.plan
     place = Path(exp.run_dir)
     while not place.is_dir():
@@ -83,17 +79,17 @@ def main(words: Sequence[str], *, stream: TextIO | None = None) -> int:
         spec = make_spec(exp, plan, RunDir(Path(directory)), port=0)
         leftovers: dict[str, dict[str, list[Any]]] = {}
         for removes in (True, False):
-            report = examine(spec, bandwidth="--bandwidth" in words, remove=leftovers)
+            report = examine(spec, bandwidth=words.bandwidth, remove=leftovers)
             if report.all_reduce and len(report.hosts) > 1:
                 report.meaning = network_time(composed, report.all_reduce.gbit_per_s)
             for texts in (report.errors, report.warnings):
                 texts[:] = [pasteable(text, spec).replace(directory, exp.run_dir) for text in texts]
             report.seconds = time.monotonic() - began
-            if "--json" in words:
+            if words.json:
                 print(json.dumps(to_json(report), indent=2), file=out)
             else:
                 print("\n".join(lines_of(report)), file=out)
-            leftovers = leftovers_of(report) if "--fix" in words and removes else {}
+            leftovers = leftovers_of(report) if words.fix and removes else {}
             if not leftovers or not agreed(leftovers, out):
                 break
             began = time.monotonic()
@@ -292,17 +288,15 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def lines_of(report: Report) -> Iterator[str]:
     """The report for people: a row for each fact, its values by host; then what is wrong."""
+    from llmx.text import columns, plural
+
     rows = [(label, by_value(values)) for label, values in _facts(report).items() if values]
-    width = max((len(label) for label, _ in rows), default=0)
-    for label, text in rows:
-        yield f"  {label:<{width}}  {text}"
+    yield from columns(rows, indent="  ")
     if report.meaning:
         yield f"  {report.meaning}"
     for sign, texts in (("✗", report.errors), ("!", report.warnings)):
         for text in texts:
             yield f"{sign} {text}"
-    from llmx.text import plural
-
     count = f"{plural(len(report.errors), 'error')}, {plural(len(report.warnings), 'warning')}"
     sign = "✗" if report.errors else "✓"
     yield f"{sign} {plural(len(report.hosts), 'host')} in {report.seconds:.1f} s: {count}"

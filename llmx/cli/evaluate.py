@@ -35,7 +35,7 @@ from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
 from llmx.run.metrics.declared import Metric
 from llmx.run.rundir import check_writable, write_json
-from llmx.text import plural, printable
+from llmx.text import columns, plural, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _generates_alone(task: Any) -> bool:
 
 
 def _trained_network(target: Target, spec: Any) -> Any:
-    """In the precision that it was written in; a CPU computes fp32."""
+    """The trained network in the precision of its files; a CPU computes fp32."""
     import torch
 
     from llmx.models.model import CAUSAL_LM, CLASSIFICATION
@@ -410,5 +410,4 @@ def table(values: dict[str, float], declared: dict[str, Metric], *, title: str) 
         )
         for name, value in values.items()
     }
-    width = max(map(len, texts), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
+    return "\n".join([title, *columns([*texts.items()], indent="  ")])

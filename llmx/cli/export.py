@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether it is a Hugging Face directory, and no run."""
+    """Whether ``path`` is a Hugging Face directory, and no run."""
     return (path / "config.json").is_file() and not (path / "config.yaml").is_file()
 
 

@@ -53,7 +53,7 @@ class Prompt:
     """What the line of its completion repeats: the columns of the file."""
     text: str
     messages: tuple[Message, ...] = ()
-    """In place of ``text``."""
+    """Conversation to complete, in place of ``text``."""
 
 
 @dataclass(frozen=True)

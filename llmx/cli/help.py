@@ -19,6 +19,7 @@ from typing import Any
 
 from llmx import __version__
 from llmx.cli.commands import COMMANDS, Word
+from llmx.compose.words import Words
 from llmx.config.groups import (
     ALIASES,
     CONF,
@@ -29,7 +30,6 @@ from llmx.config.groups import (
     first_comment,
     no_such_option,
     options,
-    split_config_dirs,
 )
 from llmx.config.reference import Key, keys, sections, typed
 from llmx.config.yaml_files import read_text
@@ -152,14 +152,14 @@ ENVIRONMENT = {
 COMMAND_TOPICS = ("environment", "exit-codes")
 
 
-def main(words: Sequence[str]) -> int:
+def run(words: Words) -> int:
     """Print help on every topic; ConfigError for one that is not known."""
-    config_dirs, topics = split_config_dirs(words)
-    if not topics:
+    if not words.topics:
         print(help_text())
         return 0
-    names = ("help" if word in ("-h", "--help") else word for word in topics)
-    print("\n\n".join(topic(name, config_dirs=config_dirs).rstrip("\n") for name in names))
+    directories = [Path(words.config_dir)] if words.config_dir else []
+    texts = [topic(name, config_dirs=directories).rstrip("\n") for name in words.topics]
+    print("\n\n".join(texts))
     return 0
 
 
@@ -247,11 +247,11 @@ def command_help(name: str, *, brief: bool = False) -> str:
     command = COMMANDS[name]
     lines = [f"python -m llmx {name} {command.usage}", "", command.about]
     if command.words:
-        rows = [
-            (f"{word.name}{' ' * (word.name[-1] != '=')}{word.value}", word)
-            for word in command.words
-        ]
-        lines += ["", *_rows([(head.strip(), _with_choices(word)) for head, word in rows])]
+        rows = []
+        for word in command.words:
+            head = word.name if word.name.endswith("=") else f"{word.name} "
+            rows.append((f"{head}{word.value}".strip(), _with_choices(word)))
+        lines += ["", *_rows(rows)]
     if command.overrides and not command.notes:
         lines += ["", "Overrides: any group=option and key=value; python -m llmx help lists them."]
     if command.notes:

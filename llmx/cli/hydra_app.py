@@ -22,46 +22,58 @@ from llmx.errors import ConfigError, LlmxError, did_you_mean, disk_is_full
 from llmx.text import one_line, plural
 
 if TYPE_CHECKING:
-    from llmx.cli.arguments import Line
+    from llmx.compose.words import Words
     from llmx.config import Experiment
 
 _READERS = ("hydra", "omegaconf", "antlr4")
 
 
-def run_hydra(words: list[str], *, command: str | None = None, own_keys: Sequence[str] = ()) -> int:
-    """Compose the config and start what it describes; a sweep goes through the launcher plugin.
+def train(words: Words) -> int:
+    """Start a run, or a sweep by the launcher plugin, or print a config; returns the exit code."""
+    if words.multirun or words.show:
+        return _by_hydra(words)
+    exp, typed, is_placed = composed(words)
+    return _run(exp, typed, config_dir=words.config_dir, is_placed=is_placed)
 
-    ``command``: hand the composed config to this command, with its ``own_keys``, instead of
-    starting a run.
-    """
-    from llmx.cli.arguments import read_line
 
-    line = read_line(words)
-    if command and line.multirun:
+def hand_over(command: str, words: Words) -> int:
+    """Compose a config and hand it to the process of a command; returns its exit code."""
+    from llmx.compose.complete import check, complete
+    from llmx.run.scratch import scratch_directory
+    from llmx.run.snapshot import dump_config
+
+    if words.multirun:
         raise ConfigError(f"{command}: takes one config; a sweep (-m) is for training.")
-    if line.multirun or line.show:
-        return _by_hydra(line)
-    exp, typed, is_placed = composed(line, command=command)
-    if command:
-        return _run_command(command, exp, own_keys=own_keys)
-    return _run(exp, typed, config_dir=line.config_dir, is_placed=is_placed)
+    if words.show:
+        return _by_hydra(words)
+    entry = COMMANDS[command]
+    exp, problems = complete(composed(words, command=command)[0])
+    if entry.trains:
+        check(exp, problems)
+    elif problems:
+        raise ConfigError("\n".join(problems))
+    with scratch_directory() as directory:
+        config = directory / "config.yaml"
+        config.write_text(dump_config(exp), encoding="utf-8")
+        own = [f"{key}={value}" for key, value in words.own.items()]
+        return run_module(entry.module, [str(config), *own])
 
 
-def composed(line: Line, *, command: str | None = None) -> tuple[Experiment, list[str], bool]:
+def composed(words: Words, *, command: str | None = None) -> tuple[Experiment, list[str], bool]:
     """The experiment of a command line, its words, and whether they place the run directory.
 
     ``command``: which reads the experiment; without it training does.
     """
+    from llmx.cli.arguments import checked
     from llmx.compose.effects import check_effects
     from llmx.compose.hydra_config import composed_values, register_defaults
     from llmx.config import experiment_from_dict
 
-    words = line.checked().words
+    typed = checked(words).words
     register_defaults()
-    directories = [line.config_dir] if line.config_dir else []
-    values, directory = composed_values("config", words, typed=words, config_dirs=directories)
+    values, directory = composed_values("config", typed, typed=typed, config_dirs=words.config_dirs)
     exp = experiment_from_dict(values)
-    typed = [word for word in words if not word.startswith("hydra")]
+    typed = [word for word in typed if not word.startswith("hydra")]
     check_effects(exp, typed, command=command)
     return exp, typed, exp.run_dir != directory
 
@@ -92,26 +104,28 @@ def _run(exp: Experiment, typed: list[str], *, config_dir: str | None, is_placed
         raise
 
 
-def _by_hydra(line: Line) -> int:
+def _by_hydra(words: Words) -> int:
     """Have Hydra run a sweep, by the launcher plugin, or print a config."""
-    checked = line.checked()
-    argv = list(checked.words)
-    directory = str(Path(line.config_dir).expanduser().absolute()) if line.config_dir else None
-    if line.multirun:
-        detached = [word for word in checked.words if _detaches(word)]
+    from llmx.cli.arguments import checked
+
+    meant = checked(words)
+    argv = list(meant.words)
+    directory = str(Path(words.config_dir).expanduser().absolute()) if words.config_dir else None
+    if words.multirun:
+        detached = [word for word in argv if _detaches(word)]
         if detached:  # each trial would be refused, in a directory of the sweep
             raise ConfigError(
                 f"{detached[0]}: is for a single run, and a sweep waits for its trials. Leave it "
                 "out, and start the sweep in tmux or with nohup."
             )
         # A sweep's directories are named after what differs between its jobs.
-        fixed = ",".join(checked.fixed)
+        fixed = ",".join(meant.fixed)
         argv = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", *argv, "--multirun"]
-        if not line.show:
+        if not words.show:
             argv = [*_continued(argv, directory), *argv]
     if directory:
         argv += ["--config-dir", directory]
-    return _hydra_main([*argv, *line.show], checked.words)
+    return _hydra_main([*argv, *words.show], meant.words)
 
 
 def _detaches(word: str) -> bool:
@@ -189,24 +203,6 @@ def _hydra_main(argv: list[str], overrides: list[str]) -> int:
     finally:
         sys.argv = saved
     return 0
-
-
-def _run_command(command: str, exp: Experiment, *, own_keys: Sequence[str]) -> int:
-    """Complete the config and hand it to a command's process; returns its exit code."""
-    from llmx.compose.complete import check, complete
-    from llmx.run.scratch import scratch_directory
-    from llmx.run.snapshot import dump_config
-
-    entry = COMMANDS[command]
-    exp, problems = complete(exp)
-    if entry.trains:
-        check(exp, problems)
-    elif problems:
-        raise ConfigError("\n".join(problems))
-    with scratch_directory() as directory:
-        config = directory / "config.yaml"
-        config.write_text(dump_config(exp), encoding="utf-8")
-        return run_module(entry.module, [str(config), *own_keys])
 
 
 def run_module(module: str, words: Sequence[str], *, takes_ctrl_c: bool = False) -> int:

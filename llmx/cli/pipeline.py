@@ -20,10 +20,11 @@ from typing import Any
 from yaml import MappingNode
 from yaml.constructor import BaseConstructor
 
-from llmx.cli.arguments import read_line
 from llmx.cli.hydra_app import outputs_dir
 from llmx.cli.main import main as run_command
 from llmx.cli.plan import composed_line
+from llmx.cli.words import parse
+from llmx.compose.words import Words
 from llmx.config.build import shown
 from llmx.config.groups import PIPELINES, key_problem
 from llmx.config.yaml_files import read_yaml
@@ -60,18 +61,18 @@ class Stage:
         return [*words, f"run_dir={root}"]
 
 
-def main(words: Sequence[str]) -> int:
+def run(words: Words) -> int:
     """Run, or continue, the stages of a recipe; returns the exit code."""
-    recipe = words[0] if words else ""
-    typed = dict(word.split("=", 1) for word in words if word.startswith(("run_dir=", "dry_run=")))
-    root = Path(typed.get("run_dir") or outputs_dir() / "pipelines" / Path(recipe).stem)
+    recipe = words.bare[0] if words.bare else ""
+    root = Path(words.own.get("run_dir") or outputs_dir() / "pipelines" / Path(recipe).stem)
     root = root.expanduser().absolute()
-    overrides = [word for word in words[1:] if word.partition("=")[0] not in typed]
+    config_dir = ["--config-dir", words.config_dir] if words.config_dir else []
+    overrides = [*words.bare[1:], *words.overrides, *config_dir]
     stages = stages_of(recipe, overrides, root)
     check_unchanged(stages, root)
     check_all(stages)
     unfinished = [stage for stage in stages if not stage.is_finished()]
-    if typed.get("dry_run") == "true":
+    if words.flag("dry_run"):
         for stage in unfinished:
             print(f"{stage.name}: python -m llmx {shlex.join(stage.command())}")
         print("nothing was started (dry_run=true)")
@@ -182,7 +183,7 @@ def check_all(stages: Sequence[Stage]) -> None:
         # Of a model that is still to be trained: the name of one that nobody has seen.
         words = [_UNSEEN.sub(r"stage/\1", word) for word in typed]
         try:
-            exp = composed_line(read_line(words)).experiment
+            exp = composed_line(parse("train", words)).experiment
         except LlmxError as error:
             raise type(error)(f"stage {stage.name}: {error}") from error
         if exp.launch.detach or exp.launch.slurm.submit or exp.launch.transport == "external":

@@ -27,7 +27,7 @@ PROGRAM = "vllm"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of ``--max-lora-rank`` (vllm/config/lora.py)."""
 WEIGHTS_SHARE = 0.6
-"""Of a GPU's memory, at most for weights; the rest is for the caches of requests."""
+"""Largest share of a GPU's memory for weights; the rest is for the caches of requests."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmx.cli.arguments import sweep_overrides
-from llmx.cli.hydra_app import run_hydra
+from llmx.cli.hydra_app import train
+from llmx.compose.words import Words
 from llmx.config.build import shown
 from llmx.config.groups import SWEEPS
 from llmx.config.schema import FAILURES
@@ -21,27 +22,29 @@ TRIAL_STEPS = 10
 SWEEPER = "hydra/sweeper=tune"
 
 
-def sweep(words: Sequence[str]) -> int:
+def sweep(words: Words) -> int:
     """Run or continue a sweep; returns the exit code."""
     names = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
-    if not words:
+    if not words.bare:
         raise ConfigError(
             f"sweep needs a name or a YAML file, or resume DIR. There are: {', '.join(names)}."
         )
-    if words[0] == RESUME:
-        return resume(words[1:])
-    path = Path(words[0]) if words[0].endswith(".yaml") else SWEEPS / f"{words[0]}.yaml"
+    name, *rest = words.bare
+    if name == RESUME:
+        return resume(words)
+    path = Path(name) if name.endswith(".yaml") else SWEEPS / f"{name}.yaml"
     if not path.is_file():
-        hint = did_you_mean(words[0], [*names, RESUME])
-        raise ConfigError(f"no sweep {words[0]!r}.{hint} There are: {', '.join(names)}.")
-    return run_hydra(["--multirun", *sweep_overrides(path), *words[1:]])
+        hint = did_you_mean(name, [*names, RESUME])
+        raise ConfigError(f"no sweep {name!r}.{hint} There are: {', '.join(names)}.")
+    overrides = (*sweep_overrides(path), *rest, *words.overrides)
+    return train(words.but(multirun=True, overrides=overrides))
 
 
-def resume(words: Sequence[str]) -> int:
+def resume(words: Words) -> int:
     """Run the missing and the failed trials of the sweep in a directory."""
-    if not words or "=" in words[0]:
+    if len(words.bare) < 2:
         raise ConfigError("sweep resume needs a sweep's directory: python -m llmx sweep resume DIR")
-    directory, overrides = Path(words[0]).absolute(), list(words[1:])
+    directory, overrides = Path(words.bare[1]).absolute(), [*words.bare[2:], *words.overrides]
     if not is_sweep(directory):
         raise ConfigError(
             f"{directory}: not a sweep directory: it has no {FILE}. Sweeps are in outputs/sweeps."
@@ -62,15 +65,13 @@ def resume(words: Sequence[str]) -> int:
     os.chdir(sweep.cwd)
     changed = {word.partition("=")[0] for word in overrides}
     unchanged = [word for word in sweep.words if word.partition("=")[0] not in changed]
-    config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
-    return run_hydra(
-        ["--multirun", *config_dir, *unchanged, *overrides, f"hydra.sweep.dir='{directory}'"]
-    )
+    all_words = (*unchanged, *overrides, f"hydra.sweep.dir='{directory}'")
+    return train(words.but(multirun=True, config_dir=sweep.config_dir, overrides=all_words))
 
 
-def tune(words: Sequence[str]) -> int:
+def tune(words: Words) -> int:
     """Search for a configuration; returns the exit code."""
-    return run_hydra(["--multirun", *tune_words(words)])
+    return train(words.but(multirun=True, overrides=tuple(tune_words(words.overrides))))
 
 
 def tune_words(words: Sequence[str]) -> list[str]:

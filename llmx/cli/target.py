@@ -39,11 +39,11 @@ class Target:
     """A trained model."""
 
     directory: Path
-    """Of the model, or of the adapter."""
+    """Directory of the model, or of the adapter."""
     run: RunDir | None
     """The run that trained it, where a run directory was named."""
     exp: Experiment | None
-    """As that run was trained."""
+    """Experiment of that run, as it was trained."""
     base: ModelConfig | None
     """What ``directory`` is an adapter of; None of a whole model."""
 

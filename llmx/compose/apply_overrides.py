@@ -9,72 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmx.compose.hydra_config import composed_values, free_mappings, leaves
-from llmx.compose.overrides import SET, check_overrides, quoted, resolve_alias
+from llmx.compose.overrides import SET, check_overrides, quoted
 from llmx.config import DeviceConfig, Experiment, experiment_from_dict, to_dict
 from llmx.config.build import dataclass_from, shown
-from llmx.config.groups import CONF, GROUPS, OPTIONAL_GROUPS, split_config_dirs
+from llmx.config.groups import CONF, GROUPS, OPTIONAL_GROUPS
 from llmx.config.yaml_files import read_values
 from llmx.errors import ConfigError
 from llmx.hardware.resolve import with_precisions
 
 _SNAPSHOT = "llmx_snapshot"
-
-
-@dataclass(frozen=True)
-class RunCommand:
-    """The command line of ``resume`` or ``reproduce``, sorted."""
-
-    run: Path
-    own: dict[str, str]
-    """The command's own ``key=value`` words."""
-    overrides: tuple[str, ...]
-    config_dirs: tuple[str, ...]
-
-    def flag(self, name: str) -> bool:
-        """An own word that is true or false."""
-        value = self.own.get(name, "false").lower()
-        if value not in ("true", "false"):
-            raise ConfigError(f"{name}={self.own[name]}: write {name}=true or {name}=false.")
-        return value == "true"
-
-    def step(self, name: str, *, least: int) -> int | None:
-        """An own word that is a step; None where it was not given."""
-        text = self.own.get(name)
-        if text is None:
-            return None
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise ConfigError(f"{name}={text}: a step, a whole number from {least} on.")
-        return int(text)
-
-
-def parse_run_command(command: str, words: Sequence[str], *, own_keys: Sequence[str]) -> RunCommand:
-    """Sort the words of a command that takes one run directory and overrides."""
-    runs: list[str] = []
-    own_values: dict[str, str] = {}
-    overrides: list[str] = []
-    config_dirs, arguments = split_config_dirs(words)
-    for word in arguments:
-        key, _, value = word.partition("=")
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: {command} has no such option. It knows --config-dir.")
-        if Path(word).is_dir() or "=" not in word:
-            runs.append(word)
-        elif key in own_keys:
-            own_values[key] = value
-        else:
-            overrides.append(resolve_alias(word))
-    if len(runs) != 1:
-        typed = f" Given: {', '.join(runs)}." if runs else ""
-        raise ConfigError(
-            f"{command} takes one run directory: python -m llmx {command} RUN_DIR.{typed}"
-        )
-    directories = tuple(map(str, config_dirs))
-    return RunCommand(Path(runs[0]).expanduser(), own_values, tuple(overrides), directories)
 
 
 def group_of(override: str) -> str | None:

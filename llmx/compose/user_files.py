@@ -221,9 +221,10 @@ def _defaults(
             )
         names = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if len(names) > 1 and chosen in GROUPS:
+            mix = " Mix data sets with data.sources." if chosen == "data" else ""
             raise ConfigError(
                 f"{path}, line {line}: {chosen} takes one option; of several, Hydra keeps the "
-                "values of the last one." + " Mix data sets with data.sources." * (chosen == "data")
+                f"values of the last one.{mix}"
             )
         for item in names:
             name = str(item.value)

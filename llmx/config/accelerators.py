@@ -20,7 +20,7 @@ class Accelerator:
     context: str
     """What a plan calls the memory beside tensors."""
     context_gib: float
-    """Of a GPU, the CUDA context with workspaces of cuBLAS and NCCL; of a CPU rank, all that its
+    """On a GPU, the CUDA context with workspaces of cuBLAS and NCCL; of a CPU rank, all that its
     process has resident: the libraries, gloo, the loader."""
     process_gib: float
     """RAM of a rank beside its tensors: Python, torch, deepspeed, transformers (measured on CPU,
@@ -28,7 +28,7 @@ class Accelerator:
     loss_chunk_bytes: int
     """Logits that the loss has in fp32 at a time."""
     nominal_tflops: float
-    """For an order of candidates alone."""
+    """Assumed speed of arithmetic, good for an order of candidates alone."""
     link_gb_per_s: float
     """To the other devices of the host."""
     host_link_gb_per_s: float

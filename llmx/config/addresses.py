@@ -14,7 +14,7 @@ import re
 from llmx.text import CONTROL
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-"""By which every machine knows itself."""
+"""Names by which every machine knows itself."""
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}"
 """An ssh user."""
@@ -23,7 +23,7 @@ INTERFACE = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}"
 REACH = r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}"
 """An address and a port: ``198.51.100.7:30846``, ``[fd00::1]:30846``."""
 FINGERPRINT = r"SHA256:[A-Za-z0-9+/]{43}"
-"""Of a host's key, as ``ssh-keygen -l`` prints it."""
+"""Fingerprint of a host's key, as ``ssh-keygen -l`` prints it."""
 PATH = f"[^\"'\\\\{CONTROL}]*"
 """A path that ``ssh_config`` can hold, in double quotes where it has a space."""
 

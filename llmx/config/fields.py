@@ -86,6 +86,10 @@ class Text:
         return ""
 
 
+LINE = Text()
+"""The rule of a text without a rule of its own."""
+
+
 def plain(number: float) -> str:
     """A number as one types it: ``64``, ``0.5``, ``1e9``, ``2e-5``."""
     if float(number).is_integer():
@@ -122,10 +126,11 @@ def choice_or_null(*options: str, true: str | None = None, false: str | None = N
     return field(default=None, metadata=metadata)
 
 
-def choices(*options: str, rule: Plugins | None = None) -> Any:
+def choices(*options: str, rule: Plugins | None = None, example: str | None = None) -> Any:
     """A list of strings, each from a closed set (or one that ``rule`` takes) and there once; empty
     by default."""
     metadata: dict[str, Any] = {"item_choices": options, "length": Range(0, len(options))}
+    metadata["example"] = example
     if rule is not None:
         metadata |= {"or": rule, "length": Range(0, 100)}
     return field(default_factory=list, metadata=metadata)
@@ -183,11 +188,17 @@ def numbers(
     )
 
 
-def text(default: str | None, rule: Text, *, example: str | None = None) -> Any:
-    """A text with a rule of its own; without one a text is a line of at most 4096 characters."""
+def text(default: str | None, rule: Text = LINE, *, example: str | None = None) -> Any:
+    """A text, by default a line of at most 4096 characters."""
     return field(
         default=default, metadata={"text": rule, "example": _first(example, default or None)}
     )
+
+
+def file_path(default: str | None, rule: Text = LINE, *, example: str | None = None) -> Any:
+    """A text that is, or may be, the path of a file or a directory: completion offers files."""
+    metadata = {"text": rule, "example": _first(example, default or None), "path": True}
+    return field(default=default, metadata=metadata)
 
 
 MODEL_SOURCE = "model_source"
@@ -204,12 +215,14 @@ def items(
     *,
     maximum: int = MAX_ITEMS,
     example: str | None = None,
-    rule: Text | None = None,
+    rule: Text = LINE,
     values: Range | None = None,
+    paths: bool = False,
 ) -> Any:
     """A list of at most ``maximum`` entries, empty by default. ``rule``: of each text in it;
-    ``values``: the range of each number in it."""
-    metadata = {"length": Range(0, maximum), "example": example, "text": rule or Text()}
+    ``values``: the range of each number in it; ``paths``: whether its texts are paths."""
+    metadata: dict[str, Any] = {"length": Range(0, maximum), "example": example, "text": rule}
+    metadata |= {"path": True} if paths else {}
     return field(
         default_factory=lambda: list(default),
         metadata=metadata if values is None else {**metadata, "range": values},

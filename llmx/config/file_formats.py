@@ -22,7 +22,7 @@ class FileType:
     """``module:function``, imported where a file is read: ``(file, stream, bad, text_unit)`` to
     records or documents (``llmx.data.source.records``)."""
     compressible: bool = True
-    """Whether it may be compressed by another program."""
+    """Whether such a file may be compressed by another program."""
 
 
 _LINES, _TABLES = "llmx.data.source.lines", "llmx.data.source.tables"
@@ -41,7 +41,7 @@ PROVENANCE = ".provenance.json"
 """The end of the name of another one: what a file was made of, by ``data out=`` or
 ``synthesize``."""
 SAVED = ("state.json", "dataset_dict.json")
-"""By these files a directory of ``Dataset.save_to_disk`` or ``DatasetDict`` is known."""
+"""Files that tell a directory of ``Dataset.save_to_disk`` or ``DatasetDict``."""
 
 
 def kind_of(file: Path) -> str:

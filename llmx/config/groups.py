@@ -16,7 +16,7 @@ from typing import Any
 from llmx.config.build import hints_of, known_keys, shown, without_none
 from llmx.config.foreign import NAMES
 from llmx.config.schema import Experiment
-from llmx.errors import ConfigError, closest, did_you_mean
+from llmx.errors import closest, did_you_mean
 
 GROUPS = (
     "experiment", "model", "adapter", "data", "task", "zero", "hardware", "optim", "batch",
@@ -38,24 +38,6 @@ SWEEPS = _SHIPPED / "sweeps"
 """Directory of the committed sweeps."""
 PIPELINES = CONF / "pipeline"
 """Directory of the committed pipelines."""
-
-
-def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The directories of ``--config-dir``, which must exist, and the other words."""
-    directories, arguments, unread = [], [], list(words)
-    while unread:
-        word = unread.pop(0)
-        option, _, value = word.partition("=")
-        if option != "--config-dir":
-            arguments.append(word)
-        elif value or unread:
-            directories.append(Path(value or unread.pop(0)).expanduser())
-        else:
-            raise ConfigError("--config-dir needs a directory: --config-dir DIR")
-    for directory in directories:
-        if not directory.is_dir():
-            raise ConfigError(f"--config-dir {directory}: no such directory.")
-    return directories, arguments
 
 
 def options(group: str, *, directory: Path | None = None) -> dict[str, str]:

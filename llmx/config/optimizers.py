@@ -30,9 +30,9 @@ class Optimizer:
     ``torch.optim.Optimizer``. ``groups``: parameter groups with their weight decay; ``optim``: the
     ``OptimConfig``; ``fused``: on CUDA, or on the CPU of an offload."""
     state_bytes: int
-    """Of the states of a trained element, beside its master weight."""
+    """Bytes of the states of a trained element, beside its master weight."""
     temporary_bytes: int = 0
-    """Of an element while it is updated."""
+    """Temporary bytes of an element while it is updated."""
     unfused_bytes: int = 0
     """The same where it is not fused, in addition."""
     matrices_apart: bool = False
@@ -47,7 +47,7 @@ class Optimizer:
     lr: float | None = None
     """The usual learning rate, where AdamW's says nothing about it."""
     lr_factor: float = 1.0
-    """Of AdamW's usual learning rate."""
+    """Usual learning rate as a multiple of AdamW's."""
 
 
 def optimizer_of(kind: str) -> Optimizer:

@@ -22,139 +22,6 @@ from llmx.config.fields import AUTO, plain
 NAME = "NAME"
 """Stands for a key of the user's choice: ``hardware.devices.NAME.memory_gib``."""
 
-PATHS = frozenset(
-    """
-    run_dir task.code_path model.path model.tokenizer data.path data.eval_path data.cache_dir
-    data.sources[].path
-    zero.nvme_path hardware.path hardware.hosts[].identity_file launch.sync_extra launch.python
-    tokenizer.output
-    """.split()
-)
-"""Keys whose value is, or may be, a file or a directory."""
-
-EXAMPLES = {
-    "name": "first_try",
-    "run_dir": "runs/first_try",
-    "seed": "1234",
-    "model.license": "apache-2.0",
-    "model.name": "qwen3_8b",
-    "model.path": "Qwen/Qwen3-8B",
-    "model.revision": "9c925d64d72725edaf899c6cb9c377fd0709d9c5",
-    "model.tokenizer": "tokenizers/mine",
-    "model.config": "{num_hidden_layers: 12}",
-    "model.pad_vocab_to_multiple_of": "128",
-    "data.name": "support_chats",
-    "data.path": "chats.jsonl",
-    "data.text_key": "content",
-    "data.columns": "{instruction: question, output: answer}",
-    "data.seq_len": "4096",
-    "data.system": "'You are a helpful assistant.'",
-    "data.eval_path": "heldout.jsonl",
-    "data.eval_samples": "200",
-    "data.eval_fraction": "0.05",
-    "data.cache_dir": "/scratch/llmx",
-    "data.num_workers": "8",
-    "data.sources": "[{path: a.jsonl, weight: 2}, {path: b.jsonl}]",
-    "data.sources[].path": "chats.jsonl",
-    "data.sources[].text_key": "content",
-    "data.sources[].columns": "{instruction: question, output: answer}",
-    "data.sources[].weight": "2",
-    "data.sources[].subset": "en",
-    "data.sources[].split": "train",
-    "data.subset": "en",
-    "data.split": "validation",
-    "data.data_map": "{prompt: text, label: label_id}",
-    "adapter.rank": "64",
-    "adapter.alpha": "16",
-    "adapter.dropout": "0.05",
-    "adapter.lr": "1e-4",
-    "task.log_every_steps": "50",
-    "task.eval_every_steps": "500",
-    "task.eval_generate": "32",
-    "task.eval_max_new_tokens": "256",
-    "task.stop_at_step": "20",
-    "task.early_stopping.min_delta": "0.001",
-    "task.early_stopping.metric": "eval/exact_match",
-    "zero.stage": "3",
-    "zero.nvme_path": "/local/nvme",
-    "zero.hpz_partition_size": "8",
-    "zero.param_persistence_threshold": "1e5",
-    "zero.max_live_parameters": "5e8",
-    "zero.max_reuse_distance": "5e8",
-    "zero.sub_group_size": "1e8",
-    "hardware.name": "mine",
-    "hardware.path": "/etc/hostfile",
-    "hardware.device": "a100_80g",
-    "hardware.ssh_port": "2222",
-    "hardware.user": "train",
-    "hardware.interface": "eno1",
-    "hardware.slots": "2",
-    "hardware.hosts": "[{name: gpu-1, address: 10.1.0.11, slots: 4, device: a100_80g}]",
-    "hardware.hosts[].name": "gpu-1",
-    "hardware.hosts[].address": "10.1.0.11",
-    "hardware.hosts[].ssh_port": "2222",
-    "hardware.hosts[].user": "train",
-    "hardware.hosts[].identity_file": "~/.ssh/cluster",
-    "hardware.hosts[].fingerprint": "SHA256:uNiVztksCsDhcc0u9e8BrfxZzSPV1BmjQ5WOtTFtQwM",
-    "hardware.hosts[].slots": "8",
-    "hardware.hosts[].device": "a100_80g",
-    "hardware.hosts[].interface": "eno1",
-    "hardware.devices": "{mine: {memory_gib: 40, precisions: [fp32, bf16, fp16]}}",
-    "hardware.devices.NAME.memory_gib": "40",
-    "hardware.devices.NAME.precisions": "[fp32, bf16, fp16]",
-    "hardware.devices.NAME.peak_tflops": "{bf16: 312, fp32: 19.5}",
-    "hardware.devices.NAME.memory_gb_per_s": "1555",
-    "hardware.price_per_hour": "{a100_80g: 1.9, v100_32g: 0.6}",
-    "hardware.master_addr": "10.1.0.11",
-    "hardware.reach": "198.51.100.7:30846",
-    "hardware.env": "{NCCL_IB_DISABLE: '1'}",
-    "optim.lr": "1e-4",
-    "optim.betas": "[0.9, 0.95]",
-    "optim.eps": "1e-6",
-    "optim.weight_decay": "0.1",
-    "optim.clip_norm": "0.5",
-    "optim.decay_end_fraction": "0.9",
-    "optim.min_lr_ratio": "0.1",
-    "optim.decay_fraction": "0.2",
-    "optim.decay_power": "2",
-    "optim.cycles": "4",
-    "optim.start_lr_ratio": "0.1",
-    "batch.global_batch": "256",
-    "batch.micro_batch": "4",
-    "checkpoint.metric": "eval/exact_match",
-    "checkpoint.keep.last": "3",
-    "checkpoint.keep.best": "1",
-    "checkpoint.keep.every": "5000",
-    "launch.sync_extra": "[/data/dictionaries]",
-    "launch.sync_exclude": "[notebooks]",
-    "launch.python": "/opt/venv/bin/python",
-    "launch.master_port": "29500",
-    "launch.start_timeout_s": "1800",
-    "launch.heartbeat_timeout_s": "120",
-    "launch.stop_grace_s": "60",
-    "launch.max_restarts": "10",
-    "launch.restart_backoff_s": "30",
-    "launch.restart_backoff_max_s": "300",
-    "launch.host_wait_s": "600",
-    "launch.slurm.partition": "gpu",
-    "launch.slurm.account": "lab",
-    "launch.slurm.extra_args": "[--exclusive]",
-    "launch.openmpi_args": "[--report-bindings]",
-    "tracking.kinds": "[wandb, csv]",
-    "tracking.project": "my-project",
-    "tracking.entity": "my-team",
-    "tracking.group": "ablation",
-    "tracking.tags": "[baseline, zero3]",
-    "tracking.uri": "http://mlflow.lan:5000",
-    "tracking.finish_timeout_s": "120",
-    "tokenizer.vocab_size": "64000",
-    "tokenizer.output": "tokenizers/mine",
-    "tokenizer.max_bytes": "1e9",
-    "tokenizer.max_memory_gib": "16",
-    "tokenizer.min_frequency": "5",
-}
-"""Where an example says more than a choice, a switch, or the example in the field's metadata."""
-
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
 
 
@@ -163,9 +30,9 @@ class Key:
     """One key that a user can set."""
 
     name: str
-    """As it is typed: ``optim.lr``, ``hardware.hosts[].slots``."""
+    """Dotted name as it is typed: ``optim.lr``, ``hardware.hosts[].slots``."""
     type: str
-    """In words: ``whole number``, ``list of text``, ``true or false``."""
+    """Type in words: ``whole number``, ``list of text``, ``true or false``."""
     default: Any
     choices: tuple[str, ...]
     """The closed set of its values, without null; empty where any is taken."""
@@ -176,6 +43,8 @@ class Key:
     """What it means, one paragraph; names in it stand between backquotes."""
     example: str
     """A value as it is typed behind ``=``."""
+    is_path: bool
+    """Whether its value is, or may be, a file or a directory."""
     takes_auto: bool = False
     """A number that the plan chooses with ``auto``."""
 
@@ -185,11 +54,6 @@ class Key:
         return self.name.split(".", 1)[0] if "." in self.name else ""
 
     @property
-    def is_path(self) -> bool:
-        """Whether its value is, or may be, a file or a directory."""
-        return self.name in PATHS
-
-    @property
     def values(self) -> tuple[str, ...]:
         """All of its values, where there are few: choices, true and false, null."""
         values = self.choices or (("true", "false") if self.type == "true or false" else ())
@@ -197,7 +61,7 @@ class Key:
 
     @property
     def is_list_item(self) -> bool:
-        """Whether it lies in a list or under a name of the user's: set in a YAML file, mostly."""
+        """Whether the key lies in a list or under a name of the user's: set in YAML, mostly."""
         return "[]" in self.name or f".{NAME}." in self.name
 
     def takes(self) -> str:
@@ -261,24 +125,23 @@ def _key(name: str, hint: Any, nullable: bool, field: dataclasses.Field[Any], do
     choices = meta.get("choices") or meta.get("item_choices") or ()
     key = Key(
         name=name,
-        type="path" if name in PATHS and hint is str else _words(hint),
+        type="path" if "path" in meta and hint is str else _words(hint),
         default=_default(field),
         choices=tuple(str(value) for value in choices if value is not None),
         limits=meta["or"].rule if "or" in meta else _limits(hint, meta),
         nullable=nullable,
         doc=doc,
         example="",
+        is_path="path" in meta,
         takes_auto="auto" in meta,
     )
     return dataclasses.replace(key, example=_example(key, meta.get("example")))
 
 
 def _example(key: Key, from_field: Any) -> str:
-    name = key.name.replace("rollout.servers[]", "hardware.hosts[]")  # the same entries
-    if name in EXAMPLES:
-        return EXAMPLES[name]
+    """The example beside the field; without one a value that is not the default."""
     candidates = [value for value in key.values if value not in (typed(key.default), "null")]
-    if candidates:
+    if from_field is None and candidates:
         return f"[{candidates[0]}]" if key.type.startswith("list") else candidates[0]
     return from_field if isinstance(from_field, str) else typed(from_field)
 

@@ -25,6 +25,7 @@ from llmx.config.fields import (
     choice_or_flag,
     choice_or_null,
     choices,
+    file_path,
     items,
     mapping,
     number,
@@ -67,23 +68,23 @@ _IDENTITY_FILE = Text(pattern=PATH, rule="be a path without quotes and backslash
 class ModelConfig:
     """The network, and whether its weights are loaded or initialised at random."""
 
-    name: str = text("", _FILE_NAME)
+    name: str = text("", _FILE_NAME, example="qwen3_8b")
     """A short name for tables and run names."""
     kind: str = choice("hf", "llama", "qwen3", "gpt2", "opt", "bert", "megatron-bert")
     """Architecture. ``hf`` takes it from ``path``. The others need no internet access, to plan or
     to train from scratch."""
-    path: str | None = None
+    path: str | None = file_path(None, example="Qwen/Qwen3-8B")
     """A Hub id or a local directory. Weights are loaded from it when ``init`` is pretrained."""
-    revision: str | None = None
+    revision: str | None = text(None, example="9c925d64d72725edaf899c6cb9c377fd0709d9c5")
     """A commit, tag or branch of ``path`` on the Hub. Null: its main branch."""
     init: str = choice("pretrained", "scratch")
     """``pretrained`` loads weights from ``path``; ``scratch`` initialises them at random."""
-    tokenizer: str | None = None
+    tokenizer: str | None = file_path(None, example="tokenizers/mine")
     """A Hub id or a local directory; default: ``path``. ``demo`` is the bundled tokenizer."""
     trust_remote_code: bool = False
     """Run the Hub repository's own Python code, on every host. Only for a repository that you
     trust."""
-    config: dict[str, Any] = mapping(example="{hidden_size: 1024, num_hidden_layers: 12}")
+    config: dict[str, Any] = mapping(example="{num_hidden_layers: 12}")
     """Values of the Hugging Face config (``hidden_size``, ``num_hidden_layers``, ...). They define
     a network from scratch, and override the config of ``path``."""
     resolved: dict[str, Any] = mapping(example="{model_type: llama, hidden_size: 1024}")
@@ -91,7 +92,7 @@ class ModelConfig:
     ``config``. llmx fills it in."""
     resolved_from: str | None = None
     """The fingerprint of the config.json that ``resolved`` was read from. llmx fills it in."""
-    license: str | None = None
+    license: str | None = text(None, example="apache-2.0")
     """The licence for the model card, an id of the Hub (``apache-2.0``). Null: the licence of the
     base model, if its card names one."""
     trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
@@ -127,7 +128,7 @@ class ModelConfig:
     """Apply ``torch.compile`` to each block. It fuses norms, rotations and activation functions,
     and takes a minute or two at the start. Not possible at ZeRO stage 3, because ``torch.compile``
     cannot trace how that stage gathers parameters."""
-    pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536)
+    pad_vocab_to_multiple_of: int = number(64, minimum=1, maximum=65536, example=128)
     """The number of embedding rows is rounded up to a multiple of this, if the model is from
     scratch or ``add_tokens`` adds rows. The export has the true size."""
     add_tokens: list[str] = items(
@@ -168,11 +169,11 @@ class AdapterConfig:
     """``lora`` (the ``peft`` library) adds the product of two small matrices to the weights of
     linear layers and trains nothing else. Gradients, optimizer state and checkpoints contain only
     the adapter."""
-    rank: int = number(16, minimum=1, maximum=65536)
+    rank: int = number(16, minimum=1, maximum=65536, example=64)
     """The inner dimension of the two matrices."""
-    alpha: float = number(32.0, above=0, maximum=10**6)
+    alpha: float = number(32.0, above=0, maximum=10**6, example=16)
     """The product is multiplied by ``alpha / rank``."""
-    dropout: float = number(0.0, minimum=0, below=1)
+    dropout: float = number(0.0, minimum=0, below=1, example=0.05)
     """Dropout on the input of the first matrix, in training."""
     targets: list[str] = items(maximum=10_000, example="[q_proj, v_proj]")
     """Linear layers to adapt, by full name or by the end of a name (``q_proj``,
@@ -182,7 +183,7 @@ class AdapterConfig:
     dora: bool = False
     """Train the norm of each row of the adapted weights separately from its direction (DoRA).
     Slower: each forward pass computes the norms of all adapted weights."""
-    lr: float | None = number(None, above=0, maximum=1000, example=2e-4)
+    lr: float | None = number(None, above=0, maximum=1000, example=1e-4)
     """The peak learning rate of the adapter, with the schedule of ``optim``. Null: ``optim.lr``, or
     the task's default if ``optim.lr=auto`` (docs/training.md)."""
     quantize: str = choice("none", "nf4", "fp4")
@@ -213,22 +214,24 @@ FORMS = (
 class SourceConfig:
     """One of several sources. A key that is not set has the value of ``data``."""
 
-    path: str = ""
+    path: str = file_path("", example="chats.jsonl")
     """A file, a directory, a glob, or a Hub id."""
     form: str = choice_or("auto", *FORMS, rule=FORMATS)
     """The format of its rows, as in ``data.form``."""
-    text_key: str | None = None
+    text_key: str | None = text(None, example="content")
     """As ``data.text_key``; null: that value."""
-    columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
+    columns: dict[str, str] = mapping(
+        maximum=100, example="{instruction: question, output: answer}"
+    )
     """As ``data.columns``, for this source."""
-    weight: float = number(1.0, above=0, maximum=1000)
+    weight: float = number(1.0, above=0, maximum=1000, example=2)
     """How often its rows are taken: 2 takes each row twice, 0.5 takes about half of them (chosen by
     ``seed``). Rows held out for evaluation are not weighted."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only the first rows of it, up to this number."""
-    subset: str | None = None
+    subset: str | None = text(None, example="en")
     """The subset (configuration) of a Hub dataset."""
-    split: str | None = None
+    split: str | None = text(None, example="train")
     """The split of a Hub dataset; default: that of ``data``."""
 
 
@@ -236,25 +239,27 @@ class SourceConfig:
 class DataConfig:
     """The training data, and how rows become samples of ``seq_len`` tokens."""
 
-    name: str = text("", _FILE_NAME)
+    name: str = text("", _FILE_NAME, example="support_chats")
     """A short name for tables and for the directory of a tokenizer trained on it."""
-    path: str = "demo"
+    path: str = file_path("demo", example="chats.jsonl")
     """A file, a directory, a glob, or a Hub id (``owner/name``, or ``hub:name``). ``demo`` is the
     bundled data."""
     form: str = choice_or("auto", *FORMS, rule=FORMATS)
     """The format of a row. ``auto`` detects it from the keys of the first rows."""
-    text_key: str = "text"
+    text_key: str = text("text", example="content")
     """The key or column that contains the text (``form: text``)."""
     text_unit: str = choice("file", "line", "paragraph")
     """How a plain text file is divided into documents: the whole file (of at most 8,000,000
     characters), each line that is not empty, or each paragraph (paragraphs are separated by empty
     lines)."""
-    columns: dict[str, str] = mapping(maximum=100, example="{instruction: question}")
+    columns: dict[str, str] = mapping(
+        maximum=100, example="{instruction: question, output: answer}"
+    )
     """Other column names, e.g. ``{instruction: question, output: answer}``."""
     ignore_columns: list[str] = items(maximum=100, example="[score]")
     """Columns to ignore although they change what a row means (``label``, ``images``, ``weight``,
     ...; docs/data.md). Without this, such rows are rejected. E.g. ``[score]``."""
-    seq_len: int = number(1024, minimum=2, maximum=2**24)
+    seq_len: int = number(1024, minimum=2, maximum=2**24, example=4096)
     """Tokens of one sample. The whole run has this one sequence length."""
     packing: str = choice("auto", "best_fit", "concat", "none")
     """``best_fit`` packs whole rows into samples. ``concat`` joins documents with the EOS token and
@@ -280,7 +285,9 @@ class DataConfig:
     )
     """``auto`` is the tokenizer's own chat template, or chatml if it has none. ``plain`` adds only
     the EOS token after an answer: for prompts that already contain their markup."""
-    system: str | None = text(None, Text(10**6, multiline=True), example="You are terse.")
+    system: str | None = text(
+        None, Text(10**6, multiline=True), example="'You are a helpful assistant.'"
+    )
     """A system message for rows without one."""
     loss_on: str = choice("assistant", "all", "last")
     """The tokens that are trained on: every ``assistant`` turn, only the ``last`` one, or ``all``
@@ -296,26 +303,26 @@ class DataConfig:
     """With ``task.epochs``, if the samples do not fill the last batch: ``wrap`` fills it with the
     first samples of a further epoch, ``drop`` leaves its samples out, ``short`` trains on fewer
     samples. The loss remains the mean over the target tokens of the step."""
-    eval_path: str | None = None
+    eval_path: str | None = file_path(None, example="heldout.jsonl")
     """A source for evaluation. Without it, ``eval_samples`` or ``eval_fraction`` holds out rows of
     ``path``."""
-    eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES)
+    eval_samples: int = number(0, minimum=0, maximum=MAX_SAMPLES, example=200)
     """Rows held out from ``path`` for evaluation (chosen by ``seed``)."""
-    eval_fraction: float = number(0.0, minimum=0, below=1)
+    eval_fraction: float = number(0.0, minimum=0, below=1, example=0.05)
     """The fraction of the rows to hold out: 0.05 holds out 5 %, and at least one row."""
     max_rows: int | None = number(None, minimum=1, maximum=MAX_SAMPLES, example=1000)
     """Read only the first rows, up to this number."""
-    cache_dir: str | None = None
+    cache_dir: str | None = file_path(None, example="/scratch/llmx")
     """Directory of prepared data; default ``$LLMX_CACHE`` or ``~/.cache/llmx``."""
-    num_workers: int = number(0, minimum=0, maximum=1024)
+    num_workers: int = number(0, minimum=0, maximum=1024, example=8)
     """Cores that tokenize; 0 uses all cores of the host."""
-    sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}]")
+    sources: list[SourceConfig] = items(example="[{path: a.jsonl, weight: 2}, {path: b.jsonl}]")
     """Several sources instead of ``path``, each with a weight and a limit."""
-    subset: str | None = None
+    subset: str | None = text(None, example="en")
     """The subset (configuration) of a Hub dataset."""
-    split: str | None = None
+    split: str | None = text(None, example="validation")
     """The split of a Hub dataset or of a directory that has several; default: ``train``."""
-    data_map: dict[str, str] = mapping(maximum=100, example="{prompt: question, label: answer}")
+    data_map: dict[str, str] = mapping(maximum=100, example="{prompt: text, label: label_id}")
     """The columns of labelled rows, e.g. ``{prompt: prompt, label: label_id, history:
     context_info}``. The label is the answer."""
     label_names: dict[str, str] = mapping(maximum=10**6, example="{0: negative, 1: positive}")
@@ -343,7 +350,7 @@ class EarlyStoppingConfig:
     patience: int | None = number(None, minimum=1, maximum=10**6, example=3)
     """End training after this many evaluations in a row without an improvement
     (``task.eval_every_steps``). Null: never."""
-    min_delta: float = number(0.0, minimum=0, maximum=10**9)
+    min_delta: float = number(0.0, minimum=0, maximum=10**9, example=0.001)
     """A change counts as an improvement only if it is larger than this."""
     metric: str | None = text(
         None,
@@ -352,7 +359,7 @@ class EarlyStoppingConfig:
             pattern=r"eval/[\w./@-]+",
             rule="be eval/NAME: eval/loss, or a metric of the task, e.g. eval/exact_match",
         ),
-        example="eval/loss",
+        example="eval/exact_match",
     )
     """The metric to monitor. Null: ``checkpoint.metric``, with its ``checkpoint.mode``. For another
     metric, the task declares which direction is better."""
@@ -376,7 +383,7 @@ class TaskConfig:
     learns from rewards of its own answers, and so does ``ppo``, with a value model. ``distill``
     learns the next-token distribution of a frozen teacher. For a task of your own, give the name by
     which Python imports it (docs/custom-tasks.md)."""
-    code_path: str | None = None
+    code_path: str | None = file_path(None)
     """The directory that contains the package of your own task, metrics or rewards. Null: the
     working directory of the command, then PYTHONPATH. ``launch.sync=rsync`` copies the package to
     the hosts."""
@@ -387,18 +394,18 @@ class TaskConfig:
     """Optimizer steps. If set, it overrides ``epochs``."""
     epochs: float | None = number(None, above=0, maximum=10**6, example=3)
     """Passes over the data; fractions are allowed. Used if ``steps`` is null."""
-    log_every_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=10)
+    log_every_steps: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=50)
     """Log a line every N steps: on the console, in ``metrics.jsonl`` and in trackers. null is every
     10 steps, and more often in a run of fewer than 500, so that its curves have 50 points."""
     evaluate: bool = True
     """Evaluate on the held-out data before and after training, and every ``eval_every_steps``.
     False holds out the same rows and evaluates nothing."""
-    eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS)
+    eval_every_steps: int = number(0, minimum=0, maximum=MAX_STEPS, example=500)
     """Evaluate every N steps. 0 evaluates only at the end (if there is evaluation data)."""
-    eval_generate: int = number(0, minimum=0, maximum=10**6)
+    eval_generate: int = number(0, minimum=0, maximum=10**6, example=32)
     """The number of eval prompts: held-out conversations that are completed before and after
     training, and scored by exact match or ``eval_metrics``."""
-    eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24)
+    eval_max_new_tokens: int = number(64, minimum=1, maximum=2**24, example=256)
     """The most new tokens of a completion (``eval_generate``)."""
     eval_metrics: list[str] = items(
         maximum=100,
@@ -416,7 +423,7 @@ class TaskConfig:
     and after training."""
     save_model: bool = True
     """Write the final model as a Hugging Face directory."""
-    stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=100)
+    stop_at_step: int | None = number(None, minimum=1, maximum=MAX_STEPS, example=20)
     """End after this step, with the learning-rate schedule of the whole run: for a quick check."""
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     on_divergence: str = choice("stop", "skip", "rollback")
@@ -436,7 +443,7 @@ class TaskConfig:
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
-    stage: int = number_or_auto(2, minimum=0, maximum=3)
+    stage: int = number_or_auto(2, minimum=0, maximum=3, example=3)
     """0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters. ``zero=stageN``
     sets this and the keys that belong to it. ``zero=auto``: the plan chooses the fastest stage and
     offload that fit (docs/planner.md)."""
@@ -445,9 +452,9 @@ class ZeroConfig:
     ``nvme_path``."""
     offload_param: str = choice("none", "cpu", "nvme")
     """Where parameters are kept until a layer needs them (stage 3); ``none`` is the device."""
-    nvme_path: str | None = None
+    nvme_path: str | None = file_path(None, example="/local/nvme")
     """A directory on a local NVMe disk of every host (offload to ``nvme``)."""
-    hpz_partition_size: int = number(1, minimum=0, maximum=1024)
+    hpz_partition_size: int = number(1, minimum=0, maximum=1024, example=8)
     """ZeRO++ hpZ: the number of ranks that share a second copy of the parameters. 1 is off, 0 is
     all ranks of a host."""
     quantized_weights: bool = False
@@ -475,11 +482,11 @@ class ZeroConfig:
     )
     """Stage 3 keeps parameters with fewer elements whole on every rank. Null: derived from the
     model's width."""
-    max_live_parameters: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    max_live_parameters: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS, example=5e8)
     """The most parameters that stage 3 keeps gathered on a device at once."""
-    max_reuse_distance: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS)
+    max_reuse_distance: int = number(1_000_000_000, minimum=0, maximum=MAX_ELEMENTS, example=5e8)
     """Stage 3 does not release a parameter that is needed again within this many parameters."""
-    sub_group_size: int = number(1_000_000_000, minimum=1, maximum=MAX_ELEMENTS)
+    sub_group_size: int = number(1_000_000_000, minimum=1, maximum=MAX_ELEMENTS, example=1e8)
     """Parameters that stage 3 updates at once. A lower value needs less memory in the step."""
     pin_memory: bool = True
     """Use page-locked host memory for offloading. Copies are faster, but this memory cannot be
@@ -496,19 +503,19 @@ class DeviceConfig:
     accelerator: str = choice(*ACCELERATORS)
     """``cuda`` (NVIDIA, and AMD with ROCm), or ``cpu`` for ranks without a GPU. ``npu`` (Ascend)
     and ``xpu`` (Intel) can be planned for; no rank runs on them."""
-    memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=80)
+    memory_gib: float = number(0.0, minimum=0, maximum=10**6, example=40)
     """Memory of one device, GiB. The plan compares its prediction with it."""
-    precisions: list[str] = choices("fp32", "bf16", "fp16")
+    precisions: list[str] = choices("fp32", "bf16", "fp16", example="[fp32, bf16, fp16]")
     """Precisions that the device computes natively; default: those of its
     ``compute_capability``."""
     compute_capability: float = number(0.0, minimum=0, maximum=100, example=8.0)
     """NVIDIA's compute capability: 7.0 for a V100, 8.0 for an A100, 9.0 for an H100. 0 means
     unknown."""
     peak_tflops: dict[str, float] = mapping(
-        maximum=10, example="{bf16: 312}", values=Range(above=0, maximum=10**6)
+        maximum=10, example="{bf16: 312, fp32: 19.5}", values=Range(above=0, maximum=10**6)
     )
     """Dense peak by precision, TFLOP/s. MFU is computed against it."""
-    memory_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=2000)
+    memory_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=1555)
     """Memory bandwidth, GB/s."""
     link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=300)
     """Bandwidth to the other devices of its host (NVLink, PCIe), GB/s in one direction, for
@@ -527,28 +534,30 @@ class DeviceConfig:
 class HostConfig:
     """One machine."""
 
-    name: str = ""
+    name: str = text("", example="gpu-1")
     """The name in the hostfile, one word; default: ``address``."""
-    address: str | None = None
+    address: str | None = text(None, example="10.1.0.11")
     """The address at which other hosts reach it: a DNS name, IPv4 or IPv6; default: ``name``."""
-    ssh_port: int = number(22, minimum=1, maximum=65535)
+    ssh_port: int = number(22, minimum=1, maximum=65535, example=2222)
     """The port of its sshd."""
-    user: str | None = text(None, _USER)
+    user: str | None = text(None, _USER, example="train")
     """The user to log in as; default: the user who starts the run."""
-    identity_file: str | None = text(None, _IDENTITY_FILE)
+    identity_file: str | None = file_path(None, _IDENTITY_FILE, example="~/.ssh/cluster")
     """The private key for this host, a path on this machine; default: the key that ssh selects."""
-    fingerprint: str | None = text(None, _FINGERPRINT)
+    fingerprint: str | None = text(
+        None, _FINGERPRINT, example="SHA256:uNiVztksCsDhcc0u9e8BrfxZzSPV1BmjQ5WOtTFtQwM"
+    )
     """The fingerprint of its ssh host key, as ``ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub``
     prints it on the host. A host with another key is refused. Default: the key in ``known_hosts``,
     or that of the first login. Needs OpenSSH 8.5 or newer on this machine."""
-    slots: int = number(1, minimum=1, maximum=1024)
+    slots: int = number(1, minimum=1, maximum=1024, example=8)
     """The number of ranks on this host, one per device."""
     gpus: list[str] = items(maximum=1024, example="[0, 2]", rule=_GPU)
     """The GPUs to use, one per slot, by number, UUID (``nvidia-smi -L``) or name of a MIG slice;
     empty: the first ones. Numbers count those that CUDA_VISIBLE_DEVICES of the host leaves."""
-    device: str = ""
+    device: str = text("", example="a100_80g")
     """Its device type, a key of ``hardware.devices``."""
-    interface: str | None = text(None, _INTERFACE)
+    interface: str | None = text(None, _INTERFACE, example="eno1")
     """The network interface to the other hosts (NCCL/GLOO_SOCKET_IFNAME)."""
     memory_gib: float | None = number(None, above=0, maximum=10**6, example=512)
     """Host RAM, for the offload plan."""
@@ -575,51 +584,55 @@ class HostConfig:
 class HardwareConfig:
     """The cluster: its hosts and their devices."""
 
-    name: str = ""
+    name: str = text("", example="mine")
     """A short name for tables."""
     kind: str = choice("static", "local", "hostfile", "slurm", "external")
     """``static`` lists hosts; ``local`` detects this machine; ``hostfile`` reads ``path``;
     ``slurm`` takes the nodes of the allocation (``SLURM_JOB_ID``); ``external`` takes the
     processes that another program started (``launch=external``)."""
-    path: str | None = None
+    path: str | None = file_path(None, example="/etc/hostfile")
     """An existing hostfile (``kind: hostfile``)."""
-    device: str | None = None
+    device: str | None = text(None, example="a100_80g")
     """The device type of every host that does not name one (required with a hostfile)."""
-    ssh_port: int = number(22, minimum=1, maximum=65535)
+    ssh_port: int = number(22, minimum=1, maximum=65535, example=2222)
     """Default ssh port of hosts read from a hostfile."""
-    user: str | None = text(None, _USER)
+    user: str | None = text(None, _USER, example="train")
     """Default ssh user of hosts read from a hostfile."""
-    interface: str | None = text(None, _INTERFACE)
+    interface: str | None = text(None, _INTERFACE, example="eno1")
     """Default interface of hosts read from a hostfile."""
-    slots: int | None = number(None, minimum=1, maximum=1024, example=4)
+    slots: int | None = number(None, minimum=1, maximum=1024, example=2)
     """Use only this many devices of each host."""
     nodes: int | None = number(None, minimum=1, maximum=4096, example=2)
     """``kind: slurm`` outside an allocation: the number of nodes that a job asks for, with
     ``slots`` and ``device``. ``plan`` and ``launch.slurm.submit`` use it."""
-    hosts: list[HostConfig] = items(maximum=4096, example="[{name: node-a, slots: 8}]")
+    hosts: list[HostConfig] = items(
+        maximum=4096, example="[{name: gpu-1, address: 10.1.0.11, slots: 4, device: a100_80g}]"
+    )
     """The machines, in the order of their ranks (``kind: static``)."""
     devices: dict[str, DeviceConfig] = mapping(
-        example="{mine: {accelerator: cuda, memory_gib: 80}}"
+        example="{mine: {memory_gib: 40, precisions: [fp32, bf16, fp16]}}"
     )
     """Device types by name, with values from the vendors' data sheets. Add your own to the known
     ones."""
     root: str | None = text(None, Text(), example="/home/ada/proj")
     """The directory of the launching machine that ``root`` of a host stands for; default: the one
     in which llmx is started."""
-    master_addr: str | None = None
+    master_addr: str | None = text(None, example="10.1.0.11")
     """The address of rank 0; default: the address of the first host."""
-    reach: str | None = text(None, _REACH)
+    reach: str | None = text(None, _REACH, example="198.51.100.7:30846")
     """``ADDRESS:PORT`` at which the other hosts reach rank 0, where NAT or a port mapping forwards
     it to ``launch.master_port`` of the first host. Default: ``master_addr`` and that port."""
     network_gbit_per_s: float | None = number(None, above=0, maximum=10**6, example=100)
     """Network bandwidth of each host to the others, Gbit/s in one direction, for predicted times.
     Give the sum over all interfaces that NCCL uses. Null: 10 is assumed, and the plan says so."""
     price_per_hour: dict[str, float] = mapping(
-        maximum=100, example="{a100_80g: 1.9}", values=Range(minimum=0, maximum=10**6)
+        maximum=100,
+        example="{a100_80g: 1.9, v100_32g: 0.6}",
+        values=Range(minimum=0, maximum=10**6),
     )
     """The price of one device per hour, by device type, in any currency. ``plan`` then shows the
     cost of the run."""
-    env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
+    env: dict[str, str] = mapping(maximum=100, example="{NCCL_IB_DISABLE: '1'}", rule=Text())
     """Environment variables of the ranks on this cluster, e.g. ``NCCL_IB_DISABLE: "1"``. Only
     variables on an allow list."""
 
@@ -636,16 +649,16 @@ class OptimConfig:
     AdamW updates the rest. ``adafactor`` keeps one row and one column per matrix; stage 0 only.
     ``adam8bit`` is AdamW with 8-bit moments (``bitsandbytes``): 2 bytes per parameter instead of 8;
     CUDA, stage 0 only."""
-    lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=2e-5)
+    lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=1e-4)
     """The peak learning rate, which is reached at the end of the warm-up. ``auto``: the default of
     the task for pretrained weights, for training from scratch, or for an adapter
     (docs/training.md). A number applies to an adapter, too."""
     betas: list[float] = numbers([0.9, 0.999], length=2, minimum=0, below=1)
     """AdamW: decay rates of the two moments. Lion: decay rates of the update and of its
     momentum."""
-    eps: float = number(1e-8, above=0, maximum=1)
+    eps: float = number(1e-8, above=0, maximum=1, example=1e-6)
     """AdamW: the term added to the denominator."""
-    weight_decay: float = number(0.0, minimum=0, maximum=100)
+    weight_decay: float = number(0.0, minimum=0, maximum=100, example=0.1)
     """Decoupled weight decay of matrices. Biases and norms have none."""
     muon_lr: float | None = number(None, above=0, maximum=1000, example=0.02)
     """``muon``: the peak learning rate of the matrices inside the layers; null: ``lr``."""
@@ -667,7 +680,7 @@ class OptimConfig:
     """Factors of the learning rate by patterns of parameter names (``*``, ``?``, ``[0-3]``), in
     addition to ``layer_decay``. If several patterns match a name, their factors are multiplied. A
     pattern that matches nothing is an error."""
-    clip_norm: float = number(1.0, minimum=0, maximum=10**6)
+    clip_norm: float = number(1.0, minimum=0, maximum=10**6, example=0.5)
     """Clip gradients to this global norm; 0 does not clip."""
     schedule: str = choice(
         "cosine", "linear", "constant", "wsd", "polynomial", "cosine_restarts", "one_cycle"
@@ -682,20 +695,20 @@ class OptimConfig:
     warmup_fraction: float | None = number(None, minimum=0, maximum=1, example=0.03)
     """Warm-up as a fraction of all steps, if ``warmup_steps`` is null. Null: no warm-up. The first
     update has ``lr / warm-up steps``."""
-    decay_end_fraction: float = number(1.0, minimum=0, maximum=1)
+    decay_end_fraction: float = number(1.0, minimum=0, maximum=1, example=0.9)
     """The schedule reaches its floor after this fraction of all steps, and stays there."""
-    min_lr_ratio: float = number(0.0, minimum=0, maximum=1)
+    min_lr_ratio: float = number(0.0, minimum=0, maximum=1, example=0.1)
     """The floor, as a fraction of ``lr``."""
-    decay_fraction: float = number(0.1, above=0, maximum=1)
+    decay_fraction: float = number(0.1, above=0, maximum=1, example=0.2)
     """``wsd``: the length of the decay, as a fraction of all steps."""
     decay_shape: str = choice("linear", "cosine", "1-sqrt")
     """``wsd``: the shape of the decay."""
-    decay_power: float = number(1.0, above=0, maximum=100)
+    decay_power: float = number(1.0, above=0, maximum=100, example=2)
     """``polynomial``: the exponent of the remaining fraction; 1 is ``linear``."""
-    cycles: int = number(2, minimum=1, maximum=10**6)
+    cycles: int = number(2, minimum=1, maximum=10**6, example=4)
     """``cosine_restarts``: the number of cosines from ``lr`` to the floor, of equal length; 1 is
     ``cosine``."""
-    start_lr_ratio: float = number(0.04, minimum=0, maximum=1)
+    start_lr_ratio: float = number(0.04, minimum=0, maximum=1, example=0.1)
     """``one_cycle``: the learning rate of the first update, as a fraction of ``lr``."""
 
 
@@ -703,11 +716,11 @@ class OptimConfig:
 class BatchConfig:
     """The batch: global batch = sum over ranks of the micro batch x accumulation."""
 
-    global_batch: int | None = number(None, minimum=1, maximum=2**24, example=64)
+    global_batch: int | None = number(None, minimum=1, maximum=2**24, example=256)
     """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
     tokens_per_step: int | None = number(None, minimum=1, maximum=10**12, example=2e6)
     """Tokens of one optimizer step, rounded to whole samples of ``data.seq_len``."""
-    micro_batch: int = number_or_auto(1, minimum=1, maximum=2**20)
+    micro_batch: int = number_or_auto(1, minimum=1, maximum=2**20, example=4)
     """The most samples that the strongest device processes at once. ``auto``: the plan chooses the
     fastest that fits (docs/planner.md)."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
@@ -737,11 +750,11 @@ class KeepConfig:
     """Which checkpoints are kept. One that none of the three keys selects is removed after the next
     commit."""
 
-    last: int = number(2, minimum=1, maximum=10**6)
+    last: int = number(2, minimum=1, maximum=10**6, example=3)
     """Keep the newest N, at least 1."""
-    best: int = number(0, minimum=0, maximum=10**6)
+    best: int = number(0, minimum=0, maximum=10**6, example=1)
     """Keep the best N by ``checkpoint.metric``."""
-    every: int = number(0, minimum=0, maximum=MAX_STEPS)
+    every: int = number(0, minimum=0, maximum=MAX_STEPS, example=5000)
     """Keep every checkpoint whose step is a multiple of this; 0 keeps none."""
 
 
@@ -769,6 +782,7 @@ class CheckpointConfig:
             rule="be auto, or eval/NAME or train/NAME, a value of the lines of metrics.jsonl: "
             "eval/loss, train/loss, or a metric of the task, e.g. eval/exact_match",
         ),
+        example="eval/exact_match",
     )
     """The metric that decides which checkpoint is best: ``eval/loss``, ``train/loss``, or a metric
     of the task (``eval/exact_match``). ``auto``: the one that the task is judged by, ``eval/loss``
@@ -789,9 +803,9 @@ class SlurmConfig:
     requeue: bool = False
     """Before the time limit, save a checkpoint and put the job of this supervisor back into the
     queue (``scontrol requeue``). Set by ``submit``; for batch scripts of your own."""
-    partition: str | None = None
+    partition: str | None = text(None, example="gpu")
     """``--partition`` of ``srun`` and ``sbatch``."""
-    account: str | None = None
+    account: str | None = text(None, example="lab")
     """``--account`` of ``srun`` and ``sbatch``."""
     time_limit: str | None = text(
         None,
@@ -812,7 +826,7 @@ class SlurmConfig:
     cpus_per_task: int | None = number(None, minimum=1, maximum=4096, example=8)
     """``srun --cpus-per-task``: cores per rank. Null: the cores of the allocation, or of the
     smallest host, divided among its ranks."""
-    extra_args: list[str] = items(maximum=100, example='["--qos=high"]')
+    extra_args: list[str] = items(maximum=100, example="[--exclusive]")
     """Further arguments of ``srun`` and ``sbatch``."""
     sbatch_args: list[str] = items(maximum=100, example='["--mail-type=END"]')
     """Further arguments of ``sbatch`` alone (``submit``)."""
@@ -827,24 +841,24 @@ class LaunchConfig:
     start the ranks; with ``pdsh``, ``openmpi`` and ``slurm`` DeepSpeed's launcher for it does."""
     sync: str = choice("none", "rsync")
     """``rsync`` copies code, model and data to the same path on every host."""
-    sync_extra: list[str] = items(example="[/data/more]")
+    sync_extra: list[str] = items(example="[/data/dictionaries]", paths=True)
     """Further absolute paths to copy."""
-    sync_exclude: list[str] = items(example='["*.tmp"]')
+    sync_exclude: list[str] = items(example="[notebooks]")
     """Patterns of rsync: matching files of code, data and model are not copied. Credentials
     (``.env``, ``.netrc``, ``.ssh``, ``*.pem``, ...) and files that git ignores are never copied."""
-    python: str | None = None
+    python: str | None = file_path(None, example="/opt/venv/bin/python")
     """The path of Python on the hosts; default: the path of this Python."""
-    master_port: int = number(0, minimum=0, maximum=65535)
+    master_port: int = number(0, minimum=0, maximum=65535, example=29500)
     """The port of rank 0; 0 takes a free port of its host."""
     env: dict[str, str] = mapping(maximum=100, example="{NCCL_DEBUG: INFO}", rule=Text())
     """Environment variables of this run's ranks. Only variables on an allow list; secrets are
     refused."""
-    start_timeout_s: float = number(900.0, above=0, maximum=MAX_SECONDS)
+    start_timeout_s: float = number(900.0, above=0, maximum=MAX_SECONDS, example=1800)
     """The longest time from the start to the first sign of life of every rank."""
     probe: bool = True
     """Before ranks start on several hosts, every pair of hosts is tested on fresh ports in both
     directions. False: only the connection of each host to rank 0."""
-    heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS)
+    heartbeat_timeout_s: float = number(60.0, above=0, maximum=MAX_SECONDS, example=120)
     """A host whose agent is silent for this long counts as lost."""
     orphan_timeout_s: float = number(300.0, minimum=10, maximum=MAX_SECONDS)
     """How long ranks on other hosts go on while their supervisor is suspended or cut off (a closed
@@ -856,14 +870,14 @@ class LaunchConfig:
     """How long a rank waits for the others in one collective (NCCL, gloo) before it gives up. The
     default is long, because ranks must wait while one of them exports a model or reads from a slow
     disk. ``heartbeat_timeout_s`` and ``hang_timeout_s`` find dead and hanging ranks sooner."""
-    stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS)
+    stop_grace_s: float = number(20.0, above=0, maximum=MAX_SECONDS, example=60)
     """The time that ranks have to save and exit when the run is asked to stop; then they are
     killed."""
-    max_restarts: int = number(3, minimum=0, maximum=10**6)
+    max_restarts: int = number(3, minimum=0, maximum=10**6, example=10)
     """The most automatic restarts in a row without a new checkpoint; 0 never restarts."""
-    restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS)
+    restart_backoff_s: float = number(10.0, minimum=0, maximum=MAX_SECONDS, example=30)
     """The wait before the first restart; it doubles for each further restart without progress."""
-    restart_backoff_max_s: float = number(600.0, minimum=0, maximum=MAX_SECONDS)
+    restart_backoff_max_s: float = number(600.0, minimum=0, maximum=MAX_SECONDS, example=300)
     """The longest wait before a restart."""
     hang_timeout_s: float | None = number(None, minimum=0, maximum=MAX_SECONDS, example=1800)
     """A run without a step for this long counts as hung. Null: 20 times the usual step, at least
@@ -872,7 +886,7 @@ class LaunchConfig:
     """Ranks that load data and model without progress for this long count as hung. Progress is a
     new line in the log of any rank: while data is prepared or weights are read, one comes every
     10 s. 0: never."""
-    host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS)
+    host_wait_s: float = number(1800.0, minimum=0, maximum=MAX_SECONDS, example=600)
     """How long to wait before a restart for a lost host, for the network between the hosts, or for
     a disk that is full or cannot be written."""
     detach: bool = False
@@ -886,7 +900,7 @@ class LaunchConfig:
     elastic: bool = False
     """When a host is lost, continue on the remaining hosts, at the same global batch."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    openmpi_args: list[str] = items(maximum=100, example='["--mca btl_tcp_if_include eth0"]')
+    openmpi_args: list[str] = items(maximum=100, example="[--report-bindings]")
     """Further arguments of ``mpirun`` (``transport: openmpi``)."""
 
 
@@ -928,23 +942,23 @@ class RolloutConfig:
 class TrackingConfig:
     """Where metrics are sent. ``metrics.jsonl`` in the run directory has all of them."""
 
-    kinds: list[str] = choices(*TRACKERS.shipped, rule=TRACKERS)
+    kinds: list[str] = choices(*TRACKERS.shipped, rule=TRACKERS, example="[wandb, csv]")
     """Trackers that receive the metrics; empty: none."""
-    project: str = "llmx"
+    project: str = text("llmx", example="my-project")
     """The project of Weights & Biases and SwanLab, the experiment of MLflow."""
-    entity: str | None = None
+    entity: str | None = text(None, example="my-team")
     """The user or team of Weights & Biases, the workspace of SwanLab; null: the default of the API
     key."""
-    group: str | None = None
+    group: str | None = text(None, example="ablation")
     """Groups runs in Weights & Biases and SwanLab; a tag in MLflow."""
-    tags: list[str] = items(maximum=100, example="[first, long]", rule=Text(max_length=64))
+    tags: list[str] = items(maximum=100, example="[baseline, zero3]", rule=Text(max_length=64))
     """Tags of the run in ``ui``, Weights & Biases, MLflow and SwanLab."""
     mode: str = choice("auto", "online", "offline")
     """``auto``: online if there is a key and the server answers, else offline."""
-    uri: str | None = None
+    uri: str | None = text(None, example="http://mlflow.lan:5000")
     """MLflow's server (``http://host:5000``) or store (``sqlite:////data/mlflow.db``, a directory).
     Null: MLFLOW_TRACKING_URI, or a store in the run directory if it is not set."""
-    finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS)
+    finish_timeout_s: float = number(30.0, minimum=0, maximum=MAX_SECONDS, example=120)
     """How long a run waits for a tracker at its end."""
 
 
@@ -955,18 +969,18 @@ class TokenizerConfig:
     kind: str = choice("bbpe", "wordpiece")
     """``bbpe`` is a byte-level BPE (GPT-2, Qwen, Llama 3). ``wordpiece`` is BERT's, with
     ``[MASK]``."""
-    vocab_size: int = number(32000, minimum=300, maximum=10**7)
+    vocab_size: int = number(32000, minimum=300, maximum=10**7, example=64000)
     """The number of tokens, special tokens included. The size padded to a multiple of 64 is
     reported, too."""
-    output: str | None = None
+    output: str | None = file_path(None, example="tokenizers/mine")
     """The output directory; default ``tokenizers/<data>-<kind>-<vocab_size>`` in the working
     directory."""
-    max_bytes: int = number(256 << 20, minimum=1 << 16, maximum=2**50)
+    max_bytes: int = number(256 << 20, minimum=1 << 16, maximum=2**50, example=1e9)
     """The most text to train on. A larger source is sampled by row, with ``seed``."""
-    max_memory_gib: float = number(4.0, minimum=0.5, maximum=10**6)
+    max_memory_gib: float = number(4.0, minimum=0.5, maximum=10**6, example=16)
     """Approximate memory limit of the training. The sample is made smaller until its distinct words
     fit. English rarely reaches the limit; Chinese does, because a sentence counts as a word."""
-    min_frequency: int = number(2, minimum=1, maximum=10**9)
+    min_frequency: int = number(2, minimum=1, maximum=10**9, example=5)
     """Pairs that are rarer than this are not merged."""
     lowercase: bool = False
     """Convert letters to lower case and remove accents, as in ``bert-base-uncased`` (wordpiece)."""
@@ -1034,11 +1048,11 @@ class Experiment:
     """One complete run: the content of ``config.yaml`` in a run directory."""
 
     schema_version: int = number(SCHEMA_VERSION, minimum=1, maximum=10**6)
-    name: str = ""
+    name: str = text("", example="first_try")
     """A short name for tables and trackers; default: the name of the run directory."""
-    run_dir: str = ""
+    run_dir: str = file_path("", example="runs/first_try")
     """Absolute path of the run directory."""
-    seed: int = number(0, minimum=0, maximum=2**63 - 1)
+    seed: int = number(0, minimum=0, maximum=2**63 - 1, example=1234)
     """Fixes the sample order, the weights of a model from scratch, dropout and which rows are held
     out. The same seed and config give the same numbers."""
     precision: str = choice("auto", "fp32", "bf16", "fp16")

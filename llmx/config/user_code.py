@@ -27,7 +27,7 @@ class UserCode:
 
     module: str
     name: str
-    """Of the class or function."""
+    """Name of the class or function."""
     root: Path
     """What must be on ``sys.path``."""
     package: Path

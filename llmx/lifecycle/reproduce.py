@@ -18,9 +18,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmx.compose.apply_overrides import RunCommand, apply, parse_run_command
+from llmx.compose.apply_overrides import apply
 from llmx.compose.complete import Composed, check_paths, plan_experiment, with_moved_paths
 from llmx.compose.effects import check_effects
+from llmx.compose.words import Words
 from llmx.config import Experiment, to_dict
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError, LlmxError
@@ -61,7 +62,6 @@ from llmx.run.tail import read_checked
 from llmx.text import plural
 from llmx.tracking.base import check_packages
 
-OWN = ("strict", "to_step", "run_dir", "dry_run", "trust")
 FILE = "reproduction.json"
 
 
@@ -71,13 +71,8 @@ class NotReproduced(LlmxError, RuntimeError):
     exit_code = 1
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
-    return reproduce(parse_run_command("reproduce", words, own_keys=OWN))
-
-
-def reproduce(words: RunCommand) -> int:
-    """List the differences, refuse or run, and compare the numbers."""
+def run(words: Words) -> int:
+    """List the differences, refuse or run, and compare the numbers; returns the exit code."""
     run, exp = trusted_run(words)
     strict, to_step = words.flag("strict"), words.step("to_step", least=1)
     where = words.own.get("run_dir")
@@ -147,7 +142,7 @@ def other_inputs(run: RunDir, target: RunDir) -> list[str]:
     return [name for key, name in names.items() if then and now and then.get(key) != now.get(key)]
 
 
-def _start(run: RunDir, target: RunDir, words: RunCommand, composed: Composed) -> int:
+def _start(run: RunDir, target: RunDir, words: Words, composed: Composed) -> int:
     """Returns the exit code of the run."""
     from llmx.launch import check_launch, rank_environment, write_launch_files
     from llmx.launch.supervision.journal import read_resume, write_resume
@@ -190,11 +185,11 @@ ALLOWED = (
     *PLACES, "data.cache_dir", "data.num_workers", "task.save_model", "task.code_path",
     "dry_run",
 )  # fmt: skip
-"""Where and how it runs, and where its inputs lie; their content is compared."""
+"""Keys of where and how it runs, and of where its inputs lie, whose content is compared."""
 
 
 def next_experiment(
-    exp: Experiment, plan: Plan, words: RunCommand, *, target: Path, to_step: int | None
+    exp: Experiment, plan: Plan, words: Words, *, target: Path, to_step: int | None
 ) -> tuple[Experiment, list[Change]]:
     """The experiment of the reproduction, and every change; ConfigError for what may not be."""
     exp = dataclasses.replace(exp, dry_run=False)

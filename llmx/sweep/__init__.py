@@ -4,7 +4,7 @@
 - ``prune.py``: trials that need not run, and why;
 - ``halving.py``: which trials continue (``sweep.halving``);
 - ``slots.py``, ``process.py``, ``slurm.py``: where a trial runs;
-- ``search.py``, ``candidates.py``, ``tuned.py``: the search of ``tune``;
+- ``tune.py``, ``tuned.py``: the search of ``tune``, and what it prints;
 - ``best.py``: the words of the best trial, a file to start from.
 
 ``llmx.run.sweepdir`` has the trials and their file, ``sweep.json``.

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmx.compose.apply_overrides import RunCommand
+from llmx.compose.words import Words
 from llmx.config import Experiment, KeepConfig
 from llmx.errors import ConfigError
 from llmx.launch.spec import LaunchSpec
@@ -203,4 +203,4 @@ def prepare_rung(now: Experiment) -> LaunchSpec | None:
         run.console_log.open("a", encoding="utf-8") as stream,
         contextlib.redirect_stdout(stream),
     ):
-        return prepare_resume(RunCommand(run.root, {}, (), ()), edited=experiment)
+        return prepare_resume(Words(bare=[str(run.root)]), edited=experiment)

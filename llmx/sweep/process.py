@@ -28,7 +28,7 @@ from llmx.run.sweepdir import holds_lock, is_locked
 
 PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 60_000
-"""Of what a trial says at its end: less than a pipe holds."""
+"""Longest message of a trial at its end: less than a pipe holds."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class End:
 
     code: int
     error: LlmxError | None = None
-    """Where the run was not started, or its supervisor failed."""
+    """Error of a run that was not started, or whose supervisor failed."""
 
 
 class Ended(RunFailed):

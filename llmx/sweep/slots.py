@@ -51,7 +51,7 @@ class Placed:
         return min(shares_gib) if len(shares_gib) == len(self.shares) else None
 
     def __str__(self) -> str:
-        """As a journal names the slots: ``node-a:0,1 node-b:0``."""
+        """The slots as a journal names them: ``node-a:0,1 node-b:0``."""
         return " ".join(f"{host.name}:{','.join(map(str, slots))}" for host, slots in self.shares)
 
 

@@ -30,7 +30,7 @@ from llmx.sweep.process import End, Ended
 POLL_S = 2.0
 """Between two questions to the controller on one job."""
 FINISH_S = 180.0
-"""For a job to leave the queue once its ``result.json`` is there."""
+"""Longest wait for a job to leave the queue once its ``result.json`` is there."""
 SCRIPT = "job.sh"
 ENDS = {
     "CANCELLED": ("interrupted", "was cancelled"),

@@ -103,12 +103,12 @@ class Runner:
         self._screen = Screen(directory)
         self._running: list[Attempt] = []
         self._values: dict[int, Mapping[str, Any]] = {}
-        """Of the configs of trials, which are the same at each rung."""
+        """Values of the configs of trials, which are the same at each rung."""
         self._slots = Slots()
         self._first_with: dict[str, int] = {}
         """Key -> the first trial that has it."""
         self._out_of_memory: list[tuple[OutOfMemory, tuple[str, float | None] | None]] = []
-        """With the devices and the RAM that it had, of a part of the cluster."""
+        """Trials that ran out of memory, with the devices and the RAM of their part."""
         self._has_announced_stop = False
 
     @contextmanager

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmx.cli.arguments import OPTIONS
+from llmx.cli.words import OPTIONS
 from llmx.config import known_keys
 from llmx.config.groups import GROUPS, option_names
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES

@@ -10,8 +10,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from llmx.cli.arguments import Line, as_meant, read_line, read_words, split_command, sweep_overrides
+from llmx.cli.arguments import as_meant, checked, read_words, sweep_overrides
+from llmx.cli.words import parse, split_command
 from llmx.compose.overrides import resolve_alias
+from llmx.compose.words import Words
 from llmx.config.yaml_files import dump_yaml, read_values
 from llmx.errors import ConfigError
 from tests.composing import composed
@@ -63,7 +65,7 @@ def test_a_text_is_what_was_typed() -> None:
 )  # fmt: skip
 def test_a_number_in_brackets_that_would_be_another_text_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=r"takes text, and a number in it would become "):
-        Line((word,), multirun=True).checked()
+        checked(Words(overrides=(word,), multirun=True))
 
 
 def test_the_first_word_may_be_a_command() -> None:
@@ -92,7 +94,7 @@ def test_a_sweep_file(tmp_path) -> None:
     ):
         sweep_overrides(path)
     path.write_text(path.read_text().replace("1.10", "'1.10'"))
-    words = Line(tuple(sweep_overrides(path)), multirun=True).checked().words
+    words = checked(Words(overrides=sweep_overrides(path), multirun=True)).words
     assert words[-1] == "model.revision=7,'1.10'"
     # A comma in a value is no other value.
     path.write_text("""grid: {data.path: ["a, b.txt", 'c"d,e', plain], zero: [3, stage1]}\n""")
@@ -106,19 +108,34 @@ def test_a_sweep_file(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("--config-dir . a=1 -m b=2", Line(("a=1", "b=2"), multirun=True, config_dir=".")),
-        ("--config-dir=. a=1", Line(("a=1",), config_dir=".")),
-        (
-            "--cfg job --package zero a=1",
-            Line(("a=1",), show=("--cfg", "job", "--package", "zero")),
-        ),
-        ("--cfg job --resolve", Line((), show=("--cfg", "job", "--resolve"))),
-        ("--info plugins a=1", Line(("a=1",), show=("--info", "plugins"))),
-        ("--info a=1", Line(("a=1",), show=("--info", "all"))),
+        ("--config-dir . a=1 -m b=2", (("a=1", "b=2"), True, ".", ())),
+        ("--config-dir=. a=1", (("a=1",), False, ".", ())),
+        ("--cfg job --package zero", ((), False, None, ("--cfg", "job", "--package", "zero"))),
+        ("--cfg job --resolve", ((), False, None, ("--cfg", "job", "--resolve"))),
+        ("--info plugins a=1", (("a=1",), False, None, ("--info", "plugins"))),
+        ("--info a=1", (("a=1",), False, None, ("--info", "all"))),
     ],
-)
-def test_options_and_overrides_in_any_order(typed: str, line: Line) -> None:
-    assert read_line(typed.split()) == line
+)  # fmt: skip
+def test_options_and_overrides_in_any_order(typed: str, line: tuple[object, ...]) -> None:
+    words = parse("train", typed.split())
+    assert (words.overrides, words.multirun, words.config_dir, words.show) == line
+
+
+def test_the_words_of_a_command_are_sorted(tmp_path) -> None:
+    words = parse("resume", ["zero=3", str(tmp_path), "step=4", "--config-dir", "."])
+    assert (words.bare, words.overrides, words.own) == (
+        [str(tmp_path)],
+        ("zero=stage3",),
+        {"step": "4"},
+    )
+    assert (words.step("step", least=0), words.flag("trust"), words.config_dirs) == (
+        4,
+        False,
+        ["."],
+    )
+    assert parse("export", ["x"]).step is None
+    words = parse("doctor", ["--json", "hardware=cpu2"])
+    assert (words.json, words.fix, words.overrides) == (True, False, ("hardware=cpu2",))
 
 
 def test_an_experiment_file(tmp_path) -> None:
@@ -170,14 +187,18 @@ def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path
     rule = "this takes text, and YAML reads {0} as a number. Quote it: '{0}'."
     place = str(tmp_path / "own")
     for typed, where, number in (
-        (Line((str(file),)), f"{file}, line {line}", written),
-        (Line(("experiment=mine",), config_dir=place), f"{own}, line {line + 1}", written),
-        (Line(("hardware=mine",), config_dir=place), f"{package}, line 2", "007"),
+        (Words(overrides=(str(file),)), f"{file}, line {line}", written),
+        (
+            Words(overrides=("experiment=mine",), config_dir=place),
+            f"{own}, line {line + 1}",
+            written,
+        ),
+        (Words(overrides=("hardware=mine",), config_dir=place), f"{package}, line 2", "007"),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"{where}: {rule.format(number)}")):
-            typed.checked()
+            checked(typed)
     file.write_text(content.replace(written, f"'{written}'"))
-    assert any(written in word for word in Line((str(file),)).checked().words)
+    assert any(written in word for word in checked(Words(overrides=(str(file),))).words)
 
 
 def test_whole_numbers_and_dates_may_be_text(tmp_path) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
-from llmx.cli.completion import SHELLS, candidates, split_line
-from llmx.cli.completion import main as completion
+from llmx.cli.completion import SHELLS, candidates, run, split_line
+from llmx.cli.words import parse
 from llmx.config.groups import GROUPS, options
 from llmx.config.plugins import TRACKERS
 from llmx.config.reference import keys
@@ -167,7 +167,7 @@ def test_no_line_is_too_odd(junk: str) -> None:
 )
 def test_unknown_shell(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        completion(words)
+        run(parse("completion", words))
 
 
 def test_an_answer_waits_for_no_heavy_library() -> None:

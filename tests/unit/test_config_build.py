@@ -59,7 +59,7 @@ def test_every_problem_is_listed_at_once() -> None:
         "dry_run=yes: must be true or false.",
         'zero.offload_param=cpuu: must be one of none, cpu, nvme. Did you mean "cpu"?',
         "optim.lr=fast: must be a number above 0 and at most 1000, or auto. Set e.g. "
-        "optim.lr=2e-5.",
+        "optim.lr=0.0001.",
     ]
 
 
@@ -73,7 +73,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("optim__betas", 0.9, "=0.9: must be a list. Set e.g. 'optim.betas=[0.9,0.999]'."),
         ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be a number from 0 to below 1."),
         ("optim__betas", [0.9], "optim.betas: must have 2 entries (it has 1)."),
-        ("model__config", [1], "=[1]: must be a mapping. Set e.g. 'model.config={hidden_size: "),
+        ("model__config", [1], "=[1]: must be a mapping. Set e.g. 'model.config={num_hidden_l"),
         ("model__config", {"a": {"b": 10**30}}, "model.config.a.b=1000000"),
         ("model__config", {"a": float("nan")}, "model.config.a=nan: must be a finite number."),
         ("model", "tiny", "model=tiny: must be a mapping with the keys name, kind"),
@@ -86,7 +86,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("run_dir", "x" * 5000, "must have at most 4096 characters (it has 5000)"),
         ("tracking__kinds", ["wandbb"], 'Did you mean "wandb"'),
         ("tracking__kinds", ["csv", "csv"], "tracking.kinds: has csv twice"),
-        ("hardware__hosts", {"a": 8}, "must be a list. Set e.g. 'hardware.hosts=[{name: node-a"),
+        ("hardware__hosts", {"a": 8}, "must be a list. Set e.g. 'hardware.hosts=[{name: gpu-1"),
         ("hardware__hosts", [{"slots": 0}], "hosts[0].slots=0: must be a whole number from 1 to"),
         ("launch__env", ["a"], "launch.env=[a]: must be a mapping. Set e.g. 'launch.env={NCCL"),
         ("launch__slurm", {"time_limit": "soon"}, "must be a time as Slurm writes it"),

@@ -18,8 +18,8 @@ import yaml
 
 from llmx.__main__ import main
 from llmx.cli import data as command
-from llmx.cli.arguments import split_own
 from llmx.cli.data_out import Options
+from llmx.cli.words import parse
 from llmx.config import Experiment, to_dict
 from llmx.config.build import shown
 from llmx.data import progress
@@ -102,10 +102,10 @@ def test_own_words_are_checked(here: Path, capsys: pytest.CaptureFixture[str], w
 
 
 def test_own_words_are_told_from_overrides():
-    words = ["preview=3", "data.seq_len=4", "split=eval"]
-    assert split_own(words, ("preview", "split")) == (["preview=3", "split=eval"], words[1:2])
+    words = parse("data", ["preview=3", "data.seq_len=4", "split=eval"])
+    assert (words.own, words.overrides) == ({"preview": "3", "split": "eval"}, ("data.seq_len=4",))
     with pytest.raises(ConfigError, match=r'prevew: no such key. Did you mean "preview"'):
-        split_own(["prevew=3"], ("preview", "split"))
+        parse("data", ["prevew=3"])
 
 
 def test_preview_shows_every_token_once():

@@ -22,9 +22,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
 from llmx.cli import sweeps
-from llmx.cli.arguments import split_own
 from llmx.cli.commands import COMMANDS, Runs
 from llmx.cli.help import ENVIRONMENT
+from llmx.cli.words import parse, split_command
 from llmx.compose.complete import complete
 from llmx.config import OptimConfig, experiment_from_dict
 from llmx.config.groups import CONF
@@ -208,12 +208,11 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
             capsys.readouterr().err
         )
         return
-    if COMMANDS[command].runs == Runs.CONFIG and COMMANDS[command].module:
-        own, overrides = split_own(rest, COMMANDS[command].own_keys)
-        assert all(f"{word.split('=')[0]}=" in flags for word in own)
+    if COMMANDS[command].runs == Runs.CONFIG:
         if "--help" in rest:
             assert main(typed) == 0
             return
+        overrides = [*parse(command, rest).overrides]
         exp, problems = complete(experiment_from_dict(values(overrides)))
         assert not problems, problems
         if COMMANDS[command].trains:
@@ -240,11 +239,12 @@ def test_the_first_of_many_trials_composes(
 ) -> None:
     """By night all of them are planned."""
     typed: list[str] = []
-    monkeypatch.setattr(sweeps, "run_hydra", lambda made: typed.extend(made) or 0)
+    monkeypatch.setattr(sweeps, "train", lambda made: typed.extend(made.overrides) or 0)
     if words[0] == "-m":
         typed.extend(words)
     else:
-        assert {"sweep": sweeps.sweep, "tune": sweeps.tune}[words[0]](words[1:]) == 0
+        command, rest = split_command(words, COMMANDS)
+        assert {"sweep": sweeps.sweep, "tune": sweeps.tune}[command](parse(command, rest)) == 0
     overrides = OverridesParser.create().parse_overrides(
         [word for word in typed if not word.startswith("-")]
     )

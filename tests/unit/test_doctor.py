@@ -22,10 +22,11 @@ from llmx.cli.doctor import (
     by_value,
     leftovers_of,
     lines_of,
-    main,
     network_time,
     pasteable,
+    run,
 )
+from llmx.cli.words import parse
 from llmx.errors import ConfigError
 from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
@@ -41,7 +42,7 @@ def test_this_machine_as_a_table_and_as_json(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     out = io.StringIO()
-    assert main(["hardware=local", "--json"], stream=out) == 0
+    assert run(parse("doctor", ["hardware=local", "--json"]), stream=out) == 0
     found = json.loads(out.getvalue())
     assert found["ok"]
     (host,) = found["hosts"].values()
@@ -66,8 +67,8 @@ def test_errors_come_after_the_table_and_are_counted() -> None:
 
 
 def test_a_mistyped_flag_is_named_with_the_one_that_is_meant() -> None:
-    with pytest.raises(ConfigError, match=r"--bandwith: no such option. Did you mean --bandwidth"):
-        main(["--bandwith"])
+    with pytest.raises(ConfigError, match=r"--bandwith: no such option. Did you mean .--bandwidth"):
+        run(parse("doctor", ["--bandwith"]))
 
 
 def test_a_command_to_test_ssh_needs_no_run_directory() -> None:
@@ -128,13 +129,13 @@ def test_leftovers_are_removed_after_a_question(
 
         monkeypatch.setattr(doctor, "leftovers_of", of_this_test)
         monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
-        main(words, stream=out)
+        run(parse("doctor", words), stream=out)
         listed = f"  localhost: rm {old}\n  localhost: kill -9 {dead.pid}\nDo that? [y/N] "
         assert listed in out.getvalue()
         assert old.exists()
         assert dead.poll() is None
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-        main(words, stream=out)
+        run(parse("doctor", words), stream=out)
         done = f"! localhost: removed {old}\n! localhost: ended process {dead.pid}\n"
         assert done in out.getvalue()
         assert (old.exists(), young.exists()) == (False, True)

@@ -14,12 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmx.cli import generate, generate_file
-from llmx.cli.arguments import check_spelling
-from llmx.cli.flags import parse
 from llmx.cli.generate import Stream, learns_chats, wanted
 from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import main, run_here
 from llmx.cli.target import find_target, load_network
+from llmx.cli.words import parse
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -139,7 +138,6 @@ def test_a_prompt_may_look_like_an_option(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["lr=1", "what is x = 1?", "1+1=", "--n=2", "--json", "--", "n=3"]
-    check_spelling("generate", words)
     options = parse("generate", words)
     assert (str(options.target), options.prompt) == ("lr=1", ["what is x = 1?", "1+1="])
     assert (options.json, options.n, options.behind) == (True, 2, ["n=3"])
@@ -191,7 +189,7 @@ def test_the_other_spelling_is_named(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(words) == 2
         assert says in capsys.readouterr().err
-    check_spelling("chat", ["x", "--system", "seed=1"])
+    parse("chat", ["x", "--system", "seed=1"])
 
 
 def test_a_terminal_sees_a_completion_grow(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

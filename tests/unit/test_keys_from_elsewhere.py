@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmx.__main__ import main
-from llmx.config.foreign import NAMES, TABLES, TOOLS
+from llmx.config.foreign import NAMES, THERE
 from llmx.config.groups import GROUPS, elsewhere, find_option, key_problem
 
 LLAMA_FACTORY = """
@@ -60,7 +60,7 @@ def test_each_answer_is_a_key_or_an_option() -> None:
 
 
 def test_a_name_has_one_answer() -> None:
-    names = [name for table in TABLES for text in table.values() for name in text.split()]
+    names = [name for text in THERE.values() for name in text.split()]
     assert len(names) == len(NAMES)
 
 
@@ -140,12 +140,9 @@ def test_the_page_has_every_key(golden: Callable[[str, str], None]) -> None:
     """docs/coming-from.md: recording the golden files writes its tables anew."""
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
     begin, end = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
-    lines = []
-    for tool, table in TOOLS.items():
-        lines += [f"### {tool}", "", "| there | here |", "|---|---|"]
-        for key, names in table.items():
-            listed = ", ".join(f"`{name}`" for name in names.split())
-            lines.append(f"| {listed} | `{key}` |")
-        lines.append("")
+    lines = ["| there | here |", "|---|---|"]
+    for key, names in THERE.items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | `{key}` |")
+    lines.append("")
     head, tail = page.partition(begin)[0], page.partition(end)[2]
     golden("../../docs/coming-from.md", "\n".join([f"{head}{begin}", *lines, f"{end}{tail}"]))

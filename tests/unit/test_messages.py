@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.arguments import read_line, split_command, sweep_overrides
+from llmx.cli.arguments import sweep_overrides
 from llmx.cli.commands import COMMANDS
+from llmx.cli.words import parse, split_command
 from llmx.compose.overrides import check_overrides
 from llmx.config import Experiment, ModelConfig, experiment_from_dict, experiment_of_snapshot
 from llmx.config.model_rules import model_config_problems
@@ -152,7 +153,7 @@ def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
         grid.write_text(text)
         sweep_overrides(grid)
 
-    yield "Options", each(lambda line: read_line(line.split()), LINES)
+    yield "Options", each(lambda line: parse("train", line.split()), LINES)
     words = ("trian", "import", "render", "bundle", "queue")
     yield "Commands", each(lambda word: split_command([word], commands), words)
     yield "Words", each(lambda word: check_overrides([word], commands=commands), WORDS)

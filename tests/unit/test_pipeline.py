@@ -19,6 +19,7 @@ from llmx.cli.pipeline import (
     stages_of,
     table,
 )
+from llmx.cli.words import parse
 from llmx.errors import ConfigError
 from llmx.run.rundir import RunDir, write_json
 from tests.rundirs import experiment, write_run
@@ -87,7 +88,7 @@ def test_every_committed_recipe_can_be_started(
         f"{value}={'some/model' if value == 'model' else f'{value}.jsonl'}"
         for value in content.get("values") or {}
     ]
-    assert pipeline.main([name, *given, "dry_run=true", "run_dir=runs"]) == 0
+    assert pipeline.run(parse("pipeline", [name, *given, "dry_run=true", "run_dir=runs"])) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == list(content["stages"])
     assert f"model.path={tmp_path}/runs/sft/model" in lines[1]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmx.cli.words import parse
 from llmx.compose.complete import Composed, check, complete, plan_experiment, refusal
 from llmx.config import experiment_from_dict, to_dict
 from llmx.config.fields import AUTO
@@ -18,7 +19,7 @@ from llmx.errors import ConfigError
 from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.learned import learned_file
 from llmx.lifecycle.resume.changes import keep_choice
-from llmx.lifecycle.resume.command import main as resume
+from llmx.lifecycle.resume.command import run as resume
 from llmx.lifecycle.start import prepare, run_composed
 from llmx.plan.choices import MICRO_BATCH, auto_keys, choices
 from llmx.plan.learned import Observation
@@ -199,7 +200,7 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     assert "expect it to run out of memory" in lines[0]
     assert "These fit by the plan, the fastest first: " in lines[1]
     assert Plan.from_dict(read_json(RunDir(run).plan)).warnings[:2] == tuple(lines)
-    resume([str(run)])
+    resume(parse("resume", [str(run)]))
     said = capsys.readouterr().out
     assert "  !         These fit by the plan, the fastest first: " in said
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmx.cli.plan import compared, main
+from llmx.cli.plan import compared, run
+from llmx.cli.words import parse
 from llmx.errors import ConfigError
 from llmx.text import TIMES
 
@@ -19,14 +20,14 @@ SMALL = ["experiment=demo", "batch.global_batch=64", "task.steps=100"]
     [
         (["hardware=a100x8,h100x8", "zero=stage2"], ["a100x8", "h100x8"]),
         (["hardware=a100x8, h100x8"], ["a100x8", "h100x8"]),
-        (["hardware=a100x8,h100x8", "--config-dir", "mine"], ["a100x8", "h100x8"]),
+        (["hardware=a100x8,h100x8", "--config-dir", "."], ["a100x8", "h100x8"]),
         (["-m", "hardware=a100x8,h100x8"], []),
         (["--cfg", "job", "hardware=a100x8,h100x8"], []),
         (["hardware=a100x8,h100x8", "hardware=cpu2"], ["cpu2"]),
     ],
 )
 def test_which_clusters_are_compared(words: list[str], expected: list[str]) -> None:
-    assert compared(words) == expected
+    assert compared(parse("plan", words)) == expected
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ class Watched(io.StringIO):
 
 def shown(words: list[str]) -> str:
     stream = Watched()
-    assert main(words, stream=stream) == 0
+    assert run(parse("plan", words), stream=stream) == 0
     return stream.getvalue()
 
 
@@ -70,14 +71,14 @@ def test_one_plan_leaves_a_run_directory_only_where_it_is_asked_for(
     assert "Nothing was started or written." in shown(["hardware=cpu2"])
     assert list(here.iterdir()) == []
     for words, directory in (("run_dir=mine", "mine"), ("dry_run=true", "outputs")):
-        assert main(["hardware=cpu2", words]) == 0
+        assert run(parse("plan", ["hardware=cpu2", words])) == 0
         assert "deepspeed --hostfile" in capsys.readouterr().out
         assert len(list((here / directory).rglob("config.yaml"))) == 1
 
 
 def test_a_cluster_that_refuses_does_not_hide_the_others() -> None:
     stream = io.StringIO()
-    main([*SMALL, "hardware=a100x8,a100x2_v100x2", "precision=bf16"], stream=stream)
+    run(parse("plan", [*SMALL, "hardware=a100x8,a100x2_v100x2", "precision=bf16"]), stream=stream)
     text = stream.getvalue()
     assert "refused" in text
     assert "a100x2_v100x2: precision=bf16" in text
@@ -86,7 +87,7 @@ def test_a_cluster_that_refuses_does_not_hide_the_others() -> None:
 
 def test_a_mistake_in_the_experiment_is_an_error_said_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        main([*SMALL, "hardware=a100x8,h100x8", "zero=stage7"], stream=io.StringIO())
+        run(parse("plan", [*SMALL, "hardware=a100x8,h100x8", "zero=stage7"]), stream=io.StringIO())
     assert str(caught.value).count("stage7") == 1
 
 

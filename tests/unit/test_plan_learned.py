@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmx.cli.words import parse
 from llmx.compose.complete import Composed
 from llmx.config import Experiment
 from llmx.lifecycle import learned
@@ -21,8 +22,8 @@ from llmx.lifecycle.learned import (
     measured_of,
     read_observations,
 )
-from llmx.lifecycle.reproduce import main as reproduce
-from llmx.lifecycle.resume.command import main as resume
+from llmx.lifecycle.reproduce import run as reproduce
+from llmx.lifecycle.resume.command import run as resume
 from llmx.plan.geometry import model_geometry
 from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
 from llmx.plan.step_time import LAYER_S, LearnedSpeeds, flops_by_device, step_time, token_flops
@@ -313,7 +314,9 @@ def test_what_is_resumed_or_reproduced_teaches(
 
     monkeypatch.setattr("llmx.launch.supervise", trained)
     assert read_observations(learned_file()) == []
-    assert {"resume": resume, "reproduce": reproduce}[command]([str(first.root)]) == 0
+    assert {"resume": resume, "reproduce": reproduce}[command](
+        parse(command, [str(first.root)])
+    ) == 0
     (shown,) = read_observations(learned_file())
     assert shown.stage == 1
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmx.cli.plan import main
+from llmx.cli.plan import run
+from llmx.cli.words import parse
 from llmx.models.attention import AttentionMethod
 from llmx.models.generate import BareDecoder, generate
 from llmx.models.sampling import Sampling
@@ -110,7 +111,7 @@ def test_two_updates_take_twice_the_training() -> None:
 def test_plan_prints_who_waits(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMX_TRACES", "off")
-    assert main(MIXED) == 0
+    assert run(parse("plan", MIXED)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "completions of 256 tokens (assumed" in text
 

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmx.compose.apply_overrides import parse_run_command
+from llmx.cli.words import parse
 from llmx.compose.complete import plan_experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.reproduce import (
-    OWN,
     _record_of,
-    main,
     next_experiment,
     other_inputs,
     print_outcome,
-    reproduce,
+)
+from llmx.lifecycle.reproduce import (
+    run as reproduce,
 )
 from llmx.run import snapshot
 from llmx.run.metrics.equality import DIFFER, EQUAL, UNKNOWN, Outcome, compare, weight_hashes
@@ -41,7 +41,7 @@ def test_a_config_alone_starts_and_says_what_is_not_compared(tmp_path: Path, cap
     run = RunDir(tmp_path / "theirs")
     run.root.mkdir()
     run.config.write_text(snapshot.dump_config(exp))
-    words = parse_run_command("reproduce", [str(run.root), "dry_run=true"], own_keys=OWN)
+    words = parse("reproduce", [str(run.root), "dry_run=true"])
     assert reproduce(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "not compared: code, packages, devices and inputs (there is no provenance.json)" in said
@@ -63,7 +63,7 @@ def test_a_config_alone_starts_and_says_what_is_not_compared(tmp_path: Path, cap
 def test_a_wrong_command_line_is_told(words, said, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
-        main(words)
+        reproduce(parse("reproduce", words))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from llmx.checkpoint.manifest import CheckpointError, Manifest, digest_bytes, read_manifest
 from llmx.checkpoint.pointers import read_pointer, set_pointer
 from llmx.cli.help import command_help
-from llmx.compose.apply_overrides import apply, parse_run_command
+from llmx.cli.words import parse
+from llmx.compose.apply_overrides import apply
 from llmx.compose.complete import Composed, with_moved_paths
 from llmx.config import Experiment, known_keys
 from llmx.errors import ConfigError, LlmxError
@@ -28,8 +29,8 @@ from llmx.lifecycle.resume.changes import (
     rule_of,
     schedule_note,
 )
-from llmx.lifecycle.resume.command import OWN, main
 from llmx.lifecycle.resume.command import _rewrite as rewrite
+from llmx.lifecycle.resume.command import run as resume
 from llmx.lifecycle.resume.run_state import (
     archive_run,
     committed,
@@ -51,6 +52,10 @@ from llmx.run.provenance.differences import (
 )
 from llmx.run.rundir import RunDir, read_json, write_json
 from tests.composing import composed
+
+
+def main(words: list[str]) -> int:
+    return resume(parse("resume", words))
 
 
 @pytest.fixture
@@ -89,7 +94,7 @@ def checkpoint(run: RunDir, step: int, *, hosts: tuple[str, ...] = ("a",)) -> Pa
 
 
 def going_on(run: RunDir, *overrides: str):
-    words = parse_run_command("resume", [str(run.root), *overrides], own_keys=OWN)
+    words = parse("resume", [str(run.root), *overrides])
     return next_run(run, snapshot.load(run), words, read_state(run))
 
 
@@ -381,7 +386,7 @@ def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys)
     moved = ["data.sources.1.path=b.jsonl", "tracking=mlflow", "tracking.uri=runs.db"]
     assert "changed   data.sources.1.path" in said(run, capsys, moved[0])
     exp = snapshot.load(run)
-    new = next_run(run, exp, parse_run_command("resume", [str(run.root), *moved], own_keys=OWN),
+    new = next_run(run, exp, parse("resume", [str(run.root), *moved]),
                    read_state(run)).composed.experiment  # fmt: skip
     assert [source.path for source in new.data.sources] == [
         f"{tmp_path}/a.jsonl", f"{tmp_path}/new/b.jsonl",
@@ -389,7 +394,7 @@ def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys)
     assert new.tracking.uri == f"{tmp_path}/new/runs.db"
     assert new.model.tokenizer == "gpt2", "of the Hub, though a directory here has that name"
     target = tmp_path / "repeated"
-    words = parse_run_command("reproduce", [str(run.root), moved[0]], own_keys=())
+    words = parse("reproduce", [str(run.root), moved[0]])
     repeated, _ = next_experiment(exp, done.plan, words, target=target, to_step=None)
     assert repeated.data == new.data
     with pytest.raises(ConfigError, match="data.sources.1.weight: cannot change"):

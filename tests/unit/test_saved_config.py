@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmx.cli.arguments import as_meant, read_line
+from llmx.cli.arguments import as_meant
 from llmx.cli.plan import composed_line
+from llmx.cli.words import parse
 from llmx.compose.complete import Composed, complete
 from llmx.compose.effects import check_effects
 from llmx.compose.overrides import check_overrides
@@ -40,7 +41,7 @@ def saved(*words: str, run_dir: str = "/runs/theirs", **changed: object) -> Expe
 
 def again(*words: str) -> Composed:
     """The run of ``python -m llmx theirs.yaml``, with these words, in a directory of its own."""
-    return composed_line(read_line(["theirs.yaml", *words, "run_dir=/runs/mine"]))
+    return composed_line(parse("train", ["theirs.yaml", *words, "run_dir=/runs/mine"]))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_the_best_trial_of_a_saved_config_keeps_it() -> None:
     """Groups that are left out stay left out in ``SWEEP_DIR/best.yaml``."""
     exp = saved("model=llama_1_7b", "model.tokenizer=demo", "data.path=rows.jsonl", "optim=muon")
     Path("best.yaml").write_text(yaml.safe_dump(as_meant(["theirs.yaml"])))
-    mine = composed_line(read_line(["best.yaml", "run_dir=/runs/theirs"])).experiment
+    mine = composed_line(parse("train", ["best.yaml", "run_dir=/runs/theirs"])).experiment
     assert changed_values(to_dict(exp), to_dict(mine)) == {}
     with pytest.raises(ConfigError, match=r"experiment=./best: is a file. .* llmx ./best.yaml"):
         check_overrides(["experiment=./best"])

@@ -14,8 +14,8 @@ from llmx.config import Experiment, HardwareConfig, HostConfig, known_keys
 from llmx.errors import ConfigError
 from llmx.run.sweepdir import Trial
 from llmx.sweep.prune import NO_MEMORY, OutOfMemory, impossible, key_of, needs_more
-from llmx.sweep.search import Axis, Candidate, Search
 from llmx.sweep.slots import Placed, Slots, first_of, placed_on
+from llmx.sweep.tune import Candidate, Search
 from tests.composing import composed
 
 # --- What need not run -----------------------------------------------------------------------
@@ -178,10 +178,11 @@ def test_mistakes_in_the_choice_of_devices(host: str, said: str) -> None:
 
 # --- What tune tries next: surfaces whose fastest point is known -----------------------------
 
-STAGES = Axis("zero", ("stage1", "stage2", "stage3", "stage3_offload"))
-MICRO = Axis("batch.micro_batch", ("1", "2", "4", "8", "16", "32", "64"))
-CHECKPOINTING = Axis("model.activation_checkpointing", ("none", "selective", "full"))
-AXES = (STAGES, MICRO, CHECKPOINTING)
+AXES = {
+    "zero": ("stage1", "stage2", "stage3", "stage3_offload"),
+    "batch.micro_batch": ("1", "2", "4", "8", "16", "32", "64"),
+    "model.activation_checkpointing": ("none", "selective", "full"),
+}
 CAPACITY = 80.0
 AT_MOST = {"none": 1.0, "selective": 0.97, "full": 0.85, "stage3_offload": 0.9}
 
@@ -209,17 +210,23 @@ def candidates(
     *, capacity: float = CAPACITY, plan: Callable[[Place], float] = memory
 ) -> list[Candidate]:
     found = []
-    for place in itertools.product(*(range(len(axis.values)) for axis in AXES)):
-        chosen = [axis.values[at] for axis, at in zip(AXES, place, strict=True)]
-        words = tuple(f"{axis.key}={value}" for axis, value in zip(AXES, chosen, strict=True))
-        stage, micro, checkpointing = (AT_MOST.get(value, 1.0) for value in chosen)
+    for place in itertools.product(*(range(len(values)) for values in AXES.values())):
+        chosen = [values[at] for values, at in zip(AXES.values(), place, strict=True)]
+        words = tuple(f"{key}={value}" for key, value in zip(AXES, chosen, strict=True))
+        stage, _, checkpointing = (AT_MOST.get(value, 1.0) for value in chosen)
         found.append(
             Candidate(
-                place, words, speed=speed(place), memory_gib=plan(place), capacity_gib=capacity,
-                at_most=stage * micro * checkpointing,
+                words, (words[0], words[2]), place[1], speed=speed(place), memory_gib=plan(place),
+                capacity_gib=capacity, at_most=stage * checkpointing,
             )
         )  # fmt: skip
     return found
+
+
+def place_of(candidate: Candidate) -> Place:
+    words = [word.partition("=")[2] for word in candidate.words]
+    stage, micro, way = (v.index(w) for v, w in zip(AXES.values(), words, strict=True))
+    return stage, micro, way
 
 
 def searched(
@@ -232,20 +239,21 @@ def searched(
     """The trials, in order."""
     trials: list[Place] = []
     while (step := search.next()) is not None and len(trials) < 100:
-        place = step.candidate.place
+        candidate, why = step
+        place = place_of(candidate)
         assert place not in trials
-        assert step.why
+        assert why
         trial = Trial(len(trials), [], Path(), "oom")
         if needed(place) <= capacity:
             measured = {"tokens_per_s": truth(place), "memory_gib": needed(place)}
             trial = Trial(len(trials), [], Path(), "ok", **measured)
-        search.tell(step.candidate, trial)
+        search.tell(candidate, trial)
         trials.append(place)
     return trials
 
 
 def fastest(truth: Callable[[Place], float] = speed, capacity: float = CAPACITY) -> float:
-    places = [candidate.place for candidate in candidates()]
+    places = [place_of(candidate) for candidate in candidates()]
     return max(truth(place) for place in places if memory(place) <= capacity)
 
 
@@ -256,48 +264,48 @@ def test_the_fastest_point_is_found_in_few_of_84_trials(saturates: int, capacity
     truth = functools.partial(speed, saturates=saturates)
     for wrong in (0.7, 1.0, 1.3):
         planned = candidates(capacity=capacity, plan=functools.partial(memory, scale=wrong))
-        search = Search(AXES, planned)
+        search = Search(planned)
         trials = searched(search, truth=truth, capacity=capacity)
         assert search.best is not None
-        assert truth(search.best.place) >= 0.95 * fastest(truth, capacity)
+        assert truth(place_of(search.best)) >= 0.95 * fastest(truth, capacity)
         assert len(trials) <= 14
         assert sum(search.counts().values()) == 84
 
 
 def test_from_below_where_nothing_is_known_of_memory() -> None:
-    search = Search(AXES, candidates(capacity=0.0), config_place=(0, 2, 0))
+    search = Search(candidates(capacity=0.0))
     trials = searched(search)
-    assert trials[0] == (0, 2, 0)
+    assert trials[0] == (0, 0, 0)
     assert search.best is not None
-    assert speed(search.best.place) == fastest()
+    assert speed(place_of(search.best)) == fastest()
     assert len(trials) <= 14
 
 
 def test_nothing_that_fits_ends_the_search() -> None:
-    search = Search(AXES, candidates())
+    search = Search(candidates())
     assert len(searched(search, needed=lambda place: 1000.0)) <= 16
     assert search.best is None
     assert "no remaining candidate could fit" in search.ended
 
 
 def test_failures_of_another_kind_end_it_early() -> None:
-    search = Search(AXES, candidates())
+    search = Search(candidates())
     for trial in range(3):
         step = search.next()
         assert step is not None
-        search.tell(step.candidate, Trial(trial, [], Path(), "crash"))
+        search.tell(step[0], Trial(trial, [], Path(), "crash"))
     assert search.next() is None
     assert "not for memory" in search.ended
 
 
 def test_recomputing_is_not_tried_where_memory_is_no_limit() -> None:
-    search = Search(AXES, candidates(capacity=640.0))
+    search = Search(candidates(capacity=640.0))
     assert all(place[2] == 0 for place in searched(search, capacity=640.0))
     assert "not worth trying" in search.counts()
 
 
 def test_what_a_limit_left_out_is_said_to_be_not_tried() -> None:
-    search = Search(AXES, candidates())
+    search = Search(candidates())
     search.limit, search.ended = "sweep.max_trials", "sweep.max_trials=1 was reached"
     assert "not tried (sweep.max_trials)" in search.counts()
     assert "not worth trying" not in search.counts()

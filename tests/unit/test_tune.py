@@ -131,7 +131,7 @@ LARGE += "data.seq_len=4096 model.activation_checkpointing=none"
         (" ".join(SEARCH), ("zero: stage0, stage1, stage2", "batch.micro_batch: 1, 2, 4, 8, 16",
                             "every candidate trains 32 samples a step")),
         ("batch=default hardware=cpu2 batch.micro_batch=1,2", ("batch.global_batch is not set",)),
-        (LARGE, ("zero: stage1, stage2, stage3, stage2_offload, stage3_offload",
+        (LARGE, ("zero: stage1, stage2, stage2_offload, stage3, stage3_offload",
                  "would not fit by the plan")),
         (f"{LARGE} zero=stage0,stage1", ("alone take 100.4 GiB",)),
     ],

@@ -122,7 +122,7 @@ def searching(sweeper: SearchSweeper) -> Iterator[Runner]:
 def fixed_and_swept(
     sweeper: SearchSweeper, arguments: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, Override]]:
-    """By key, the words that all trials have, and those with several values; the last counts."""
+    """The words that all trials have by key, and those with several values; the last counts."""
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     words: dict[str, Override] = {}
     for word in parser.parse_overrides(list(arguments)):

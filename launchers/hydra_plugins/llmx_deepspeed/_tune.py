@@ -23,8 +23,7 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.observe.report.sweep_data import load_sweep
 from llmx.plan.choices import AUTO_KEYS
 from llmx.run.rundir import write_text
-from llmx.sweep.candidates import USUAL, default_axes, given_place, in_order, plan_candidates
-from llmx.sweep.search import NO_MEMORY, Axis, Search
+from llmx.sweep.tune import NO_MEMORY, Axes, Search, axes_of, plan_candidates
 from llmx.sweep.tuned import MARKDOWN, beginning, candidate_table, conclusion, to_markdown
 
 if TYPE_CHECKING:
@@ -47,28 +46,25 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
             f"sweep.objective={exp.sweep.objective}: hydra/sweeper=tune searches for speed "
             f"(tokens_per_s). For a loss: python -m llmx tune objective={exp.sweep.objective}."
         )
-    size, varied = exp.batch.global_batch, [axis.key for axis in typed]
-    if size is not None and not {*varied} & {"batch", "experiment", *SIZES}:
+    size = exp.batch.global_batch
+    if size is not None and not typed.keys() & {"batch", "experiment", *SIZES}:
         # The default of the task follows the micro batch, which differs between candidates.
         fixed = [*fixed, f"batch.global_batch={size}"]
         compose = _Compose(sweeper, fixed)
-    chosen = [word.partition("=")[0] for word in fixed] + varied
-    axes = [*(in_order(axis, compose) for axis in typed), *default_axes(planned, chosen)]
-    axes.sort(key=lambda axis: USUAL.index(axis.key) if axis.key in USUAL else len(USUAL))
-    candidates = plan_candidates(
-        axes, compose, ram_gib=float(psutil.virtual_memory().total) / 2**30
-    )
+    axes = axes_of(planned, typed, [word.partition("=")[0] for word in fixed])
+    ram_gib = float(psutil.virtual_memory().total) / 2**30
+    candidates = plan_candidates(axes, compose, ram_gib=ram_gib)
     for line in beginning(axes, candidates, planned):
         print(line, flush=True)
     if exp.dry_run:
         print(candidate_table(axes, candidates))
         print("Nothing was started (dry_run=true).", flush=True)
         return
-    search = Search(axes, candidates, config_place=None if typed else given_place(axes, planned))
+    search = Search(candidates)
     with searching(sweeper) as runner:
         _run(runner, search, fixed, exp)
     directory = runner.sweep.directory
-    write_text(directory / MARKDOWN, to_markdown(axes, candidates, search))
+    write_text(directory / MARKDOWN, to_markdown(axes, search))
     for line in conclusion(search, load_sweep(directory)):
         print(line)
     sys.stdout.flush()
@@ -88,20 +84,23 @@ def _run(runner: Runner, search: Search, fixed: Sequence[str], exp: Experiment) 
             search.limit = "sweep.max_minutes"
             search.ended = f"sweep.max_minutes={minutes:g} was reached"
             break
-        print(f"[{index}] {step.candidate.text}: {step.why}", flush=True)
-        (trial,) = runner.run({index: [*fixed, *step.candidate.words]})
+        candidate, why = step
+        print(f"[{index}] {candidate.text}: {why}", flush=True)
+        (trial,) = runner.run({index: [*fixed, *candidate.words]})
         if trial.outcome:
-            search.tell(step.candidate, trial)
+            search.tell(candidate, trial)
         error = runner.ends.get(index)
         if exp.sweep.fail_fast and error is not None and trial.outcome not in NO_MEMORY:
             raise error
         index += 1
 
 
-def _sorted(sweeper: TuneSweeper, arguments: Sequence[str]) -> tuple[list[str], list[Axis]]:
+def _sorted(
+    sweeper: TuneSweeper, arguments: Sequence[str]
+) -> tuple[list[str], dict[str, list[str]]]:
     """The words that all trials have, and the axes that were typed."""
     fixed, swept = fixed_and_swept(sweeper, arguments)
-    axes = [Axis(k.lstrip("+"), tuple(word.sweep_string_iterator())) for k, word in swept.items()]
+    axes = {key.lstrip("+"): [*word.sweep_string_iterator()] for key, word in swept.items()}
     for key in AUTO_KEYS:  # tune measures what auto predicts: the key is an axis
         if fixed.get(key) == f"{key}=auto":
             del fixed[key]
@@ -122,11 +121,11 @@ class _Compose:
         return complete(experiment_from_dict(values))
 
 
-def _given(compose: _Compose, typed: Sequence[Axis]) -> Composed:
+def _given(compose: _Compose, typed: Axes) -> Composed:
     """The config as it was given, with the first values of the axes that can be planned."""
     first: LlmxError | None = None
-    for values in itertools.product(*(axis.values for axis in typed)):
-        words = [f"{axis.key}={value}" for axis, value in zip(typed, values, strict=True)]
+    for values in itertools.product(*typed.values()):
+        words = [f"{key}={value}" for key, value in zip(typed, values, strict=True)]
         try:
             return plan_experiment(*compose(words))
         except LlmxError as error:

@@ -30,7 +30,7 @@ class DeepSpeedLauncher(Launcher):
         self.task_function: TaskFunction | None = None
         self.hydra_context: HydraContext | None = None
         self.runner: Runner | None = None
-        """Of the sweep; a sweeper may hand over its trials in parts."""
+        """Runner of the sweep; a sweeper may hand over its trials in parts."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

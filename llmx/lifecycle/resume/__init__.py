@@ -10,6 +10,6 @@ step: the former ``config.yaml``, ``plan.json``, ``ds_config.json``, ``overrides
 ``checkpoints/`` with those that are newer than ``step=N``.
 """
 
-from llmx.lifecycle.resume.command import main
+from llmx.lifecycle.resume.command import run
 
-__all__ = ["main"]
+__all__ = ["run"]

@@ -3,6 +3,7 @@
 Also edits of ``config.yaml`` by hand, which are changes that nobody has typed.
 """
 
+# ruff: noqa: E501 - a rule is a row
 from __future__ import annotations
 
 import dataclasses
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from llmx.compose.apply_overrides import RunCommand, apply, group_of
+from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.complete import (
     Composed,
     plan_experiment,
@@ -20,6 +21,7 @@ from llmx.compose.complete import (
 )
 from llmx.compose.effects import check_effects
 from llmx.compose.task_rules import with_default_lr
+from llmx.compose.words import Words
 from llmx.config import DataConfig, Experiment, TaskConfig, to_dict
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError
@@ -80,52 +82,20 @@ PLACES = (
 )  # fmt: skip
 """May change where the content is the same, e.g. on another machine."""
 
+# fmt: off
 RULES = (
     Rule(("launch.*",), SAME, "how the ranks are started and monitored"),
     Rule(("tracking.*",), SAME, "where metrics are sent"),
     Rule(("checkpoint.*",), SAME, "when the state is saved and which checkpoints are kept"),
     Rule(("hardware.*",), ROUNDING, "any hosts and devices; the global batch stays the same"),
-    Rule(
-        (
-            *("batch.micro_batch", "batch.accumulation", "batch.balance", "batch.weights"),
-            "batch.rebalance",
-        ),
-        ROUNDING,
-        "how the same global batch is split",
-    ),
+    Rule(("batch.micro_batch", "batch.accumulation", "batch.balance", "batch.weights", "batch.rebalance"), ROUNDING, "how the same global batch is split"),
     Rule(("zero.*",), ROUNDING, "a checkpoint loads at every ZeRO stage and offload"),
-    Rule(
-        (
-            "model.attention",
-            "model.activation_checkpointing",
-        ),
-        ROUNDING,
-        "the same network, computed differently",
-    ),
+    Rule(("model.attention", "model.activation_checkpointing"), ROUNDING, "the same network, computed differently"),
     Rule(("model.fused_loss", "model.compile", "model.liger_kernel"), ROUNDING, "other kernels"),
-    Rule(
-        ("task.log_every_steps", "task.evaluate", "task.eval_every_steps"), SAME, "what is reported"
-    ),
-    Rule(
-        ("task.eval_generate", "task.eval_max_new_tokens", "task.eval_metrics"),
-        SAME,
-        "what is reported",
-    ),
-    Rule(
-        ("rollout.hosts", "rollout.servers", "rollout.servers.*", "rollout.port", "rollout.wait_s"),
-        ROUNDING,
-        "who draws the samples",
-    ),
-    Rule(
-        (
-            "rollout.vllm_python",
-            "rollout.max_staleness",
-            "rollout.importance",
-            "rollout.importance_cap",
-        ),
-        OTHER,
-        "what draws samples, and how they are weighted",
-    ),
+    Rule(("task.log_every_steps", "task.evaluate", "task.eval_every_steps"), SAME, "what is reported"),
+    Rule(("task.eval_generate", "task.eval_max_new_tokens", "task.eval_metrics"), SAME, "what is reported"),
+    Rule(("rollout.hosts", "rollout.servers", "rollout.servers.*", "rollout.port", "rollout.wait_s"), ROUNDING, "who draws the samples"),
+    Rule(("rollout.vllm_python", "rollout.max_staleness", "rollout.importance", "rollout.importance_cap"), OTHER, "what draws samples, and how they are weighted"),
     Rule(("task.save_model", "task.stop_at_step"), SAME, "what happens at the end"),
     Rule(("task.early_stopping.*",), SAME, "when training ends"),
     Rule(("task.on_divergence", "task.spike_factor"), SAME, "what happens when it diverges"),
@@ -135,18 +105,13 @@ RULES = (
     Rule(("deterministic",), ROUNDING, "other kernels"),
     Rule(("optim.kind",), REFUSED, "the checkpoint contains the states of that optimizer"),
     Rule(("optim.*",), OTHER, "read again at each step"),
-    Rule(("data.cache_dir", "data.num_workers"), SAME, "where and how "
-         "the same samples are prepared"),
+    Rule(("data.cache_dir", "data.num_workers"), SAME, "where and how the same samples are prepared"),
     Rule(PLACES, SAME, "where the content is stored, which is compared"),
     Rule(("data.seq_len",), REFUSED, "a different length gives different samples"),
     Rule(("data.layout", "data.pad_to_multiple_of"), ROUNDING, "the same rows in other batches"),
     Rule(("data.*",), REFUSED, _OTHER_SAMPLES),
     Rule(("seed",), REFUSED, "it determines the order of the samples"),
-    Rule(
-        ("batch.global_batch", "batch.tokens_per_step"),
-        REFUSED,
-        "a step would have different samples",
-    ),
+    Rule(("batch.global_batch", "batch.tokens_per_step"), REFUSED, "a step would have different samples"),
     Rule(("adapter.lr",), OTHER, "read again at each step"),
     Rule(("adapter.*",), REFUSED, "the checkpoint contains that adapter"),
     Rule(("model.*",), REFUSED, _OTHER_MODEL),
@@ -159,7 +124,8 @@ RULES = (
     Rule(("run_dir",), SAME, "a run is resumed where its directory is"),
     Rule(("dry_run",), SAME, "dry_run=true shows what would be done"),
     Rule(("schema_version",), REFUSED, "the version of the snapshot's format"),
-)  # fmt: skip
+)
+# fmt: on
 
 
 def rule_of(key: str) -> Rule:
@@ -268,7 +234,7 @@ class Next:
 def next_run(
     run: RunDir,
     exp: Experiment,
-    words: RunCommand,
+    words: Words,
     state: RunState,
     *,
     edited: Experiment | None = None,
@@ -302,8 +268,8 @@ def next_run(
         former=exp,
         composed=composed,
         changes=changes(to_dict(exp), to_dict(new)),
-        words=words.overrides,
-        dry_run=edited.dry_run,
+        words=tuple(words.overrides),
+        dry_run=edited.dry_run or words.flag("dry_run"),
         total=_total(new.data, new.task, composed.plan, state),
     )
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from llmx.checkpoint.manifest import CheckpointError
-from llmx.compose.apply_overrides import RunCommand, parse_run_command
 from llmx.compose.complete import check_paths
+from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
@@ -52,18 +52,14 @@ from llmx.tracking.base import check_packages
 if TYPE_CHECKING:
     from llmx.launch.spec import LaunchSpec
 
-OWN = ("step", "trust")
 
-
-def main(words: Sequence[str]) -> int:
-    """The command line; returns the exit code of the run."""
-    launch = prepare_resume(parse_run_command("resume", words, own_keys=OWN), typed=words)
+def run(words: Words) -> int:
+    """Resume a run; returns its exit code."""
+    launch = prepare_resume(words)
     return 0 if launch is None else launched(launch)
 
 
-def prepare_resume(
-    words: RunCommand, *, typed: Sequence[str] = (), edited: Experiment | None = None
-) -> LaunchSpec | None:
+def prepare_resume(words: Words, *, edited: Experiment | None = None) -> LaunchSpec | None:
     """Check everything, say it, and rewrite what changes; what is to be launched, or None.
 
     ``edited``: the experiment to continue with, where it is known whole.
@@ -85,7 +81,7 @@ def prepare_resume(
     check_paths(new.experiment, new.plan)
     check_packages(new.experiment.tracking)
     environment = rank_environment(new.experiment, new.plan)
-    now = record(new.experiment, new.plan, list(typed), environment=environment)
+    now = record(new.experiment, new.plan, list(words.typed), environment=environment)
     then = read_mapping(run.provenance)
     if then or state.was_launched:  # else a config came alone, and nothing is continued
         refuse_other_content(upcoming.changes, then, now)
@@ -104,7 +100,7 @@ def prepare_resume(
     severe = [row for row in rows if row.severity != HARMLESS]
     _rewrite(
         run, upcoming, state, severe,
-        origin=origin, step=step, then=then, now=now, typed=typed,
+        origin=origin, step=step, then=then, now=now, typed=words.typed,
     )  # fmt: skip
     return write_launch_files(new.experiment, new.plan, run)
 

@@ -14,7 +14,7 @@ from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.checkpoint.selection import check_file, list_steps
-from llmx.compose.apply_overrides import RunCommand
+from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.run import snapshot, trust
 from llmx.run.metrics.lines import read_metrics
@@ -36,7 +36,7 @@ class RunState:
     finished_at: int | None
     """The step of the ``end`` line of a run that ended well."""
     outcome: str | None
-    """Of ``result.json``; None while the run goes on, or where its supervisor was killed."""
+    """Outcome in ``result.json``; None while the run goes on, or if its supervisor was killed."""
     cause: str
     checkpoints: tuple[int, ...]
     """Committed steps on this machine, ascending; whether they are whole is not said."""
@@ -73,9 +73,9 @@ class RunState:
         return f"{word} {at}" + (f": {cause}" if cause else "")
 
 
-def trusted_run(words: RunCommand) -> tuple[RunDir, Experiment]:
+def trusted_run(words: Words) -> tuple[RunDir, Experiment]:
     """The run that a command names, and its snapshot. ConfigError unless its code may run here."""
-    run = RunDir(words.run)
+    run = RunDir(words.run_directory())
     exp = snapshot.load(run)
     kinds = (trust.MODEL, trust.TASK, trust.LAUNCH)
     trusted = words.flag("trust")
