@@ -269,7 +269,7 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
     from llmx.train.batches import Layout, Step
     from llmx.train.engine.build import build_engine
     from llmx.train.rollout import rollout_step
-    from llmx.train.step import loss_of_step, train_step
+    from llmx.train.step import train_step
 
     tokenizer = tokenizer_of(exp)
     task = task_of(exp, tokenizer)
@@ -323,8 +323,8 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
         train_step(
             engine,
             step,
+            task,
             world=plan.world_size,
-            loss_of=loss_of_step(task, engine.models, step, group=None),
             before_update=lambda number=number: phases.update(
                 {f"backward {number}": allocator.llmx_peak() - before}
             ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ from llmx.models.experts import Routing
 from llmx.models.factory import build_model, model_config
 from llmx.models.model import Model, Models
 from llmx.models.parameters import persistent_buffers, whole
-from llmx.tasks import RolloutKey, Task
+from llmx.tasks import RolloutKey, Task, next_token_loss
 from llmx.train.rollout import prompts_of
 from llmx.train.schedule import lr_at
 from tests.small_stores import write_store
 
+NEXT_TOKEN: Any = SimpleNamespace(
+    updates=1, joint=False, loss=lambda models, batch: next_token_loss(models.main, batch)
+)
+"""A task as ``train_step`` sees it."""
 VOCABULARY = 90
 SEQ_LEN = 48
 NUM_SAMPLES = 40

@@ -24,7 +24,7 @@ from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import Loss, Prompt, RolloutKey
 from llmx.tasks.grpo import Grpo
 from llmx.train.batches import Step
-from llmx.train.step import StepMetrics, train_updates
+from llmx.train.step import StepMetrics, train_step
 from tests.architectures import small_config
 from tests.small_models import small_model
 from tests.unit.test_models_model import model_of
@@ -154,9 +154,6 @@ class PlainEngine:
     def loss_scale(self) -> float:
         return 1.0
 
-    def record_grad_norm(self) -> None:
-        pass
-
     def backward(self, loss: torch.Tensor) -> None:
         (loss / self._count).backward()
 
@@ -178,10 +175,8 @@ def trained(
     engine: Any = PlainEngine(models, lr)
     metrics = StepMetrics(torch.device("cpu"))
     step = Step(0, batches, float(targets), targets, 0, 0)
-    loss = float(train_updates(engine, step, own, world=1, metrics=metrics)) / targets
-    values = [float(value.detach()) for value in metrics.values()]
-    pairs = map(list, zip(values[::2], values[1::2], strict=True))
-    return engine.parameters, loss, dict(zip(metrics.names, pairs, strict=True))
+    loss = float(train_step(engine, step, own, world=1, metrics=metrics)) / targets
+    return engine.parameters, loss, {name: [*pair] for name, pair in metrics.sums().items()}
 
 
 def trained_for_every_split(own: Grpo, models: Models, samples: list[Sample]) -> set[str]:

@@ -57,7 +57,7 @@ class Runs:
         )
         began = time.perf_counter()
         session.engine.set_lr(lr_at(self.done, optim=exp.optim, total=self.total))
-        loss = train_step(session.engine, step, world=session.plan.world_size)
+        loss = train_step(session.engine, step, session.task, world=session.plan.world_size)
         self.done += 1
         self.log.add(step, loss)
         torch.distributed.barrier()

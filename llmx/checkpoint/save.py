@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ from llmx.checkpoint.tensors import Fragment, TensorSpec, TensorWriter
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError, storage_fault
+from llmx.hardware.survey import ram_available
 
 BLOCK_BYTES = 64 * 2**20
 """Page-locked at a time: PyTorch rounds such a request up to a power of two."""
@@ -118,19 +119,6 @@ RESERVE = 0.2
 """Part of the free memory that a copy of the state never takes."""
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: of the host, and of its control groups (which is
-    what a container or a job is killed by)."""
-    free = [_stat(root / "proc/meminfo", "MemAvailable:") * 1024]
-    for group, (limit_file, used_file, cached_name) in _control_groups(root):
-        limit = _number(group / limit_file)
-        if limit is not None:
-            # The kernel frees pages of files before it kills anything.
-            cached = _stat(group / "memory.stat", cached_name)
-            free.append(limit - (_number(group / used_file) or 0) + cached)
-    return max(0, min(free))
-
-
 def fits(num_bytes: int, *, group: Any = None) -> bool:
     """Whether every host has memory for the copies of all its ranks. ``num_bytes``: of this one.
 
@@ -138,7 +126,7 @@ def fits(num_bytes: int, *, group: Any = None) -> bool:
     """
     host = Path("/proc/sys/kernel/random/boot_id")
     name = (socket.gethostname(), host.read_text() if host.exists() else "")
-    by_rank = all_gather((name, num_bytes, available_bytes()), group=group)
+    by_rank = all_gather((name, num_bytes, ram_available() or 0), group=group)
     return all(room_for(by_rank, host) for host in {entry[0] for entry in by_rank})
 
 
@@ -148,45 +136,6 @@ def room_for(by_rank: Sequence[tuple[Any, int, int]], host: Any) -> bool:
     num_bytes = sum(entry[1] for entry in by_rank if entry[0] == host)
     available = min(entry[2] for entry in by_rank if entry[0] == host)
     return num_bytes <= (1 - RESERVE) * available
-
-
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with the limit and the usage of a control group, and a line of its ``memory.stat``."""
-
-
-def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """This process's own and those above it, each with its files: a job of Slurm or a service is
-    in a group far below the root. In a container the names may be those of the host, and only
-    the root is there."""
-    mounted = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = ["0::/"]
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        is_first = "memory" in controllers.split(",")
-        if is_first or not controllers:
-            base, files = (mounted / "memory", _VERSION_1) if is_first else (mounted, _VERSION_2)
-            own_group = PurePosixPath(name.lstrip("/"))
-            for group in (own_group, *own_group.parents):
-                yield base / group, files
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
-        return None
-
-
-def _stat(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 T = TypeVar("T")

@@ -286,28 +286,37 @@ def container() -> str:
 
 
 def ram_available(root: str = "/") -> int | None:
-    """The RAM that is left on the host and in this process's control groups; None where the kernel
-    does not say.
+    """The RAM that is left on the host and in this process's control groups, which are what a
+    container or a job is killed by; None where the kernel does not say.
 
-    ``llmx.checkpoint.save`` asks the same for a rank, with torch.
+    A job of Slurm or a service is in a group far below the root. In a container the names may be
+    those of the host, and only the root is there.
     """
     meminfo = re.search(r"^MemAvailable:\s*(\d+) kB", _text(f"{root}proc/meminfo"), re.MULTILINE)
     if meminfo is None:
         return None
     available = [int(meminfo.group(1)) * 1024]
-    cgroup_path = re.search(r"^0::(/.*)$", _text(f"{root}proc/self/cgroup"), re.MULTILINE)
-    group = cgroup_path.group(1).strip("/") if cgroup_path else ""
-    while True:
-        at = f"{root}sys/fs/cgroup/{group}".rstrip("/")
-        limit, used = _text(f"{at}/memory.max").strip(), _text(f"{at}/memory.current").strip()
-        if limit.isdigit() and used.isdigit():
-            # The kernel frees pages of files before it kills anything.
-            pages = re.search(r"^inactive_file (\d+)$", _text(f"{at}/memory.stat"), re.MULTILINE)
-            cached = int(pages.group(1)) if pages else 0
-            available.append(max(0, int(limit) - int(used) + cached))
-        if not group:
-            return min(available)
-        group = os.path.dirname(group)  # noqa: PTH120
+    for line in _text(f"{root}proc/self/cgroup").splitlines() or ["0::/"]:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            mounted, files = "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1
+            mounted = "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = group.strip("/").split("/")
+        for count in range(len(parts) + 1):
+            at = "/".join([f"{root}{mounted}", *parts[:count]])
+            limit, used = (_text(f"{at}/{name}").strip() for name in files[:2])
+            if limit.isdigit():
+                # The kernel frees pages of files before it kills anything.
+                stat = _text(f"{at}/memory.stat")
+                pages = re.search(rf"^{files[2]} (\d+)$", stat, re.MULTILINE)
+                cached = int(pages.group(1)) if pages else 0
+                free = int(limit) - (int(used) if used.isdigit() else 0) + cached
+                available.append(max(0, free))
+    return min(available)
 
 
 def count_gpus(root: str = "/") -> int | None:

@@ -223,7 +223,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     when = {0: "before", total: "after"}.get(step)
     # What was asked for by name, and what the best checkpoint goes by, is measured at every
     # evaluation. So is what may end the training, and what is measured alone.
-    goes_by = {session.saver.config.metric.removeprefix("eval/")}
+    goes_by = {session.checkpoint.metric.removeprefix("eval/")}
     if session.early_stopping:
         goes_by.add(session.early_stopping.name)
     missing = any(name in declared and name not in measured for name in goes_by)

@@ -7,7 +7,8 @@ by beginning at another step. Run by ``python -m llmx.worker RUN_DIR`` on every 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
+from functools import partial
 from typing import Any
 
 from llmx.checkpoint.export.model import export_adapter, export_model
@@ -28,12 +29,11 @@ from llmx.train.evaluation import (
     evaluation_due,
 )
 from llmx.train.rebalance import Line, record_change
-from llmx.train.resume import ResumePoint
 from llmx.train.rollout import rollout_step, write_rollouts
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
 from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
-from llmx.train.step import seed_step, train_updates, transform_of, with_weight
+from llmx.train.step import seed_step, train_step, transform_of, weighed
 from llmx.train.step_log import StepLog
 from llmx.train.stopping import Diverged, EarlyStop
 from llmx.train.synchronisations import SynchronisationWatch
@@ -70,18 +70,18 @@ def write_model(session: Session) -> None:
     """``model/``: the main model whole, or its adapter alone. Collective."""
     engine = session.engine
     engine.release_gathered()
-    common: dict[str, Any] = {
-        "tokenizer": session.task.tokenizer,
-        "vocab_size": engine.vocab_size,
-        "directory": session.run_dir.final_model,
-        "dtype": engine.dtype,
-        "files": session.task.export_files(engine.main),
-    }
     users_card = user_card(session.run_dir.final_model)
-    if engine.main.adapter is not None:
-        export_adapter(engine.main.module, engine.main.adapter, engine.config, **common)
-    else:
-        export_model(engine.main.module, engine.config, **common)
+    adapter = engine.main.adapter
+    export = partial(export_adapter, adapter=adapter) if adapter is not None else export_model
+    export(
+        engine.main.module,
+        config=engine.config,
+        tokenizer=session.task.tokenizer,
+        vocab_size=engine.vocab_size,
+        directory=session.run_dir.final_model,
+        dtype=engine.dtype,
+        files=session.task.export_files(engine.main),
+    )
     if session.rank == 0:
         try:
             write_card(session.run_dir, session.run_dir.final_model, former=users_card)
@@ -92,6 +92,7 @@ def write_model(session: Session) -> None:
 def train(session: Session) -> None:
     """Train all steps from the resume point, with the evaluations and checkpoints that are due."""
     exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
+    task, world = session.task, session.plan.world_size
     total, optim = session.length.steps, optim_of(exp.optim, exp.adapter)
     last = max(start.step, min(total, exp.task.stop_at_step or total))
     write_beginning(session, total=total)
@@ -99,45 +100,46 @@ def train(session: Session) -> None:
     session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
     stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done, total)
-    # Where the checkpoint is of the step at which training ended.
+    # Also where the checkpoint is of the step at which training ended.
     early = None if stopping or done == total else early_stop(session)
     step_log = StepLog(session, total=total)
     waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
-    with steps_from(session, start, last) as upcoming:
+    rank, interval = session.rank, log_interval(exp.task, total)
+    steps = steps_of(session, start.step, last)
+    try:
         for number in range(start.step, last):
             if stopping or early:
                 break
             done = number + 1
-            measured = None
+            line = None
             if done in start.skip_steps:
                 skip(session, done)
                 saver.post_flags()
             else:
-                step_log.wait_for_data()
-                step = with_weight(upcoming.next(), session.task, group=session.consensus.group)
-                step_log.data_is_here()
-                samples = session.task.generated if isinstance(session.task, OnlineTask) else ()
-                if session.rank == 0 and samples:
+                step = step_log.next_of(steps)
+                samples = task.generated if isinstance(task, OnlineTask) else ()
+                if rank == 0 and samples:
                     write_rollouts(session.run_dir, samples, step=done, attempt=start.attempt)
                 engine.set_lr(lr_at(number, optim=optim, total=total))
-                seed_step(exp.seed, number, session.rank)
-                loss_sum = train_updates(
+                seed_step(exp.seed, number, rank)
+                loss_sum = train_step(
                     engine,
                     step,
-                    session.task,
-                    world=session.plan.world_size,
+                    task,
+                    world=world,
                     group=session.consensus.group,
                     metrics=step_log.metrics,
-                    before_update=saver.post_flags,
                     timed=step_log.timed,
+                    before_update=saver.post_flags,
                 )
                 step_log.add(step, loss_sum)
-                due = done % log_interval(exp.task, total) == 0 or done in (1, total)
+                due = done % interval == 0 or done in (1, total)
                 if due or done == last:
-                    measured = step_log.write(step, extra=not due)
-            if done < last and rebalance(session, done, measured):
+                    line = step_log.write(step, extra=not due)
+            if session.rebalance is not None and done < last and rebalance(session, done, line):
                 step_log.watch_split()
-                upcoming.begin(done)
+                steps.close()
+                steps = steps_of(session, done, last)
             waits.after_step(done)
             session.status.at_step(done)
             flags = session.consensus.read()
@@ -148,6 +150,8 @@ def train(session: Session) -> None:
                     early = None if stopping or done == total else early_stop(session)
             if not (stopping or early) and done < last:
                 saver.at_boundary(done, flags, step_log)
+    finally:
+        steps.close()
     if stopping or session.consensus.post_and_read(saver.flags()).stop:
         saver.save_and_exit(done, step_log)
     if early:
@@ -230,12 +234,11 @@ def skip(session: Session, step: int) -> None:
 
 def rebalance(session: Session, step: int, line: Line | None) -> bool:
     """Change the split over the ranks after a step, where that is due; the same on every rank."""
-    if session.rebalance is None:
-        return False
+    assert session.rebalance is not None
     before, plan = session.plan, session.rebalance.after_step(step, line)
     if plan is None:
         return False
-    session.plan = session.saver.plan = plan
+    session.plan = plan
     if session.rank == 0:
         changes = session.rebalance.changes
         change = record_change(session.run_dir, before, plan, changes, log=session.log)
@@ -243,75 +246,45 @@ def rebalance(session: Session, step: int, line: Line | None) -> bool:
     return True
 
 
-class Upcoming:
-    """The steps of this rank in order: read ahead by a thread, or, of a task that generates them,
-    made when they are asked for."""
+def steps_of(session: Session, first: int, last: int) -> Generator[Step, None, None]:
+    """The steps of this rank from ``first`` to ``last - 1``, by the current plan.
 
-    def __init__(self, session: Session, start: ResumePoint, last: int) -> None:
-        self._session, self._skip, self._last = session, start.skip_steps, last
-        self._ahead: Prefetch | None = None
-        self.begin(start.step)
-
-    def next(self) -> Step:
-        return next(self._steps)
-
-    def begin(self, step: int) -> None:
-        """Continue with the step after ``step``, by the current plan."""
-        self.close()
-        session, task = self._session, self._session.task
-        store = session.train_store
-        numbers = (at for at in range(step, self._last) if at + 1 not in self._skip)
-        common: dict[str, Any] = {
-            "batch": session.plan.batch,
-            "rank": session.rank,
-            "seed": session.exp.seed,
-            "layout": session.layout,
-            "stop": session.length.stop,
-            "balance": session.plan.balance,  # a thread must not see a later one
-        }
-        pin = session.engine.device.type == "cuda"
+    A thread reads them ahead. A task that generates its samples makes them when they are asked
+    for.
+    """
+    task, store, skipped = session.task, session.train_store, session.resume_point.skip_steps
+    numbers = (number for number in range(first, last) if number + 1 not in skipped)
+    parts: dict[str, Any] = {
+        "batch": session.plan.batch,
+        "rank": session.rank,
+        "seed": session.exp.seed,
+        "layout": session.layout,
+        "stop": session.length.stop,
+        "balance": session.plan.balance,
+    }
+    pin = session.engine.device.type == "cuda"
+    with contextlib.ExitStack() as stack:
         if isinstance(task, OnlineTask) and task.generates:
-            depth = session.exp.rollout.max_staleness
-            steps: Iterator[Step] = (
+            depth, servers = session.exp.rollout.max_staleness, session.servers
+            steps: Iterable[Step] = (
                 rollout_step(
                     session.engine,
                     task,
                     store,
-                    step,
-                    servers=session.servers,
-                    ahead=range(step + 1, min(step + 1 + depth, self._last)),
-                    **common,
+                    number,
+                    servers=servers,
+                    ahead=range(number + 1, min(number + 1 + depth, last)),
+                    **parts,
                 )
-                for step in numbers
+                for number in numbers
             )
-            self._steps = map(pinned, steps) if pin else steps
-            return
-        self._ahead = Prefetch(
-            (
-                make_step(
-                    store,
-                    step,
-                    normaliser=task.normaliser,
-                    draws=task.draws,
-                    transform=transform_of(task, seed=session.exp.seed),
-                    **common,
-                )
-                for step in numbers
-            ),
-            pin=pin,
-        )
-        self._steps = iter(self._ahead)
-
-    def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-
-
-@contextlib.contextmanager
-def steps_from(session: Session, start: ResumePoint, last: int) -> Iterator[Upcoming]:
-    """``Upcoming``, whose thread ends with the block."""
-    steps = Upcoming(session, start, last)
-    try:
-        yield steps
-    finally:
-        steps.close()
+            steps = map(pinned, steps) if pin else steps
+        else:
+            parts |= {"normaliser": task.normaliser, "draws": task.draws}
+            parts["transform"] = transform_of(task, seed=session.exp.seed)
+            steps = Prefetch((make_step(store, number, **parts) for number in numbers), pin=pin)
+            stack.callback(steps.close)
+        for step in steps:
+            if task.normaliser == "batch":
+                step = weighed(step, task, group=session.consensus.group)
+            yield step

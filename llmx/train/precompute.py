@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from llmx.collectives import all_gather
@@ -138,7 +137,7 @@ GROUP_TOKENS = 4096
 memory than a step of training, and keeps a GPU busy."""
 RECORD_S = 30.0
 """Seconds between two records of what is done."""
-SAID_S = 10.0
+PROGRESS_S = 10.0
 """Seconds between two lines of progress."""
 NOT_OF_VALUES = (
     *("name", "tokenizer", "trained_dtype", "attention", "activation_checkpointing", "fused_loss"),
@@ -283,34 +282,26 @@ def compute(
 ) -> None:
     """Compute the columns of a store, and publish them on every disk. Collective."""
     store, rank = precomputed.store, torch.distributed.get_rank()
+    size = group_size(layout.seq_len)
+    shares = (1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches
+    owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
     done = all_gather(precomputed.recorded() if rank == 0 else 0, group=group)[0]
-    rounds = Rounds(
-        len(store),
-        size=group_size(layout.seq_len),
-        shares=(1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches,
-        done=done,
-    )
-    progress = Progress(title, precomputed, done, log if rank == 0 else None)
-    at, seconds = 0, 0.0
-    max_rounds = max(1, precomputed.window // max(1, rounds.samples(0, 1)[1] - done))
-    while at < len(rounds):
+    progress = Progress(title, store, done, log)
+    max_rounds = max(1, precomputed.window // (size * len(owners)))
+    num_rounds = 1
+    while done < len(store):
         began = time.perf_counter()
-        num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds))) if seconds else 1
-        until = min(len(rounds), at + num_rounds)
-        first, last = rounds.samples(at, until)
-        values = precomputed.zeros(first, last)
-        for number in range(at, until):
-            for indices in rounds.of_rank(number, rank, even=frozen.sharded):
-                _forward(precomputed, task, frozen, layout, indices, values, first)
-            progress.show(rounds.samples(at, number + 1)[1])
-        for part in values.values():
-            # Zeros where another rank has computed: the sum is exact.
-            _sum(part, group)
-        round_s = (time.perf_counter() - began) / (until - at)
-        seconds = max(all_gather(round_s, group=group))
+        samples = range(done, min(len(store), done + num_rounds * size * len(owners)))
+        values = precomputed.zeros(samples.start, samples.stop)
+        for indices in groups_of(rank, samples, size=size, owners=owners, even=frozen.sharded):
+            _forward(precomputed, task, frozen, layout, indices, values, samples.start)
+            progress.show(indices.stop)
+        _sum(values, group)
         if rank == 0:
-            precomputed.record(values, first, last)
-        at = until
+            precomputed.record(values, samples.start, samples.stop)
+        seconds = max(all_gather(time.perf_counter() - began, group=group)) / num_rounds
+        num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds)))
+        done = samples.stop
     progress.end()
     if rank == 0:
         precomputed.publish(how={"seconds": round(progress.seconds, 3)})
@@ -325,59 +316,36 @@ def group_size(seq_len: int) -> int:
     return max(1, GROUP_TOKENS // seq_len)
 
 
-class Rounds:
-    """Deals groups of samples to the ranks, round by round.
+def groups_of(
+    rank: int, samples: range, *, size: int, owners: Sequence[int], even: bool
+) -> list[range]:
+    """The groups of ``size`` samples that ``rank`` computes.
 
     Args:
-        size: samples of a group.
-        shares: groups of each rank in one round, in proportion to its speed.
-        done: samples that are computed already: whole groups.
+        owners: the rank of each group, in turn.
+        even: as many for each of its places among the owners, some empty.
     """
-
-    def __init__(
-        self, num_samples: int, *, size: int, shares: Sequence[int], done: int = 0
-    ) -> None:
-        self._first, self._stop, self._size = done, num_samples, size
-        self._owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
-
-    def __len__(self) -> int:
-        together = self._size * len(self._owners)
-        return -(-(self._stop - self._first) // together)
-
-    def samples(self, first: int, last: int) -> tuple[int, int]:
-        """First and end of the samples of the rounds ``first`` to ``last - 1``."""
-        together = self._size * len(self._owners)
-        return tuple(  # type: ignore[return-value]
-            min(self._stop, self._first + number * together) for number in (first, last)
-        )
-
-    def of_rank(self, number: int, rank: int, *, even: bool) -> list[range]:
-        """The groups of a rank in a round. ``even``: an empty one in place of none."""
-        start, _ = self.samples(number, number)
-        groups = [
-            range(
-                min(self._stop, start + place * self._size),
-                min(self._stop, start + (place + 1) * self._size),
-            )
-            for place, owner in enumerate(self._owners)
-            if owner == rank
-        ]
-        return [group for group in groups if even or len(group)]
+    groups = []
+    for first in range(samples.start, samples.stop, size * len(owners)):
+        for number, owner in enumerate(owners):
+            start = min(samples.stop, first + number * size)
+            group = range(start, min(samples.stop, start + size))
+            if owner == rank and (even or group):
+                groups.append(group)
+    return groups
 
 
 class Progress:
     """A line now and then: how much is done, how fast, and how long it will take."""
 
     def __init__(
-        self, title: str, precomputed: Precomputed, done: int, log: Callable[[str], None] | None
+        self, title: str, store: SampleStore, done: int, log: Callable[[str], None]
     ) -> None:
-        self._title, self._store, self._from, self._log = title, precomputed.store, done, log
-        self._began = self._said = time.perf_counter()
-        total = self._store.num_sequences
-        if log:
-            at = self._sequences(done)
-            already = f", {at:,} already done" if done else ""
-            log(f"{title}: {total:,} sequences{already}")
+        self._title, self._store, self._log = title, store, log
+        self._began = self._shown = time.perf_counter()
+        self._first = self._sequences(done)
+        already = f", {self._first:,} already done" if done else ""
+        log(f"{title}: {store.num_sequences:,} sequences{already}")
 
     @property
     def seconds(self) -> float:
@@ -386,22 +354,23 @@ class Progress:
     def _sequences(self, samples: int) -> int:
         return int(self._store.span("sequence", 0, samples).stop)
 
+    def _rate(self, sequences: int) -> float:
+        return (sequences - self._first) / max(self.seconds, 1e-3)
+
     def show(self, samples: int) -> None:
         """``samples`` are done, over all ranks, as far as this one knows."""
-        if self._log is None or time.perf_counter() - self._said < SAID_S:
+        if time.perf_counter() - self._shown < PROGRESS_S:
             return
-        self._said = time.perf_counter()
+        self._shown = time.perf_counter()
         total, done = self._store.num_sequences, self._sequences(samples)
-        rate = (done - self._sequences(self._from)) / max(self.seconds, 1e-3)
+        rate = self._rate(done)
         left = clock((total - done) / rate) if rate else "?"
         self._log(f"{self._title}: {done / total:.0%}, {rate:,.1f} sequences/s, {left} left")
 
     def end(self) -> None:
         """Log how long the computation took."""
-        if self._log:
-            computed = self._store.num_sequences - self._sequences(self._from)
-            rate = computed / max(self.seconds, 1e-3)
-            self._log(f"{self._title}: done in {clock(self.seconds)}, {rate:,.1f} sequences/s")
+        rate = self._rate(self._store.num_sequences)
+        self._log(f"{self._title}: done in {clock(self.seconds)}, {rate:,.1f} sequences/s")
 
 
 @torch.no_grad()
@@ -444,12 +413,11 @@ def _hand_over(precomputed: Precomputed, *, source: int, plan: Plan, group: Any)
     for first in range(0, len(precomputed.store), precomputed.window):
         last = min(len(precomputed.store), first + precomputed.window)
         values = precomputed.zeros(first, last)
-        for column in precomputed.columns:
-            if rank == source and opened is not None:
+        if rank == source and opened is not None:
+            for column in precomputed.columns:
                 rows = precomputed.rows(column, first, last)
                 values[column.name][...] = opened.values_of(column.name)[rows]
-            for piece in _pieces(values[column.name]):
-                torch.distributed.broadcast(piece, source, group=group)
+        _sum(values, group)
         if writes:
             precomputed.record(values, first, last)
     torch.distributed.barrier(group=group)
@@ -459,14 +427,12 @@ def _hand_over(precomputed: Precomputed, *, source: int, plan: Plan, group: Any)
 
 
 PIECE_BYTES = 64 << 20
+"""Bytes that are summed over the ranks at once."""
 
 
-def _pieces(part: np.ndarray) -> list[torch.Tensor]:
-    """Views of a part's bytes or numbers, small enough to be sent at once."""
-    flat = torch.from_numpy(part.reshape(-1))
-    return list(flat.split(max(1, PIECE_BYTES // max(1, part.itemsize)))) if len(flat) else []
-
-
-def _sum(part: np.ndarray, group: Any) -> None:
-    for piece in _pieces(part):
-        torch.distributed.all_reduce(piece, group=group)
+def _sum(values: Values, group: Any) -> None:
+    """Values of all ranks added up. It is exact: only one of them is not zero. Collective."""
+    for column in values.values():
+        flat = torch.from_numpy(column.reshape(-1))
+        for piece in flat.split(PIECE_BYTES // column.itemsize) if len(flat) else ():
+            torch.distributed.all_reduce(piece, group=group)

@@ -14,16 +14,13 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from llmx.checkpoint.distributed import StorageTopology
 from llmx.checkpoint.export.model import (
-    NO_FILES,
     vocabulary_names,
     write_adapter_config,
     write_description,
@@ -34,16 +31,14 @@ from llmx.checkpoint.state.engine_state import capture, state_values
 from llmx.checkpoint.state.layout import state_layout
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
-from llmx.plan.types import Plan
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import read_json
 from llmx.run.scratch import scratch_directory
 from llmx.tolerance import rule, too_much
-from llmx.train.engine.build import Engine
-from llmx.train.metrics import MetricsWriter
-from llmx.train.resume import ResumePoint
-from llmx.train.schedule import RunLength
-from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
-from llmx.train.stopping import NonFiniteWatch
+from llmx.train.status import exit_interrupted
+
+if TYPE_CHECKING:
+    from llmx.train.session import Session
+    from llmx.train.step_log import StepLog
 
 
 @dataclass(frozen=True)
@@ -95,63 +90,20 @@ class Consensus:
         torch.distributed.barrier(group=self.group)
 
 
-class TrainingProgress(Protocol):
-    """The loop's counters that a checkpoint records (``llmx.train.step_log``)."""
-
-    tokens_seen: int
-    target_tokens_seen: int
-    total: int
-    length: RunLength
-    watch: NonFiniteWatch
-
-
-def state_of(
-    progress: TrainingProgress,
-    *,
-    step: int,
-    reason: str,
-    engine: Engine,
-    plan: Plan,
-    identity: dict[str, Any],
-    metric: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """``state.json`` (docs/development/contracts.md) but for the hash of the weights."""
-    return {
-        "format": FORMAT,
-        "step": step,
-        "samples": progress.length.samples_at(step),
-        "tokens_seen": progress.tokens_seen,
-        "target_tokens_seen": progress.target_tokens_seen,
-        **identity,
-        "world_size": plan.world_size,
-        "total_steps": progress.total,
-        "vocab_size": engine.vocab_size,
-        "padded_vocab_size": engine.config.get_text_config().vocab_size,
-        "vocabulary": [engine.main_prefix + name for name in vocabulary_names(engine.main.module)],
-        # Of several models, the one that is exported.
-        **({"main_prefix": engine.main_prefix} if engine.main_prefix else {}),
-        **state_values(engine),
-        "metric": metric,
-        "time": time.time(),
-        "reason": reason,
-    }
-
-
-def small_files(
-    run_dir: RunDir, engine: Engine, tokenizer: Any, *, files: Mapping[str, str]
-) -> dict[str, bytes]:
+def small_files(session: Session) -> dict[str, bytes]:
     """Relative path -> content: the run's config and plan, and the model's description with its
-    tokenizer and ``files`` (``Task.export_files``). They stay the same through an attempt."""
+    tokenizer and ``Task.export_files``. They stay the same through an attempt."""
+    run_dir, engine, task = session.run_dir, session.engine, session.task
     contents = {path.name: path.read_bytes() for path in (run_dir.config, run_dir.plan)}
     with scratch_directory() as directory:
         write_description(
             directory,
             engine.main.module,
             engine.config,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
             vocab_size=engine.vocab_size,
             dtype=engine.dtype,
-            files=files,
+            files=task.export_files(engine.main),
         )
         if engine.main.adapter is not None:
             write_adapter_config(directory, engine.main.adapter)
@@ -185,49 +137,27 @@ def ever_saves(config: CheckpointConfig) -> bool:
 class Saver:
     """Decides at every boundary, alike on all ranks. One save is in flight at a time."""
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        plan: Plan,
-        run_dir: RunDir,
-        *,
-        lr: float,
-        max_lost: float,
-        engine: Engine,
-        tokenizer: Any,
-        identity: dict[str, Any],
-        consensus: Consensus,
-        topology: StorageTopology,
-        metrics: MetricsWriter,
-        status: RankStatus,
-        stop: ShutdownRequest,
-        resume_point: ResumePoint,
-        log: Callable[[str], None],
-        files: Mapping[str, str] = NO_FILES,
-    ) -> None:
-        """``files``: beside the model in every checkpoint (``Task.export_files``). ``max_lost``:
-        the share of saves that may fail."""
-        self.config, self.plan, self.engine, self.lr = config, plan, engine, lr
-        self.identity, self.resume_point = identity, resume_point
-        self.consensus, self.topology = consensus, topology
-        self.metrics, self.status, self.stop, self.log = metrics, status, stop, log
+    def __init__(self, session: Session) -> None:
+        self.session, self.config = session, session.checkpoint
+        resume_point = session.resume_point
         self.saved_step: int | None = resume_point.step if resume_point.state else None
         self._group = torch.distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         """Used by the thread that saves, and by nothing else."""
         shared: tuple[str, dict[str, bytes]] = "", {}
-        if ever_saves(config):
-            state_layout(engine.engine)  # what cannot be saved is refused now, not hours later
-            if topology.rank == 0:
-                names = read_json(run_dir.identity) if run_dir.identity.is_file() else {}
-                contents = small_files(run_dir, engine, tokenizer, files=files)
-                shared = str(names.get("run_id", "")), contents
-        self._run_id, self._small = all_gather(shared, group=consensus.group)[0]
+        if ever_saves(self.config):
+            # What cannot be saved is refused now, not hours later.
+            state_layout(session.engine.engine)
+            if session.topology.rank == 0:
+                identity = session.run_dir.identity
+                names = read_json(identity) if identity.is_file() else {}
+                shared = str(names.get("run_id", "")), small_files(session)
+        self._run_id, self._small = all_gather(shared, group=session.consensus.group)[0]
         self._damaged = {bad.step for bad in resume_point.damaged}
         self._copies = HostCopies()
         self._job: SaveJob | None = None
         self._began = time.monotonic()
         self._passed_over = self._reported_foreground = False
-        self._max_lost, self._num_saves, self._num_failed = max_lost, 0, 0
+        self._num_saves = self._num_failed = 0
 
     # Flags: exchanged at every step.
 
@@ -236,16 +166,18 @@ class Saver:
         minutes = self.config.every_minutes
         due = minutes is not None and time.monotonic() - self._began >= 60 * minutes
         return Flags(
-            save=due and self.topology.rank == 0, stop=bool(self.stop.requested), busy=self.busy
+            save=due and self.session.topology.rank == 0,
+            stop=bool(self.session.stop.requested),
+            busy=self.busy,
         )
 
     def post_flags(self) -> None:
         """Post this rank's flags; all ranks read them at the end of the step."""
-        self.consensus.post(self.flags())
+        self.session.consensus.post(self.flags())
 
     def stop_requested(self) -> bool:
         """Whether a shutdown was requested of any rank by the last call of this."""
-        flags = self.consensus.read()
+        flags = self.session.consensus.read()
         self.post_flags()
         return flags.stop
 
@@ -256,15 +188,18 @@ class Saver:
 
     # When.
 
-    def at_boundary(self, step: int, flags: Flags, progress: TrainingProgress) -> None:
+    def at_boundary(self, step: int, flags: Flags, progress: StepLog) -> None:
         """After each step but the last: save where one is due. Collective."""
-        self._raise_if_broken()
+        if self._job is not None:
+            self._raise_if_broken()
+            if not flags.busy:
+                self._collect()
         interval = self.config.every_steps
         if interval and step % interval == 0:
             if flags.busy and not self._in_time():
                 self._passed_over = True
-                self.metrics.event("passed_over", step=step)
-                self.log(
+                self.session.metrics.event("passed_over", step=step)
+                self.session.log(
                     f"WARNING: no checkpoint at step {step}: the previous one is still being "
                     "written. The disk is too slow for checkpoint.every_steps; raise it."
                 )
@@ -273,10 +208,8 @@ class Saver:
             self._save(step, "interval", progress)
         elif flags.save and not flags.busy:
             self._save(step, "time", progress)
-        elif not flags.busy:
-            self._collect()
 
-    def at_end(self, step: int, progress: TrainingProgress) -> None:
+    def at_end(self, step: int, progress: StepLog) -> None:
         """After the last step: save where one is due, and wait for it. Collective.
 
         Raises:
@@ -296,55 +229,46 @@ class Saver:
             )
             raise _lost(job.error, text)
 
-    def save_and_exit(self, step: int, progress: TrainingProgress) -> NoReturn:
+    def save_and_exit(self, step: int, progress: StepLog) -> NoReturn:
         """Save unless this step is saved, then exit with the status ``interrupted``. Collective."""
         self.wait()
-        if step not in (self.saved_step, self.resume_point.step):
+        if step not in (self.saved_step, self.session.resume_point.step):
             self._save(step, "signal", progress, wait=True)
         saved = "none" if self.saved_step is None else f"step {self.saved_step}"
-        self.log(f"shutdown requested: exiting at step {step}, newest checkpoint: {saved}")
-        self.metrics.sync()
+        self.session.log(f"shutdown requested: exiting at step {step}, newest checkpoint: {saved}")
+        self.session.metrics.sync()
         # A launcher kills all ranks when the first one exits: write every status before that.
-        self.status.enter("interrupted")
-        self.consensus.barrier()
-        exit_interrupted(self.status)
+        self.session.status.enter("interrupted")
+        self.session.consensus.barrier()
+        exit_interrupted(self.session.status)
 
     # How.
 
-    def _save(
-        self, step: int, reason: str, progress: TrainingProgress, *, wait: bool = False
-    ) -> SaveJob:
+    def _save(self, step: int, reason: str, progress: StepLog, *, wait: bool = False) -> SaveJob:
         """Copy the state and start to write it; without memory for a copy, write it now."""
+        session = self.session
         # Never save a state that has diverged.
-        progress.watch.check(lr=self.lr)
+        progress.watch.check(lr=progress.optim.lr)
         self.wait()
         began, self._began = time.perf_counter(), time.monotonic()
-        fragments = capture(self.engine, world=self.plan.world_size)
+        fragments = capture(session.engine, world=session.plan.world_size)
         copied = not wait and self._may_copy(sum(f.tensor.nbytes for f in fragments))
         if copied:
             fragments = self._copies.copy(fragments)
-        if self.topology.rank == 0:
-            self.metrics.sync()
+        if session.topology.rank == 0:
+            session.metrics.sync()
         job = SaveJob(
             step=step,
             fragments=fragments,
-            state=state_of(
-                progress,
-                step=step,
-                reason=reason,
-                engine=self.engine,
-                plan=self.plan,
-                identity=self.identity,
-                metric=self.metrics.latest(self.config.metric),
-            ),
+            state=self._state(step, reason, progress),
             small_files=self._small,
-            topology=self.topology,
+            topology=session.topology,
             group=self._group,
-            hosts=[self.plan.hosts[rank.host].name for rank in self.plan.ranks],
+            hosts=[session.plan.hosts[rank.host].name for rank in session.plan.ranks],
             run_id=self._run_id,
             config=self.config,
             damaged=frozenset(self._damaged - {step}),
-            num_rollbacks=self.resume_point.num_rollbacks,
+            num_rollbacks=session.resume_point.num_rollbacks,
             on_end=lambda job: self._ended(job, reason),
         )
         job.in_foreground = not copied
@@ -355,16 +279,40 @@ class Saver:
             self.wait()
         return job
 
+    def _state(self, step: int, reason: str, progress: StepLog) -> dict[str, Any]:
+        """``state.json`` (docs/development/contracts.md) but for the hash of the weights."""
+        session, engine = self.session, self.session.engine
+        names = vocabulary_names(engine.main.module)
+        return {
+            "format": FORMAT,
+            "step": step,
+            "samples": progress.length.samples_at(step),
+            "tokens_seen": progress.tokens_seen,
+            "target_tokens_seen": progress.target_tokens_seen,
+            **session.identity,
+            "world_size": session.plan.world_size,
+            "total_steps": progress.total,
+            "vocab_size": engine.vocab_size,
+            "padded_vocab_size": engine.config.get_text_config().vocab_size,
+            "vocabulary": [engine.main_prefix + name for name in names],
+            # Of several models, the one that is exported.
+            **({"main_prefix": engine.main_prefix} if engine.main_prefix else {}),
+            **state_values(engine),
+            "metric": session.metrics.latest(self.config.metric),
+            "time": time.time(),
+            "reason": reason,
+        }
+
     def _may_copy(self, num_bytes: int) -> bool:
         """Whether every host has memory for the copies. Collective."""
         background = self.config.background
         if background != "auto":
             return background == "always"
         extra_bytes = max(0, num_bytes - self._copies.held_bytes)
-        room = fits(extra_bytes, group=self.consensus.group)
+        room = fits(extra_bytes, group=self.session.consensus.group)
         if not room and not self._reported_foreground:
             self._reported_foreground = True
-            self.log(
+            self.session.log(
                 "training pauses while a checkpoint is written: a host has too little free memory "
                 "for a copy of the state (checkpoint.background=always copies it anyway)"
             )
@@ -374,16 +322,16 @@ class Saver:
         """Wait a moment for the save in flight; whether it is over on all ranks. Collective."""
         if not self._passed_over and self._job is not None:
             self._job.wait(PATIENCE_S)
-        return not self.consensus.post_and_read(Flags(busy=self.busy)).busy
+        return not self.session.consensus.post_and_read(Flags(busy=self.busy)).busy
 
     def wait(self) -> None:
         """For the save in flight, however long it takes, with the status ``saving``: no hang."""
         if self.busy:
             assert self._job is not None
-            before = self.status.state
-            self.status.enter("saving")
+            before = self.session.status.state
+            self.session.status.enter("saving")
             self._job.wait()
-            self.status.enter(before)
+            self.session.status.enter(before)
         self._collect()
 
     def _collect(self) -> None:
@@ -398,14 +346,14 @@ class Saver:
             return
         self._num_saves += 1
         self._num_failed += isinstance(job.error, SaveFailed)
-        share = self._num_failed / self._num_saves
+        share, max_lost = self._num_failed / self._num_saves, self.session.exp.task.max_lost
         if isinstance(job.error, SaveFailed) and too_much(
-            share, self._num_failed, max_lost=self._max_lost
+            share, self._num_failed, max_lost=max_lost
         ):
             raise _lost(
                 job.error,
                 f"{self._num_failed} of {self._num_saves} checkpoints could not be saved, the last "
-                f"one because of: {job.error}. {rule(share, max_lost=self._max_lost)}",
+                f"one because of: {job.error}. {rule(share, max_lost=max_lost)}",
             )
 
     def _raise_if_broken(self) -> None:
@@ -421,16 +369,16 @@ class Saver:
             newest = "no checkpoint yet"
             if self.saved_step is not None:
                 newest = f"the newest checkpoint is step {self.saved_step}"
-            self.metrics.event("save_failed", step=job.step, reason=str(job.error))
-            self.log(
+            self.session.metrics.event("save_failed", step=job.step, reason=str(job.error))
+            self.session.log(
                 f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
                 f"continues; {newest}."
             )
             return
         self.saved_step = job.step
         self._damaged.discard(job.step)  # replaced by this one
-        self.status.saved(job.step)
-        self.metrics.event(
+        self.session.status.saved(job.step)
+        self.session.metrics.event(
             "saved",
             step=job.step,
             reason=reason,
@@ -438,10 +386,10 @@ class Saver:
             background_s=round(job.background_s, 4),
             bytes=job.num_bytes,
         )
-        self.log(
+        self.session.log(
             f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
             f"{job.blocking_s + job.background_s:.1f} s "
             f"(training paused for {job.blocking_s:.2f} s)"
         )
         if job.warning:
-            self.log(f"WARNING: older checkpoints could not be removed: {job.warning}")
+            self.session.log(f"WARNING: older checkpoints could not be removed: {job.warning}")

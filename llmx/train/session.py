@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.distributed import find_topology
+from llmx.checkpoint.distributed import StorageTopology, find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
-from llmx.config import CheckpointConfig, DataConfig, Experiment, TaskConfig
+from llmx.config import CheckpointConfig, Experiment
 from llmx.plan.geometry import position_limit
 from llmx.plan.types import Plan
 from llmx.rollout.client import IDLE_SHARE, RolloutServers
@@ -31,7 +31,7 @@ from llmx.train.rebalance import Rebalance, changed, recorded_changes, trained_u
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.rollout import open_servers
 from llmx.train.saver import Consensus, Saver, ever_saves
-from llmx.train.schedule import RunLength, optim_of, run_length
+from llmx.train.schedule import RunLength, run_length
 from llmx.train.status import RankStatus, ShutdownRequest
 from llmx.train.stopping import EarlyStopping
 
@@ -79,12 +79,17 @@ class Session:
     status: RankStatus
     consensus: Consensus
     stop: ShutdownRequest
+    topology: StorageTopology
+    checkpoint: CheckpointConfig
+    """Its metric and mode are those of the task where the configuration says ``auto``."""
+    identity: dict[str, Any]
+    """What a checkpoint must have in common with the run that resumes from it."""
     resume_point: ResumePoint
-    saver: Saver
     early_stopping: EarlyStopping | None = None
     rebalance: Rebalance | None = None
     servers: RolloutServers | None = None
-    """Of ``rollout.hosts``."""
+    """Those of ``rollout.hosts``."""
+    saver: Saver = dataclasses.field(init=False)
 
     @property
     def rank(self) -> int:
@@ -110,7 +115,7 @@ class Session:
     @property
     def length(self) -> RunLength:
         """Steps and samples of the whole run."""
-        return length_of(self.exp.task, self.exp.data, self.plan, self.train_store)
+        return length_of(self.exp, self.plan, self.train_store)
 
     def log(self, text: str) -> None:
         """One line of rank 0's log."""
@@ -150,7 +155,7 @@ def open_session(
     resume_point = find_resume_point(
         run_dir, run_identity, topology=topology, stage=stage, group=consensus.group
     )
-    check_samples(resume_point.state, length_of(exp.task, exp.data, plan, train_store))
+    check_samples(resume_point.state, length_of(exp, plan, train_store))
 
     engine, train_store, eval_store = _open_engine(
         exp, plan, ds_config, task, train_store, eval_store, group=consensus.group
@@ -188,25 +193,7 @@ def open_session(
             eval_store=eval_store,
             model_config=engine.config,
         )
-    saver = Saver(
-        checkpoint,
-        plan,
-        run_dir,
-        lr=optim_of(exp.optim, exp.adapter).lr,
-        max_lost=exp.task.max_lost,
-        engine=engine,
-        tokenizer=task.tokenizer,
-        identity=run_identity,
-        consensus=consensus,
-        topology=topology,
-        metrics=metrics,
-        status=status,
-        stop=stop,
-        resume_point=resume_point,
-        log=log,
-        files=task.export_files(engine.main),
-    )
-    return Session(
+    session = Session(
         exp=exp,
         plan=plan,
         run_dir=run_dir,
@@ -219,12 +206,16 @@ def open_session(
         status=status,
         consensus=consensus,
         stop=stop,
+        topology=topology,
+        checkpoint=checkpoint,
+        identity=run_identity,
         resume_point=resume_point,
-        saver=saver,
         early_stopping=early_stopping,
         rebalance=rebalance,
         servers=servers,
     )
+    session.saver = Saver(session)
+    return session
 
 
 def _open_task(exp: Experiment) -> tuple[Task, CheckpointConfig, EarlyStopping | None]:
@@ -312,13 +303,13 @@ def open_rebalance(
     return plan, Rebalance(plan, changes, step=step, trained=trained)
 
 
-def length_of(task: TaskConfig, data: DataConfig, plan: Plan, train_store: Any) -> RunLength:
+def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
     """Steps and samples of the run."""
     return run_length(
-        task,
+        exp.task,
         num_samples=len(train_store),
         global_batch=plan.batch.global_batch,
-        last_batch=data.last_batch,
+        last_batch=exp.data.last_batch,
     )
 
 

@@ -29,7 +29,7 @@ from llmx.data.examples import Schema
 from llmx.errors import ConfigError
 from llmx.models.loss import IGNORE, to_device
 from llmx.models.model import Batch, Models
-from llmx.tasks import JointLoss, JointTask, Loss, SampleKey, Task, next_token_loss
+from llmx.tasks import JointLoss, JointTask, Loss, SampleKey, Task
 from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
 from llmx.train.step_times import StepTimes
@@ -73,85 +73,66 @@ def set_random_state(state: RandomState) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(cuda)
 
 
-LossOf = Callable[[Models, dict[str, torch.Tensor]], Loss]
-"""The loss of a micro batch (``Task.loss``)."""
-
-
 def train_step(
-    engine: Engine,
-    step: Step,
-    *,
-    world: int,
-    loss_of: LossOf = lambda models, batch: next_token_loss(models.main, batch),
-    metrics: StepMetrics | None = None,
-    before_update: Callable[[], None] = lambda: None,
-    timed: StepTimes | None = None,
-) -> torch.Tensor:
-    """Forward, backward and one update. Returns this rank's summed loss, fp32 scalar.
-
-    ``metrics`` gets what the loss measures. ``before_update`` is called between the last backward
-    pass and the update. ``timed`` takes the time of each phase.
-
-    DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
-    reduction): the factor undoes both, so that the gradient is that of the mean over the
-    step's weight (its target tokens, say), whatever the split.
-    """
-    factor = world * len(step.micro_batches) / (step.weight or 1)
-    auxiliary_factor = world * len(step.micro_batches) / max(step.tokens, 1)
-    models = engine.models
-    phase: Callable[[str], contextlib.AbstractContextManager[Any]]
-    phase = contextlib.nullcontext if timed is None else timed.phase
-    for model in models.values():
-        model.routing.begin_step()
-    engine.set_micro_steps(len(step.micro_batches))
-    loss_sum = torch.zeros((), device=engine.device)
-    for number, micro_batch in enumerate(step.micro_batches, start=1):
-        scale = factor / len(step.micro_batches) * engine.loss_scale()
-        for model in models.values():
-            model.gradient_scale = scale
-        with phase("forward"):
-            loss = loss_of(models, micro_batch)
-        objective = loss.sum * factor
-        for model in models.values():
-            objective = model.routing.objective(objective, factor=auxiliary_factor)
-        with phase("backward"):
-            engine.backward(objective)
-            engine.record_grad_norm()
-        if number == len(step.micro_batches):
-            before_update()
-        with phase("update"):
-            engine.engine.step()
-        loss_sum += loss.sum.detach()
-        if metrics is not None:
-            metrics.add(loss)
-    return loss_sum
-
-
-def train_updates(
     engine: Engine,
     step: Step,
     task: Task,
     *,
     world: int,
     group: Any = None,
+    metrics: StepMetrics | None = None,
+    timed: StepTimes | None = None,
     before_update: Callable[[], None] = lambda: None,
-    **more: Any,
 ) -> torch.Tensor:
-    """``train_step`` as often as ``Task.updates`` says, on the same micro batches. Returns the mean
-    of the summed losses. ``before_update`` is called in the last one. ``more``: as of
-    ``train_step``; ``group``: as of ``loss_of_step``.
+    """Forward, backward and update, as often as ``Task.updates`` says, on the same micro batches.
+
+    DeepSpeed divides by the accumulation (in ``backward``) and by the ranks (in the
+    reduction): the factor undoes both, so that the gradient is that of the mean over the
+    step's weight (its target tokens, say), whatever the split.
+
+    Args:
+        group: a gloo group of all ranks, for a joint loss. Objects in NCCL make the host wait for
+            the GPU.
+        metrics: gets what the loss measures.
+        timed: takes the time of each phase.
+        before_update: called between the last backward pass and the last update.
+
+    Returns:
+        This rank's summed loss, fp32 scalar: the mean over the updates.
     """
-    losses = [
-        train_step(
-            engine,
-            step,
-            world=world,
-            loss_of=loss_of_step(task, engine.models, step, group=group),
-            before_update=before_update if update == task.updates - 1 else lambda: None,
-            **more,
-        )
-        for update in range(task.updates)
-    ]
+    count, models = len(step.micro_batches), engine.models
+    factor = world * count / (step.weight or 1)
+    auxiliary_factor = world * count / max(step.tokens, 1)
+    phase = contextlib.nullcontext if timed is None else timed.phase
+    engine.set_micro_steps(count)
+    losses = []
+    for update in range(1, task.updates + 1):
+        joint = None
+        if isinstance(task, JointTask) and task.joint:
+            joint = JointStep(task, models, step.micro_batches, group=group)
+        loss_of = joint or task.loss
+        for model in models.values():
+            model.routing.begin_step()
+        loss_sum = torch.zeros((), device=engine.device)
+        for number, micro_batch in enumerate(step.micro_batches, start=1):
+            scale = factor / count * engine.loss_scale()
+            for model in models.values():
+                model.gradient_scale = scale
+            with phase("forward"):
+                loss = loss_of(models, micro_batch)
+            objective = loss.sum * factor
+            for model in models.values():
+                objective = model.routing.objective(objective, factor=auxiliary_factor)
+            with phase("backward"):
+                engine.backward(objective)
+            if number == count and update == task.updates:
+                before_update()
+            with phase("update"):
+                engine.engine.step()
+            loss_sum += loss.sum.detach()
+            if metrics is not None:
+                metrics.add(loss)
+        losses.append(loss_sum)
     return torch.stack(losses).mean()
 
 
@@ -162,11 +143,9 @@ def transform_of(task: Task, *, seed: int) -> Transform | None:
     return lambda sample, step, place: task.transform(sample, SampleKey(seed, step, place))
 
 
-def with_weight(step: Step, task: Task, *, group: Any = None) -> Step:
-    """Set the step's weight and target tokens, where the task knows them from its micro batches.
-    Collective then, in a gloo ``group``: nothing waits for a GPU."""
-    if task.normaliser != "batch":
-        return step
+def weighed(step: Step, task: Task, *, group: Any = None) -> Step:
+    """The step with its weight and target tokens, of a task that knows them from its micro batches
+    (``normaliser = "batch"``). Collective, in a gloo ``group``: nothing waits for a GPU."""
     weight_here = sum(task.weight(micro_batch) for micro_batch in step.micro_batches)
     targets = sum(int((micro["labels"] != IGNORE).sum()) for micro in step.micro_batches)
     sums = torch.tensor([weight_here, targets], dtype=torch.float64)
@@ -183,6 +162,7 @@ class StepMetrics:
         self._sums: dict[str, torch.Tensor] = {}
         """By name: [sum, weight], fp64 where the device has it."""
 
+    @torch.no_grad()
     def add(self, loss: Loss) -> None:
         """Add what the loss of one micro batch measures."""
         for name, value in loss.metrics.items():
@@ -193,27 +173,13 @@ class StepMetrics:
             pair[1].fill_(weight)
             self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
-    @property
-    def names(self) -> list[str]:
-        """Sorted: the same on every rank."""
-        return sorted(self._sums)
-
-    def values(self) -> list[torch.Tensor]:
-        """Sum and weight of each name, in their order."""
-        return [part for name in self.names for part in self._sums[name]]
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Sum and weight by name. Waits for the device."""
+        pairs = {name: pair.tolist() for name, pair in self._sums.items()}
+        return {name: (total, weight) for name, (total, weight) in pairs.items()}
 
 
 EXAMPLES = "example_ids"
-
-
-def loss_of_step(task: Task, models: Models, step: Step, *, group: Any = None) -> LossOf:
-    """The loss of each micro batch of ``step``, to be asked for in their order.
-
-    ``group``: a gloo group of all ranks. Objects in NCCL make the host wait for the GPU.
-    """
-    if isinstance(task, JointTask) and task.joint:
-        return JointStep(task, models, step.micro_batches, group=group)
-    return task.loss
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from llmx.collectives import all_gather
 from llmx.models.flops import model_flops
 from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
@@ -29,11 +31,35 @@ from llmx.train.step_times import (
 from llmx.train.stopping import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 
 LEAST_IDLE = 0.05
-"""The console says the idle share from here on."""
+"""Idle share from which on the console shows it."""
 SHOWN_RANKS = 8
-"""Whose times a warning says."""
+"""Ranks whose times a warning shows."""
 FORWARD_PART = 1 / 3
-"""Of the operations of training: what a frozen model's forward pass costs."""
+"""Part of the operations of training that the forward pass of a frozen model takes."""
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """Measurements of one rank since the last ``train`` line."""
+
+    loss_sum: float
+    """Summed loss of the newest step."""
+    interval_loss: float
+    """Summed loss of all steps."""
+    square_tokens: int
+    work: int
+    memory_gib: float
+    context_gib: float
+    data_wait_s: float
+    nonfinite: list[float]
+    """``NonFiniteWatch.first``."""
+    phases_s: dict[str, float]
+    """Seconds of each phase of a step; empty where they are not timed."""
+    probe_s: float
+    """``SpeedProbe.at_line``."""
+    clock: float
+    metrics: dict[str, tuple[float, float]]
+    """Sum and weight of each metric of the loss, by name."""
 
 
 class StepLog:
@@ -43,26 +69,24 @@ class StepLog:
         self.session = session
         self.total = total
         self.length = session.length
+        self.optim = optim_of(session.exp.optim, session.exp.adapter)
         start = session.resume_point
         self.tokens_seen = start.tokens_seen
         self.target_tokens_seen = start.target_tokens_seen
-        self.watch = NonFiniteWatch(
-            session.engine.device, gradients=session.engine.precision != "fp16"
-        )
+        plan, engine = session.plan, session.engine
+        self.watch = NonFiniteWatch(engine.device, gradients=engine.precision != "fp16")
         self.spikes = SpikeWatch(session.exp.task.spike_factor, losses=start.losses)
         self.flops = [
             (
                 model_flops(model.module, causal=model.attention.causal),
                 1.0 if model.spec.trained else FORWARD_PART,
             )
-            for model in session.engine.models.values()
+            for model in engine.models.values()
         ]
-        plan, engine = session.plan, session.engine
         measures = plan.world_size > 1 and session.exp.batch.balance != "off"
         # A rank's forward passes wait for no other rank.
         independent = measures and engine.stage < 3 and not session.task.joint
-        # Before the first restart, which empties it.
-        self.timed = StepTimes(engine.device, active=independent)
+        self.timed = StepTimes(engine.device) if independent else None
         # Where they wait for others, it times a piece of work of its own.
         self.probe = SpeedProbe(
             engine.device,
@@ -75,21 +99,20 @@ class StepLog:
         self.restart()
 
     def watch_split(self) -> None:
-        """Expect of each rank what the plan of now gives it."""
+        """Expect of each rank what the current plan gives it."""
         plan = self.session.plan
-        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed.active else None
+        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed else None
 
     def restart(self) -> None:
         """Start a new interval now."""
         self.began = time.perf_counter()
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = self.work = 0
-        self.loss_sum: torch.Tensor | None = None
+        self.loss_sum = torch.zeros((), device=self.session.engine.device)
         """Of the newest step."""
-        self.interval_loss = torch.zeros((), device=self.session.engine.device)
+        self.interval_loss = self.loss_sum.clone()
         self.interval_weight = 0.0
         self.metrics = StepMetrics(self.session.engine.device)
-        self.timed.take()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,12 +130,12 @@ class StepLog:
         if self.session.engine.device.type == "cuda":
             torch.cuda.synchronize(self.session.engine.device)
 
-    def wait_for_data(self) -> None:
-        """Evaluation and checkpoints between two steps are no waiting for data."""
-        self.waiting_since = time.perf_counter()
-
-    def data_is_here(self) -> None:
-        self.data_wait_s += time.perf_counter() - self.waiting_since
+    def next_of(self, steps: Iterator[Step]) -> Step:
+        """The next step. The time that this takes counts as waiting for data."""
+        began = time.perf_counter()
+        step = next(steps)
+        self.data_wait_s += time.perf_counter() - began
+        return step
 
     def add(self, step: Step, loss_sum: torch.Tensor) -> None:
         """After each step; nothing here waits for the device."""
@@ -134,61 +157,13 @@ class StepLog:
         ``extra``: the whole run would not have a line here. Returns how long each rank computed
         where that is measured.
         """
-        assert self.loss_sum is not None
-        session, engine = self.session, self.session.engine
-        row = torch.tensor(
-            [
-                float(self.loss_sum),
-                self.squares,
-                memory_gib(engine.device.type),
-                self.data_wait_s,
-                *self.watch.first(),
-                float(self.interval_loss),
-                *(seconds / max(self.steps, 1) for seconds in self.timed.take()),
-                self.work,
-                time.perf_counter(),
-                self.probe.at_line(),
-                context_gib(),
-                *(float(value) for value in self.metrics.values()),
-            ],
-            dtype=torch.float64,
-            device=engine.device,
-        )
-        rows = [torch.empty_like(row) for _ in range(session.plan.world_size)]
-        torch.distributed.all_gather(rows, row)
-        table = torch.stack(rows).cpu()
-        loss_sum, squares = table[:, :2].sum(dim=0).tolist()
-        loss_mean = float(table[:, 6].sum()) / (self.interval_weight or 1)
+        session, done = self.session, step.step + 1
+        ranks = all_gather(self._rank_values())
         elapsed = time.perf_counter() - self.began
-        flops = session.task.updates * sum(
-            part
-            * model.of_step(tokens=self.tokens, target_tokens=self.targets, square_tokens=squares)
-            for model, part in self.flops
-        )
-        peak = session.plan.peak_tflops * 1e12
-        done = step.step + 1
-        samples = self.length.samples_at(done)
-        loss = loss_sum / (step.weight or 1)
-        totals = table[:, 14:].sum(dim=0).tolist()
-        clock, probe_s = float(table[0, 11]), table[:, 12].tolist()
-        probed = self.drift is not None and min(probe_s) > 0
-        forward_s, *other_phases, work = table[:, 7:11].T.tolist()
-        waits: dict[str, Any] = {}
-        if engine.device.type == "cuda":
-            waits["context_gib"] = [round(value, 3) for value in table[:, 13].tolist()]
-        if self.timed.active:
-            idle = idle_share(forward_s)
-            for name, seconds in zip(PHASES, (forward_s, *other_phases), strict=True):
-                waits[f"{name}_s"] = [round(value, 6) for value in seconds]
-            waits["idle_share"] = round(idle, 4)
-        if probed:
-            waits["probe_s"] = [float(f"{value:.4g}") for value in probe_s]
-        measured = {
-            name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else None
-            for at, name in enumerate(self.metrics.names)
-        }
-        tokens_per_s = self.tokens / elapsed
-        norm = engine.grad_norm()
+        loss = sum(rank.loss_sum for rank in ranks) / (step.weight or 1)
+        samples, tokens_per_s = self.length.samples_at(done), self.tokens / elapsed
+        norm = session.engine.grad_norm()
+        timings = self._timings(ranks)
         session.metrics.write(
             "train",
             step=done,
@@ -197,42 +172,100 @@ class StepLog:
             target_tokens=self.target_tokens_seen,
             epoch=samples / len(session.train_store),
             loss=loss,
-            loss_mean=loss_mean,
-            lr=lr_at(
-                step.step, optim=optim_of(session.exp.optim, session.exp.adapter), total=self.total
-            ),
+            loss_mean=sum(rank.interval_loss for rank in ranks) / (self.interval_weight or 1),
+            lr=lr_at(step.step, optim=self.optim, total=self.total),
             grad_norm=norm,
-            loss_scale=engine.loss_scale(),
-            skipped_steps=engine.engine.skipped_steps,
+            loss_scale=session.engine.loss_scale(),
+            skipped_steps=session.engine.engine.skipped_steps,
             step_time_s=elapsed / self.steps,
             tokens_per_s=tokens_per_s,
-            mfu=flops / elapsed / peak if peak else None,
-            memory_gib=[round(value, 3) for value in table[:, 2].tolist()],
-            data_wait_s=float(table[:, 3].max()),
-            **waits,
+            mfu=self._mfu(sum(rank.square_tokens for rank in ranks), elapsed),
+            memory_gib=[round(rank.memory_gib, 3) for rank in ranks],
+            data_wait_s=max(rank.data_wait_s for rank in ranks),
+            **timings,
             **(session.servers.take_measures() if session.servers is not None else {}),
-            **engine.main.routing.measure(tokens=step.tokens),
-            **measured,
+            **session.engine.main.routing.measure(tokens=step.tokens),
+            **{name: mean_over(ranks, name) for name in sorted(ranks[0].metrics)},
             **({"extra": True} if extra else {}),
         )
         text = f"step {done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
-        if self.timed.active and idle >= LEAST_IDLE:
-            text += f"  idle {idle:.0%}"
+        if timings.get("idle_share", 0.0) >= LEAST_IDLE:
+            text += f"  idle {timings['idle_share']:.0%}"
         session.log(text)
-        if self.stragglers is not None:
-            for rank, factor in self.stragglers.see(forward_s, work, now=time.perf_counter()):
-                report_straggler(session, rank, factor, forward_s, step=done)
-        if self.drift is not None and probed:
-            for rank, factor in self.drift.see(probe_s, now=clock):
-                report_straggler(session, rank, factor, probe_s, step=done, probed=True)
-        self.probe.after_line(clock)
-        loss_step, gradient_step = table[:, 4:6].amin(dim=0).tolist()
-        raise_if_not_finite(
-            loss_step, gradient_step, lr=optim_of(session.exp.optim, session.exp.adapter).lr
-        )
+        line = self._watch_speeds(ranks, step=done)
+        loss_step, gradient_step = map(min, zip(*(rank.nonfinite for rank in ranks), strict=True))
+        raise_if_not_finite(loss_step, gradient_step, lr=self.optim.lr)
         self.spikes.check(done, loss)
         self.restart()
-        return Line(forward_s, work, clock) if self.timed.active else None
+        return line
+
+    def _rank_values(self) -> RankValues:
+        """Measurements of this rank. Waits for the device."""
+        return RankValues(
+            loss_sum=float(self.loss_sum),
+            interval_loss=float(self.interval_loss),
+            square_tokens=self.squares,
+            work=self.work,
+            memory_gib=memory_gib(self.session.engine.device.type),
+            context_gib=context_gib(),
+            data_wait_s=self.data_wait_s,
+            nonfinite=self.watch.first(),
+            phases_s={name: s / self.steps for name, s in self.timed.take().items()}
+            if self.timed
+            else {},
+            probe_s=self.probe.at_line(),
+            clock=time.perf_counter(),
+            metrics=self.metrics.sums(),
+        )
+
+    def _mfu(self, square_tokens: int, elapsed_s: float) -> float | None:
+        """Part of the peak of all devices that the model's operations are; None without a peak."""
+        if not (peak := self.session.plan.peak_tflops * 1e12):
+            return None
+        counts = {"tokens": self.tokens, "target_tokens": self.targets}
+        flops = self.session.task.updates * sum(
+            part * model.of_step(**counts, square_tokens=square_tokens)
+            for model, part in self.flops
+        )
+        return flops / elapsed_s / peak
+
+    def _timings(self, ranks: Sequence[RankValues]) -> dict[str, Any]:
+        """Columns of a line that only some runs measure."""
+        timings: dict[str, Any] = {}
+        if self.session.engine.device.type == "cuda":
+            timings["context_gib"] = [round(rank.context_gib, 3) for rank in ranks]
+        if self.timed:
+            for name in PHASES:
+                timings[f"{name}_s"] = [round(rank.phases_s[name], 6) for rank in ranks]
+            timings["idle_share"] = round(idle_share([r.phases_s["forward"] for r in ranks]), 4)
+        if self._probed(ranks):
+            timings["probe_s"] = [float(f"{rank.probe_s:.4g}") for rank in ranks]
+        return timings
+
+    def _probed(self, ranks: Sequence[RankValues]) -> bool:
+        """Whether every rank has timed its own piece of work for this line."""
+        return self.drift is not None and min(rank.probe_s for rank in ranks) > 0
+
+    def _watch_speeds(self, ranks: Sequence[RankValues], *, step: int) -> Line | None:
+        """Report stragglers. Returns how long each rank computed where that is measured."""
+        clock, line = ranks[0].clock, None
+        if self.stragglers is not None:
+            line = Line([r.phases_s["forward"] for r in ranks], [r.work for r in ranks], clock)
+            now = time.perf_counter()
+            for rank, factor in self.stragglers.see(line.seconds, line.work, now=now):
+                report_straggler(self.session, rank, factor, line.seconds, step=step)
+        if self.drift is not None and self._probed(ranks):
+            probe_s = [rank.probe_s for rank in ranks]
+            for rank, factor in self.drift.see(probe_s, now=clock):
+                report_straggler(self.session, rank, factor, probe_s, step=step, probed=True)
+        self.probe.after_line(clock)
+        return line
+
+
+def mean_over(ranks: Sequence[RankValues], name: str) -> float | None:
+    """The mean of a metric of the loss over all ranks; None where nothing was measured."""
+    weight = sum(rank.metrics[name][1] for rank in ranks)
+    return sum(rank.metrics[name][0] for rank in ranks) / weight if weight else None
 
 
 def expected_work(plan: Plan) -> list[float]:
@@ -245,7 +278,7 @@ def expected_work(plan: Plan) -> list[float]:
 
 
 def drift_watch(plan: Plan) -> DriftWatch:
-    """For the ranks of a plan: what was measured at the start is taken into account."""
+    """A watch of the ranks of a plan, by what was measured at the start."""
     balance, expected = plan.balance, [1.0] * plan.world_size
     if balance is not None and balance.method == "measured":
         expected = [float(sample_fs(speed, plan.batch.seq_len)) for speed in balance.speeds]
@@ -256,7 +289,7 @@ def report_straggler(
     session: Session,
     rank: int,
     factor: float,
-    seconds: list[float],
+    seconds: Sequence[float],
     *,
     step: int,
     probed: bool = False,
@@ -275,24 +308,24 @@ def report_straggler(
         factor=round(factor, 2),
         **{key: times},
     )
-    how = "To measure the speeds again: remove balance.json and resume with batch.balance=measured."
+    if probed:
+        finding = "a matrix product as at the start or as other ranks of its device type"
+        detail = by_rank(seconds)
+    else:
+        finding = "its part of a step as the other ranks"
+        detail = f"forward passes of a step: {by_rank(seconds)}"
+    fix = "To measure the speeds again: remove balance.json and resume with batch.balance=measured."
     if session.rebalance is not None:
-        how = "batch.rebalance splits the batch anew where that is faster."
-    finding = (
-        f"takes {factor:.1f} times as long for a matrix product as at the start or as other ranks "
-        f"of its device type; all ranks wait for it ({by_rank(seconds)})"
-        if probed
-        else f"takes {factor:.1f} times as long as the other ranks for its part of a step; all "
-        f"ranks wait for it (forward passes of a step: {by_rank(seconds)})"
-    )
+        fix = "batch.rebalance splits the batch anew where that is faster."
     session.log(
-        f"WARNING: rank {rank} ({host}) {finding}. Check whether its device is throttled or used "
-        f"by another program. {how}"
+        f"WARNING: rank {rank} ({host}) takes {factor:.1f} times as long for {finding}; all ranks "
+        f"wait for it ({detail}). Check whether its device is throttled or used by another "
+        f"program. {fix}"
     )
 
 
-def by_rank(seconds: list[float]) -> str:
-    """Times of all ranks, of many the longest: ``rank 3 0.412 s, rank 0 0.201 s``."""
+def by_rank(seconds: Sequence[float]) -> str:
+    """Times of all ranks, or the longest of many: ``rank 3 0.412 s, rank 0 0.201 s``."""
     order = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))
     times = [f"rank {rank} {seconds[rank]:.3g} s" for rank in order[:SHOWN_RANKS]]
     if order[SHOWN_RANKS:]:

@@ -23,10 +23,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 TIMES_LONGER = 1.5
-"""A rank that computes so many times as long as it should is reported."""
+"""A rank that computes this many times as long as it should is reported."""
 LINES = 3
+"""Lines in a row at which it does so, before it is reported."""
 LEAST_S = 30.0
-"""... in so many lines in a row, and for so long: a neighbour that comes and goes is none."""
+"""Seconds for which it does so, before it is reported: a neighbour comes and goes."""
 
 
 PHASES = ("forward", "backward", "update")
@@ -38,18 +39,15 @@ class StepTimes:
     On CUDA, two events a phase and micro step; they cost microseconds.
     """
 
-    def __init__(self, device: torch.device, *, active: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.active = active
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Inside, one of ``PHASES`` of a micro step."""
-        if not self.active:
-            yield
-        elif self._device.type == "cuda":
+        if self._device.type == "cuda":
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
             yield
@@ -60,14 +58,14 @@ class StepTimes:
             yield
             self._seconds[name] += time.perf_counter() - began
 
-    def take(self) -> tuple[float, ...]:
-        """Seconds of each phase since the last call, in the order of ``PHASES``."""
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
         if self._events:
             torch.cuda.synchronize(self._device)
             for name, begin, end in self._events:
                 self._seconds[name] += begin.elapsed_time(end) / 1e3
-        seconds = tuple(self._seconds[name] for name in PHASES)
-        self._seconds, self._events = dict.fromkeys(PHASES, 0.0), []
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        self._events = []
         return seconds
 
 

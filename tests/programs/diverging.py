@@ -16,16 +16,16 @@ from llmx.train import loop
 DIVERGES_AT = 7
 """Counted from 1, as in ``metrics.jsonl``."""
 
-_train_updates = loop.train_updates
+_train_step = loop.train_step
 
 
-def train_updates(engine: Any, step: Any, task: Any, **options: Any) -> torch.Tensor:
+def train_step(engine: Any, step: Any, task: Any, **options: Any) -> torch.Tensor:
     """The real step; its loss is lost afterwards at ``DIVERGES_AT``."""
-    loss_sum = _train_updates(engine, step, task, **options)
+    loss_sum = _train_step(engine, step, task, **options)
     return loss_sum * float("nan") if step.step + 1 == DIVERGES_AT else loss_sum
 
 
-loop.train_updates = train_updates
+loop.train_step = train_step
 
 if __name__ == "__main__":
     sys.exit(worker.main(sys.argv[1:]))

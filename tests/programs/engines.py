@@ -50,7 +50,7 @@ from llmx.train.step import train_step
 from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train
-from tests.reference import SEQ_LEN, VOCABULARY, word_tokenizer
+from tests.reference import NEXT_TOKEN, SEQ_LEN, VOCABULARY, word_tokenizer
 from tests.rundirs import experiment, free_port
 
 WORLD = 2
@@ -545,7 +545,7 @@ def distance_from_exact(job: dict[str, Any], out: Path, exact: dict[str, torch.T
         exact.update(exact_gradient(exp, step))
     before = captured(engine)
     engine.set_lr(1.0)
-    train_step(engine, step, world=WORLD)
+    train_step(engine, step, NEXT_TOKEN, world=WORLD)
     after = captured(engine)
     engine.engine.destroy()
     wrong = total = 0.0
@@ -670,7 +670,7 @@ def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
             marks["backward"] = memory.peak
             memory.restart()
 
-        train_step(engine, step, world=WORLD, before_update=before_update)
+        train_step(engine, step, NEXT_TOKEN, world=WORLD, before_update=before_update)
         marks["update"] = memory.peak
     engine.engine.destroy()
     shard = size / WORLD if job["stage"] else size

@@ -90,7 +90,6 @@ def train(out: Path, *, stage: int) -> dict[str, Any]:
         with engine.main.routing.watch(batch["segment_ids"]):
             loss = micro_batch_loss(engine.engine, inputs, labels)
         engine.backward(engine.main.routing.objective(loss / 8, factor=1 / 16))
-        engine.record_grad_norm()
         engine.engine.step()
         load = engine.main.routing.load
         assert load is not None

@@ -25,7 +25,7 @@ from llmx.train.engine.build import build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
-from tests.reference import SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
+from tests.reference import NEXT_TOKEN, SEQ_LEN, synthetic_store, whole_weights, word_tokenizer
 from tests.rundirs import parity_experiment, with_batch
 
 SHARD_BYTES = 20_000
@@ -61,7 +61,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
     engine.set_lr(0.1)
     for number in range(2):
         step = make_step(store, number, batch=plan.batch, rank=rank, seed=exp.seed, layout=layout)
-        train_step(engine, step, world=world)
+        train_step(engine, step, NEXT_TOKEN, world=world)
     final = whole_weights(engine.module)
     export_model(
         engine.module,

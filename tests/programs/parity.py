@@ -26,6 +26,7 @@ from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
 from tests.reference import (
     GLOBAL_BATCH,
+    NEXT_TOKEN,
     SEQ_LEN,
     STEPS,
     synthetic_store,
@@ -61,7 +62,7 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         )
         lr = lr_at(number, optim=exp.optim, total=STEPS)
         engine.set_lr(lr)
-        loss = train_step(engine, step, world=world).double()
+        loss = train_step(engine, step, NEXT_TOKEN, world=world).double()
         torch.distributed.all_reduce(loss)
         measured = engine.main.routing.measure(tokens=step.tokens)
         auxiliary = engine.main.routing.coefficient * measured.get("aux_loss", 0.0)

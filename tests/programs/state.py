@@ -47,7 +47,7 @@ from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.rollout import rollout_step
 from llmx.train.schedule import lr_at
-from llmx.train.step import seed_step, train_updates, with_weight
+from llmx.train.step import seed_step, train_step, weighed
 from tests.programs.leaving import run_and_leave
 from tests.reference import (
     SEQ_LEN,
@@ -194,7 +194,7 @@ def train(engine: Engine, exp: Experiment, plan: Plan, store: Any, *, steps: ran
         step = step_of(engine, task, store, number, plan=plan, seed=exp.seed)
         seed_step(exp.seed, number, rank)
         engine.set_lr(lr_at(number, optim=exp.optim, total=TOTAL))
-        loss = train_updates(engine, step, task, world=world).double()
+        loss = train_step(engine, step, task, world=world).double()
         torch.distributed.all_reduce(loss)
         losses.append([float(loss) / step.weight, engine.grad_norm()])
     return losses
@@ -212,7 +212,7 @@ def step_of(engine: Engine, task: Task, store: Any, number: int, *, plan: Plan, 
         step = rollout_step(engine, task, store, number, **common)
     else:
         step = make_step(store, number, normaliser=task.normaliser, **common)
-    return with_weight(step, task)
+    return weighed(step, task) if task.normaliser == "batch" else step
 
 
 def save(engine: Engine, directory: Path, *, step: int) -> None:

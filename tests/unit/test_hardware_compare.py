@@ -23,7 +23,7 @@ from llmx.hardware.compare import (
     problems_here,
     ram_problem,
 )
-from llmx.hardware.survey import ram_available, space_facts
+from llmx.hardware.survey import space_facts
 from llmx.plan import cuda_builds
 from llmx.plan.types import StoragePlan
 from tests.composing import composed as composed_once
@@ -575,18 +575,3 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
     problems = problems_here(plan, "/runs/a", little)
     assert problems[0].startswith("/runs/a has 1.0 GiB of free disk space")
     assert problems[1].startswith("this machine: ")
-
-
-def test_the_memory_of_a_control_group_counts(tmp_path: Path) -> None:
-    """A container or a job of Slurm is killed by the limit of its group."""
-    assert ram_available(f"{tmp_path}/") is None
-    write(tmp_path / "proc/meminfo", "MemTotal: 64 kB\nMemAvailable:   4194304 kB\n")
-    assert ram_available(f"{tmp_path}/") == 4 * GIB
-    write(tmp_path / "proc/self/cgroup", "0::/system.slice/job_7/step_0\n")
-    above = tmp_path / "sys/fs/cgroup/system.slice/job_7"
-    write(above / "memory.max", f"{2 * GIB}\n")
-    write(above / "memory.current", f"{GIB}\n")
-    write(above / "memory.stat", f"anon 5\ninactive_file {GIB // 2}\n")
-    write(above / "step_0/memory.max", "max\n")
-    write(above / "step_0/memory.current", "5\n")
-    assert ram_available(f"{tmp_path}/") == GIB + GIB // 2

@@ -9,6 +9,7 @@ import shutil
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ from llmx.plan import make_plan
 from llmx.tasks import Task
 from llmx.train import precompute
 from llmx.train.batches import Layout
-from llmx.train.precompute import FrozenModels, Rounds, group_size, model_identity, with_precomputed
+from llmx.train.precompute import (
+    FrozenModels,
+    group_size,
+    groups_of,
+    model_identity,
+    with_precomputed,
+)
 from tests import forks
 from tests.rundirs import experiment as small_experiment
 from tests.unit.test_data_store import pairs
@@ -36,20 +43,21 @@ from tests.unit.test_data_store import pairs
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 1, 2)])
 @pytest.mark.parametrize("done", [0, 8])
 def test_every_sample_is_computed_once_in_the_same_group(shares: tuple, done: int) -> None:
-    rounds = Rounds(37, size=4, shares=shares, done=done)
-    groups = [
-        group
-        for number in range(len(rounds))
-        for rank in range(len(shares))
-        for group in rounds.of_rank(number, rank, even=False)
-    ]
+    owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
+
+    def dealt(*, even: bool) -> list[list[range]]:
+        samples = range(done, 37)
+        return [
+            groups_of(rank, samples, size=4, owners=owners, even=even)
+            for rank in range(len(shares))
+        ]
+
+    groups = list(chain.from_iterable(dealt(even=False)))
     assert sorted(index for group in groups for index in group) == list(range(done, 37))
     assert all(group.start % 4 == 0 and len(group) == 4 for group in groups if group.stop < 37)
-    assert rounds.samples(0, len(rounds)) == (done, 37)
     # Under ZeRO-3 a forward pass is collective: as many for every rank, some of them empty.
-    for number in range(len(rounds)):
-        for rank, share in enumerate(shares):
-            assert len(rounds.of_rank(number, rank, even=True)) == share
+    rounds = -(-(37 - done) // (4 * len(owners)))
+    assert [len(groups) for groups in dealt(even=True)] == [rounds * share for share in shares]
 
 
 def test_groups_are_of_a_size_that_the_length_decides() -> None:

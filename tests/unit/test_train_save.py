@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from llmx.checkpoint.save import HostCopies, SaveFailed, SaveJob
 from llmx.checkpoint.selection import list_steps, newest_usable, verify
 from llmx.checkpoint.state.engine_state import StateTensor, combine, lanes
 from llmx.config import CheckpointConfig, KeepConfig
+from llmx.hardware.survey import ram_available
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train import saver as saver_module
@@ -279,15 +281,14 @@ def test_a_save_that_was_cut_short_is_cleared_away(run: RunDir) -> None:
 
 
 def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
-    exp = experiment(run.root, ranks=1, checkpoint={"on_signal": False})
-    return saver_module.Saver(
-        exp.checkpoint,
-        make_plan(exp),
-        run,
-        lr=exp.optim.lr,
-        max_lost=0.2,
+    exp = experiment(run.root, ranks=1, task={"max_lost": 0.2}, checkpoint={"on_signal": False})
+    session: Any = SimpleNamespace(
+        exp=exp,
+        checkpoint=exp.checkpoint,
+        plan=make_plan(exp),
+        run_dir=run,
         engine=None,
-        tokenizer=None,
+        task=SimpleNamespace(tokenizer=None, export_files=lambda model: {}),
         identity={},
         consensus=Consensus(timeout_s=60),
         topology=find_topology(run.checkpoints, create=True, group=None),
@@ -297,11 +298,12 @@ def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
         resume_point=ResumePoint(),
         log=log,
     )
+    return saver_module.Saver(session)
 
 
 def test_to_wait_for_a_slow_disk_at_the_end_does_not_look_like_a_hang(run: RunDir) -> None:
     saver, seen = make_saver(run, print), []
-    saver.status.enter("training")
+    saver.session.status.enter("training")
 
     def until_seen(_: SaveJob) -> None:
         deadline = time.monotonic() + 30
@@ -489,11 +491,11 @@ def in_step(line: str) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_available_memory_is_the_least_of_host_and_control_groups(files, available, tmp_path):
+    assert ram_available(f"{tmp_path}/") is None
     for name, text in {"proc/meminfo": MEMINFO, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert save_job.available_bytes(tmp_path) == available
-    assert 0 < save_job.available_bytes() < 2**50
+    assert ram_available(f"{tmp_path}/") == available
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:

@@ -15,7 +15,7 @@ from llmx.models.model import Models
 from llmx.plan.types import BatchPlan
 from llmx.tasks.embed import Embed, Options, Pairs, contrast
 from llmx.train.batches import Layout, Step, make_step
-from llmx.train.step import JointStep, loss_of_step, seed_step, step_seed
+from llmx.train.step import JointStep, seed_step, step_seed
 from tests import forks
 from tests.reference import text_pairs_store
 from tests.unit.test_models_pooling import backbone, model_of
@@ -78,7 +78,10 @@ def gradient(kind: str, step: Step, *, drops: bool = False) -> tuple[torch.Tenso
     network = backbone(kind).train(drops)
     models = Models(policy=model_of(network, METHODS[kind]))
     seed_step(3, 0, 0)
-    loss_of, values = loss_of_step(Task(), models, step), torch.zeros(3, dtype=torch.float64)
+    loss_of, values = (
+        JointStep(Task(), models, step.micro_batches),
+        torch.zeros(3, dtype=torch.float64),
+    )
     for batch in step.micro_batches:
         loss = loss_of(models, batch)
         loss.sum.backward()

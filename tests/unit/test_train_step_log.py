@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from llmx.config import AdapterConfig, OptimConfig, TaskConfig
 from llmx.tasks import Loss
 from llmx.train import step_times
 from llmx.train.loop import log_interval
-from llmx.train.step_log import StepLog
+from llmx.train.step_log import RankValues, StepLog
 
 
 class Recorded:
@@ -127,13 +128,11 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(recorded, mon
     """At ZeRO-3 rank 1 is throttled after a while: it is named once, with its host."""
     slow, events, said = [1.0], [], []
 
-    def all_gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
-        out[0].copy_(mine)
-        out[0][12] = 0.1 if mine[12] else 0.0
-        out[1].copy_(out[0])
-        out[1][12] *= slow[0]
+    def all_gather(mine: RankValues) -> list[RankValues]:
+        probe_s = 0.1 if mine.probe_s else 0.0
+        return [replace(mine, probe_s=probe_s), replace(mine, probe_s=probe_s * slow[0])]
 
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(module, "all_gather", all_gather)
     monkeypatch.setitem(step_times.PIECE_S, "cpu", 0.001)
     session = recorded.session
     session.engine.stage, session.task = 3, SimpleNamespace(joint=False, updates=1)

@@ -224,13 +224,7 @@ class Engine:
             self._scale = self.loss_scale()
             loss = loss * self._scale
         self.engine.backward(loss)
-
-    def record_grad_norm(self) -> None:
-        """Before ``engine.step``: keep the gradient's norm where DeepSpeed computes none.
-
-        That is stage 0 in fp32, where every rank has all reduced gradients after the
-        last backward of a step.
-        """
+        # At stage 0 in fp32 DeepSpeed computes no norm: all ranks have all reduced gradients now.
         computes_none = self.stage == 0 and self.precision == "fp32"
         if computes_none and self.engine.is_gradient_accumulation_boundary():
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
