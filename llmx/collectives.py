@@ -9,8 +9,8 @@ import torch
 T = TypeVar("T")
 
 host_group: Any = None
-"""Of all ranks, over gloo, where the default group is NCCL's (``join_process_group``): that would
-copy objects to the GPU and wait for it."""
+"""Group of all ranks over gloo, where the default group is NCCL's (``join_process_group``), which
+would copy objects to the GPU and wait for it."""
 
 
 def all_gather(value: T, *, group: Any = None) -> list[T]:

@@ -15,12 +15,12 @@ from hashlib import blake2b
 from typing import TextIO
 
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029"
-"""Of a regular expression's class: C0, DEL and C1, which move the cursor, set titles or clear
-screens, and Unicode's own line breaks. No text on one line has them."""
+"""Characters for a regular expression's class: C0, DEL and C1, which move the cursor, set titles or
+clear screens, and Unicode's own line breaks. No text on one line has them."""
 SURROGATES = "\ud800-\udfff"
-"""Of a class: halves of surrogate pairs (broken UTF-8), which cannot be encoded at all."""
+"""Characters for a class: halves of surrogate pairs (broken UTF-8), which cannot be encoded."""
 BIDIRECTIONAL = "\u202a-\u202e\u2066-\u2069"
-"""Of a class: overrides of the direction, with which text reads otherwise than it is."""
+"""Characters for a class: overrides of the direction, so that text reads otherwise than it is."""
 
 MARK = "\ufeff"
 """The byte order mark: nothing that can be seen, and in no file's name on purpose."""

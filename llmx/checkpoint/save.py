@@ -162,7 +162,7 @@ class SaveJob:
     topology: StorageTopology
     group: Any
     hosts: Sequence[str]
-    """Of each rank, for the manifest."""
+    """Host of each rank, for the manifest."""
     run_id: str
     config: CheckpointConfig
     damaged: frozenset[int]

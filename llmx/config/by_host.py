@@ -14,7 +14,7 @@ from llmx.config.build import shown
 from llmx.config.schema import DataConfig, Experiment, HardwareConfig, HostConfig, ModelConfig
 
 KEYS = ("python", "root", "env", "setup", "data", "model", "enter")
-"""Those that only agents can follow: launchers of others start one command on all hosts."""
+"""Keys of a host that only agents can follow: other launchers start one command on all hosts."""
 
 
 def keys_of(host: HostConfig) -> list[str]:

@@ -205,7 +205,7 @@ MODEL_SOURCE = "model_source"
 
 
 def model_source() -> Any:
-    """Of a task's ``Options``: a directory of a model or a Hub id, empty by default. As
+    """Option of a task: a directory of a model or a Hub id, empty by default. As
     ``model.path``, a relative path starts where the user stands, and is made absolute."""
     return field(default="", metadata={MODEL_SOURCE: True, "text": Text()})
 

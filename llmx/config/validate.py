@@ -360,7 +360,7 @@ COLUMNS = (
 )
 """Our names of columns: the keys of ``data.columns``."""
 MAPPED = ("prompt", "label", "history")
-"""Those of a labelled row: the keys of ``data.data_map``."""
+"""Our names of a labelled row's columns: the keys of ``data.data_map``."""
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:

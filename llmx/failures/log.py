@@ -45,7 +45,7 @@ class Block:
 
     kind: Kind
     lines: tuple[Line, ...]
-    """Of a traceback only the message of its last exception, not its frames."""
+    """Its text; of a traceback the message of its last exception, not its frames."""
     earlier: Block | None = None
     """What the last exception of a traceback was raised from, or raised while handling."""
     is_direct: bool = False

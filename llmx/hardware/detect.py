@@ -102,7 +102,7 @@ HIDES_ALL = ("", "-1", "NoDevFiles")
 
 
 def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order: numbers or (the
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, in its order: numbers or (the
     beginning of) UUIDs. None where it is not set: all of them.
 
     Raises:

@@ -208,7 +208,7 @@ class _Engine:
         return sum(self.numel(index) for index in indices)
 
     def events(self) -> tuple[Sequence[Event], int]:
-        """Those that something happens at, and the peak after the last of them."""
+        """Events at which a gradient is handled, and the peak after the last of them."""
         return _of_gradients(_This(self.trace))
 
     def run_micro_step(self) -> None:

@@ -65,7 +65,7 @@ class StepTrace:
     num_packed: int = 0
     """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
     num_beside: int = 0
-    """Those of ``parameters`` that are in frozen networks beside the trained one."""
+    """Parameters in frozen networks beside the trained one, included in ``parameters``."""
     reach: str = ""
     """What an adapter reaches of the weights, where it leaves the experts out."""
 

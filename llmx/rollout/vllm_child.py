@@ -20,7 +20,7 @@ from typing import Any
 OLDEST = (0, 32)
 """The version that this was written for: its ``reload_weights`` takes tensors."""
 KV_CACHE_GIB = "2"
-"""Of a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise: vLLM takes most of the RAM."""
+"""KV cache on a CPU unless VLLM_CPU_KVCACHE_SPACE is set: vLLM would take most of the RAM."""
 PR_SET_PDEATHSIG = 1
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

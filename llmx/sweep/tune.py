@@ -67,7 +67,7 @@ class Candidate:
     words: tuple[str, ...]
     """Its overrides, one for each axis."""
     line: tuple[str, ...] = ()
-    """Those beside its micro batch."""
+    """Its overrides beside the micro batch."""
     micro: int = 0
     """The number of its micro batch among those of the axis."""
     speed: float = 0.0

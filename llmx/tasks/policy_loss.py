@@ -78,8 +78,10 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(kind: str, difference: torch.Tensor) -> torch.Tensor:
-    """Of KL(policy || reference) at each token, from ``difference``: its log-probability under the
-    policy minus that under the reference (Schulman 2020)."""
+    """Estimate of KL(policy || reference) at each token (Schulman 2020).
+
+    ``difference``: its log-probability under the policy minus that under the reference.
+    """
     match kind:
         case "k1":
             return difference

@@ -27,10 +27,10 @@ class Options:
     """``task.options`` of ``task=reward``."""
 
     margin: float = number(0.0, minimum=0, maximum=1000)
-    """By how much the better answer is to score higher (Llama 2); the ``margin`` of a row, where
+    """Required difference of the two scores (Llama 2); the ``margin`` of a row, where
     the data has that column, is added."""
     center: float = number(0.0, minimum=0, maximum=1000)
-    """Of the squared sum of both scores, which keeps scores around 0 (TRL's
+    """Weight of the squared sum of both scores, which keeps scores around 0 (TRL's
     ``center_rewards_coefficient``, e.g. 0.01)."""
 
 

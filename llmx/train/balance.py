@@ -45,11 +45,11 @@ from llmx.train.step import random_state, seed_step, set_random_state, transform
 
 CACHE_FORMAT = 2
 LEAST_S = 0.4
-"""Of each micro batch: several periods of a CPU quota, and more than a clock's noise."""
+"""Shortest timing of a micro batch: several periods of a CPU quota, more than a clock's noise."""
 LONGEST_S = 1.6
-"""... while its times vary: under a quota some take the whole rest of a period."""
+"""Longest timing of one whose times vary: under a quota some take the whole rest of a period."""
 VARIED_CALLS = 5
-"""... and of one that takes so long that this is only a few times: what two differ by says little
+"""Fewest timings of one whose times vary: what two differ by says little
 of the noise, and a measured split that seems to be noise is given up for the even one."""
 MOST_S = 20.0
 """A further run of a micro batch is not begun after so long."""
@@ -402,7 +402,7 @@ class Part:
     """The blocks that ranks hold while they measure, where the whole networks have no room."""
 
     stacks: tuple[Stack, ...]
-    """Of every network; each has ``blocks`` of them."""
+    """Blocks of every network; each has ``blocks`` of them."""
     least: int
     """Blocks that are the fewest that are timed."""
     held: int

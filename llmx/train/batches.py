@@ -70,7 +70,7 @@ class Step:
     """What the loss of the whole step is divided by, over all ranks: known everywhere without
     asking, but for a task that weighs micro batches (0 then)."""
     target_tokens: int
-    """Of the whole step, over all ranks."""
+    """Targets of the whole step, over all ranks."""
     tokens: int
     """Non-padding tokens of the whole step."""
     square_tokens: int
@@ -81,7 +81,7 @@ class Step:
 
 
 Transform = Callable[[Any, int, int], Any]
-"""Of a sample, the step and its place among the samples of the step, over all ranks: the sample as
+"""Function of a sample, the step and its place in the step, over all ranks: the sample as
 it is trained (``Task.transform``)."""
 
 

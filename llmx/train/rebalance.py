@@ -42,7 +42,7 @@ class Line:
     """The measurements of all ranks since the last ``train`` line; the same on every rank."""
 
     seconds: Sequence[float]
-    """Of forward passes in a step, one a rank."""
+    """Time of the forward passes in a step, one a rank."""
     work: Sequence[float]
     """What the micro batches should have taken by the speeds of the plan, in any unit."""
     now: float

@@ -69,7 +69,7 @@ def rollout_step(
         )
 
     def prompts_at(indices: np.ndarray) -> list[list[Prompt]]:
-        """Those of each sample."""
+        """Prompts of each sample."""
         return [prompts_of(store[int(index)], store.columns) for index in indices]
 
     indices = indices_at(step)

@@ -21,7 +21,7 @@ class RunLength:
 
     steps: int
     samples: int
-    """Of all steps together, a sample counted in each epoch anew."""
+    """Samples of all steps together, a sample counted in each epoch anew."""
     global_batch: int
 
     def samples_at(self, step: int) -> int:

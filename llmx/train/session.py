@@ -88,7 +88,7 @@ class Session:
     early_stopping: EarlyStopping | None = None
     rebalance: Rebalance | None = None
     servers: RolloutServers | None = None
-    """Those of ``rollout.hosts``."""
+    """Servers on ``rollout.hosts``."""
     saver: Saver = dataclasses.field(init=False)
 
     @property

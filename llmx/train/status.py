@@ -150,7 +150,7 @@ GRACEFUL = (signal.SIGTERM, signal.SIGUSR1)
 """Request a checkpoint before the exit, where one can be saved."""
 STACKS = signal.SIGUSR2
 UNSAFE_STACKS = signal.SIGQUIT
-"""Of a rank that does not answer ``STACKS`` and is about to be ended: some C code holds the
+"""Signal to a rank that does not answer ``STACKS`` and is about to be ended: some C code holds the
 interpreter's lock. faulthandler then reads frames that are changing, which may kill the rank."""
 ANSWER_S = 0.5
 """So long the main thread has to write the stacks itself."""

@@ -54,7 +54,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
-"""Of the generators that a model draws from: the CPU's and this rank's GPU's."""
+"""States of the generators that a model draws from: the CPU's and this rank's GPU's."""
 
 
 def random_state() -> RandomState:
@@ -160,7 +160,7 @@ class StepMetrics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, torch.Tensor] = {}
-        """By name: [sum, weight], fp64 where the device has it."""
+        """[sum, weight] by name, fp64 where the device has it."""
 
     @torch.no_grad()
     def add(self, loss: Loss) -> None:
@@ -200,7 +200,7 @@ class Whole:
     """[sequences, ...], a leaf."""
     columns: Mapping[str, torch.Tensor]
     sequences: list[slice]
-    """Of this rank, by micro batch."""
+    """Sequences of this rank, by micro batch."""
     examples: list[slice]
 
 

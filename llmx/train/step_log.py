@@ -109,7 +109,7 @@ class StepLog:
         self.data_wait_s = 0.0
         self.steps = self.tokens = self.targets = self.squares = self.work = 0
         self.loss_sum = torch.zeros((), device=self.session.engine.device)
-        """Of the newest step."""
+        """Loss of the newest step."""
         self.interval_loss = self.loss_sum.clone()
         self.interval_weight = 0.0
         self.metrics = StepMetrics(self.session.engine.device)

@@ -18,13 +18,12 @@ from tests.cluster.requirements import missing
 pytestmark = pytest.mark.chaos
 
 SEED = 20_300_101
-THREE = tuple(kind for kind in KINDS if kind.name in ("host", "link", "damage"))
-"""A killed rank and a killed supervisor: ``test_resume``, ``test_restart``, ``tests/cluster``."""
+FIVE = tuple(k for k in KINDS if k.name in ("rank", "supervisor", "host", "link", "damage"))
 
 
 @pytest.mark.parametrize(
     "kinds",
-    [pytest.param(THREE, id="three"), pytest.param(KINDS, id="all", marks=pytest.mark.nightly)],
+    [pytest.param(FIVE, id="five"), pytest.param(KINDS, id="all", marks=pytest.mark.nightly)],
 )
 def test_as_if_undisturbed(kinds: tuple[Kind, ...], tmp_path: Path) -> None:
     if reason := missing("rsync"):

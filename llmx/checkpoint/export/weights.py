@@ -97,7 +97,7 @@ class Weight:
     written: str
     """dtype in the export."""
     prefix: str = ""
-    """Of its name in the checkpoint, where that holds several models."""
+    """Prefix of its name in a checkpoint of several models."""
 
     @property
     def num_elements(self) -> int:

@@ -73,7 +73,7 @@ class ShutdownRequest:
         self.source = ""
         """The first signal, as the user knows it: ``Ctrl-C``, ``SIGTERM``."""
         self.kind = ""
-        """Of its sender (``Sender.kind``)."""
+        """Who sent it (``Sender.kind``)."""
         self.signal = ""
         """The name of the first signal; empty where there was none."""
         self.time: float | None = None

@@ -31,7 +31,7 @@ TRAIN_KEYS = (
 )
 """What the training loop writes into every ``train`` line, whatever the task."""
 SPEEDS = ("tokens_per_s", "mfu")
-"""Those of which more is better."""
+"""Metrics of which more is better."""
 EVAL_KEYS = ("loss", "target_tokens", "weight")
 LINE_KEYS = ("kind", "step", "time", "nonfinite", "extra")
 

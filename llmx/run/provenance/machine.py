@@ -67,7 +67,7 @@ def torch_cuda() -> str | None:
 
 
 def numeric_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of the ranks that may change numbers."""
+    """Variables of the ranks that may change numbers."""
     return {
         name: value
         for name, value in environment.items()

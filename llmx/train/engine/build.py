@@ -136,7 +136,7 @@ class Engine:
     stage: int
     precision: str
     frozen_fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of the frozen models, by name (``engine_state.frozen_fingerprints``)."""
+    """Fingerprints of the frozen models, by name (``engine_state.frozen_fingerprints``)."""
     generates_whole: bool | None = None
     """At ZeRO-3: whether the last generation gathered all weights once."""
     _norm: torch.Tensor | None = None
@@ -447,7 +447,7 @@ class BuiltNetwork:
     precision: str
     with_liger: bool
     vocab_rows: int
-    """Of the vocabulary, without those that pad it."""
+    """Rows of the vocabulary, without those that pad it."""
     adapter: Adapter | None = None
 
 
@@ -739,7 +739,7 @@ def weights_for_generation(engine: Engine, model: Model) -> Iterator[None]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a rank's own share, where ranks share the RAM of a host."""
+    """Free memory of the device; of RAM the share of a rank."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached

@@ -69,7 +69,7 @@ class ByPass:
         self._offload, self._modules = offload, list(offload.module.modules())
         self._training = self._current = another(offload)
         self._others: dict[str, Any] = {}
-        """By network."""
+        """Coordinators of evaluations, by network."""
         self._external: dict[Any, int] = {}
         self._network = ""
         self._goes_on = False
