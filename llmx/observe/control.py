@@ -19,6 +19,7 @@ from llmx.observe.status import Source, location_of
 from llmx.observe.status.mirror import RunLocation
 from llmx.observe.status.view import FINAL, interpret
 from llmx.run.rundir import RunDir
+from llmx.run.sweepdir import holds_lock
 from llmx.text import printable
 
 POLL_S = 0.3
@@ -45,7 +46,7 @@ def attach(options: argparse.Namespace) -> int:
                 offset += len(printed)
                 sys.stdout.write(printable(printed.decode("utf-8", "replace"), keep="\n\t\r"))
                 sys.stdout.flush()
-                if _is_over(facts):
+                if _is_over(source, facts):
                     return int((facts["result"] or {}).get("exit_code", 1))
                 time.sleep(POLL_S)
                 facts = source.facts()
@@ -61,7 +62,7 @@ def stop(options: argparse.Namespace) -> int:
             facts = _running(source, "stop")
             source.write_stop()
             print(f"{source.location} saves a checkpoint and ends ...", flush=True)
-            while not _is_over(facts):
+            while not _is_over(source, facts):
                 time.sleep(POLL_S)
                 facts = source.facts()
     except KeyboardInterrupt:
@@ -88,7 +89,7 @@ def _running(source: Source, command: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source.location} is not a run directory. `python -m llmx status` lists the runs."
         )
-    if facts["supervisor"] is None or _is_over(facts):
+    if facts["supervisor"] is None or _is_over(source, facts):
         outcome = (facts["result"] or {}).get("outcome")
         state = f"it has ended ({outcome})" if outcome else "no supervisor of it is running"
         path = shlex.quote(facts["path"])
@@ -98,9 +99,14 @@ def _running(source: Source, command: str) -> dict[str, Any]:
     return facts
 
 
-def _is_over(facts: dict[str, Any]) -> bool:
-    """Whether the supervisor has ended. It may be silent for long while it copies files."""
-    alive = facts["supervisor_alive"]
-    if alive is None:  # on another host still
-        return interpret(facts).state in FINAL
-    return not alive or bool(facts["result"] and facts["supervisor"]["state"] == "finished")
+def _is_over(source: Source, facts: dict[str, Any]) -> bool:
+    """Whether the supervisor has ended."""
+    supervisor, alive = facts["supervisor"], facts["supervisor_alive"]
+    if alive is False or (facts["result"] and supervisor["state"] == "finished"):
+        return True
+    if interpret(facts).state not in FINAL:
+        return False
+    # It is silent: it copies files, or its number is that of another process now.
+    if alive is None or source.location.host:
+        return alive is None
+    return not holds_lock(RunDir(source.root).supervisor_lock, supervisor["pid"])

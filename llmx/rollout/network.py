@@ -109,10 +109,7 @@ def build(description: dict[str, Any], device: torch.device) -> BareDecoder:
     from transformers.initialization import no_init_weights
 
     config = config_from(description["config"])
-    attention = AttentionMethod(
-        **description["attention"]
-        | {"windows": tuple(tuple(window) for window in description["attention"]["windows"])}
-    )
+    attention = AttentionMethod(**description["attention"])
     if attention.implementation.startswith("llmx_"):  # knows packed lines, and no cache
         attention = dataclasses.replace(attention, implementation="sdpa")
     dtype = DTYPES[description["dtype"]]

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from llmx.tasks.base import Accumulator, Mean, Normaliser, Task
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from llmx.models.model import Batch, Models
@@ -107,7 +106,7 @@ class HeldOut(Accumulator):
         """Add the sequences of a micro batch."""
         if len(outputs):
             self._outputs.append(outputs.detach().float().cpu().numpy())
-            self._sizes.append(np.bincount(batch[EXAMPLES].numpy()))
+            self._sizes.append(batch[EXAMPLES].bincount().numpy())
             for name, arrays in self._columns.items():
                 arrays.append(batch[name].numpy().copy())
 
@@ -119,6 +118,7 @@ class HeldOut(Accumulator):
 
     def values(self) -> dict[str, float | None]:
         """The measures of all of them."""
+        import numpy as np
         import torch
 
         if not self._outputs:

@@ -105,7 +105,7 @@ def test_what_is_meant_is_done(llmx, words) -> None:
     [
         (["plan", "zero=" + LONG], r"^/.*\.\.\.: {}"),
         (["help", "zero=" + LONG], r"^/.*\.\.\.: {}"),
-        (["status", LONG], r"^x{{57}}\.\.\.: {}"),
+        (["status", LONG], r"^/.*\.\.\.: {}"),
         (["plan", "model=hf", f"model.path=./{LONG}"], r"^model\.path=\./x+(\.\.\.)?: no such file or directory"),
         (["plan", f"run_dir={LONG}"], r"^run_dir=/.*: cannot be written \(File name too long\)\. Set"),
     ],

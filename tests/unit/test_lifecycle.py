@@ -12,9 +12,11 @@ import re
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import pytest
 
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.model_files import check_model_files, damaged_files, seal
+from llmx.cli.main import run_here
 from llmx.cli.target import find_target
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config.tasks import shipped_tasks
@@ -34,8 +37,8 @@ from llmx.lifecycle.batch import batch_script, requeue_job
 from llmx.lifecycle.detach import detach
 from llmx.lifecycle.knowledge import DEMO, informed, tokenizer_rows
 from llmx.lifecycle.preflight import check_inputs
-from llmx.observe.control import main
-from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.rundir import RunDir, write_json
+from tests.agents import wait_until
 from tests.composing import composed as compose
 from tests.rundirs import experiment
 
@@ -317,12 +320,22 @@ def run(tmp_path: Path) -> RunDir:
 def supervise(run: RunDir) -> int:
     """Hold the run until a signal asks for the end."""
     shutdown = ShutdownRequest()
-    with supervisor_lock(run, "1" * 16), shutdown.handle_signals(print):
+    with (
+        supervisor_lock(run, secrets.token_hex(8)),
+        shutdown.handle_signals(print, stop_file=run.stop),
+    ):
+        report_supervisor(run, pid=os.getpid())
         print("step 1", flush=True)
         shutdown.event.wait(60)
         result = {"outcome": "interrupted", "cause": shutdown.source, "exit_code": 130}
         write_json(run.result, result)
     return 130
+
+
+def report_supervisor(run: RunDir, **values: Any) -> None:
+    """Write ``supervisor.json`` as a supervisor that trains."""
+    now = {"host": socket.gethostname(), "state": "training", "time": time.time(), **values}
+    write_json(run.supervisor, now)
 
 
 def test_a_detached_run_is_shown_and_stopped(
@@ -333,17 +346,18 @@ def test_a_detached_run_is_shown_and_stopped(
     assert f"python -m llmx stop {run.root}" in printed
     pid = int(re.search(r"process (\d+)", printed)[1])  # type: ignore[index]
     assert os.getsid(pid) == pid, "a session of its own"
+    wait_until(run.supervisor.exists)
     codes: list[int] = []
-    shown = threading.Thread(target=lambda: codes.append(main(["attach", str(run.root)])))
+    shown = threading.Thread(target=lambda: codes.append(run_here("attach", [str(run.root)])))
     shown.start()
-    assert main(["stop", str(run.root)]) == 0
+    assert run_here("stop", [str(run.root)]) == 0
     shown.join(timeout=20)
     assert codes == [130], "the code of the run"
     printed = capfd.readouterr().out
     assert "step 1\n" in printed
     assert "interrupted: SIGTERM\n" in printed
     os.waitpid(pid, 0)
-    assert main(["stop", str(run.root)]) == 2
+    assert run_here("stop", [str(run.root)]) == 2
     assert "it has ended (interrupted)" in capfd.readouterr().err
 
 
@@ -357,23 +371,38 @@ def test_a_run_that_cannot_be_left(run: RunDir, capfd: pytest.CaptureFixture[str
     assert "somebody else has it" in capfd.readouterr().err
 
 
-def test_a_run_of_another_machine(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
-    write_json(run.supervisor_lock, {"host": "login-1", "pid": 1, "time": 0.0})
-    assert main(["stop", str(run.root)]) == 2
-    assert f"python -m llmx stop USER@login-1:{run.root}" in capfd.readouterr().err
-    assert main(["attach", str(run.root / "no-such")]) == 2
-    assert read_mapping(run.supervisor_lock)["pid"] == 1
-
-
-def test_only_the_holder_of_the_lock_is_ended(
+def test_a_run_whose_supervisor_is_on_another_host(
     run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Somebody's run directory may name any process as its supervisor."""
-    with supervisor_lock(run, secrets.token_hex(8)), subprocess.Popen(["sleep", "60"]) as other:
-        for pid in (other.pid, -other.pid, 0, "1"):
-            run.supervisor_lock.write_text(json.dumps({"pid": pid}))
-            assert main(["stop", str(run.root)]) == 2
-            assert f"process {pid} of its supervisor.lock" in capfd.readouterr().err
+    """It sees the file on the disk that the hosts share."""
+    report_supervisor(run, host="login-1", pid=1)
+
+    def obey() -> None:
+        wait_until(run.stop.exists)
+        write_json(run.result, {"outcome": "interrupted", "cause": "SIGTERM", "exit_code": 143})
+        report_supervisor(run, host="login-1", pid=1, state="finished")
+
+    supervisor = threading.Thread(target=obey)
+    supervisor.start()
+    assert run_here("stop", [str(run.root)]) == 0
+    supervisor.join()
+    assert "interrupted: SIGTERM" in capfd.readouterr().out
+    assert run_here("attach", [str(run.root / "no-such")]) == 2
+
+
+def test_a_number_that_is_another_process_now(
+    run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor was killed, and the kernel has given its number away."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        run.supervisor_lock.write_text("{}")
+        report_supervisor(run, pid=other.pid, time=time.time() - 3600)
+        assert run_here("stop", [str(run.root)]) == 2
+        assert "no supervisor of it is running" in capfd.readouterr().err
+        with supervisor_lock(run, secrets.token_hex(8)):
+            report_supervisor(run, pid=os.getpid(), time=time.time() - 3600)
+            assert run_here("attach", [str(run.root)]) == 2
+            assert "prints into the terminal" in capfd.readouterr().err
         assert other.poll() is None
         other.kill()
 

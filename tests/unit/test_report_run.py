@@ -201,7 +201,7 @@ def test_ascii_terminal(run: RunDir) -> None:
 
 
 def test_generated_samples_are_shown_with_each_reward(run: RunDir, capsys) -> None:
-    from llmx.tasks.base import GeneratedSample
+    from llmx.tasks import GeneratedSample
     from llmx.train.evaluation import write_samples
     from llmx.train.rollout import write_rollouts
 
