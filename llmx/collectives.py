@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,17 @@ def all_gather(value: T, *, group: Any = None) -> list[T]:
     return everyone
 
 
-def first_problem(problem: str | None) -> tuple[int, str] | None:
+def first_problem(problem: str | None, *, group: Any = None) -> tuple[int, str] | None:
     """The first rank with a problem, and the problem; the same on every rank."""
-    problems = enumerate(all_gather(problem))
+    problems = enumerate(all_gather(problem, group=group))
     return next(((rank, text) for rank, text in problems if text), None)
+
+
+def first_failure(act: Callable[[], object], *, group: Any = None) -> tuple[int, str] | None:
+    """Call ``act`` on every rank; the first rank where it raised an OSError, and its text."""
+    problem = None
+    try:
+        act()
+    except OSError as error:
+        problem = str(error)
+    return first_problem(problem, group=group)

@@ -15,7 +15,7 @@ Where a step fails before all have published, all call ``abandon``; afterwards t
 counts, and a pointer or a removal that fails is a warning.
 
 A *storage* is a ``checkpoints/`` directory: one for all hosts that share a file system, else
-one for each (``llmx.checkpoint.distributed``).
+one for each (``llmx.spread``).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from llmx.checkpoint.tensors import TensorSpec, TensorWriter
 
 PARTIAL, REPLACED, PRUNED = ".partial", ".replaced", ".pruned"
 MARK = ".mark-"
+"""Prefix of the files by which ranks find out who shares the directory (``llmx.spread``)."""
 
 
 def partial_dir(checkpoints: Path, step: int) -> Path:

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 
 from llmx.checkpoint import commit
-from llmx.checkpoint.distributed import StorageTopology
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, check_cover, cover_of
 from llmx.checkpoint.manifest import (
     STATE,
@@ -41,6 +40,7 @@ from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig
 from llmx.errors import LlmxError, storage_fault
 from llmx.hardware.survey import ram_available
+from llmx.spread import StorageTopology
 
 BLOCK_BYTES = 64 * 2**20
 """Page-locked at a time: PyTorch rounds such a request up to a power of two."""

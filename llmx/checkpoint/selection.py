@@ -139,7 +139,7 @@ class Report:
 
     step: int
     storage: int
-    """The rank that acts for the storage (``llmx.checkpoint.distributed``)."""
+    """The rank that acts for the storage (``llmx.spread``)."""
     manifest: Manifest | None
     good: frozenset[str] = frozenset()
     """Files of its part that have their size, and their hash where that was compared."""

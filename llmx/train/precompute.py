@@ -30,6 +30,7 @@ import torch
 from llmx.collectives import all_gather
 from llmx.config import Experiment, ModelConfig
 from llmx.data import SampleStore
+from llmx.data.distributed import send_to_all
 from llmx.data.examples import Schema
 from llmx.data.source.files import digest_of
 from llmx.data.store.precomputed import Precomputed, Values, check_values, place
@@ -221,14 +222,11 @@ def with_precomputed(
     names = ", ".join(column.name for column in task.precomputed)
     missing = {}
     for split, precomputed in by_split.items():
-        holders = [rank for rank, has in enumerate(_have(precomputed, group)) if has]
-        if len(holders) < plan.world_size:
-            missing[split] = precomputed
-        if holders:
+        if any(all_gather(precomputed.open() is not None, group=group)):
             log(f"Data ({split}): {names} found in {precomputed.path}")
-            if split in missing:
-                _hand_over(precomputed, source=holders[0], plan=plan, group=group)
-                del missing[split]
+            send_to_all(precomputed.path, group=group)
+        else:
+            missing[split] = precomputed
     if missing:
         with (
             frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs)
@@ -305,9 +303,7 @@ def compute(
     progress.end()
     if rank == 0:
         precomputed.publish(how={"seconds": round(progress.seconds, 3)})
-    torch.distributed.barrier(group=group)
-    if not all(_have(precomputed, group)):
-        _hand_over(precomputed, source=0, plan=plan, group=group)
+    send_to_all(precomputed.path, group=group)
 
 
 def group_size(seq_len: int) -> int:
@@ -397,33 +393,6 @@ def _forward(
         before = precomputed.rows(column, base, first)
         start = before.stop - before.start
         values[column.name][start : start + counts[place(column)]] = by_column[column.name]
-
-
-def _have(precomputed: Precomputed, group: Any) -> list[bool]:
-    """Which ranks see the columns. Collective."""
-    return all_gather(precomputed.open() is not None, group=group)
-
-
-def _hand_over(precomputed: Precomputed, *, source: int, plan: Plan, group: Any) -> None:
-    """Columns that some hosts have come to the others: the first rank of each writes them."""
-    rank = torch.distributed.get_rank()
-    opened = precomputed.open()
-    first_of_host = next(other.rank for other in plan.ranks if other.host == plan.ranks[rank].host)
-    writes = opened is None and rank == first_of_host
-    for first in range(0, len(precomputed.store), precomputed.window):
-        last = min(len(precomputed.store), first + precomputed.window)
-        values = precomputed.zeros(first, last)
-        if rank == source and opened is not None:
-            for column in precomputed.columns:
-                rows = precomputed.rows(column, first, last)
-                values[column.name][...] = opened.values_of(column.name)[rows]
-        _sum(values, group)
-        if writes:
-            precomputed.record(values, first, last)
-    torch.distributed.barrier(group=group)
-    if writes:
-        precomputed.publish(how={"received": True})
-    torch.distributed.barrier(group=group)
 
 
 PIECE_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """The resume point: all ranks agree on the newest usable checkpoint of the run directory.
 
 A fresh run, an automatic restart and ``python -m llmx resume`` are the same path. The ranks on
-each storage (``llmx.checkpoint.distributed``) share the hashing of the files there, and
+each storage (``llmx.spread``) share the hashing of the files there, and
 all ranks gather what was found. Tried by ``python -m pytest -m deepspeed
 tests/integration/test_resume.py``.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.checkpoint.commit import committed_dir, recover
-from llmx.checkpoint.distributed import StorageTopology, transfer_missing
+from llmx.checkpoint.distributed import transfer_missing
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import STATE, CheckpointError, Manifest, read_manifest
 from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_steps
@@ -24,6 +24,7 @@ from llmx.errors import ConfigError
 from llmx.plan.types import Plan
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir, read_json
+from llmx.spread import StorageTopology
 from llmx.text import plural
 from llmx.train.engine.build import Engine
 from llmx.train.metrics import lines_until

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.distributed import StorageTopology, find_topology
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, Experiment
@@ -21,6 +20,7 @@ from llmx.rollout.client import IDLE_SHARE, RolloutServers
 from llmx.run.metrics import Metric
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.spread import StorageTopology, find_topology
 from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.balance import Subject, described, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
@@ -336,16 +336,14 @@ def open_stores(exp: Experiment, task: Task, plan: Plan, run_dir: RunDir) -> tup
     """Training and held-out samples, prepared by the first rank of each host. Collective. A chat
     template writes the day on which the run began. DataError where too much is lost
     (``task.max_lost``)."""
-    from llmx.data.distributed import Host, prepare_together
+    from llmx.data.distributed import prepare_together
     from llmx.data.store.summary import check_lost, lost_rows, summary
 
-    leaders = {rank.host: rank.rank for rank in reversed(plan.ranks)}
-    hosts = [Host(host.name, leaders[index]) for index, host in enumerate(plan.hosts)]
+    hosts = [plan.hosts[rank.host].name for rank in plan.ranks]
     splits = ["train", "eval"] if exp.data.has_eval else ["train"]
-    own_host = plan.ranks[torch.distributed.get_rank()].host
     began = read_mapping(run_dir.inputs).get("date")
     stores = prepare_together(
-        exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, host=own_host, date=began
+        exp.data, exp.seed, task.tokenizer, task, splits, hosts=hosts, date=began
     )
     longest = position_limit(exp.model.network)
     for split, store in zip(splits, stores, strict=True):

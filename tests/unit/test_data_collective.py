@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llmx.config import Experiment
-from llmx.data.distributed import Host, prepare_together
+from llmx.data.distributed import prepare_together
 from llmx.tasks import prepare, task_of
 from tests import forks
 from tests.bound_device import as_under_nccl
@@ -24,9 +24,9 @@ from tests.data_rows import of_rows, row_tokenizer
 
 pytestmark = pytest.mark.xdist_group("collective")  # one set of ranks
 
-HOSTS = [Host("node-a", 0), Host("node-b", 1), Host("node-c", 3)]
-PLACES = [0, 1, 1, 2]
+HOSTS = ["node-a", "node-b", "node-b", "node-c"]
 """The host of each rank."""
+PLACES = [0, 1, 1, 2]
 
 
 class Ranks:
@@ -44,19 +44,12 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def prepare(self, exp: Experiment, caches: list[Path]) -> list[Any]:
-        """(sha256, meta) of the training store on every rank, or the error as text; ``caches``:
-        those of the hosts."""
-        self.begin([_with_cache(exp, cache) for cache in caches])
-        return [queue.get(timeout=240) for queue in self.results]
-
-    def begin(self, experiments: list[Experiment]) -> None:
+    def prepare(self, experiments: list[Experiment]) -> list[Any]:
+        """(sha256, meta) of the training store on every rank, or the error as text.
+        ``experiments``: those of the hosts."""
         for queue, place in zip(self.tasks, PLACES, strict=True):
             queue.put(experiments[place])
-
-    def errors(self) -> list[str]:
-        """Of the ranks that prepare; the others wait, and would be ended by the supervisor."""
-        return [self.results[host.leader].get(timeout=240) for host in HOSTS]
+        return [queue.get(timeout=240) for queue in self.results]
 
     def end(self) -> None:
         for queue in self.tasks:
@@ -77,7 +70,7 @@ def _rank(rank: int, port: int, tasks: Any, results: Any) -> None:
         try:
             task = task_of(exp, row_tokenizer())
             (store,) = prepare_together(
-                exp.data, exp.seed, task.tokenizer, task, ["train"], hosts=HOSTS, host=PLACES[rank]
+                exp.data, exp.seed, task.tokenizer, task, ["train"], hosts=HOSTS
             )
             store.verify()
             assert split.calls == 0, "a rank outside of a group waits in ncclCommSplit"
@@ -149,7 +142,7 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
     exp = source(tmp_path / "source")
     caches = [tmp_path / name for name in ("a", "b", "b")]  # two hosts share a disk
     alone = prepare(_with_cache(exp, tmp_path / "alone"), row_tokenizer())
-    found = ranks.prepare(exp, caches)
+    found = ranks.prepare([_with_cache(exp, cache) for cache in caches])
     assert not [result for result in found if isinstance(result, str)], found
     same = "rows_read truncated truncated_tokens dropped rejected fingerprint text_bytes".split()
     for digests, meta in found:
@@ -169,13 +162,21 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
 def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
     exp, caches = one_large_file(tmp_path), [tmp_path / name for name in "abc"]
     there = prepare(_with_cache(exp, caches[1]), row_tokenizer())
-    assert [meta for _, meta in ranks.prepare(exp, caches)] == [there.meta] * 4
+    found = ranks.prepare([_with_cache(exp, cache) for cache in caches])
+    assert [meta for _, meta in found] == [there.meta] * 4
 
 
-def test_hosts_with_other_data_are_refused(tmp_path: Path):
+def test_hosts_with_other_data_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path):
     one, two = one_large_file(tmp_path), one_text(tmp_path)
-    ranks = Ranks()  # own ones: those that were refused cannot be used again
-    ranks.begin([one, one, two])
-    for error in ranks.errors():
+    for error in ranks.prepare([one, one, two]):
         assert "node-c would train on other data than node-a: different there: sources" in error
-    ranks.end()
+
+
+def test_a_host_that_cannot_store_the_data_ends_every_rank(ranks: Ranks, tmp_path: Path):
+    exp, caches = one_large_file(tmp_path), [tmp_path / name for name in "abc"]
+    name = prepare(_with_cache(exp, caches[0]), row_tokenizer()).path.name
+    blocked = caches[2] / "data" / f"{name}.tmp-received"
+    blocked.parent.mkdir(parents=True)
+    blocked.touch()
+    for error in ranks.prepare([_with_cache(exp, cache) for cache in caches]):
+        assert f"The prepared data {name} cannot be stored on the host of rank 3: " in error

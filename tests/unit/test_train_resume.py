@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from llmx.checkpoint.commit import begin
-from llmx.checkpoint.distributed import StorageTopology, _publish, own_files_suffice
+from llmx.checkpoint.distributed import own_files_suffice
 from llmx.errors import ConfigError
 from llmx.run.metrics.lines import read_metrics
+from llmx.spread import StorageTopology
 from llmx.train.metrics import MetricsWriter, lines_until, truncate_metrics
 from llmx.train.resume import check_identity, check_samples
 from llmx.train.schedule import RunLength
@@ -161,15 +161,6 @@ APART = StorageTopology(Path("x"), 0, (0, 1))
 )
 def test_when_each_rank_can_do_with_its_own_file(state, topology, stage, lacking, wanted) -> None:
     assert own_files_suffice({**STATE, **state}, lacking, topology, stage=stage) is wanted
-
-
-def test_a_host_that_cannot_take_what_it_lacks_says_so_to_the_others(tmp_path: Path) -> None:
-    """Raised on that rank alone, it would leave the others waiting for it."""
-    topology = StorageTopology(tmp_path, rank=0, leaders=(0,))
-    assert "No such file" in str(_publish(topology, 4))
-    begin(tmp_path, 4)
-    assert _publish(topology, 4) is None
-    assert (tmp_path / "step-00000004").is_dir()
 
 
 def test_a_checkpoint_behind_a_short_last_step_does_not_go_on_longer() -> None:

@@ -23,7 +23,6 @@ from llmx.checkpoint import commit
 from llmx.checkpoint import save as save_job
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
-from llmx.checkpoint.distributed import find_topology
 from llmx.checkpoint.fragments import FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
@@ -34,6 +33,7 @@ from llmx.config import CheckpointConfig, KeepConfig
 from llmx.hardware.survey import ram_available
 from llmx.plan import make_plan
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.spread import find_topology
 from llmx.train import saver as saver_module
 from llmx.train.metrics import MetricsWriter
 from llmx.train.resume import ResumePoint, find_resume_point

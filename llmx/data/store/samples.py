@@ -320,12 +320,7 @@ class SampleStore:
 
     def verify(self) -> None:
         """Compare every file with its checksum; raises DataError that names the damaged one."""
-        for name, digest in self.meta["sha256"].items():
-            if sha256_of_file(self.path / name) != digest:
-                raise DataError(
-                    f"{self.path / name} does not have its recorded checksum: the store is "
-                    "damaged. Remove the directory; it is prepared again."
-                )
+        check_sums(self.path, self.meta)
 
 
 def publish(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
@@ -374,6 +369,16 @@ def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
             raise DataError(
                 f"{path / name} has {actual_size} bytes, {size} were written: the store is "
                 "damaged. Remove the directory; it is prepared again."
+            )
+
+
+def check_sums(path: Path, meta: Mapping[str, Any]) -> None:
+    """Raise DataError where a file has not the checksum that ``meta.json`` records."""
+    for name, digest in meta["sha256"].items():
+        if sha256_of_file(path / name) != digest:
+            raise DataError(
+                f"{path / name} does not have its recorded checksum: the store is damaged. Remove "
+                "the directory; it is prepared again."
             )
 
 
