@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
 from llmx.cli.commands import CHAT_COMMANDS
-from llmx.cli.generate import PromptLayout, Stream, has_template, learns_chats, load, wanted
+from llmx.cli.generate import PromptLayout, Stream, layout_of, load, wanted
 from llmx.cli.target import Target, check_generates, find_target
 from llmx.data.format.rows import Message
 from llmx.data.format.templates import TEMPLATES
@@ -35,37 +35,27 @@ LEAST_ROOM = 4
 """A prompt leaves one of so many parts of the positions to an answer (or --max-new-tokens)."""
 
 
-def layout_of(
-    target: Target, tokenizer: Any, *, template: str | None, plain: bool, system: str | None
-) -> PromptLayout:
-    """The layout of the conversation, by the options or as the run was trained.
-
-    Raises:
-        ConfigError: the model has not learned to chat, or options contradict each other.
-    """
-    exp = target.exp
-    if plain:
-        if template or system:
-            name = "--template" if template else "--system"
-            raise ConfigError(f"--plain continues text, which has no turns: leave out {name}.")
-        return PromptLayout(tokenizer, template=None, system=None)
-    if system is None and exp is not None:
-        system = exp.data.system
-    if template is None:
-        if exp is not None and not learns_chats(exp.task.kind):
+def chat_layout(target: Target, tokenizer: Any, options: argparse.Namespace) -> PromptLayout:
+    """The layout of the conversation; ConfigError where the model has not learned to chat, or
+    options contradict each other."""
+    template, plain, system = options.template, options.plain, options.system
+    if plain and (template or system):
+        name = "--template" if template else "--system"
+        raise ConfigError(f"--plain continues text, which has no turns: leave out {name}.")
+    layout = layout_of(target, tokenizer, template=template, plain=plain, system=system)
+    if layout.plain and not plain:
+        if target.exp is not None:
             raise ConfigError(
-                f"{target.directory} was trained on plain text (task={exp.task.kind}), not to chat."
-                " Add --plain to continue text, or --template auto if what it was made of could "
-                "chat."
+                f"{target.directory} was trained on plain text (task={target.exp.task.kind}), not "
+                "to chat. Add --plain to continue text, or --template auto if what it was made of "
+                "could chat."
             )
-        if exp is None and not has_template(tokenizer):
-            raise ConfigError(
-                f"{target.directory}: its tokenizer has no chat template, so it was probably not "
-                "trained to chat. Add --plain to continue text, or --template chatml (or another "
-                f"of {', '.join(TEMPLATES)})."
-            )
-        template = exp.data.template if exp is not None else "auto"
-    return PromptLayout(tokenizer, template=template, system=system or None)
+        raise ConfigError(
+            f"{target.directory}: its tokenizer has no chat template, so it was probably not "
+            "trained to chat. Add --plain to continue text, or --template chatml (or another of "
+            f"{', '.join(TEMPLATES)})."
+        )
+    return layout
 
 
 # --- The conversation ------------------------------------------------------------------------
@@ -199,7 +189,7 @@ class Chat:
 
 def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
-    how = wanted(options)
+    asked = wanted(options)
     target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
     check_generates(target)
     for stream in (sys.stdin, sys.stdout):
@@ -208,15 +198,13 @@ def run(options: argparse.Namespace) -> int:
     from llmx.models.generate import decoder_of
 
     model, tokenizer, stops = load(target)
-    layout = layout_of(
-        target, tokenizer, template=options.template, plain=options.plain, system=options.system
-    )
-    sampling = dataclasses.replace(how.sampling, stop_ids=stops | layout.stop_ids)
+    layout = chat_layout(target, tokenizer, options)
+    sampling = dataclasses.replace(asked.sampling, stop_ids=stops | layout.stop_ids)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=how.seed)
+    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=asked.seed)
     typed = sys.stdin.isatty()
     if typed:
         size = sum(p.numel() for p in model.parameters())

@@ -230,32 +230,21 @@ def _examine_network(
 
 def network_time(composed: Composed, gbit_per_s: float) -> str:
     """What the plan predicts with a network of this bandwidth."""
-    from llmx.compose.complete import plan_experiment, refusal
+    from llmx.compose.complete import plan_experiment
     from llmx.lifecycle.learned import finished_runs
 
-    exp, known = composed.experiment, finished_runs()
+    exp = composed.experiment
     hardware = dataclasses.replace(exp.hardware, network_gbit_per_s=float(f"{gbit_per_s:.3g}"))
     measured = dataclasses.replace(exp, hardware=hardware)
-    time_plan = plan_experiment(measured, is_checked=True, knowledge=known).plan.time
+    planned = plan_experiment(measured, is_checked=True, knowledge=finished_runs())
+    time_plan = planned.plan.time
     key = f"hardware.network_gbit_per_s={gbit_per_s:.3g}"
     if time_plan is None or not time_plan.step_s:
         return f"With {key} the plan predicts by it."
-    text = (
+    return (
         f"By the plan with {key} a step of this config takes {time_plan.step_s:.3g} s, of which "
         f"{time_plan.exposed_s:.3g} s wait for communication."
     )
-    waits_s = {}
-    for stage in (2, 1) if exp.zero.stage == 3 else ():
-        zero = dataclasses.replace(exp.zero, stage=stage)
-        variant = dataclasses.replace(exp, hardware=hardware, zero=zero)
-        if not refusal(variant):
-            plan = plan_experiment(variant, is_checked=True, knowledge=known).plan
-            if plan.time is not None and not plan.memory_warnings:
-                waits_s[stage] = plan.time.exposed_s
-    stage = min(waits_s, key=lambda stage: waits_s[stage], default=3)
-    if stage != 3 and waits_s[stage] < 0.9 * time_plan.exposed_s:
-        text += f" zero=stage{stage} fits, too, and waits {waits_s[stage]:.3g} s."
-    return text
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -7,13 +7,14 @@ time. The directory gets its name only when it is complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,20 +190,24 @@ def export(
     weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
     total = sum(weight.num_bytes for weight in weights)
     elements = sum(weight.num_elements for weight in weights)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     progress = ProgressLine("writing", total, stream=stream)
-    try:
-        make_directories(DISK, partial)
-        described = checkpoint / MODEL
+    described, trusts = checkpoint / MODEL, _trusts_remote_code(run)
+    # Of what is merged only the adapter's size is known here.
+    num_bytes = 0 if to == MERGED else total
+    with contextlib.ExitStack() as stack:
+        stack.callback(index.close)
+        partial = stack.enter_context(_named_at_the_end(directory, num_bytes))
+        stack.callback(progress.end)
+        model = partial / "model" if final else partial
+        make_directories(DISK, model)
         if to == ADAPTER:
-            _copy_description(described, partial, without="config.json")
-            write_adapter(partial, state, index, dtype=NAMES[precision], on_bytes=progress.add)
+            _copy_description(described, model, without="config.json")
+            write_adapter(model, state, index, dtype=NAMES[precision], on_bytes=progress.add)
         elif to == MERGED:
             elements, total = _merge(
                 run,
                 described,
-                partial,
+                model,
                 state,
                 index,
                 precision=precision,
@@ -210,36 +215,24 @@ def export(
                 on_bytes=progress.add,
             )
         else:
-            _copy_description(described, partial, dtype=HF_NAMES[precision])
+            _copy_description(described, model, dtype=HF_NAMES[precision])
             write_weights(
-                partial,
+                model,
                 weights,
                 index,
                 conversions=state.get("conversions") or [],
                 model=described,
-                trust_remote_code=_trusts_remote_code(run),
+                trust_remote_code=trusts,
                 shard_bytes=shard_bytes,
                 on_bytes=progress.add,
             )
-        ready = partial
         if final:
             progress.end()
             name = str(read_mapping(run.config).get("name") or run.root.name)
-            ready = _converted(
-                partial, to=final, name=name, precision=written, trust=_trusts_remote_code(run)
-            )
-            total = sum(path.stat().st_size for path in ready.iterdir())
-        write_card(run, ready, step=state["step"])
-        _publish(ready, directory)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
-        # Of what is merged only the adapter's size is known here.
-        raise _disk_error(error, directory, 0 if to == MERGED else total) from error
-    finally:
-        progress.end()
-        index.close()
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(_beside(partial), ignore_errors=True)
+            _convert(model, partial, to=final, name=name, precision=written, trust=trusts)
+            shutil.rmtree(model)
+            total = sum(path.stat().st_size for path in partial.iterdir())
+        write_card(run, partial, step=state["step"])
     print(
         f"{directory}: step {state['step']}, {elements:,} parameters in {written}, "
         f"{human.size(total)}, {time.monotonic() - began:.0f} s",
@@ -248,12 +241,26 @@ def export(
     return directory
 
 
-def _publish(partial: Path, directory: Path) -> None:
-    """Give a complete model its name."""
-    seal(partial)
-    DISK.sync_directory(partial)
-    DISK.rename(partial, directory)
-    DISK.sync_directory(directory.parent)
+@contextlib.contextmanager
+def _named_at_the_end(directory: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty directory that becomes ``directory`` once it is complete; else nothing is left.
+
+    ``num_bytes``: what is written, for the message where the disk is full; 0 if it is not known.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_directories(DISK, partial)
+        yield partial
+        seal(partial)
+        DISK.sync_directory(partial)
+        DISK.rename(partial, directory)
+        DISK.sync_directory(directory.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # and say what is free without it
+        raise _disk_error(error, directory, num_bytes) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def convert_model(
@@ -269,18 +276,10 @@ def convert_model(
             f"{model} is an adapter. Export the run that trained it, which merges it first."
         )
     check_sealed(source, fix=COPY_AGAIN)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        make_directories(DISK, partial)
+    with _named_at_the_end(directory, 0) as partial:
         _convert(
             source, partial, to=final, name=source.name, precision=dtype or "fp32", trust=False
         )
-        _publish(partial, directory)
-    except OSError as error:
-        raise _disk_error(error, directory, 0) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     total = sum(path.stat().st_size for path in directory.iterdir())
     print(f"{directory}: {human.size(total)}, {time.monotonic() - began:.0f} s", flush=True)
     return directory
@@ -298,20 +297,6 @@ def _check_form(to: str | None, dtype: str | None) -> str:
 
     require_packages(to)
     return to
-
-
-def _beside(partial: Path) -> Path:
-    return partial.with_name(f"{partial.name}-converted")
-
-
-def _converted(partial: Path, *, to: str, name: str, precision: str, trust: bool) -> Path:
-    """Convert ``partial``, a Hugging Face directory, to another format, and remove it."""
-    target = _beside(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    make_directories(DISK, target)
-    _convert(partial, target, to=to, name=name, precision=precision, trust=trust)
-    shutil.rmtree(partial)
-    return target
 
 
 def _convert(

@@ -47,7 +47,7 @@ class Wanted:
 def run(options: argparse.Namespace) -> int:
     """Load, complete; returns the exit code."""
     options.prompt += options.behind
-    how = wanted(options, n=options.n)
+    asked = wanted(options, n=options.n)
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
@@ -60,10 +60,10 @@ def run(options: argparse.Namespace) -> int:
     )
     check_generates(target)
     if options.prompts is None:
-        return _complete(target, options, how)
+        return _complete(target, options, asked)
     from llmx.cli.generate_file import complete_file
 
-    return complete_file(target, options, how)
+    return complete_file(target, options, asked)
 
 
 def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:
@@ -92,7 +92,7 @@ def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:
     return Wanted(sampling, n, options.seed)
 
 
-def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
+def _complete(target: Target, options: argparse.Namespace, asked: Wanted) -> int:
     from llmx.models.generate import LENGTH, decoder_of, generate
 
     prompts = iter(options.prompt or _lines())
@@ -106,7 +106,7 @@ def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
         prompts = itertools.chain([first], prompts)
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(how.sampling, stop_ids=stops)
+    sampling = dataclasses.replace(asked.sampling, stop_ids=stops)
     decoder = decoder_of(model)
     limit = getattr(decoder.config, "max_position_embeddings", None)
     terminal = sys.stdout.isatty()
@@ -130,13 +130,13 @@ def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
             print(f"llmx: {problem}", file=sys.stderr)
             code = ConfigError.exit_code
             continue
-        seeds = _seeds(how)
+        seeds = _seeds(asked)
         stream = None
-        if terminal and how.n == 1 and not options.json:
+        if terminal and asked.n == 1 and not options.json:
             stream = Stream(decode, stops)
         completions = generate(
             decoder,
-            [ids] * how.n,
+            [ids] * asked.n,
             sampling,
             seeds=seeds,
             on_token=stream.on_token if stream else None,
@@ -157,7 +157,7 @@ def _complete(target: Target, options: argparse.Namespace, how: Wanted) -> int:
             elif stream:
                 stream.end(text)
             else:
-                label = f"[{number + 1}/{how.n}] " if how.n > 1 else ""
+                label = f"[{number + 1}/{asked.n}] " if asked.n > 1 else ""
                 print(label + (printable(text) if terminal else text), flush=True)
             if completion.ended == LENGTH and terminal and not options.json:
                 print(f"(cut: --max-new-tokens {sampling.max_new_tokens})", file=sys.stderr)
@@ -175,13 +175,13 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
     return model, tokenizer, frozenset(stop_ids(model, tokenizer))
 
 
-def _seeds(how: Wanted) -> list[int]:
+def _seeds(asked: Wanted) -> list[int]:
     """One seed for each completion. With ``--n 1`` it is the option itself, so that the ``seed`` of
     a line of JSON gives that completion again."""
-    if how.seed is None:
-        return [secrets.randbits(32) for _ in range(how.n)]
-    further = [sample_seed(how.seed, step=0, prompt=0, sample=k) for k in range(1, how.n)]
-    return [how.seed, *further]
+    if asked.seed is None:
+        return [secrets.randbits(32) for _ in range(asked.n)]
+    further = [sample_seed(asked.seed, step=0, prompt=0, sample=k) for k in range(1, asked.n)]
+    return [asked.seed, *further]
 
 
 _HERE = Where(Path("prompt"), 1, "line")
@@ -237,17 +237,26 @@ class PromptLayout:
         return [int(token) for token in tokens]
 
 
-def layout_of(target: Target, tokenizer: Any, *, plain: bool = False) -> PromptLayout:
+def layout_of(
+    target: Target,
+    tokenizer: Any,
+    *,
+    plain: bool = False,
+    template: str | None = None,
+    system: str | None = None,
+) -> PromptLayout:
     """The layout in which the run was trained; for a model directory the chat template of its
-    tokenizer, or plain text."""
+    tokenizer. Plain text where neither knows chats, unless a ``template`` is given."""
     exp = target.exp
-    if exp is not None:
-        plain = plain or not learns_chats(exp.task.kind)
-        return PromptLayout(
-            tokenizer, template=None if plain else exp.data.template, system=exp.data.system
-        )
-    plain = plain or not has_template(tokenizer)
-    return PromptLayout(tokenizer, template=None if plain else "auto", system=None)
+    if template is None and exp is not None:
+        template = exp.data.template if learns_chats(exp.task.kind) else None
+    elif template is None:
+        template = "auto" if has_template(tokenizer) else None
+    if plain or template is None:
+        return PromptLayout(tokenizer, template=None, system=None)
+    if system is None and exp is not None:
+        system = exp.data.system
+    return PromptLayout(tokenizer, template=template, system=system or None)
 
 
 def learns_chats(kind: str) -> bool:

@@ -65,7 +65,7 @@ class Job:
     tokens: tuple[int, ...]
 
 
-def complete_file(target: Target, options: argparse.Namespace, how: Wanted) -> int:
+def complete_file(target: Target, options: argparse.Namespace, asked: Wanted) -> int:
     """Complete every prompt of ``options.prompts``; the exit code.
 
     Raises:
@@ -78,12 +78,12 @@ def complete_file(target: Target, options: argparse.Namespace, how: Wanted) -> i
     prompts = read_prompts(options.prompts.expanduser())
     settings = {
         "model": os.path.abspath(target.directory),
-        "temperature": how.sampling.temperature,
-        "top_p": how.sampling.top_p,
-        "top_k": how.sampling.top_k,
-        "max_new_tokens": how.sampling.max_new_tokens,
-        "n": how.n,
-        "seed": how.seed,
+        "temperature": asked.sampling.temperature,
+        "top_p": asked.sampling.top_p,
+        "top_k": asked.sampling.top_k,
+        "max_new_tokens": asked.sampling.max_new_tokens,
+        "n": asked.n,
+        "seed": asked.seed,
         "plain": options.plain,
         "json": options.json,
     }
@@ -91,15 +91,15 @@ def complete_file(target: Target, options: argparse.Namespace, how: Wanted) -> i
     done = 0
     if partial is not out:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        done = _continue(partial, settings, prompts, n=how.n)
-    if settings["seed"] is None and not how.sampling.greedy:
+        done = _continue(partial, settings, prompts, n=asked.n)
+    if settings["seed"] is None and not asked.sampling.greedy:
         settings["seed"] = secrets.randbits(32)
     with partial.open("ab") as stream:
         if partial is not out and not stream.tell():
             stream.write(json.dumps(settings).encode() + b"\n")
         seed = int(settings["seed"] or 0)
         try:
-            for rows in _completions(target, prompts, options, how, done=done, seed=seed):
+            for rows in _completions(target, prompts, options, asked, done=done, seed=seed):
                 lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
                 stream.write(b"".join(lines))
                 stream.flush()
@@ -114,8 +114,8 @@ def complete_file(target: Target, options: argparse.Namespace, how: Wanted) -> i
     with out.open("rb") as stream:
         ended = collections.Counter(json.loads(line)["ended"] for line in stream)
     partial.unlink()
-    ways = ", ".join(f"{ended[end]:,} {words}" for end, words in ENDS.items() if end in ended)
-    print(f"{out}: {human.plural(sum(ended.values()), 'completion')}; {ways}")
+    counts = ", ".join(f"{ended[end]:,} {words}" for end, words in ENDS.items() if end in ended)
+    print(f"{out}: {human.plural(sum(ended.values()), 'completion')}; {counts}")
     return 0
 
 
@@ -172,7 +172,7 @@ def _completions(
     target: Target,
     prompts: list[Prompt],
     options: argparse.Namespace,
-    how: Wanted,
+    asked: Wanted,
     *,
     done: int,
     seed: int,
@@ -182,12 +182,12 @@ def _completions(
 
     from llmx.models.generate import POSITIONS, decoder_of, generate, takes_left_padding
 
-    total = len(prompts) * how.n
+    total = len(prompts) * asked.n
     if done == total:
         return
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(how.sampling, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(asked.sampling, stop_ids=stops | layout.stop_ids)
     decoder = decoder_of(model, try_padding=True)
     limit = getattr(decoder.config, "max_position_embeddings", None)
     equal = not takes_left_padding(decoder.config, decoder.attention)
@@ -195,11 +195,11 @@ def _completions(
     for start in range(done, total, TOGETHER):
         jobs: list[Job] = []
         for place in range(start, min(start + TOGETHER, total)):
-            prompt = prompts[place // how.n]
+            prompt = prompts[place // asked.n]
             ids = layout.turns(prompt.messages) if prompt.messages else layout.text(prompt.text)
             if problem := layout.problem(ids, decoder):
-                raise ConfigError(f"{options.prompts}, prompt {place // how.n + 1}: {problem}")
-            jobs.append(Job(place // how.n, place % how.n, tuple(ids)))
+                raise ConfigError(f"{options.prompts}, prompt {place // asked.n + 1}: {problem}")
+            jobs.append(Job(place // asked.n, place % asked.n, tuple(ids)))
         records: dict[Job, dict[str, Any]] = {
             job: {"completion": "", "ended": POSITIONS if job.tokens else "empty"} for job in jobs
         }

@@ -36,6 +36,7 @@ from llmx.config.yaml_files import read_text
 from llmx.errors import EXIT_CODES, ConfigError, closest
 
 WIDTH = 92
+HELP_WIDTH = 100
 
 EXAMPLES = (
     ("python -m llmx", "the demo, on this machine's GPUs or on two CPU ranks"),
@@ -175,28 +176,14 @@ def help_text() -> str:
     lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
     for group in GROUPS:
         lines += ["", f"{group}: {GROUP_LINES[group]}"]
-        for name, line in options(group, directory=CONF).items():
-            lines.append(_entry(name, line))
+        lines += _rows([*options(group, directory=CONF).items()], width=HELP_WIDTH)
     sweeps = sorted(SWEEPS.glob("*.yaml"))
     lines += ["", "sweeps: python -m llmx sweep NAME"]
-    lines += [_entry(path.stem, first_comment(path)) for path in sweeps]
+    lines += _rows([(path.stem, first_comment(path)) for path in sweeps], width=HELP_WIDTH)
     lines += ["", "Examples"]
     for command, line in EXAMPLES:
         lines += [f"  # {line}", *_wrap_command(command)]
     return "\n".join([*lines, "", NOTES])
-
-
-def _entry(name: str, line: str) -> str:
-    indent, width = 22, 100
-    words, rows, row = line.split(), [], ""
-    for word in words:
-        if row and indent + len(row) + 1 + len(word) > width:
-            rows.append(row)
-            row = word
-        else:
-            row = f"{row} {word}".strip()
-    rows.append(row)
-    return f"  {name:<{indent - 2}}" + f"\n{'':<{indent}}".join(rows)
 
 
 def _wrap_command(command: str) -> list[str]:
@@ -478,7 +465,7 @@ def shell_word(word: str) -> str:
     return word if plain else shlex.quote(word) if "'" not in word else f'"{word}"'
 
 
-def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:
+def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22, width: int = WIDTH) -> list[str]:
     lines = []
     for name, text in rows:
         first = f"  {name:<{indent - 2}}"
@@ -486,7 +473,7 @@ def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22) -> list[str]:
             first = f"{first.rstrip()}  "
         wrapped = textwrap.wrap(
             text,
-            WIDTH,
+            width,
             initial_indent=first,
             subsequent_indent=" " * indent,
             break_long_words=False,

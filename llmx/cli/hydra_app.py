@@ -175,9 +175,9 @@ def _hydra_main(argv: list[str], overrides: list[str]) -> int:
     decorated = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     saved, sys.argv = sys.argv, ["llmx", *argv]
     part = argv[argv.index("--package") + 1] if "--package" in argv else None
-    unheard = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
+    silence = contextlib.redirect_stderr(io.StringIO()) if part else contextlib.nullcontext()
     try:
-        with unheard:
+        with silence:
             decorated(job)()
     except SystemExit:  # how Hydra ends where the config has no such part
         if not part:

@@ -185,11 +185,11 @@ def _checkpoint(root: Path, command: str) -> str:
 def _no_model(run: RunDir, directory: Path, *, command: str, exported: bool) -> str:
     here = shlex.quote(str(run.root))
     if exported:
-        near = did_you_mean(
+        hint = did_you_mean(
             directory.name, [path.name for path in (run.root / "export").glob("step-*")]
         )
         return (
-            f"--model {directory}: there is no config.json in it.{near} Give the directory that "
+            f"--model {directory}: there is no config.json in it.{hint} Give the directory that "
             f"`python -m llmx export {here}` wrote."
         )
     if not any(run.checkpoints.glob("step-*")):

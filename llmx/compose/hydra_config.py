@@ -28,34 +28,29 @@ if TYPE_CHECKING:
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
     """One line on an exception of Hydra or OmegaConf. ``overrides``: what was typed."""
-    text = str(error)
+    from hydra.errors import MissingConfigException
+    from omegaconf import errors
+
     chain = [error, *filter(None, (error.__cause__, error.__context__))]
     key = next((str(k) for cause in chain if (k := getattr(cause, "full_key", None))), "")
-    name = " ".join(type(cause).__name__ for cause in chain)
-    if "MissingMandatory" in name or "Missing mandatory value" in text:
-        full_key = re.search(r"full_key: ([\w.\[\]]+)", text)
-        key = key or (full_key[1] if full_key else "")
-        return f"{key} has no value yet, and this choice needs one: set {key}=..."
-    missing = re.search(r"Could not (?:override|delete|append|add) [^']*'([^']+)'", text)
-    if missing:
-        typed_key = missing[1].lstrip("+~").split("=", 1)[0]
-        if problem := key_problem(typed_key):
-            return problem
-        return f"{_typed(typed_key, overrides)}: cannot be set here. Leave out + and ~."
-    option = re.search(r"Could not find '([\w/]+)/([^']+)'", text)
-    if option and option[1].startswith("hydra/"):
-        return _no_such_plugin(option[1], option[2])
-    if option:
-        return no_such_option(option[1], option[2])
-    if "nterpolation" in name or "Grammar" in name or "nterpolation" in text:
-        return _interpolation(key, text, name, overrides)
-    if key.startswith("hydra."):
-        return f"{_typed(key, overrides)}: the value does not fit here. Leave it out."
-    if key:
-        problem = key_problem(key)
-        return problem or _unfit(key, overrides)
-    mentioned = [word for word in overrides if word.split("=", 1)[0].lstrip("+~") in text]
-    words = ", ".join(shown(word) for word in mentioned or overrides[:5])
+    for cause in chain:
+        if isinstance(cause, errors.MissingMandatoryValue):
+            return f"{key} has no value yet, and this choice needs one: set {key}=..."
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            group, _, name = cause.missing_cfg_file.rpartition("/")
+            explain = _no_such_plugin if group.startswith("hydra/") else no_such_option
+            return explain(group, name)
+        if isinstance(
+            cause,
+            errors.InterpolationResolutionError
+            | errors.UnsupportedInterpolationType
+            | errors.GrammarParseError
+            | RecursionError,
+        ):
+            return _interpolation(key, cause, overrides)
+    if key and not key.startswith("hydra."):
+        return key_problem(key) or _unfit(key, overrides)
+    words = ", ".join(map(shown, overrides[:5]))
     return f"{words}: cannot be composed together. Leave out one after the other to find which."
 
 
@@ -69,29 +64,28 @@ def _no_such_plugin(group: str, name: str) -> str:
     return f"{group}={shown(name)}: no such option.{hint} Options of {group}: {', '.join(names)}."
 
 
-def _interpolation(key: str, text: str, name: str, overrides: Sequence[str]) -> str:
+REFERENCES = {
+    r"nvironment variable '([^']*)' not found": "asks for the environment variable {}, which is "
+    "not set. Set it, or set {key}=...",
+    r"Unsupported interpolation type (\S+)": "there is no ${{{}:...}}. ${{oc.env:NAME}} is an "
+    "environment variable, ${{optim.lr}} another key.",
+    r"Interpolation key '([^']*)' not found": "${{{}}} names no key of the config. Correct the "
+    "name.",
+}
+"""What OmegaConf says of a ``${...}``, which alone has its name, and the message for it."""
+
+
+def _interpolation(key: str, error: BaseException, overrides: Sequence[str]) -> str:
     """``${...}`` in a value: what it asks for, and is not there."""
     if key.startswith("hydra.") and not any(word.startswith(f"{key}=") for word in overrides):
         # Hydra's own keys are made of others: task.kind is part of a run directory's name.
         asking = [word for word in overrides if "${" in word]
         key = asking[0].partition("=")[0].lstrip("+~") if len(asking) == 1 else ""
     where = key or "a value"
-    variable = re.search(r"[Ee]nvironment variable '([^']*)' not found", text)
-    if variable:
-        return (
-            f"{where}: asks for the environment variable {variable[1]}, which is not set. Set it, "
-            f"or set {key or 'the key'}=..."
-        )
-    resolver = re.search(r"Unsupported interpolation type (\S+)", text)
-    if resolver:
-        return (
-            f"{where}: there is no ${{{resolver[1]}:...}}. ${{oc.env:NAME}} is an environment "
-            "variable, ${optim.lr} another key."
-        )
-    other = re.search(r"Interpolation key '([^']*)' not found", text)
-    if other:
-        return f"{where}: ${{{other[1]}}} names no key of the config. Correct the name."
-    if "ecursi" in text or "RecursionError" in name:
+    for pattern, message in REFERENCES.items():
+        if match := re.search(pattern, str(error)):
+            return f"{where}: {message.format(match[1], key=key or 'the key')}"
+    if "ecursi" in str(error):
         return f"{where}: ${{...}} leads back to the key itself. Write the value."
     return (
         f"{where}: the ${{...}} in it cannot be read. Write ${{optim.lr}} for another key, "
@@ -105,7 +99,7 @@ def _unfit(key: str, overrides: Sequence[str]) -> str:
 
     for word in overrides:
         typed, _, _ = word.partition("=")
-        if typed not in GROUPS and (typed == key or key.startswith(f"{typed}.")):
+        if typed not in GROUPS and f"{key}.".startswith(f"{typed}."):
             value: Any = OverridesParser.create().parse_override(word).value()
             for part in reversed(typed.split(".")):
                 value = {part: value}
@@ -113,16 +107,7 @@ def _unfit(key: str, overrides: Sequence[str]) -> str:
                 experiment_from_dict(value)
             except ConfigError as error:
                 return str(error).splitlines()[0]
-    return f"{_typed(key, overrides)}: the value does not fit here. See python -m llmx help {key}."
-
-
-def _typed(key: str, overrides: Sequence[str]) -> str:
-    """The override that sets a key, or what would be inside it, as it was typed; else the key."""
-    for word in overrides:
-        typed = word.lstrip("+~").split("=", 1)[0]
-        if typed == key or typed.startswith(f"{key}."):
-            return shown(word)
-    return shown(key)
+    return f"{shown(key)}: the value does not fit here. See python -m llmx help {key}."
 
 
 def register_defaults() -> None:

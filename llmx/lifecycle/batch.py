@@ -50,16 +50,7 @@ def submit(
             f"{shlex.quote(str(run.root / SCRIPT))}; else choose another directory."
         )
     text = batch_script(exp, plan, words=words, config_dir=config_dir)
-    run.logs.mkdir(parents=True, exist_ok=True)
-    write_text(run.root / SCRIPT, text, mode=0o755)
-    done = ask(["sbatch", "--parsable", str(run.root / SCRIPT)])
-    number = done.stdout.strip().partition(";")[0]
-    if done.returncode != 0 or not number.isdecimal():
-        message = done.stderr.strip() or done.stdout.strip() or "it said nothing"
-        raise LaunchError(
-            f"sbatch refused {run.root / SCRIPT}: {message}. Change launch.slurm.* (partition, "
-            "account, time_limit, gres, sbatch_args), or edit the script and submit it yourself."
-        )
+    number = queue_script(run, text)
     where = shlex.quote(str(run.root))
     for line in (
         f"Submitted as Slurm job {number}; the run directory is {run.root}",
@@ -73,27 +64,79 @@ def submit(
     return 0
 
 
+def queue_script(run: RunDir, text: str) -> str:
+    """Write ``RUN_DIR/job.sh`` and put it into the queue; the number of its job.
+
+    LaunchError where Slurm refuses it.
+    """
+    path = run.root / SCRIPT
+    run.logs.mkdir(parents=True, exist_ok=True)
+    write_text(path, text, mode=0o755)
+    done = ask(["sbatch", "--parsable", str(path)])
+    number = done.stdout.strip().partition(";")[0]
+    if done.returncode != 0 or not number.isdecimal():
+        message = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+        raise LaunchError(
+            f"sbatch refused {path}: {message}. Change launch.slurm.* (partition, account, "
+            "time_limit, gres, sbatch_args), or edit the script and submit it yourself."
+        )
+    return number
+
+
+def script_head(options: Sequence[str], *, root: str | None) -> list[str]:
+    """The first lines of a script: what it asks of Slurm, and the path of the code where it is not
+    installed (``root``)."""
+    asked = (f"#SBATCH {shlex.quote(option)}" for option in options)
+    path = f"export PYTHONPATH={shlex.quote(root or '')}${{PYTHONPATH:+:$PYTHONPATH}}"
+    return ["#!/bin/bash", *asked, *([path] if root else [])]
+
+
+def job_options(
+    exp: Experiment, plan: Plan, run: RunDir, *, name: str, cpus_per_task: int | None
+) -> list[str]:
+    """The options of ``sbatch`` for the hosts of a plan, with a task for each rank."""
+    slots = plan.hosts[0].slots
+    options = [
+        f"--job-name={name}",
+        f"--nodes={len(plan.hosts)}",
+        f"--ntasks-per-node={slots}",
+        # % begins a pattern of Slurm.
+        f"--output={str(run.console_log).replace('%', '%%')}",
+        "--open-mode=append",
+    ]
+    if cpus_per_task:
+        options.append(f"--cpus-per-task={cpus_per_task}")
+    if plan.on_gpus:
+        options.append(gpus_option(exp.launch.slurm, slots))
+    return [*options, *chosen_options(exp.launch.slurm)]
+
+
+def named_hosts(plan: Plan) -> str:
+    """The option that asks for the very hosts of a plan."""
+    return f"--nodelist={','.join(host.name for host in plan.hosts)}"
+
+
 def batch_script(
     exp: Experiment, plan: Plan, *, words: Sequence[str], config_dir: str | None
 ) -> str:
     """The script that starts and continues the run of a command. ``words``: its overrides."""
     run = RunDir(Path(exp.run_dir))
     again = ["resume", str(run.root)]
-    hosts = plan.hosts
+    signal_s = min(max(SIGNAL_S, 60 + math.ceil(exp.launch.stop_grace_s)), int(BEFORE_LIMIT_S))
+    asked = [f"--chdir={Path.cwd()}", "--requeue", f"--signal=B:USR1@{signal_s}"]
     if exp.hardware.kind == "slurm":
         again += ["hardware=slurm", f"hardware.device={exp.hardware.device}"]
-        again += [f"hardware.slots={hosts[0].slots}"]
+        again += [f"hardware.slots={plan.hosts[0].slots}"]
+    else:
+        asked.append(named_hosts(plan))
+    slurm = exp.launch.slurm
+    asked += job_options(exp, plan, run, name=f"llmx-{exp.name}", cpus_per_task=slurm.cpus_per_task)
     options = [] if config_dir is None else ["--config-dir", config_dir]
     first = [word for word in words if not word.startswith(("run_dir=", "launch.slurm.submit="))]
     first += [f"run_dir={run.root}", "launch.slurm.submit=false", "launch.slurm.requeue=true"]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _options(exp, plan, run)),
-        "# Starts the run, or continues it where it has begun. Written by llmx.",
-    ]
-    if root := code_root():
-        lines.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
+    lines = script_head([*asked, *slurm.sbatch_args], root=code_root())
     lines += [
+        "# Starts the run, or continues it where it has begun. Written by llmx.",
         f"if [ -e {shlex.quote(str(run.identity))} ]; then",
         f"  set -- {shlex.join([*again, *options])}",
         "else",
@@ -103,32 +146,6 @@ def batch_script(
         f'exec {shlex.quote(exp.launch.python or sys.executable)} -m llmx "$@"',
     ]
     return "\n".join(lines) + "\n"
-
-
-def _options(exp: Experiment, plan: Plan, run: RunDir) -> list[str]:
-    """The options of ``sbatch``, quoted as it reads them in a script."""
-    hosts, slurm = plan.hosts, exp.launch.slurm
-    signal_s = min(max(SIGNAL_S, 60 + math.ceil(exp.launch.stop_grace_s)), int(BEFORE_LIMIT_S))
-    options = [
-        f"--job-name=llmx-{exp.name}",
-        f"--nodes={len(hosts)}",
-        f"--ntasks-per-node={hosts[0].slots}",
-        f"--chdir={Path.cwd()}",
-        # % begins a pattern of Slurm.
-        f"--output={str(run.console_log).replace('%', '%%')}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{signal_s}",
-    ]
-    if exp.hardware.kind != "slurm":
-        options.append(f"--nodelist={','.join(host.name for host in hosts)}")
-    if slurm.cpus_per_task:
-        options.append(f"--cpus-per-task={slurm.cpus_per_task}")
-    if plan.on_gpus:
-        options.append(gpus_option(slurm, hosts[0].slots))
-    return [
-        shlex.quote(option) for option in (*options, *chosen_options(slurm), *slurm.sbatch_args)
-    ]
 
 
 def requeue_job(run: RunDir, result: Result, *, first_step: int, stream: TextIO) -> None:

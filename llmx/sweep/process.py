@@ -38,14 +38,8 @@ class End:
     code: int
     error: LlmxError | None = None
     """Error of a run that was not started, or whose supervisor failed."""
-
-
-class Ended(RunFailed):
-    """A trial that left no result, and what is known of its end."""
-
-    def __init__(self, outcome: str, cause: str) -> None:
-        super().__init__(cause)
-        self.outcome = outcome
+    outcome: str = ""
+    """Outcome of a run that left no result, where it is known."""
 
 
 class TrialProcess:

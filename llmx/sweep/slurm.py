@@ -16,22 +16,21 @@ import time
 from pathlib import Path
 
 from llmx.config import Experiment
-from llmx.errors import LaunchError, exit_code
+from llmx.errors import RunFailed, exit_code
 from llmx.hardware.detect import local_names
 from llmx.hardware.slurm import ask
 from llmx.launch import supervise, write_launch_files
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.transports.slurm import chosen_options, gpus_option
+from llmx.lifecycle.batch import job_options, named_hosts, queue_script, script_head
 from llmx.plan.types import Plan
 from llmx.run import snapshot
-from llmx.run.rundir import RunDir, read_json, read_mapping, write_text
-from llmx.sweep.process import End, Ended
+from llmx.run.rundir import RunDir, read_json, read_mapping
+from llmx.sweep.process import End
 
 POLL_S = 2.0
 """Between two questions to the controller on one job."""
 FINISH_S = 180.0
 """Longest wait for a job to leave the queue once its ``result.json`` is there."""
-SCRIPT = "job.sh"
 ENDS = {
     "CANCELLED": ("interrupted", "was cancelled"),
     "TIMEOUT": ("interrupted", "reached its time limit (launch.slurm.time_limit)"),
@@ -61,15 +60,14 @@ class SlurmJob:
     @classmethod
     def submit(cls, spec: LaunchSpec) -> SlurmJob:
         """Put a trial into the queue; LaunchError where Slurm refuses it."""
-        run = spec.run_dir
-        run.logs.mkdir(parents=True, exist_ok=True)
-        write_text(run.root / SCRIPT, script(spec), mode=0o755)
-        done = ask(["sbatch", *arguments(spec), str(run.root / SCRIPT)])
-        number = done.stdout.strip().partition(";")[0]
-        if done.returncode != 0 or not number.isdecimal():
-            message = done.stderr.strip() or done.stdout.strip() or "it said nothing"
-            raise LaunchError(f"sbatch refused the job of this trial: {message}")
-        return cls(run, number)
+        plan = spec.plan
+        # Its name is not that of its ranks, which are cancelled by theirs.
+        name, cpus = f"llmx-trial-{spec.exp.name}", spec.cpus_per_task
+        asked = job_options(spec.exp, plan, spec.run_dir, name=name, cpus_per_task=cpus)
+        asked += [named_hosts(plan), f"--chdir={spec.run_dir.root}", "--no-requeue"]
+        words = [spec.python, "-m", "llmx.sweep.slurm", str(spec.run_dir.root)]
+        lines = [*script_head(asked, root=spec.code_root), f"exec {shlex.join(words)}", ""]
+        return cls(spec.run_dir, queue_script(spec.run_dir, "\n".join(lines)))
 
     def poll(self) -> End | None:
         """The end of the job; None while it waits or runs."""
@@ -119,44 +117,13 @@ class SlurmJob:
         when = " before it started" if waited else ""
         log = "" if waited else f" (log: {self.run.console_log})"
         cause = f"its Slurm job {self.number} {ending}{when}{log}"
-        return End(1, Ended(outcome, cause))
+        return End(1, RunFailed(cause), outcome)
 
     def _facts(self) -> dict[str, str]:
         """The values of ``scontrol show job``, by key."""
         done = ask(["scontrol", "show", "job", self.number, "--oneliner"])
         pairs = (word.partition("=") for word in done.stdout.split() if "=" in word)
         return {key: value for key, _, value in pairs}
-
-
-def arguments(spec: LaunchSpec) -> list[str]:
-    """The arguments of ``sbatch``: the hosts of the plan, with a task for each rank."""
-    hosts = spec.plan.hosts
-    args = [
-        "--parsable",
-        # Not that of its ranks, which are cancelled by theirs.
-        f"--job-name=llmx-trial-{spec.exp.name}",
-        f"--nodes={len(hosts)}",
-        f"--nodelist={','.join(host.name for host in hosts)}",
-        f"--ntasks-per-node={hosts[0].slots}",
-        f"--chdir={spec.run_dir.root}",
-        f"--output={spec.run_dir.console_log}",
-        "--open-mode=append",
-        "--no-requeue",
-    ]
-    if spec.cpus_per_task:
-        args.append(f"--cpus-per-task={spec.cpus_per_task}")
-    if spec.plan.on_gpus:
-        args.append(gpus_option(spec.exp.launch.slurm, hosts[0].slots))
-    return [*args, *chosen_options(spec.exp.launch.slurm)]
-
-
-def script(spec: LaunchSpec) -> str:
-    """``job.sh``. Slurm gives the job the environment of ``sbatch``, that of the sweep."""
-    words = [spec.python, "-m", "llmx.sweep.slurm", str(spec.run_dir.root)]
-    path = ""
-    if spec.code_root is not None:
-        path = f"export PYTHONPATH={shlex.quote(spec.code_root)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
-    return f"#!/bin/sh\n# The Slurm job of this trial.\n{path}exec {shlex.join(words)}\n"
 
 
 def main() -> int:

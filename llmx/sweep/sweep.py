@@ -46,7 +46,7 @@ from llmx.run.snapshot import put_aside
 from llmx.run.sweepdir import RUNNING, Sweep, Trial, identity, is_sweep, load, lock
 from llmx.sweep.best import write_best
 from llmx.sweep.halving import Halving, prepare_rung
-from llmx.sweep.process import End, Ended, TrialProcess, end_earlier
+from llmx.sweep.process import End, TrialProcess, end_earlier
 from llmx.sweep.prune import OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.screen import Screen
 from llmx.sweep.slots import Placed, Slots, first_of, placed_at, placed_on
@@ -256,7 +256,7 @@ class Runner:
                 self._begin(index, overrides)
             except Exception as error:
                 (trial,) = self.sweep.trials_of([index])
-                if trial.state != RUNNING and not isinstance(error, NotRunAgain):  # refused
+                if trial.state != RUNNING:  # refused
                     trial = self._put(Trial(index, trial.overrides, self._no_run_dir(index)))
                 self._conclude(trial, error)
         while self._running:
@@ -269,7 +269,6 @@ class Runner:
         an earlier attempt at this sweep, is the same as another one, or cannot fit.
 
         Raises:
-            NotRunAgain: it failed in an earlier attempt.
             ConfigError: its config is refused.
         """
         (trial,) = self.sweep.trials_of([index])
@@ -285,21 +284,15 @@ class Runner:
         if settings.prune and first != index:
             self._leave_out(fresh, "same", f"the same config as trial {first}", same_as=first)
             return
-        continues = False
+        halving = None if exp.dry_run else self._halving
         if self._halving is not None:
             self._values[index] = values
         if trial.key == key:
-            if self._halving is not None and not exp.dry_run:
-                continues = bool(trial.rungs)
-                if self._halving.has_passed(trial):
-                    self._keep(trial, composed, on_cluster, typed)
-                    return
-            is_kept = trial.is_done or trial.outcome not in (settings.retry or FAILED)
-            is_open = trial.outcome in ("", "pruned", "same", "interrupted")  # or found out anew
-            if is_kept and not is_open and not (continues and trial.outcome == "ok"):
+            if _is_over(trial, settings, halving):
                 self._keep(trial, composed, on_cluster, typed)
                 return
             fresh.rungs = trial.rungs
+        continues = halving is not None and trial.key == key and bool(trial.rungs)
         placed = self._wait_for_room(on_cluster)
         attempt = Attempt(fresh, composed, composed.plan, placed)
         try:
@@ -423,11 +416,12 @@ class Runner:
                 plan = plan_experiment(_placed(on_cluster, typed, placed)).plan
             self._remember_oom(trial, composed, plan, placed)
         measure(trial)
+        error: RunFailed | None = None
         if trial.failed:
-            raise NotRunAgain(
+            error = RunFailed(
                 f"{trial.cause} (not run again: sweep.retry does not name {trial.outcome})"
             )
-        self._conclude(trial, None)
+        self._conclude(trial, error)
 
     def _leave_out(
         self, trial: Trial, outcome: str, cause: str, *, same_as: int | None = None
@@ -521,16 +515,16 @@ class Runner:
         if not trial.job:
             start_report(run)  # while the next trial runs
         stopped = end.code in (-signal.SIGINT, -signal.SIGTERM, INTERRUPTED)
-        error = end.error
+        error, outcome = end.error, end.outcome
         if self.ending and stopped and not run.result.is_file():
-            error = Ended("interrupted", "stopped before its ranks were started")
+            error, outcome = RunFailed("stopped before its ranks were started"), "interrupted"
         elif error is None and end.code != 0:
             error = RunFailed(
                 f"the run ended with exit code {end.code}; its result.json has the cause."
             )
         measure(trial, has_ended=True)
-        if isinstance(error, Ended):
-            trial.outcome, trial.cause, trial.fix = error.outcome, f"{error}", ""
+        if outcome:
+            trial.outcome, trial.cause, trial.fix = outcome, f"{error}", ""
         if trial.outcome == "oom":
             self._remember_oom(trial, attempt.composed, attempt.plan, attempt.placed)
         self._conclude(trial, error, composed=attempt.composed, was_run=True)
@@ -566,19 +560,23 @@ class Runner:
         reached = [other for other in self.sweep.trials if other.index in self.ends]
         write_sweep(reached, directory=self.sweep.directory)
         write_best(self.sweep)
+        show = self._screen.ended if was_run else self._screen.line
+        ending = self._ending(trial, error, was_started=composed is not None, was_run=was_run)
+        show(f"{self._label(trial)}: {ending}", failed=error is not None)
+
+    def _ending(
+        self, trial: Trial, error: BaseException | None, *, was_started: bool, was_run: bool
+    ) -> str:
+        """The outcome of a trial, and its cause or what it measured, on one line."""
         if error is not None:
+            cause = human.one_line(trial.cause or str(error), limit=300)
             fix = f"; {human.one_line(trial.fix, limit=200)}" if trial.fix else ""
             log = f" (log: {trial.run_dir / 'logs'})" if was_run else ""
-            how = (
-                f"{trial.outcome}: {human.one_line(trial.cause or str(error), limit=300)}{fix}{log}"
-            )
-        elif composed is not None:
-            how = f"{trial.outcome}  {known_of(trial, self.sweep.objective)}".rstrip()
-        else:
-            because = f": {trial.cause}" if trial.cause else " in an earlier attempt at this sweep"
-            how = f"{trial.outcome}{because}"
-        show = self._screen.ended if was_run else self._screen.line
-        show(f"{self._label(trial)}: {how}", failed=error is not None)
+            return f"{trial.outcome}: {cause}{fix}{log}"
+        if was_started:
+            return f"{trial.outcome}  {known_of(trial, self.sweep.objective)}".rstrip()
+        because = f": {trial.cause}" if trial.cause else " in an earlier attempt at this sweep"
+        return f"{trial.outcome}{because}"
 
     def _show_stopped(self, trials: Sequence[Trial]) -> None:
         """Trials do not continue to the next rung."""
@@ -592,8 +590,15 @@ class Runner:
         return f"{trial.label} {' '.join(self.sweep.own_words(trial) or trial.overrides)}"
 
 
-class NotRunAgain(RunFailed):
-    """A trial failed in an earlier attempt at the sweep (``sweep.retry``)."""
+def _is_over(trial: Trial, settings: SweepConfig, halving: Halving | None) -> bool:
+    """Whether a trial of the same config, as an earlier attempt left it, is not run again."""
+    if halving is not None and halving.has_passed(trial):
+        return True
+    if trial.outcome in ("", "pruned", "same", "interrupted"):  # or found out anew
+        return False
+    if halving is not None and trial.rungs and trial.outcome == "ok":  # to its next rung
+        return False
+    return trial.is_done or trial.outcome not in (settings.retry or FAILED)
 
 
 def _placed(on_cluster: Experiment, typed: Experiment, placed: Placed) -> Experiment:

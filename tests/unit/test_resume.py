@@ -225,7 +225,7 @@ def test_where_it_goes_on_is_said_before_the_start(run, capsys) -> None:
     assert "from      the checkpoint of step 50; 7 steps are trained again" in words
     file.write_bytes(b"x")
     words = said(run, capsys)
-    assert "damaged   checkpoint of step 50: rank-00000.safetensors: has 1, expected 10" in words
+    assert "damaged   checkpoint of step 50: rank-00000.safetensors: damaged, it has 1" in words
     assert "from      the checkpoint of step 40" in words
     # As large, with one bit flipped: a small checkpoint is read before the start.
     file.write_bytes(b"x" * 9 + b"y")

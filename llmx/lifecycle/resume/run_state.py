@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.manifest import MANIFEST, Manifest, Problem, read_manifest
 from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
-from llmx.checkpoint.selection import check_file, list_steps
+from llmx.checkpoint.selection import is_present, list_steps, verify
 from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.run import snapshot, trust
@@ -159,24 +159,17 @@ def problems_of(run: RunDir, step: int) -> list[str]:
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return [str(manifest)]
-    sizes = {name: _size(directory / name) for name in manifest.files}
-    elsewhere = {
-        host
-        for host in set(manifest.hosts.values())
-        if len(set(manifest.hosts.values())) > 1
-        and all(sizes[name] is None for name, owner in manifest.hosts.items() if owner == host)
-    }
-    problems = []
-    for name, entry in sorted(manifest.files.items()):
-        size = sizes[name]
-        if size is None and manifest.hosts.get(name) not in elsewhere:
-            problems.append(str(Problem(name, f"{entry.bytes:,} bytes", "is missing")))
-        elif size is not None and size != entry.bytes:
-            problems.append(str(Problem(name, f"{entry.bytes:,} bytes", f"has {size:,}")))
-        elif size is not None and manifest.num_bytes <= HASHED_BYTES:
-            problem = check_file(directory, name, entry)
-            problems += [str(problem)] if problem else []
-    return problems
+    missing = {name for name in manifest.files if not is_present(directory / name)}
+    hosts = set(manifest.hosts.values())
+    holding = {host for name, host in manifest.hosts.items() if name not in missing}
+    elsewhere = hosts - holding if len(hosts) > 1 else set()
+    files = [
+        name
+        for name in manifest.files
+        if name not in missing or manifest.hosts.get(name) not in elsewhere
+    ]
+    problems = verify(directory, files, hashes=manifest.num_bytes <= HASHED_BYTES)
+    return [str(problem) for problem in problems]
 
 
 def is_hashed(run: RunDir, step: int) -> bool:
@@ -188,13 +181,6 @@ def is_hashed(run: RunDir, step: int) -> bool:
         and manifest.num_bytes <= HASHED_BYTES
         and all((directory / name).is_file() for name in manifest.files)
     )
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def archive_run(
