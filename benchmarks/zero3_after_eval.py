@@ -84,7 +84,7 @@ def measure(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     import llmx.train.engine.build as build_module
     from llmx.plan import make_plan
     from llmx.train.engine.process_group import join_process_group
-    from tests.programs.engines import evaluated
+    from tests.programs.engines import Built, evaluated
     from tests.programs.state import build, job_experiment, store_of, train
     from tests.rundirs import experiment
 
@@ -110,7 +110,7 @@ def measure(out: Path, options: argparse.Namespace) -> dict[str, Any]:
         known = build_module.know_passes_apart if name == "llmx" else lambda engine: None
         with mock.patch.object(build_module, "know_passes_apart", known):
             engines[name] = build(job, exp, plan, first_weights=exp.seed)
-        evaluated(engines[name], exp, plan, store)
+        evaluated(Built(exp, plan, engines[name], store))
         train(engines[name], exp, plan, store, steps=range(3))  # it learns the order
         found[name] = {"seconds": [], "losses": [], **gathered(engines[name], exp, plan, store)}
     step = 4
