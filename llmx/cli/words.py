@@ -80,9 +80,9 @@ def parse(name: str, argv: Sequence[str]) -> Words:
     if command.passes_on and "--" in words:
         at = words.index("--")
         words, behind = words[:at], words[at + 1 :]
-    found = _of_config(name, words) if command.overrides else _of_flags(name, words)
-    found.typed, found.behind = tuple(argv), behind
-    return found
+    parsed = _of_config(name, words) if command.overrides else _of_flags(name, words)
+    parsed.typed, parsed.behind = tuple(argv), behind
+    return parsed
 
 
 def _of_config(name: str, argv: Sequence[str]) -> Words:
@@ -112,9 +112,11 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
         if option in _REFUSED:
             raise ConfigError(f"{key}: has no use here: {_REFUSED[option]}.")
         if option not in OPTIONS:
-            known = (*switches, *OPTIONS)
-            hint = elsewhere(option) or did_you_mean(option[:100], known)
-            raise ConfigError(f"{shown(key)}: no such option.{hint} Options: {', '.join(known)}.")
+            options_here = (*switches, *OPTIONS)
+            hint = elsewhere(option) or did_you_mean(option[:100], options_here)
+            raise ConfigError(
+                f"{shown(key)}: no such option.{hint} Options: {', '.join(options_here)}."
+            )
         takes_value = option in ("--package", "--config-dir") or option in _PRINTS
         if equal and not takes_value:
             raise ConfigError(f"{shown(word)}: {option} takes no value.")
@@ -129,8 +131,8 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)}: do not go together. Give one of them.")
     if [argument.kind for argument in command.arguments] == ["run"] and len(bare) != 1:
-        given = f" Given: {', '.join(bare)}." if bare else ""
-        raise ConfigError(f"{name} takes one run directory: python -m llmx {name} RUN_DIR.{given}")
+        typed = f" Given: {', '.join(bare)}." if bare else ""
+        raise ConfigError(f"{name} takes one run directory: python -m llmx {name} RUN_DIR.{typed}")
     if command.runs == Runs.CONFIG:
         _check_own(command, overrides)
     return Words(
@@ -201,8 +203,8 @@ def _check_spelling(name: str, words: Sequence[str]) -> None:
         before = word
         typed, _, value = word.partition("=")
         bare = typed.removeprefix("--").replace("-", "_")
-        if typed.startswith("--") and (own := options.get(f"{bare}=")):
-            raise ConfigError(f"{shown(word)}: write {own.name}{value or own.value}.")
+        if typed.startswith("--") and (override := options.get(f"{bare}=")):
+            raise ConfigError(f"{shown(word)}: write {override.name}{value or override.value}.")
         flag = options.get(f"--{bare.replace('_', '-')}")
         is_key = re.fullmatch(r"[A-Za-z_]\w*=\S*", word) is not None
         if flag and is_key and not is_value and not Path(word).exists():
@@ -254,13 +256,13 @@ def _of_flags(name: str, words: Sequence[str]) -> Words:
             f"{name} needs {' and '.join(needed)}: python -m llmx {name} {command.usage}"
         )
     parser = _Parser(name)
-    found, unread = parser.parse_known_intermixed_args(words)
+    flags, unread = parser.parse_known_intermixed_args(words)
     if unread:
         problem = "no such option" if unread[0].startswith("-") else "too many words"
         typed = unread[0].strip().partition("=")[0]
         hint = _INSTEAD.get(typed) or did_you_mean(typed, _names(command))
         parser.error(f"{problem}: {' '.join(unread)}{hint and f'.{hint}'}")
-    values = vars(found)
+    values = vars(flags)
     if values.get("config_dir"):
         values["config_dir"] = _directory(str(values["config_dir"]))
     return Words(**values)

@@ -86,9 +86,9 @@ def queue_script(run: RunDir, text: str) -> str:
 def script_head(options: Sequence[str], *, root: str | None) -> list[str]:
     """The first lines of a script: what it asks of Slurm, and the path of the code where it is not
     installed (``root``)."""
-    asked = (f"#SBATCH {shlex.quote(option)}" for option in options)
+    directives = (f"#SBATCH {shlex.quote(option)}" for option in options)
     path = f"export PYTHONPATH={shlex.quote(root or '')}${{PYTHONPATH:+:$PYTHONPATH}}"
-    return ["#!/bin/bash", *asked, *([path] if root else [])]
+    return ["#!/bin/bash", *directives, *([path] if root else [])]
 
 
 def job_options(
@@ -123,18 +123,20 @@ def batch_script(
     run = RunDir(Path(exp.run_dir))
     again = ["resume", str(run.root)]
     signal_s = min(max(SIGNAL_S, 60 + math.ceil(exp.launch.stop_grace_s)), int(BEFORE_LIMIT_S))
-    asked = [f"--chdir={Path.cwd()}", "--requeue", f"--signal=B:USR1@{signal_s}"]
+    sbatch_options = [f"--chdir={Path.cwd()}", "--requeue", f"--signal=B:USR1@{signal_s}"]
     if exp.hardware.kind == "slurm":
         again += ["hardware=slurm", f"hardware.device={exp.hardware.device}"]
         again += [f"hardware.slots={plan.hosts[0].slots}"]
     else:
-        asked.append(named_hosts(plan))
+        sbatch_options.append(named_hosts(plan))
     slurm = exp.launch.slurm
-    asked += job_options(exp, plan, run, name=f"llmx-{exp.name}", cpus_per_task=slurm.cpus_per_task)
+    sbatch_options += job_options(
+        exp, plan, run, name=f"llmx-{exp.name}", cpus_per_task=slurm.cpus_per_task
+    )
     options = [] if config_dir is None else ["--config-dir", config_dir]
     first = [word for word in words if not word.startswith(("run_dir=", "launch.slurm.submit="))]
     first += [f"run_dir={run.root}", "launch.slurm.submit=false", "launch.slurm.requeue=true"]
-    lines = script_head([*asked, *slurm.sbatch_args], root=code_root())
+    lines = script_head([*sbatch_options, *slurm.sbatch_args], root=code_root())
     lines += [
         "# Starts the run, or continues it where it has begun. Written by llmx.",
         f"if [ -e {shlex.quote(str(run.identity))} ]; then",

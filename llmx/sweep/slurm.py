@@ -63,10 +63,10 @@ class SlurmJob:
         plan = spec.plan
         # Its name is not that of its ranks, which are cancelled by theirs.
         name, cpus = f"llmx-trial-{spec.exp.name}", spec.cpus_per_task
-        asked = job_options(spec.exp, plan, spec.run_dir, name=name, cpus_per_task=cpus)
-        asked += [named_hosts(plan), f"--chdir={spec.run_dir.root}", "--no-requeue"]
+        sbatch_options = job_options(spec.exp, plan, spec.run_dir, name=name, cpus_per_task=cpus)
+        sbatch_options += [named_hosts(plan), f"--chdir={spec.run_dir.root}", "--no-requeue"]
         words = [spec.python, "-m", "llmx.sweep.slurm", str(spec.run_dir.root)]
-        lines = [*script_head(asked, root=spec.code_root), f"exec {shlex.join(words)}", ""]
+        lines = [*script_head(sbatch_options, root=spec.code_root), f"exec {shlex.join(words)}", ""]
         return cls(spec.run_dir, queue_script(spec.run_dir, "\n".join(lines)))
 
     def poll(self) -> End | None:

@@ -137,7 +137,7 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
             f"tune: {count} candidates ({sizes}); at most {MAX_CANDIDATES} are planned. Give fewer "
             "values, or fix a key: batch.micro_batch=8."
         )
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     bases: dict[tuple[str, ...], tuple[Experiment, list[str]] | LlmxError] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
@@ -161,15 +161,15 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
             planned = plan_experiment(exp, base[1])
         except LlmxError as error:
             cause = f"refused: {str(error).splitlines()[0]}"
-            found.append(replace(candidate, ruled_out=cause))
+            candidates.append(replace(candidate, ruled_out=cause))
             continue
         if candidate.micro and max(planned.plan.batch.micro_batches) < exp.batch.micro_batch:
             continue
-        found.append(_planned(candidate, planned, ram_gib))
-    if all(candidate.ruled_out for candidate in found):
-        first = found[0]
+        candidates.append(_planned(candidate, planned, ram_gib))
+    if all(candidate.ruled_out for candidate in candidates):
+        first = candidates[0]
         raise ConfigError(f"tune: no candidate can run. The first: {first.text}: {first.ruled_out}")
-    return found
+    return candidates
 
 
 DIRECT = (MICRO_BATCH, CHECKPOINTING_KEY)
@@ -269,19 +269,19 @@ class Search:
                     f"({human.gib(smaller.memory_gib)} GiB, here {human.gib(candidate.memory_gib)})"
                 ), True
         # What the largest trial took, by its plan, corrects the other plans.
-        taken = [
+        memory_pairs = [
             (trial.memory_gib, tried.memory_gib)
             for tried, trial in self.trials.items()
             if self._speed(tried) and trial.memory_gib and tried.memory_gib
         ]
-        took, predicted = max(taken, default=(1.0, 1.0))
+        took, predicted = max(memory_pairs, default=(1.0, 1.0))
         needed, capacity = candidate.memory_gib * took / predicted, candidate.capacity_gib
         if capacity and needed > HOPELESS * capacity:
-            by = "by the plan and what the trials took" if taken else "by the plan"
+            by = "by the plan and what the trials took" if memory_pairs else "by the plan"
             return (
                 f"would take about {human.gib(needed)} GiB {by}, the device has "
                 f"{human.gib(capacity)}"
-            ), bool(taken)
+            ), bool(memory_pairs)
         return "", False
 
     def _speed(self, candidate: Candidate | None) -> float:
