@@ -26,6 +26,7 @@ def row(**values: object) -> bytes:
 
 
 GOOD = row(prompt="q", response="a")
+TWICE = b'{"prompt": "q", "response": "a", "meta": {"x": 1, "x": 2}}'
 DIGITS = b'{"prompt": "q", "response": "a", "n": ' + b"9" * 5000 + b"}"
 
 
@@ -38,6 +39,7 @@ SURROGATE = b'{"prompt": "abc \\ud83d d", "response": "a"}'
         (b'{"prompt": "q", "resp', "not JSON", "line 2, column 17: not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8", "line 2, column 13: not UTF-8"),
         (b"[1, 2]", "not an object", r"line 2: \[1, 2\] is not an object"),
+        (TWICE, "a key that is there twice", 'line 2: the key "x" is there twice'),
         (row(prompt="q"), "a missing column", 'line 2: no column "response"; the row has prompt'),
         (row(prompt=["q"]), "a value of a wrong type", r'line 2: "prompt" is \["q"\], not text'),
         (row(prompt="no", response="a"), "the template refuses it", "line 2: the chat template"),

@@ -85,6 +85,7 @@ def test_tsv_has_no_quoting(tmp_path: Path):
         ("a.json", b'[{"a": 1}]\n[]', "line 2, column 1: not JSON .Extra data"),
         ("a.json", b'[{"a": 1},\n {"a": "\xff"}]', "line 2, column 9: not UTF-8"),
         ("a.json", b'[{"a": 1}, 31]', r"a\.json, row 2: 31 is not an object"),
+        ("a.json", b'[{"a": 1},\n {"b": 1, "b": 2}]', 'row 2: the key "b" is there twice'),
         ("a.json", b'[{"a": 1},\n ' + b"[" * 10**5, "line 2, column 2: not JSON .nested too deep"),
         ("a.json", b'[{"a": 1},\n {"a": ' + b"1" * 4301, "column 2: not JSON .a number of more th"),
     ],

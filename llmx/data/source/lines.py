@@ -17,9 +17,11 @@ from llmx.data.source.records import (
     Document,
     OnBad,
     Record,
+    RecordDecoder,
     RecordError,
     Where,
     excerpt,
+    key_twice,
     names,
 )
 from llmx.errors import DataError
@@ -62,20 +64,18 @@ def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record
         bad(_not_utf8(content, start, error))
         return
     del content
-    decoder, at = json.JSONDecoder(), text.index("[") + 1
+    decoder, at = RecordDecoder(), text.index("[") + 1
     for number in itertools.count(1):
         at = _behind_space(text, at)
         if number == 1 and text[at : at + 1] == "]":
             break
         try:
+            decoder.twice = None
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             bad(_not_json(text, start, error, at, array=True))
             return
-        if isinstance(value, dict):
-            yield Record(value, Where(file, number, "row"))
-        else:
-            bad(_no_object(value, Where(file, number, "row")))
+        yield from _record(value, decoder.twice, Where(file, number, "row"), bad)
         at = _behind_space(text, at)
         if text[at : at + 1] != ",":
             break
@@ -91,6 +91,16 @@ def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record
 def _behind_space(text: str, at: int) -> int:
     space = _SPACE.match(text, at)
     return space.end() if space else at
+
+
+def _record(value: Any, twice: str | None, where: Where, bad: OnBad) -> Iterator[Record]:
+    """The record of a JSON value. ``twice``: a key that an object in it has twice."""
+    if twice is not None:
+        bad(key_twice(twice, value, where))
+    elif isinstance(value, dict):
+        yield Record(value, where)
+    else:
+        bad(_no_object(value, where))
 
 
 def delimited_records(
@@ -158,18 +168,17 @@ def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
     """The object on each line that is not empty."""
+    decoder = RecordDecoder()
     for line, where in lines:
         if not line.strip():
             continue
         try:
-            value = json.loads(line.rstrip())
+            decoder.twice = None
+            value = decoder.decode(line.rstrip())
         except (ValueError, RecursionError) as error:
             bad(_not_json(line.rstrip(), where, error))
             continue
-        if isinstance(value, dict):
-            yield Record(value, where)
-        else:
-            bad(_no_object(value, where))
+        yield from _record(value, decoder.twice, where, bad)
 
 
 def table_lines(

@@ -138,6 +138,34 @@ def refuse(error: RecordError) -> None:
     raise error
 
 
+class RecordDecoder(json.JSONDecoder):
+    """Python's decoder, which also reports a key that an object has twice: it keeps the last
+    value, where another reader would keep the first."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self.twice: str | None = None
+        """Such a key of what was decoded since this was set to None."""
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            self.twice = next(key for key, count in counts.items() if count > 1)
+        return value
+
+
+def key_twice(key: str, value: Any, where: Where) -> RecordError:
+    """The error for a record that has a key twice."""
+    return RecordError(
+        f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
+        "defined. Write it once.",
+        where=where,
+        reason="a key that is there twice",
+        content=json.dumps(value, ensure_ascii=False),
+    )
+
+
 def excerpt(value: Any, *, limit: int = 80) -> str:
     """The beginning of a value on one line, for a message; it cannot steer a terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
