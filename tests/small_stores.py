@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def write_store(
 ) -> SampleStore:
     """Write a store of these samples, which are streamed: memory holds the indices only."""
     head = {"format_version": STORE_FORMAT, "fingerprint": fingerprint, "seq_len": seq_len}
-    head["columns"] = [column.to_dict() for column in columns]
+    head["columns"] = [asdict(column) for column in columns]
     publish(path, lambda directory: {**head, **_write_arrays(directory, samples, columns), **meta})
     return SampleStore.open(path)
 

@@ -152,7 +152,7 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     data = dataclasses.replace(
         exp.data, eval_path=None, eval_samples=0, eval_fraction=0.0, deduplicate=False
     )
-    split = DatasetSplit.of(data, exp.seed, "train", takes=kinds)
+    split = DatasetSplit(data, exp.seed, "train", takes=kinds)
     _check_formats(split)
     eval_texts = _eval_texts(data, options, kinds) if options.decontaminate else None
     rejected = RejectedRecords()

@@ -32,7 +32,8 @@ FILE_TYPES = [
     FileType((".tsv", ".csv"), f"{_LINES}:delimited_records"),
     FileType((".parquet", ".arrow"), f"{_TABLES}:table_records", compressible=False),
 ]
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Suffixes of compressions that are read, each with its name for Arrow."""
 _PACKED = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
 """Suffixes of other compressions, each with the command that unpacks such a file."""
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")

@@ -53,7 +53,7 @@ def held_out_prompts(
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
-    source = DatasetSplit.of(data, seed, "eval", takes=takes, turn_weights=turn_weights)
+    source = DatasetSplit(data, seed, "eval", takes=takes, turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
             f"task.eval_generate={limit} needs conversations to take eval prompts "

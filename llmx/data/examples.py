@@ -113,18 +113,6 @@ class Column:
             f"{excerpt(str(values))}: {problem}."
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "per": self.per,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Column:
-        return cls(**{**values, "shape": tuple(values["shape"])})
-
 
 WEIGHT = "weight"
 """The column by token that takes the place of Boolean targets. A task that declares it trains each
@@ -200,9 +188,8 @@ class Example:
     """Column name -> the value of the example, or a value for each of its sequences."""
     cut: str | tuple[str, ...] = "auto"
     """The place where an example that is too long is cut, for all sequences or each of them: at its
-    ``end``, its ``start``, in its ``prompt`` (all before the first target), or ``none``. Prompts
-    lose the same number of tokens, so that a shared prompt stays shared. ``auto``: the end of a
-    single sequence (of a labelled one, the prompt), the prompts of several."""
+    ``end``, its ``start``, in the ``prompt`` that its conversations share, or ``none``. ``auto``:
+    the end of a single sequence (of a labelled one, the prompt), the prompt of several."""
     where: Where | None = None
     """The place of its record, if the sequences are ``Tokens``; set by preparation."""
 
@@ -309,6 +296,40 @@ class Schema:
     def per(self, kind: str) -> tuple[Column, ...]:
         """The columns by token (without the weight), by sequence or by example."""
         return tuple(c for c in self.columns if c.per == kind and c.name != WEIGHT)
+
+    def values(
+        self,
+        examples: Sequence[Example],
+        lengths: Sequence[int] | np.ndarray,
+        by_token: Sequence[Mapping[Column, np.ndarray]],
+        *,
+        task: str,
+    ) -> dict[Column, np.ndarray]:
+        """The columns of examples, of whose sequences these are the lengths and the columns by
+        token; 0 where the task gave no tokens, for only it knows their values."""
+        import numpy as np
+
+        arrays: dict[Column, np.ndarray] = {}
+        for column in self.per("token"):
+            zeros = [np.zeros((length, *column.shape), column.numpy_dtype) for length in lengths]
+            parts = [own.get(column, part) for own, part in zip(by_token, zeros, strict=True)]
+            empty = np.zeros((0, *column.shape), column.numpy_dtype)
+            arrays[column] = np.concatenate([empty, *parts])
+        for column in self.per("sequence") + self.per("example"):
+            of_column: list[Any] = []
+            for example in examples:
+                value, count = example.columns[column.name], len(example.sequences)
+                if column.per == "example":
+                    of_column.append(value)
+                elif hasattr(value, "__len__") and len(value) == count:
+                    of_column.extend(value)
+                else:
+                    raise ConfigError(
+                        f"task={task}: the column {column.name} has a value for each sequence of "
+                        f"an example, here {count}; the task gave {value!r}."
+                    )
+            arrays[column] = column.array(of_column, count=len(of_column), task=task)
+        return arrays
 
 
 def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:

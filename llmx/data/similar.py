@@ -134,8 +134,8 @@ class EvalTexts:
         for texts in rows:
             self.num_rows += 1
             in_row: set[int] = set()
-            of_texts = [words for text in texts if (words := words_of(text))]
-            for words in of_texts:
+            row_words = [words for text in texts if (words := words_of(text))]
+            for words in row_words:
                 size = min(length, len(words))
                 self.short += size < shortest
                 if size >= shortest:
@@ -143,7 +143,7 @@ class EvalTexts:
                     lengths |= dict.fromkeys(hashes, size)
                     in_row |= hashes
             counts.update(in_row)
-            self._whole.add(hash(" ".join(word for words in of_texts for word in words)))
+            self._whole.add(hash(" ".join(word for words in row_words for word in words)))
         self._runs = {value for value, count in counts.items() if count <= COMMON}
         self.common = len(counts) - len(self._runs)
         """Words in a row that were left out as a template."""

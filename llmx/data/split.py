@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # the control process reads first rows, and draws none
 T = TypeVar("T")
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
-ROWS_VERSION = 4
+ROWS_VERSION = 5
 """Raised when a record or a text becomes another row than before."""
 EVAL_SPLITS = ("validation", "test", "train")
 """The splits of ``data.eval_path``, the first that is there."""
@@ -63,13 +63,9 @@ class Source:
     """One source: a path with its own form and limits. Nothing is read before it is asked for."""
 
     data: DataConfig
-    path: str
-    form_wanted: str
+    config: SourceConfig
+    """The source, with what it leaves open taken from ``data``."""
     reading: Reading
-    max_rows: int | None
-    subset: str | None
-    split: str | None
-    weight: float = 1.0
     takes: tuple[type, ...] = TAKEN
     """The types of rows that are wanted (``Encoding.takes``)."""
     prefers: tuple[str, ...] = ("train",)
@@ -87,21 +83,23 @@ class Source:
         takes: tuple[type, ...] = TAKEN,
         turn_weights: bool = False,
     ) -> Source:
-        """``source`` with what it leaves open taken from ``data``; ``split`` is for the demo."""
+        """``split``: chooses the file of the demo, and the split of a directory."""
         columns = {**data.columns, **data.data_map, **source.columns}
         text_key = source.text_key or columns.pop("text", data.text_key)
-        return cls(
-            data,
+        config = dataclasses.replace(
+            source,
             path=str(DEMO_DIRECTORY / f"{split}.jsonl") if source.path == "demo" else source.path,
-            form_wanted=source.form if source.form != "auto" else data.form,
-            reading=Reading(columns, text_key, data.system, data.label_names, turn_weights),
-            max_rows=source.max_rows,
+            form=source.form if source.form != "auto" else data.form,
             subset=source.subset or data.subset,
             split=source.split or data.split,
-            weight=source.weight,
-            takes=takes,
-            prefers=EVAL_SPLITS if split == "eval" and data.eval_path else ("train",),
         )
+        reading = Reading(columns, text_key, data.system, data.label_names, turn_weights)
+        prefers = EVAL_SPLITS if split == "eval" and data.eval_path else ("train",)
+        return cls(data, config, reading, takes, prefers)
+
+    @property
+    def path(self) -> str:
+        return self.config.path
 
     @cached_property
     def hub(self) -> str | None:
@@ -113,7 +111,7 @@ class Source:
         """The files that are read, and those of other splits."""
         if self.hub:
             return [], []
-        return source_files(self.path, split=self.split, prefers=self.prefers)
+        return source_files(self.path, split=self.config.split, prefers=self.prefers)
 
     @property
     def files(self) -> list[Path]:
@@ -124,35 +122,25 @@ class Source:
     def form(self) -> str:
         """The wanted form, or what the first record shows. Where bad records are skipped, the
         first of them decides nothing: it is the form of most of the first records."""
-        if self.form_wanted != "auto":
-            return self.form_wanted
+        if self.config.form != "auto":
+            return self.config.form
         if self.takes == (Record,):
             return "record"
         skips_bad = self.data.on_bad_row == "skip"
         rejected: list[RecordError] = []
-        records = self.raw(rejected.append if skips_bad else refuse)
-        first = next(records, None)
-        if first is None:
-            raise no_rows(self.path, rejected)
-        if isinstance(first, Document):
-            return "text"
-        if not skips_bad:
-            return self._detected(first)
-        forms: Counter[str] = Counter()
         problems: list[DataError] = []
-        for record in chain([first], islice(records, LOOKED_AT - 1)):
+        forms: Counter[str] = Counter()
+        records = self.raw(rejected.append if skips_bad else refuse)
+        for record in islice(records, LOOKED_AT if skips_bad else 1):
+            if isinstance(record, Document):
+                return "text"
             try:
-                forms[self._detected(record)] += 1
+                forms[detect_form(Fields(record, self.reading), takes=self.takes)] += 1
             except DataError as error:
                 problems.append(error)
-        if not forms:
-            raise problems[0]
-        return forms.most_common(1)[0][0]
-
-    def _detected(self, record: Record | Document) -> str:
-        if isinstance(record, Document):
-            return "text"
-        return detect_form(Fields(record, self.reading), takes=self.takes)
+        if forms:
+            return forms.most_common(1)[0][0]
+        raise problems[0] if problems else no_rows(self.path, rejected)
 
     @cached_property
     def row_type(self) -> type | None:
@@ -187,15 +175,16 @@ class Source:
             "text_unit": data.text_unit,
             "truncate_prompt": data.truncate_prompt,
             "ignore_columns": sorted(data.ignore_columns),
-            "max_rows": self.max_rows,
-            "hub": [self.hub, self.subset, self.split] if self.hub else None,
-            "weight": self.weight,
+            "max_rows": self.config.max_rows,
+            "hub": [self.hub, self.config.subset, self.config.split] if self.hub else None,
+            "weight": self.config.weight,
         }
 
     def raw(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Record | Document]:
         """Records and documents of text files as they are read."""
         if self.hub:
-            return hub_rows(self.hub, subset=self.subset, split=self.split, revision=self._revision)
+            subset, split = self.config.subset, self.config.split
+            return hub_rows(self.hub, subset=subset, split=split, revision=self._revision)
         unit = self.data.text_unit
         return chain.from_iterable(
             read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
@@ -357,26 +346,15 @@ class DatasetSplit:
     meter: Meter = field(default_factory=Meter, compare=False)
     """Counts the bytes that ``rows()`` has read."""
 
-    @classmethod
-    def of(
-        cls,
-        data: DataConfig,
-        seed: int,
-        split: str,
-        *,
-        takes: tuple[type, ...] = TAKEN,
-        turn_weights: bool = False,
-    ) -> DatasetSplit:
-        """``takes``: the types of records that are wanted. Raises ConfigError for a split that the
-        experiment has not."""
-        if split not in SPLITS:
-            raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}.")
-        if split == "eval" and not data.has_eval:
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a split that the experiment has not."""
+        if self.name not in SPLITS:
+            raise ConfigError(f"split {self.name!r} is not one of {', '.join(SPLITS)}.")
+        if self.name == "eval" and not self.data.has_eval:
             raise ConfigError(
                 "There is no evaluation data: set data.eval_path, or e.g. data.eval_fraction=0.05 "
                 "to hold out rows of data.path."
             )
-        return cls(data, seed, split, takes=takes, turn_weights=turn_weights)
 
     @cached_property
     def sources(self) -> list[Source]:
@@ -390,11 +368,6 @@ class DatasetSplit:
             if not config.path:
                 where = f"data.sources[{index}].path" if data.sources else "data.path"
                 raise ConfigError(f"{where} is empty. Name a file, a directory or a Hub id.")
-            if not config.weight > 0:
-                raise ConfigError(
-                    f"data.sources[{index}].weight={config.weight}: a weight is positive; leave "
-                    "out a source that is not wanted."
-                )
         return [
             Source.of(
                 data, config, split=self.name, takes=self.takes, turn_weights=self.turn_weights
@@ -453,7 +426,7 @@ class DatasetSplit:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes that ``rows()`` reads from disk, on ``meter``; 0 where it is not known."""
-        limited = any(source.max_rows is not None or source.hub for source in self.sources)
+        limited = any(source.config.max_rows is not None or source.hub for source in self.sources)
         if limited or self.data.max_rows is not None:
             return 0
         return sum(
@@ -464,7 +437,7 @@ class DatasetSplit:
 
     def copies(self, source: Source) -> int:
         """How many times a source is read."""
-        return math.ceil(source.weight) if self.name == "train" else 1
+        return math.ceil(source.config.weight) if self.name == "train" else 1
 
     def digests(self, *, cache: Path) -> list[str]:
         """Names of the bytes of each file or Hub dataset; see ``digest_of`` for ``cache``."""
@@ -473,7 +446,7 @@ class DatasetSplit:
     def identity(self) -> dict[str, object]:
         """Everything but the bytes of the files that decides the rows."""
         data, sources = self.data, self.sources
-        draws = self.held_out_rows or any(source.weight != 1 for source in sources)
+        draws = self.held_out_rows or any(source.config.weight != 1 for source in sources)
         return {
             "rows_version": ROWS_VERSION,
             "parts": [source.identity() for source in sources],
@@ -517,13 +490,15 @@ class DatasetSplit:
         each as often as its weight says, else once."""
         start = 0
         for number, source in enumerate(self.sources):
-            limits = [] if source.max_rows is None else [source.max_rows]
+            limits = [] if source.config.max_rows is None else [source.config.max_rows]
             if self.data.max_rows is not None:
                 limits.append(max(0, self.data.max_rows - start))
             limit = min(limits) if limits else None
             stop = start
             for copy in range(self.copies(source) if weighted else 1):
-                is_drawn = weight_draws(self.seed, number, source.weight - copy if weighted else 1)
+                is_drawn = weight_draws(
+                    self.seed, number, source.config.weight - copy if weighted else 1
+                )
                 rows = read(source, bad if copy == 0 else pass_over, meter=self.meter)
                 for index, row in enumerate(islice(rows, limit)):
                     if is_drawn is None or is_drawn(index):

@@ -47,7 +47,7 @@ def check_first_rows(exp: Experiment, tokenizer: Any = None) -> tuple[list[str],
     warnings = list[str]()
     asks_tokenizer = task.asks_tokenizer or bool(user_functions(exp.task))
     for split in ["train", "eval"] if exp.data.has_eval else ["train"]:
-        dataset_split = DatasetSplit.of(
+        dataset_split = DatasetSplit(
             exp.data, exp.seed, split, takes=task.takes, turn_weights=task.turn_weights
         )
         if not all(map(_is_here, dataset_split.sources)):

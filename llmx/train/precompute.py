@@ -302,7 +302,7 @@ def compute(
         done = samples.stop
     progress.end()
     if rank == 0:
-        precomputed.publish(how={"seconds": round(progress.seconds, 3)})
+        precomputed.publish(facts={"seconds": round(progress.seconds, 3)})
     send_to_all(precomputed.path, group=group)
 
 

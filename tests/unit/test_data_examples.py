@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -29,16 +30,20 @@ from llmx.data import (
     SampleStore,
     Tokens,
     collate,
+    held_out_prompts,
 )
 from llmx.data.store import build
 from llmx.data.store.packing import best_fit, of_sequences, one_each
-from llmx.data.store.summary import print_samples, report
+from llmx.data.store.summary import print_samples, report, summary
 from llmx.data.tokenize import encoder as blocks
+from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import TokenBlock
-from llmx.data.tokenize.truncation import Fates, Truncation
+from llmx.data.tokenize.truncation import Fates, PromptCutter, Truncation
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
-from tests.data_rows import of_rows, row_tokenizer, write_rows
+from tests.data_rows import CHATML, chat, learned, of_rows, row_tokenizer, sequences, write_rows
+from tests.small_tokenizers import byte_tokenizer
+from tests.unit.test_data_tools import WITHOUT
 
 TOKENIZER = row_tokenizer()
 
@@ -64,7 +69,7 @@ class Pairs(Task):
         if number % 3:
             sequences = (row.chosen, row.rejected)
         else:  # tokens of its own, with weights
-            ids = list(range(number % 40 + 2))
+            ids = list(range(number % 20 + 2))
             weight = [0, *(0.5 * i for i in ids[1:])]
             ready = Tokens(ids, weight=weight, columns={"old_logp": [-float(i) for i in ids]})
             sequences = (row.chosen, ready, row.rejected)
@@ -73,8 +78,9 @@ class Pairs(Task):
 
 
 def pair_row(i: int) -> dict[str, str]:
-    """Some cannot be read, some are refused by the template, some are too long."""
-    prompt = f"no {i}" if i % 11 == 6 else f"q{i}" + "x" * (i % 29)
+    """Some cannot be read, some are refused by the template, some that are all text are too long:
+    beside tokens, a prompt is not cut."""
+    prompt = f"no {i}" if i % 11 == 6 else f"q{i}" + "x" * (i % 29 if i % 3 else i % 5)
     return {"prompt": prompt, "chosen": f"good {i}" + "!" * (i % 7), "rejected": f"bad {i}"}
 
 
@@ -227,7 +233,7 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         np.array([len(lengths)]) if len(lengths) > 1 else None,
         {Column("place", per="token"): ids.astype(np.float32)},
     )
-    left = Truncation(config, fates, bos=[0])([Example(tuple(sequences), cut=by)], block)
+    left = Truncation(config, fates)([Example(tuple(sequences), cut=by)], block)
     (values,) = left.columns.values()
     assert values.tolist() == left.tokens.tolist()
     assert fates.overflow.total() == (len(ids) > limit)
@@ -243,30 +249,15 @@ def answer(prompt: int, completion: int, first: int = 0) -> Tokens:
     return Tokens(ids, weight=[0] * prompt + [1] * completion)
 
 
-def test_the_sequences_of_an_example_are_cut_together():
-    # A shared prompt of 6 loses the same two tokens, behind the token that begins the text.
-    pair = (answer(6, 1), answer(6, 2))
-    left = [[0, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
-    done = [1, 4]
-    assert cut(*pair, limit=11) == (left, done)
-    assert cut(*pair, limit=12)[0] == left  # 15 - 12 = 3, shared out as 2 and 2
-    right = [[0, 1, 2, 3, 6], [0, 1, 2, 3, 6, 7]]
-    assert cut(*pair, limit=11, truncate_prompt="right") == (right, done)
-    # No prompt is left, and completions stay whole.
-    dropped = (None, {"completions longer than seq_len": 1})
-    assert cut(answer(2, 6), answer(2, 6), limit=10) == dropped
-    # A shorter prompt has less to lose.
-    left, _ = cut(answer(2, 2), answer(8, 2), limit=10)
-    assert left == [[0, 2, 3], [0, 4, 5, 6, 7, 8, 9]]
-
-
 def test_which_end_may_go_is_said_by_the_task():
     one = answer(4, 8)
     assert cut(one, limit=10) == ([list(range(10))], [1, 2])
     assert cut(one, by="start", limit=10)[0] == [list(range(2, 12))]
-    assert cut(one, by="prompt", limit=10)[0] == [[0, *range(3, 12)]]
-    assert cut(one, by="none", limit=10) == (None, {"longer than seq_len, and not to be cut": 1})
-    assert cut(one, by="prompt", limit=8) == (None, {"answer longer than seq_len": 1})
+    # Only conversations have a prompt that may go.
+    for row, by in ((one, "none"), (one, "prompt"), (answer(6, 1), "auto")):
+        sequences = (row, row) if by == "auto" else (row,)
+        dropped = (None, {"longer than seq_len, and not to be cut": 1})
+        assert cut(*sequences, by=by, limit=10) == dropped
     # The longest loses first; one that is not to be cut stays whole.
     assert [len(x) for x in cut(answer(1, 9), answer(1, 3), by="end", limit=10)[0]] == [6, 4]
     mixed = cut(answer(1, 9), answer(1, 3), by=("none", "end"), limit=12)[0]
@@ -278,7 +269,7 @@ def test_which_end_may_go_is_said_by_the_task():
 
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=4),
-    st.sampled_from(["end", "start", "prompt"]),
+    st.sampled_from(["end", "start"]),
     st.integers(2, 30),
 )
 def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str, limit: int):
@@ -291,12 +282,88 @@ def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str,
         return
     assert sum(map(len, left)) == total - counts[1] <= limit
     assert all(left)
-    if by == "prompt":
-        for (prompt, completion), tokens in zip(shapes, left, strict=True):
-            wanted = list(range(prompt, prompt + completion)) if prompt else []
-            assert tokens[len(tokens) - completion :] == wanted
     if total <= limit:
         assert (left, counts) == ([list(one.ids) for one in sequences], [0, 0])
+
+
+# Prompts that are cut as text: the label is whole
+
+TEXT = "这本书 😀e\u0301 👩\u200d🚀 very 好看。" * 6
+CHATTY = byte_tokenizer(*CHATML, chat_template=WITHOUT)
+RENDERER = Renderer(CHATTY)
+
+
+def cutter(limit: int, side: str = "left") -> PromptCutter:
+    return PromptCutter(RENDERER, limit=limit, side=side)
+
+
+labelled = functools.partial(chat, keeps_completion=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_prompt_is_cut_between_characters(side: str):
+    for limit in range(40, 200, 7):
+        ((found,), _) = cutter(limit, side).shortened(labelled(TEXT, "好评"))
+        prompt, answer = found.messages
+        assert answer.content == "好评"
+        # Neither half an accent nor half of a joined emoji begins it, or is left behind.
+        if side == "left":
+            assert TEXT.endswith(prompt.content)
+            begins = prompt.content
+        else:
+            assert TEXT.startswith(prompt.content)
+            begins = TEXT[len(prompt.content) :]
+        assert begins[:1] not in ("\u0301", "\u200d")
+        (row,) = RENDERER.conversations([found])
+        assert limit - 12 < len(row.tokens) <= limit, "no more is cut than there must be"
+        assert learned(CHATTY, row) == ["好评<|im_end|>"]
+
+
+def test_the_oldest_turns_go_first():
+    row = labelled("old " * 5, "answer", "new " * 5, "answer", "question", "bad", system="S")
+    ((found,), (short,)) = cutter(90).shortened(row)
+    assert [m.content for m in found.messages] == ["S", "new " * 5, "answer", "question", "bad"]
+    assert len(short.tokens) <= 90
+    same = labelled("a", "b", "a", "b", "a", "b")
+    assert cutter(400).shortened(same)[0] == (same,)
+    size = len(RENDERER.conversations([same])[0].tokens)
+    ((fitting,), _) = cutter(size - 1).shortened(same)
+    assert [m.content for m in fitting.messages] == ["a", "b", "a", "b"]
+
+
+def test_a_label_that_does_not_fit_is_no_row():
+    assert cutter(30, "right").shortened(labelled("q", "label " * 10)) is None
+
+
+def labelled_rows(directory: Path, rows: list[tuple[str, str]], **data: object) -> Experiment:
+    content = "label\ttext_a\n" + "".join(f"{label}\t{text}\n" for label, text in rows)
+    data_map = {"prompt": "text_a", "label": "label"}
+    return of_rows(directory, content, "rows.tsv", data_map=data_map, **data)
+
+
+def test_no_label_is_lost(tmp_path: Path):
+    rows = [("good", "short"), ("bad", "长" * 100), ("x" * 100, "label too long")]
+    store = prepare(labelled_rows(tmp_path, rows), CHATTY)
+    found = [learned(CHATTY, row) for row in sequences(store)]
+    assert sorted(found) == [["bad<|im_end|>"], ["good<|im_end|>"]]
+    assert store.meta["dropped"] == {"answer longer than seq_len": 1}
+    assert store.meta["truncated"] == 1
+    assert store.meta["truncated_tokens"] > 200
+    left_out = "left out: answer longer than seq_len (1); truncated: 1 row to 64 tokens"
+    assert left_out in summary(store)
+    other = prepare(labelled_rows(tmp_path, rows, truncate_prompt="right"), CHATTY)
+    assert other.path != store.path
+    dropped = prepare(labelled_rows(tmp_path, rows, over_long="drop"), CHATTY)
+    assert dropped.num_sequences == 1
+
+
+def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
+    exp = labelled_rows(tmp_path, [("good", "short"), ("bad", "x" * 200)])
+    exp.data.eval_path = exp.data.path
+    prompts = held_out_prompts(exp.data, exp.seed, CHATTY, limit=9, decode=CHATTY.decode)
+    assert [prompt.expected for prompt in prompts] == ["good<|im_end|>", "bad<|im_end|>"]
+    rows = [row.tokens.tolist() for row in sequences(prepare(exp, CHATTY))]
+    assert max(rows, key=len)[: len(prompts[1].tokens)] == list(prompts[1].tokens)
 
 
 # Packing
@@ -486,4 +553,4 @@ def test_a_fast_encoder_is_proven_on_the_first_texts_and_the_first_chats(
         for name, rows in (("texts", texts), ("chats", chats))
     ]
     prepared(experiment(tmp_path, [], path="", form="auto", sources=sources), Anything)
-    assert proven == (["x", "90"] if is_large else [])
+    assert sorted(proven) == (["90", "x"] if is_large else [])

@@ -161,7 +161,7 @@ def filled(one: Precomputed, first: int = 0, last: int | None = None) -> dict[st
 
 def publish(one: Precomputed, values: dict[str, np.ndarray]) -> None:
     one.record(values, 0, len(one.store))
-    one.publish(how={"seconds": 1.0})
+    one.publish(facts={"seconds": 1.0})
 
 
 def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path: Path) -> None:
     one = wanted(pairs(tmp_path / "data-train-v3"))
-    targets = one.store.count("target")
+    targets = one.store.span("target", 0, len(one.store)).stop
     assert targets == sum(one.store.num_target_tokens(index) for index in range(5)) < 50
     publish(one, filled(one))
     assert (one.path / "top.bin").stat().st_size == 4 * targets
@@ -247,10 +247,10 @@ def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path) -> None
     one.record(filled(one, 2, 3), 2, 3)
     assert one.open() is None, "half of it is never read"
     with pytest.raises(DataError, match="holds the columns of 3 of 5 samples"):
-        one.publish(how={})
+        one.publish(facts={})
     assert one.recorded() == 3
     one.record(filled(one, 3, 5), 3, 5)
-    one.publish(how={})
+    one.publish(facts={})
     store, whole = one.open(), filled(one)
     assert store is not None
     for name in whole:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmx.data.format.fields import Fields
-from llmx.data.format.formats import RENAME_CALLS, Format
+from llmx.data.format.formats import RENAME_CALLS, VERDICTS, Format
 from llmx.data.format.rows import TextPair, UnpairedPreference
 from llmx.data.format.turns import READ_OF_A_TURN, TURN_WEIGHTS
 from llmx.data.source.records import RecordError, excerpt
@@ -26,8 +26,8 @@ MEDIA_WORDS = ("image", "img", "picture", "pixel", "audio", "video", "media")
 PLACEHOLDERS = ("<image>", "<img>", "<|image|>", "<image_placeholder>", "<audio>", "<|audio|>",
                 "<video>", "<|video|>")  # fmt: skip
 WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss", "mask", "loss_mask")
-VERDICTS = ("label", "kto_tag", "desirable", "is_desirable", "correct", "is_correct", "accepted")
-"""Columns that say whether an answer is good."""
+JUDGEMENTS = ("correct", "is_correct", "accepted")
+"""Further columns that may say whether an answer is good, or hold something else."""
 MATCHES = ("label", "score", "similarity", "is_duplicate", "relevance")
 """Columns that say whether two texts belong together."""
 
@@ -55,6 +55,11 @@ _NOT_GOOD = Fault(
     "answers; data.on_bad_row=skip keeps the good ones alone and counts the rest; "
     "data.form=labelled data.data_map.label={name} learns the value itself",
     ignorable=False,
+)
+_NO_VERDICT = Fault(
+    "a label that nothing uses",
+    "it labels the row, and this dataset format does not read it",
+    "data.form=labelled data.data_map.label={name} learns the label itself",
 )
 _WEIGHT = Fault(
     "a weight or a mask of the loss",
@@ -113,9 +118,11 @@ def _fault(
     if lower in MATCHES and row_type is TextPair and not _is_one(value):
         return _NO_MATCH
     learned_as_good = dataset_format.learned and row_type is not UnpairedPreference
-    if lower in VERDICTS and learned_as_good and _is_negative(value):
+    if learned_as_good and lower in (*VERDICTS, *JUDGEMENTS) and _is_negative(value):
         return _NOT_GOOD
-    if lower in dataset_format.changing:
+    if learned_as_good and lower in VERDICTS and not _is_one(value):
+        return _NO_VERDICT
+    if lower in dataset_format.changing and value is not True:
         means = "it changes what the row means, and this dataset format does not read it"
         return Fault("a column that nothing uses", means, dataset_format.changing[lower])
     if any(word in lower for word in MEDIA_WORDS) and _has_placeholder(fields):

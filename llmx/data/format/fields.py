@@ -53,6 +53,13 @@ class Fields:
         """Whether the record has all of these columns; none of them counts as read."""
         return all(self.column(name) in self.record.value for name in our_names)
 
+    def first(self, name: str, candidates: tuple[str, ...]) -> str | None:
+        """The column that is mapped to our name, else the first of the candidates, as far as the
+        record has it."""
+        mapped = self.reading.columns.get(name)
+        keys = (mapped,) if mapped else candidates
+        return next((key for key in keys if key in self.record.value), None)
+
     def get(self, name: str) -> Any:
         """The value of our column; None where there is none."""
         return self.at(self.column(name))

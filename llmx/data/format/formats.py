@@ -191,9 +191,7 @@ REFERENCES = ("response", "completion", "answer", "solution", "ground_truth", "r
 def _prompt_and_reference(fields: Fields) -> list[Message]:
     """The turns of ``prompt_response`` with a reference that may be a number, any JSON, or missing;
     ``reward_model`` holds it as ``ground_truth`` (verl's layout)."""
-    mapped = fields.reading.columns.get("response")
-    candidates = (mapped,) if mapped else REFERENCES
-    key = next((name for name in candidates if name in fields.record.value), None)
+    key = fields.first("response", REFERENCES)
     value = fields.at(key) if key else ""
     if isinstance(value, dict) and "ground_truth" in value:
         value = value["ground_truth"]
@@ -246,13 +244,12 @@ def _unpaired(fields: Fields, messages: list[Message]) -> UnpairedPreference | N
     """A conversation with the verdict on its last answer: ``true`` or ``false``, in the column that
     is mapped to ``desirable``, else in one of ``VERDICTS``."""
     conversation = conversation_of(fields, messages)
-    mapped = fields.reading.columns.get("desirable")
-    candidates = (mapped,) if mapped else VERDICTS
-    key = next((name for name in candidates if name in fields.record.value), None)
+    key = fields.first("desirable", VERDICTS)
     if key is None:
+        looked_for = fields.reading.columns.get("desirable") or ", ".join(VERDICTS)
         raise fields.wrong(
             "no verdict",
-            f"no column says whether the answer is good ({', '.join(candidates)}: true or false); "
+            f"no column says whether the answer is good ({looked_for}: true or false); "
             f"the row has {names(fields.record.value) or 'none'}. Map yours with "
             "data.columns.desirable.",
         )
@@ -422,38 +419,19 @@ def _negatives(fields: Fields) -> Iterator[str]:
 
 # Preferences
 
-RANKED = {
-    "output": ("instruction",),
-    "response": ("prompt",),
-    "responses": ("prompt", "instruction", "conversations", "messages"),
-    "answers": ("prompt", "instruction", "conversations", "messages"),
-}
-"""Columns that may hold a list of answers, the best one first, and what stands beside them."""
-
-
-def _ranked_column(fields: Fields) -> str | None:
-    """The column of a record with a ranked list of answers; None where there is none."""
-    for name, prompts in RANKED.items():
-        answers = fields.record.value.get(fields.column(name))
-        if not (isinstance(answers, list) and answers and any(map(fields.has, prompts))):
-            continue
-        if all(isinstance(answer, str) for answer in answers):
-            return name
-    return None
-
 
 def to_preference(fields: Fields) -> Preference:
-    """The pair in a record. The published layouts: ``chosen`` and ``rejected`` as whole
-    conversations (messages, or text with ``Human:`` and ``Assistant:``) or as the answers to a
-    ``prompt``, ``conversations`` or ``messages``; and a list of answers, the best one first, of
-    which the first and the last are the pair.
+    """The pair in a record: ``chosen`` and ``rejected`` as whole conversations (messages, or text
+    with ``Human:`` and ``Assistant:``) or as the answers to a ``prompt``, ``conversations`` or
+    ``messages``.
 
     Raises RecordError where an answer is missing or empty, where the two do not have the same turns
     before the answer, or where they are the same.
     """
     before = _before_the_answers(fields)
     conversations: list[Conversation] = []
-    for name, key, value in _two_answers(fields):
+    for name in ("chosen", "rejected"):
+        key, value = fields.column(name), fields.get(name)
         if value is None or (isinstance(value, str | list | dict) and not value):
             there = key in fields.record.value
             problem = f'"{key}" is {excerpt(value)}' if there else f'no "{key}"'
@@ -484,18 +462,6 @@ def to_preference(fields: Fields) -> Preference:
     if chosen == rejected:
         raise fields.wrong("chosen is rejected", "both answers are the same.", chosen.tools)
     return Preference(chosen, rejected, fields.get("margin"))
-
-
-def _two_answers(fields: Fields) -> list[tuple[str, str, Any]]:
-    """(``chosen`` or ``rejected``, column, value) of both answers."""
-    ranked = None if fields.has("chosen", "rejected") else _ranked_column(fields)
-    if ranked is None:
-        return [(name, fields.column(name), fields.get(name)) for name in ("chosen", "rejected")]
-    key, answers = fields.column(ranked), fields.get(ranked)
-    if len(answers) < 2:
-        problem = f'"{key}" has one answer, and a pair needs two.'
-        raise fields.wrong("no rejected answer", problem, answers)
-    return [("chosen", key, answers[0]), ("rejected", key, answers[-1])]
 
 
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
@@ -550,6 +516,10 @@ LEARNED = {
     **ANSWERED,
     **dict.fromkeys(("score", "rating", "reward"), "Filter the rows by it first"),
     **dict.fromkeys(
+        ("chosen", "chosen_response"),
+        "data.form=preference data.columns.chosen={name} learns the chosen answers",
+    ),
+    **dict.fromkeys(
         ("rejected", "rejected_response"),
         "data.form=preference data.columns.rejected={name} learns the chosen answers",
     ),
@@ -580,10 +550,7 @@ for built_in in (
         {Preference: to_preference, Conversation: lambda fields: to_preference(fields).chosen},
         keys=("chosen", "rejected"),
         # A pair has its prompt beside it, which is a format of its own.
-        recognises=lambda fields, takes: (
-            fields.has("chosen", "rejected")
-            or (Preference in takes and _ranked_column(fields) is not None)
-        ),
+        recognises=lambda fields, takes: fields.has("chosen", "rejected"),
         changing=ANSWERED,
     ),
     Format(

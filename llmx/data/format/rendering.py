@@ -10,6 +10,7 @@ the template writes of the turn, and the token that ends it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -195,19 +196,17 @@ class TemplateSpans:
         self._template = _DATE.sub(lambda match: json.dumps(_day().strftime(match[2])), template)
         self._special = sorted(special, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
-        self._skeletons: dict[Any, Skeleton | str] = {}
+        self._skeletons: dict[Any, Skeleton | Exception] = {}
 
     def render(self, conversation: Conversation) -> Rendering:
         """The text of a conversation, with its spans; raises DataError if the template
         refuses it."""
         notes = Counter[str]()
         messages = conversation.messages
-        uses_tools = conversation.tools or any(message.calls for message in messages)
-        if uses_tools and self._call_form is None:
+        if self._call_form is None and (conversation.tools or any(m.calls for m in messages)):
             notes[CALLS_AS_TEXT] = 1
-        weights = tuple(message.weight for message in messages if message.role == "assistant")
         try:
-            rendering = self._restored(self._render(self._prepared(conversation), notes))
+            rendering = self._render(self._prepared(conversation), notes)
         except Exception as error:  # whatever a template raises, it refuses this row
             roles = " → ".join(message.role for message in messages)
             raise DataError(
@@ -215,19 +214,20 @@ class TemplateSpans:
                 f"{_reason(error)}. data.on_bad_row=skip leaves such rows out and counts them; "
                 "another template is chosen by data.template."
             ) from error
+        if _HIDDEN.search(rendering.text):
+            rendering = self._restored(rendering)
+        weights = tuple(message.weight for message in messages if message.role == "assistant")
         weights = () if set(weights) == {1.0} else weights
         return replace(rendering, weights=weights, notes=notes)
 
     def _render(self, conversation: Conversation, notes: Counter[str]) -> Rendering:
+        """The rendering of the first shape that the template can write."""
         problem = ""
         own_tools = not conversation.tools or self._own_tools
         for shaped in shapes_of(conversation, own_tools=own_tools):
             messages = shaped.messages
-            skeleton = self._skeleton_of(shaped)
-            if isinstance(skeleton, str):
-                problem = skeleton
-                continue
             try:
+                skeleton = self._skeleton_of(shaped)
                 text = self._apply(messages, tools=shaped.tools)
             except Exception as error:  # whatever a template raises, it refuses this shape
                 problem = _reason(error)
@@ -255,10 +255,11 @@ class TemplateSpans:
             if message.role == "assistant" and _THOUGHT.match(message.content):
                 for tag in ("<think>", "</think>"):  # they are no data
                     content = content.replace(self._hidden(tag), tag, 1)
-            calls = _changed_json(message.calls, self._hidden)
+            calls = message.calls and _changed_json(message.calls, self._hidden)
             messages.append(replace(message, content=content, calls=calls, thought=thought))
-        tools = _changed_json(conversation.tools, self._hidden)
-        tools = tools if _HIDDEN.search(tools) else conversation.tools  # as it stands
+        tools = conversation.tools
+        if tools and _HIDDEN.search(hidden := _changed_json(tools, self._hidden)):
+            tools = hidden
         return replace(conversation, messages=tuple(messages), tools=tools)
 
     def _with_thought(self, message: Message) -> Message:
@@ -310,46 +311,21 @@ class TemplateSpans:
     @cached_property
     def _own_tools(self) -> bool:
         """Whether the template writes tools and calls of them. One decision for all rows."""
-        probe = replace(_PROBES[1], tools=_TOOL)
-        return self._call_form is not None and isinstance(self._skeleton_of(probe), Skeleton)
+        try:
+            self._skeleton_of(replace(_PROBES[1], tools=_TOOL))
+        except Exception:  # whatever a template raises, it has no way to write tools
+            return False
+        return self._call_form is not None
 
     @property
     def turn_ends(self) -> set[str]:
         """The special tokens that end a turn, also one that calls tools or that another follows."""
-        probes = _PROBES[: 1 if self._call_form is None else 2]
-        skeletons = [self._skeleton_of(probe) for probe in probes]
-        return {
-            token
-            for skeleton in skeletons
-            if isinstance(skeleton, Skeleton)
-            for turn in skeleton.turns.values()
-            for token in self.special_pattern.findall(turn.closing)[-1:]
-        }
-
-    def _dicts(self, messages: Sequence[Message], form: CallForm | None) -> list[dict[str, Any]]:
-        """Messages as templates expect them."""
-        dicts: list[dict[str, Any]] = []
-        names: dict[str, str] = {}
-        for message in messages:
-            value: dict[str, Any] = {"role": message.role, "content": message.content}
-            if message.thought:
-                value |= dict.fromkeys(("reasoning_content", "thinking"), message.thought)
-            if message.calls and form is not None:
-                value["content"] = message.content or form.no_words
-                value["tool_calls"] = []
-                for call in _calls(message):
-                    names[call["id"]] = call["name"]
-                    arguments = call["arguments"]
-                    if form.as_text:
-                        arguments = json.dumps(arguments, ensure_ascii=False)
-                    function = {"name": call["name"], "arguments": arguments}
-                    value["tool_calls"].append(
-                        {"id": call["id"], "type": "function", "function": function}
-                    )
-            elif message.call_id in names:
-                value |= {"tool_call_id": message.call_id, "name": names[message.call_id]}
-            dicts.append(value)
-        return dicts
+        tokens: set[str] = set()
+        for probe in _PROBES[: 1 if self._call_form is None else 2]:
+            with contextlib.suppress(Exception):  # whatever a template raises, it refuses it
+                for turn in self._skeleton_of(probe).turns.values():
+                    tokens.update(self.special_pattern.findall(turn.closing)[-1:])
+        return tokens
 
     def _apply(
         self,
@@ -359,8 +335,27 @@ class TemplateSpans:
         generation_prompt: bool = False,
         form: CallForm | None = None,
     ) -> str:
-        if form is None and any(message.calls for message in messages):
-            form = self._call_form
+        """What the template makes of messages."""
+        form = form or (self._call_form if any(message.calls for message in messages) else None)
+        dicts: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        for message in messages:
+            value: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.thought:
+                value |= dict.fromkeys(("reasoning_content", "thinking"), message.thought)
+            if message.calls and form is not None:
+                value |= {"content": message.content or form.no_words, "tool_calls": []}
+                for call in json.loads(message.calls):
+                    names[call["id"]] = call["name"]
+                    function = {"name": call["name"], "arguments": call["arguments"]}
+                    if form.as_text:
+                        function["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+                    value["tool_calls"].append(
+                        {"id": call["id"], "type": "function", "function": function}
+                    )
+            elif message.call_id in names:
+                value |= {"tool_call_id": message.call_id, "name": names[message.call_id]}
+            dicts.append(value)
         # Templates take tools as OpenAI's API does: a bare function stands in an object.
         functions = [
             {"type": "function", "function": tool}
@@ -369,7 +364,7 @@ class TemplateSpans:
             for tool in json.loads(tools or "[]")
         ]
         text = self._tokenizer.apply_chat_template(
-            self._dicts(messages, form),
+            dicts,
             tools=functions or None,
             chat_template=self._template,
             add_generation_prompt=generation_prompt,
@@ -390,8 +385,6 @@ class TemplateSpans:
 
     def _restored(self, rendering: Rendering) -> Rendering:
         """The rendering with the special tokens that were hidden, as literal text."""
-        if not _HIDDEN.search(rendering.text):
-            return rendering
         text = ""
         literal: list[Span] = []
         edges: list[int] = []
@@ -408,10 +401,10 @@ class TemplateSpans:
 
     # What the template writes around data
 
-    def _skeleton_of(self, conversation: Conversation) -> Skeleton | str:
-        """The skeleton of the shape of a conversation, or why there is none."""
+    def _skeleton_of(self, conversation: Conversation) -> Skeleton:
+        """The skeleton of the shape of a conversation; raises what the template raises."""
         shape = [
-            (m.role, bool(m.content.strip()), m.call_id, [c["name"] for c in _calls(m)])
+            (m.role, bool(m.content.strip()), m.call_id, m.calls and [c["name"] for c in _calls(m)])
             for m in conversation.messages
         ]
         key = (str(shape), conversation.tools)
@@ -421,8 +414,11 @@ class TemplateSpans:
             try:
                 self._skeletons[key] = self._skeleton(conversation)
             except Exception as error:  # whatever a template raises, it refuses this shape
-                self._skeletons[key] = _reason(error)
-        return self._skeletons[key]
+                self._skeletons[key] = error
+        skeleton = self._skeletons[key]
+        if isinstance(skeleton, Exception):
+            raise skeleton.with_traceback(None)  # else it grows with every row
+        return skeleton
 
     def _skeleton(self, conversation: Conversation, form: CallForm | None = None) -> Skeleton:
         """Raises _NotWritten if the template leaves out a part of a message or the tools, or writes
@@ -555,8 +551,8 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     open_calls: dict[str, str] = {}
     number = 0
     for message in messages:
-        if calls := _calls(message):
-            open_calls = {}
+        if message.calls:
+            calls, open_calls = _calls(message), {}
             for call in calls:
                 number += 1
                 call_id = f"call{number:05}"
@@ -592,7 +588,7 @@ def _marked(message: Message, number: int) -> Message:
 
 
 def _changed_json(text: str, change: Callable[[str], str]) -> str:
-    """JSON text with each text in it changed; empty text stays empty."""
+    """JSON text with each text in it changed."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, str):
@@ -603,4 +599,4 @@ def _changed_json(text: str, change: Callable[[str], str]) -> str:
             return {change(key): changed(part) for key, part in value.items()}
         return value
 
-    return text and json.dumps(changed(json.loads(text)), ensure_ascii=False)
+    return json.dumps(changed(json.loads(text)), ensure_ascii=False)

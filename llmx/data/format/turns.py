@@ -30,8 +30,6 @@ ROLES = {
 }
 CALLS = ("function_call", "tool_call")
 """Roles of turns that hold nothing but calls of tools."""
-RESULTS = ("observation", "tool_response")
-"""Roles of turns of which one may hold the results of several calls, as a JSON list."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Columns that hold the reasoning before an answer."""
 TURN_WEIGHTS = ("weight", "loss_weight")
@@ -62,20 +60,14 @@ def turns(
     """
     if _is_by_columns(value):
         lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
-        raise _wrong(
-            where,
-            "columns of unequal length",
+        problem = (
             f'"{excerpt(key)}" has its turns by column, and the columns differ in length '
-            f"({lengths}), so the role of a content is unknown.",
-            value,
+            f"({lengths}), so the role of a content is unknown."
         )
+        raise _wrong(where, "columns of unequal length", problem, value)
     if not isinstance(value, list) or not value:
-        raise _wrong(
-            where,
-            "no turns",
-            f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.',
-            value,
-        )
+        problem = f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.'
+        raise _wrong(where, "no turns", problem, value)
     messages = list(before or [])
     for number, turn in enumerate(value, start=1):
         try:
@@ -85,36 +77,10 @@ def turns(
             if problem := _out_of_order(message, messages):
                 problem += f": {excerpt(message.content)}"
                 raise _WrongTurn("turns out of order", problem, value)
-            if messages and _role_name(turn) in CALLS and messages[-1].role == "assistant":
-                # Words and calls of one answer.
-                weight = messages[-1].weight
-                if message.weight != weight:
-                    raise _WrongTurn(
-                        "a wrong weight",
-                        "is one answer with the turn before it, and has another weight "
-                        f"({message.weight:g}, not {weight:g}). Give both the same.",
-                        value,
-                    )
-                messages[-1] = _with_calls(messages[-1], message)
-                continue
         except _WrongTurn as error:
             problem = f'turn {number} of "{excerpt(key)}" {error}'
             raise _wrong(where, error.reason, problem, error.value) from error
-        # One turn may call several tools; any other role speaks once.
-        if messages and message.role == messages[-1].role != "tool":
-            raise _wrong(
-                where,
-                "turns out of order",
-                f'turns {number - 1} and {number} of "{excerpt(key)}" both have the role '
-                f"{message.role}: {excerpt(message.content)}",
-                value,
-            )
-        after = value[number] if number < len(value) else None
-        alone = messages and messages[-1].role != "tool" and ROLES.get(_role_name(after)) != "tool"
-        if alone and _role_name(turn) in RESULTS:
-            messages += _results(message, calls=messages[-1].calls)
-        else:
-            messages.append(message)
+        messages.append(message)
     return messages
 
 
@@ -160,6 +126,9 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
         return "has the role assistant, and no user turn precedes it"
     if message.role == "tool" and (not before or before[-1].role not in ("assistant", "tool")):
         return "is the result of a tool, and no call of a tool precedes it"
+    # One turn may call several tools; any other role speaks once.
+    if before and message.role == before[-1].role != "tool":
+        return f"has the role {message.role}, as the turn before it has"
     return ""
 
 
@@ -187,12 +156,12 @@ def _turn(turn: Any) -> Message:
         raise _WrongTurn(
             "a wrong turn", f"is {excerpt(turn)}, not an object with a role and a content.", turn
         )
-    name = _role_name(turn)
-    role = ROLES.get(name)
+    name = turn["role"] if turn.get("role") is not None else turn.get("from")
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise _WrongTurn(
             "an unknown role",
-            f"has the role {excerpt(turn.get('role', turn.get('from')))}; known roles are "
+            f"has the role {excerpt(name)}; known roles are "
             f'{", ".join(ROLES)} (under "role" or "from").',
             turn,
         )
@@ -250,13 +219,6 @@ def _weight(turn: dict[str, Any]) -> float:
         "(0 is not learned).",
         turn,
     )
-
-
-def _role_name(turn: Any) -> str:
-    name = turn.get("role") if isinstance(turn, dict) else None
-    if name is None and isinstance(turn, dict):
-        name = turn.get("from")
-    return name if isinstance(name, str) else ""
 
 
 def _content(turn: dict[str, Any], role: str) -> Any:
@@ -325,36 +287,6 @@ def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
     texts = [_block(json.dumps(call, ensure_ascii=False)) for call in shown]
     text = "\n".join([words, *texts] if words else texts)
     return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
-
-
-def _with_calls(before: Message, message: Message) -> Message:
-    """One answer of two turns: words or calls, and further calls."""
-    text = f"{before.content}\n{message.content}" if before.content else message.content
-    thought = "\n".join(filter(None, [before.thought, message.thought]))
-    if not message.calls or ("<tool_call>" in before.content and not before.calls):
-        return replace(before, content=text, calls="", said="", thought=thought)
-    calls = [*json.loads(before.calls or "[]"), *json.loads(message.calls)]
-    words = before.said if before.calls else before.content
-    calls_text = json.dumps(calls, ensure_ascii=False)
-    return replace(before, content=text, calls=calls_text, said=words, thought=thought)
-
-
-def _results(message: Message, *, calls: str) -> list[Message]:
-    """The results of several calls, which stand in one turn as a JSON list, each in its own."""
-    count = len(json.loads(calls)) if calls else 0
-    if count < 2 or message.content.lstrip()[:1] != "[":
-        return [message]
-    try:
-        results = json.loads(message.content)
-    except (ValueError, RecursionError):
-        return [message]
-    if not isinstance(results, list) or len(results) != count:
-        return [message]
-    texts = [
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        for result in results
-    ]
-    return [Message("tool", text) for text in texts]
 
 
 def _block(call: str) -> str:

@@ -8,16 +8,13 @@ records after it are read. The bytes of a file are named by its SHA-256, which i
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import gzip
 import hashlib
 import importlib
 import io
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -121,9 +118,9 @@ def read_file(
         with opened(file, meter) as stream:
             yield from read(file, stream, bad, text_unit)
         meter.bytes = before + file.stat().st_size
-    except (EOFError, zlib.error, OSError) as error:
-        # gzip says by an OSError without a number that the content is damaged.
-        if isinstance(error, OSError) and error.errno is not None:
+    except OSError as error:
+        # Of damaged content Arrow says so by an OSError without a number.
+        if error.errno is not None:
             raise DataError(f"{file}: cannot be read ({error}).") from error
         bad(
             RecordError(
@@ -134,18 +131,15 @@ def read_file(
         )
 
 
-@contextlib.contextmanager
-def opened(file: Path, meter: Meter) -> Iterator[IO[bytes]]:
+def opened(file: Path, meter: Meter) -> IO[bytes]:
     """The file's bytes, decompressed, as a stream that can ``peek``; ``meter`` counts what is
     read from disk."""
-    suffix = file.suffix.lower()
-    with io.BufferedReader(_Metered(file, meter), READ_BYTES) as raw:
-        if suffix == ".zst":
-            yield io.BufferedReader(_Zstandard(raw))
-        elif suffix == ".gz":
-            yield io.BufferedReader(gzip.GzipFile(fileobj=raw))
-        else:
-            yield raw
+    raw = io.BufferedReader(_Metered(file, meter), READ_BYTES)
+    if (compression := COMPRESSED.get(file.suffix.lower())) is None:
+        return raw
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression))
 
 
 class _Metered(io.FileIO):
@@ -158,44 +152,6 @@ class _Metered(io.FileIO):
     def readinto(self, buffer: Any) -> int | None:
         count = super().readinto(buffer)
         self._meter.bytes += count or 0
-        return count
-
-
-class _Zstandard(io.RawIOBase):
-    """The content of a .zst file. The library's own reader takes a file that is cut off for one
-    that ends; this one raises EOFError."""
-
-    def __init__(self, stream: Any) -> None:
-        import zstandard
-
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._error = zstandard.ZstdError
-        self._stream = stream
-        self._frame: Any = None
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._stream.read(1 << 16)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._output = memoryview(self._frame.decompress(self._input))
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
         return count
 
 

@@ -21,7 +21,6 @@ from llmx.data.source.records import (
     RecordError,
     Where,
     excerpt,
-    key_twice,
     names,
 )
 from llmx.errors import DataError
@@ -96,19 +95,19 @@ def _behind_space(text: str, at: int) -> int:
 def _record(value: Any, twice: str | None, where: Where, bad: OnBad) -> Iterator[Record]:
     """The record of a JSON value. ``twice``: a key that an object in it has twice."""
     if twice is not None:
-        bad(key_twice(twice, value, where))
+        problem = (
+            f'the key "{excerpt(twice)}" is there twice, and which of the two counts is not '
+            "defined. Write it once."
+        )
+        bad(_wrong_value(value, where, "a key that is there twice", problem))
     elif isinstance(value, dict):
         yield Record(value, where)
     else:
-        bad(_no_object(value, where))
-
-
-def delimited_records(
-    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str
-) -> Iterator[Record]:
-    """The records of a TSV or CSV file."""
-    delimiter = "\t" if kind_of(file) == ".tsv" else ","
-    return table_lines(lines_of(file, stream, bad), file, delimiter=delimiter, bad=bad)
+        problem = (
+            f"{excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
+            '{"text": "..."}.'
+        )
+        bad(_wrong_value(value, where, "not an object", problem))
 
 
 def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, Where]]:
@@ -181,10 +180,11 @@ def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Recor
         yield from _record(value, decoder.twice, where, bad)
 
 
-def table_lines(
-    lines: Iterator[tuple[str, Where]], file: Path, *, delimiter: str, bad: OnBad
+def delimited_records(
+    file: Path, stream: IO[bytes], bad: OnBad, text_unit: str
 ) -> Iterator[Record]:
-    """The records of a TSV or CSV, of which the first names the columns."""
+    """The records of a TSV or CSV file, of which the first line names the columns."""
+    delimiter = "\t" if kind_of(file) == ".tsv" else ","
     # A TSV is written without quoting, in which a quotation mark is only itself.
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
@@ -193,7 +193,7 @@ def table_lines(
 
     def texts() -> Iterator[str]:
         nonlocal line_number
-        for line, where in lines:
+        for line, where in lines_of(file, stream, bad):
             line_number = where.number
             yield line
 
@@ -212,7 +212,11 @@ def table_lines(
         where = Where(file, line_number, "line")
         if columns is None:
             columns = cells
-            _check_header(columns, where)
+            if twice := [name for name in columns if columns.count(name) > 1]:
+                raise DataError(
+                    f'{where}: the header names the column "{excerpt(twice[0])}" twice, and which '
+                    "of the two counts is not defined. Rename one."
+                )
         elif len(cells) == len(columns):
             yield Record(dict(zip(columns, cells, strict=True)), where)
         elif cells:
@@ -226,15 +230,6 @@ def table_lines(
                     content=delimiter.join(cells),
                 )
             )
-
-
-def _check_header(columns: list[str], where: Where) -> None:
-    twice = [name for name in columns if columns.count(name) > 1]
-    if twice:
-        raise DataError(
-            f'{where}: the header names the column "{excerpt(twice[0])}" twice, and which of the '
-            "two counts is not defined. Rename one."
-        )
 
 
 def _not_utf8(content: bytes, start: Where, error: UnicodeDecodeError) -> RecordError:
@@ -279,11 +274,6 @@ def _not_json(
     )
 
 
-def _no_object(value: Any, where: Where) -> RecordError:
-    return RecordError(
-        f"{where}: {excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
-        '{"text": "..."}.',
-        where=where,
-        reason="not an object",
-        content=json.dumps(value, ensure_ascii=False),
-    )
+def _wrong_value(value: Any, where: Where, reason: str, problem: str) -> RecordError:
+    content = json.dumps(value, ensure_ascii=False)
+    return RecordError(f"{where}: {problem}", where=where, reason=reason, content=content)

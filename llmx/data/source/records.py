@@ -155,17 +155,6 @@ class RecordDecoder(json.JSONDecoder):
         return value
 
 
-def key_twice(key: str, value: Any, where: Where) -> RecordError:
-    """The error for a record that has a key twice."""
-    return RecordError(
-        f'{where}: the key "{excerpt(key)}" is there twice, and which of the two counts is not '
-        "defined. Write it once.",
-        where=where,
-        reason="a key that is there twice",
-        content=json.dumps(value, ensure_ascii=False),
-    )
-
-
 def excerpt(value: Any, *, limit: int = 80) -> str:
     """The beginning of a value on one line, for a message; it cannot steer a terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -251,27 +240,22 @@ class RejectedRecords:
         self._lines.seek(0, os.SEEK_END)
         return str(json.loads(line)["message"]) if line else ""
 
-    def copy_to(self, stream: IO[bytes]) -> None:
-        """Append all rejected records to a stream."""
+    def write(self, path: Path) -> Path | None:
+        """Write one JSON line a record, whole or not at all; None where there is none."""
+        if not self.counts:
+            return None
         self._lines.seek(0)
-        shutil.copyfileobj(self._lines, stream)
+        try:
+            with replacing(path) as stream:
+                shutil.copyfileobj(self._lines, stream)
+        except OSError as error:
+            raise RejectedUnwritten(
+                f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some "
+                "space, or set data.cache_dir to another disk."
+            ) from error
+        return path
 
 
 def counted(reasons: Mapping[str, int]) -> str:
     """``no turns (2), not JSON (1,200)``: how many records by the reason."""
     return ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
-
-
-def write_rejected(path: Path, rejects: RejectedRecords) -> Path | None:
-    """Write one JSON line a rejected record, whole or not at all; None where there is none."""
-    if not rejects.counts:
-        return None
-    try:
-        with replacing(path) as stream:
-            rejects.copy_to(stream)
-    except OSError as error:
-        raise RejectedUnwritten(
-            f"Cannot write the rejected rows to {printable(str(path))}: {error}. Free some space, "
-            "or set data.cache_dir to another disk."
-        ) from error
-    return path

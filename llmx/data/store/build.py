@@ -13,6 +13,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from llmx.data.source.records import (
     counted,
     excerpt,
     names,
-    write_rejected,
 )
 from llmx.data.split import DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT, SampleStore, locked, publish
@@ -127,7 +127,7 @@ def _filled(spec: DatasetSpec, writer: Writer, progress: PreparationProgress) ->
     unread = names(file.name for source in split.sources for file in source.files_by_use[1])
     other_splits = {"files of other splits, which were not read": unread} if unread else {}
     path = spec.path
-    rejected_file = write_rejected(path.with_name(f"{path.name}.rejected.jsonl"), rejects)
+    rejected_file = rejects.write(path.with_name(f"{path.name}.rejected.jsonl"))
     if not writer.lengths:
         raise nothing_left(printable(split.path), fates.rows_read, fates.dropped, rejects)
     lengths = writer.example_lengths
@@ -138,7 +138,7 @@ def _filled(spec: DatasetSpec, writer: Writer, progress: PreparationProgress) ->
         "seq_len": data.seq_len,
         **writer.pack(data.packing, seq_len=data.seq_len),
         "split": split.name,
-        "columns": [column.to_dict() for column in spec.encoding.columns],
+        "columns": [asdict(column) for column in spec.encoding.columns],
         "sources": _sources(spec),
         "form": split.form,
         "template": spec.renderer.template_name if split.has_conversations else None,

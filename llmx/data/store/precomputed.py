@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from llmx.data.store.samples import (
     cannot_write,
     check_sizes,
     locked,
+    mapped,
     publish,
 )
 from llmx.data.store.spec import fingerprint_of
@@ -65,7 +66,7 @@ class Precomputed:
         decides = {
             "format_version": PRECOMPUTED_FORMAT,
             "store": self.store.fingerprint,
-            "columns": [column.to_dict() for column in self.columns],
+            "columns": [asdict(column) for column in self.columns],
             **self.identity,
         }
         name = f"{self.store.path.name}.precomputed-{fingerprint_of(decides)[:16]}"
@@ -109,17 +110,16 @@ class Precomputed:
                 "computed again."
             ) from error
         check_sizes(self.path, meta)
-        return self.store.with_columns({column: self._mapped(column) for column in self.columns})
+        return self.store.with_columns(
+            {
+                column: mapped(self.path / f"{column.name}.bin", column.numpy_dtype, column.shape)
+                for column in self.columns
+            }
+        )
 
-    def _mapped(self, column: Column) -> np.ndarray:
-        shape = (self.store.count(place(column)), *column.shape)
-        if not np.prod(shape):  # mmap refuses an empty file
-            return np.zeros(shape, column.numpy_dtype)
-        return np.memmap(self.path / f"{column.name}.bin", column.numpy_dtype, "r", shape=shape)
-
-    def publish(self, *, how: Mapping[str, Any]) -> None:
+    def publish(self, *, facts: Mapping[str, Any]) -> None:
         """Move the recorded values to the directory, all or nothing, unless it exists already.
-        ``how``: further entries of meta.json."""
+        ``facts``: further entries of meta.json."""
 
         def fill(directory: Path) -> dict[str, Any]:
             for column in self.columns:
@@ -130,9 +130,9 @@ class Precomputed:
                 "format_version": PRECOMPUTED_FORMAT,
                 "store": self.store.fingerprint,
                 "identity": self.identity,
-                "columns": [column.to_dict() for column in self.columns],
+                "columns": [asdict(column) for column in self.columns],
                 "num_samples": len(self.store),
-                **how,
+                **facts,
             }
 
         with locked(self.path):

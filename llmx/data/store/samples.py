@@ -96,11 +96,7 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
     Raises:
         ConfigError: what the task gave are no tokens, or no values of its columns.
     """
-    kinds = {
-        type(sequence).__name__
-        for sequence in example.sequences
-        if not isinstance(sequence, Tokens)
-    }
+    kinds = {type(part).__name__ for part in example.sequences if not isinstance(part, Tokens)}
     if kinds:
         raise ConfigError(
             f"task={task}: the sequences of generated examples are Tokens; rollout() gave "
@@ -111,26 +107,19 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
         for sequence in example.sequences
         if isinstance(sequence, Tokens)
     ]
-    starts = np.cumsum([0, *(len(ids) for ids, _, _ in parts)])[:-1].astype(np.int64)
+    lengths = [len(ids) for ids, _, _ in parts]
+    starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
     targets = np.concatenate([values for _, values, _ in parts])
     targets[starts] = 0  # nothing stands before the first token of a sequence
-    columns = {
-        column.name: np.concatenate([token_columns[column] for _, _, token_columns in parts])
-        for column in schema.per("token")
-    }
-    for column in schema.per("sequence"):
-        values = example.columns[column.name]
-        columns[column.name] = column.array(values, count=len(parts), task=task)
-    for column in schema.per("example"):
-        values = [example.columns[column.name]]
-        columns[column.name] = column.array(values, count=1, task=task)
+    by_token = [token_columns for _, _, token_columns in parts]
+    columns = schema.values([example], lengths, by_token, task=task)
     return Sample(
         tokens=np.concatenate([ids for ids, _, _ in parts]),
         targets=targets != 0,
         sequence_starts=starts,
         weights=targets if schema.weighted else None,
         example_starts=np.zeros(1, np.int64) if len(parts) > 1 else None,
-        columns=columns,
+        columns={column.name: values for column, values in columns.items()},
     )
 
 
@@ -140,7 +129,9 @@ class SampleStore:
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
         self.meta = meta
-        self.columns = tuple(Column.from_dict(values) for values in meta["columns"])
+        self.columns = tuple(
+            Column(**{**values, "shape": tuple(values["shape"])}) for values in meta["columns"]
+        )
         """The task's columns, beside tokens and targets."""
         self._schema = schema = Schema(self.columns)
         arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
@@ -161,10 +152,7 @@ class SampleStore:
         """Columns by token whose arrays have a value for each target token, and no others."""
 
     def _mapped(self, name: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
-        path = self.path / f"{name}.bin"
-        if not path.stat().st_size:  # mmap refuses an empty file
-            return np.zeros((0, *shape), dtype=dtype)
-        return np.memmap(path, dtype=dtype, mode="r").reshape(-1, *shape)
+        return mapped(self.path / f"{name}.bin", dtype, shape)
 
     @classmethod
     def open(cls, path: Path | str) -> SampleStore:
@@ -237,10 +225,6 @@ class SampleStore:
         if per == "sequence":
             low, high = int(self._examples[low]), int(self._examples[high])
         return slice(low, high)
-
-    def count(self, per: str) -> int:
-        """The number of sequences, examples or target tokens (``per``)."""
-        return int(self.span(per, 0, len(self)).stop)
 
     def __len__(self) -> int:
         return len(self._target_counts)
@@ -359,6 +343,13 @@ def publish(path: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
         raise cannot_write(path.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The values in a file, each of this shape, memory-mapped."""
+    if not path.stat().st_size:  # mmap refuses an empty file
+        return np.zeros((0, *shape), dtype)
+    return np.memmap(path, dtype, "r").reshape(-1, *shape)
 
 
 def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:

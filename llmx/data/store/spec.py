@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def dataset_spec(
     cannot be read."""
     if data.packing == "auto":  # not composed for a task, which would have chosen
         data = replace(data, packing="best_fit")
-    dataset_split = DatasetSplit.of(
+    dataset_split = DatasetSplit(
         data, seed, split, takes=encoding.takes, turn_weights=encoding.turn_weights
     )
     check_task(encoding, dataset_split)
@@ -79,7 +79,7 @@ def dataset_spec(
         "over_long": over_long_of(dataset_split, encoding),
         "num_embeddings": encoding.num_embeddings,  # rows with ids beyond it are refused
         "wrapping": [renderer.bos, renderer.eos] if encoding.verbatim else None,
-        "columns": [column.to_dict() for column in encoding.columns],
+        "columns": [asdict(column) for column in encoding.columns],
         "task": task_identity or None,
     }
     path = _path(data, identity, split)

@@ -366,8 +366,8 @@ def _splitting(state: dict[str, Any] | None) -> tuple[str, bool]:
         split = steps[0]
         pattern = split["pattern"].get("Regex", "")
         # The patterns leave nothing over: all that they match, or nothing but that, is the same.
-        how = (split["behavior"], split["invert"])
-        if how in (("Isolated", False), ("Removed", True)) and pattern in PATTERNS:
+        behaviour = (split["behavior"], split["invert"])
+        if behaviour in (("Isolated", False), ("Removed", True)) and pattern in PATTERNS:
             return pattern, False
     raise NotConvertible("its way of cutting texts into words is not known")
 

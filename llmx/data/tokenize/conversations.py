@@ -13,6 +13,7 @@ Special tokens that stand inside a content are tokenized as the plain text they 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +95,6 @@ class Renderer:
         )
         self.special_pattern = self._spans.special_pattern
         """Finds special tokens in a text, the longest first."""
-        self._backends: dict[bool, Any] = {}
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -131,7 +131,8 @@ class Renderer:
         self, renderings: list[Rendering], *, loss_on: str | None = None
     ) -> list[TokenSequence]:
         """Token sequences of rendered conversations, by the tokenizer's own offsets."""
-        encodings = self._encode([rendering.text for rendering in renderings])
+        texts = [rendering.text for rendering in renderings]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         return [
             self._sequence(rendering, encoding, loss_on=loss_on)
             for rendering, encoding in zip(renderings, encodings, strict=True)
@@ -164,11 +165,14 @@ class Renderer:
         used = len(targets) - int(np.argmax(targets[::-1] != 0))
         return TokenSequence(tokens[:used], targets[:used], notes=notes)
 
-    def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
-        """``plain``: special tokens are the text that they are."""
-        if plain not in self._backends:
-            self._backends[plain] = own_backend(self.tokenizer, plain=plain)
-        return list(self._backends[plain].encode_batch(texts, add_special_tokens=False))
+    @functools.cached_property
+    def _backend(self) -> Any:
+        return own_backend(self.tokenizer, plain=False)
+
+    @functools.cached_property
+    def plain_backend(self) -> Any:
+        """The tokenizer's library object, to which special tokens are the text that they are."""
+        return own_backend(self.tokenizer, plain=True)
 
     def _sequence(
         self, rendering: Rendering, encoding: Any, *, loss_on: str | None
@@ -189,9 +193,11 @@ class Renderer:
         offsets: list[Span] = []
         position = 0
         for start, stop in [*injected, (len(text), len(text))]:
-            for part, base, plain in ((text[position:start], position, False),
-                                      (text[start:stop], start, True)):  # fmt: skip
-                (encoding,) = self._encode([part], plain=plain)
+            for base, end, backend in (
+                (position, start, self._backend),
+                (start, stop, self.plain_backend),
+            ):
+                encoding = backend.encode(text[base:end], add_special_tokens=False)
                 ids += encoding.ids
                 offsets += [(a + base, b + base) for a, b in encoding.offsets]
             position = stop
@@ -232,13 +238,10 @@ class ConversationEncoder:
         renderer = self._renderer
         if self._token_bytes is None or renderer.tokenizer.eos_token_id is None:
             return
-        sample: list[Conversation] = []
-        chars = 0
-        for conversation in conversations:
-            sample.append(conversation)
-            chars += sum(len(message.content) for message in conversation.messages)
-            if chars >= PROOF_CHARS:
-                break
+        chars = itertools.accumulate(
+            sum(len(message.content) for message in chat.messages) for chat in conversations
+        )
+        sample = conversations[: 1 + sum(total < PROOF_CHARS for total in chars)]
         documents = DocumentEncoder(renderer.tokenizer, bos=[])
         # It is proven on the conversations as a whole: this only decides for which encoder.
         head = sample[: 1 + len(sample) // 10]
@@ -246,25 +249,22 @@ class ConversationEncoder:
         if not documents.is_fast:
             self.description = documents.description
             return
-        renderings = renderer.render(sample)
+        renderings = renderer.render([*sample])
         self._documents = documents
-        tokens = 0
-        for candidate, proven in zip(
-            self._fast(renderings), renderer.sequences_of(renderings), strict=True
+        pairs = zip(self._fast(renderings), renderer.sequences_of(renderings), strict=True)
+        proven = [(fast, slow) for fast, slow in pairs if fast is not None]
+        if proven and all(
+            np.array_equal(fast.tokens, slow.tokens) and np.array_equal(fast.targets, slow.targets)
+            for fast, slow in proven
         ):
-            if candidate is None:
-                continue
-            same_tokens = np.array_equal(candidate.tokens, proven.tokens)
-            if not (same_tokens and np.array_equal(candidate.targets, proven.targets)):
-                self._documents = None
-                self.description = "tokenizers (the fast way gave other tokens on this data)"
-                return
-            tokens += len(candidate.tokens)
-        if not tokens:
-            self._documents = None
-            self.description = "tokenizers (no row's bytes add up)"
+            tokens = sum(len(fast.tokens) for fast, _ in proven)
+            self.description = f"tiktoken, equal to tokenizers on {tokens:,} tokens of these rows"
             return
-        self.description = f"tiktoken, equal to tokenizers on {tokens:,} tokens of these rows"
+        self._documents = None
+        problem = (
+            "the fast way gave other tokens on this data" if proven else "no row's bytes add up"
+        )
+        self.description = f"tokenizers ({problem})"
 
     def sequences(self, conversations: list[Conversation]) -> list[TokenSequence]:
         """Token sequences of conversations, in order; raises DataError for one that the template
@@ -273,18 +273,9 @@ class ConversationEncoder:
         if self._documents is None:
             return self._renderer.sequences_of(renderings)
         fast_sequences = self._fast(renderings)
-        slow_sequences = iter(
-            self._renderer.sequences_of(
-                [
-                    r
-                    for r, sequence in zip(renderings, fast_sequences, strict=True)
-                    if sequence is None
-                ]
-            )
-        )
-        return [
-            next(slow_sequences) if sequence is None else sequence for sequence in fast_sequences
-        ]
+        pairs = zip(renderings, fast_sequences, strict=True)
+        slow = iter(self._renderer.sequences_of([r for r, fast in pairs if fast is None]))
+        return [next(slow) if fast is None else fast for fast in fast_sequences]
 
     def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
         """Sequences, and None where the bytes of the tokens do not add up to the text."""

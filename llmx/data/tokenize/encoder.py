@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from llmx.data.examples import (
-    Column,
     Encoding,
     Example,
     ExampleSequence,
@@ -37,12 +35,13 @@ from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, Toke
 from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
 from llmx.data.tokenize.tokenizer import without_row
 from llmx.data.tokenize.truncation import (
+    ANSWER_TOO_LONG,
+    COMPLETIONS_TOO_LONG,
     Fates,
     PromptCutter,
     sharing_their_prompt,
-    too_long_to_cut,
 )
-from llmx.errors import ConfigError, DataError
+from llmx.errors import DataError
 
 BATCH_ROWS = 512
 BATCH_BYTES = 1 << 20
@@ -56,7 +55,7 @@ WITHOUT_ROW = "a token that the model has no row for"
 
 @dataclass
 class Batch:
-    """Rows that are tokenized together: single documents alone, or none of these."""
+    """Rows that are tokenized together."""
 
     examples: list[Example] = field(default_factory=list)
     """Its examples; once they are tokenized, those that are used."""
@@ -121,17 +120,13 @@ class ExampleEncoder:
 
     def _batches(self, rows: Iterable[Row | None]) -> Iterator[Batch]:
         """Examples in batches of a bounded number and size."""
-        batch, holds_text = Batch(), False
+        batch = Batch()
         for row in rows:
             # Noted with the batch: what is read ahead is not yet done.
-            example = self._example(row, batch)
-            if example is not None and _is_text(example) != holds_text:
-                if batch.examples:
-                    yield batch
-                    batch = Batch()
-                holds_text = not holds_text
             batch.fates.rows_read += 1
-            if row is not None and example is not None:
+            if row is None:
+                batch.fates.dropped[WITHOUT_ANSWER] += 1
+            elif (example := self._example(row, batch)) is not None:
                 batch.examples.append(example)
                 batch.size += row.num_bytes
             if batch.fates.rows_read >= BATCH_ROWS or batch.size >= BATCH_BYTES:
@@ -140,11 +135,8 @@ class ExampleEncoder:
         if batch.fates.rows_read:
             yield batch
 
-    def _example(self, row: Row | None, batch: Batch) -> Example | None:
+    def _example(self, row: Row, batch: Batch) -> Example | None:
         """The task's example of a row; None if the row is left out or rejected."""
-        if row is None:
-            batch.fates.dropped[WITHOUT_ANSWER] += 1
-            return None
         try:
             example = encoded(self._encoding, row)
         except RecordError as error:
@@ -185,12 +177,12 @@ class ExampleEncoder:
     def _encode(self, batch: Batch) -> TokenBlock:
         """The tokens of the examples of a batch; those that are not used are taken out of it."""
         block: TokenBlock | None = None
-        if _holds_text(batch):
+        sequences: list[TokenSequence] = []
+        parts = _sequences(batch)
+        texts = [text for text in parts if isinstance(text, Document)]
+        if texts and len(texts) == len(parts) == len(batch.examples):
             assert self._documents is not None
-            sequences: list[TokenSequence] = []
-            block = self._documents.encode(
-                [text for text in _sequences(batch) if isinstance(text, Document)]
-            )
+            block = self._documents.encode(texts)
         if block is None or not self._all_have_rows(block.tokens):
             pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
             used = [(example, tokens) for example, tokens in pairs if tokens is not None]
@@ -210,7 +202,8 @@ class ExampleEncoder:
                 batch.fates.notes.update(sequence.notes)
         if not self._schema.columns:
             return block
-        columns = self._columns(batch.examples, sequences, len(block.tokens))
+        by_token = [sequence.columns for sequence in sequences] or [{}] * len(block.lengths)
+        columns = self._schema.values(batch.examples, block.lengths, by_token, task=self._task)
         targets = block.targets.astype(np.float32) if self._schema.weighted else block.targets
         return replace(block, targets=targets, columns=columns)
 
@@ -238,13 +231,15 @@ class ExampleEncoder:
         """The sequences of examples; where an example is too long and its completions must not be
         cut, with a shorter prompt."""
         data = self._data
-        tokens = iter(self._tokens([s for example in examples for s in example.sequences]))
+        sequences = self._tokens([s for example in examples for s in example.sequences])
+        tokens = iter(sequences)
         fitted: list[list[TokenSequence] | None] = []
         for example in examples:
-            sequences = [next(tokens) for _ in example.sequences]
-            for sequence in sequences:
-                self._check_rows(sequence.tokens, example)
-            fitted.append(sequences)
+            fitted.append([next(tokens) for _ in example.sequences])
+        if not all(self._all_have_rows(sequence.tokens) for sequence in sequences):
+            for example, parts in zip(examples, fitted, strict=True):
+                for part in parts or ():
+                    self._check_rows(part.tokens, example)
         if data.over_long in ("drop", "error") or data.packing == "concat":
             return fitted
         fates = Fates()
@@ -254,11 +249,12 @@ class ExampleEncoder:
                 continue
             chats = sharing_their_prompt(example.sequences)
             if not chats:
-                continue  # cut by token
+                continue
             fates.overflows(length)
             shortened = self._shortener.shortened(*chats)
             if shortened is None:
-                fates.dropped[too_long_to_cut(example)] += 1
+                is_one = len(example.sequences) == 1
+                fates.dropped[ANSWER_TOO_LONG if is_one else COMPLETIONS_TOO_LONG] += 1
                 fitted[number] = None
             else:
                 fitted[number] = shortened[1]
@@ -272,9 +268,9 @@ class ExampleEncoder:
 
     def _check_rows(self, tokens: np.ndarray, example: Example) -> None:
         """Raise RecordError for a token that the embedding of the model has no row for."""
-        if self._num_embeddings is None or self._all_have_rows(tokens):
+        problem = without_row(self._renderer.tokenizer, tokens, self._num_embeddings or 0)
+        if not problem:
             return
-        problem = without_row(self._renderer.tokenizer, tokens, self._num_embeddings)
         raise RecordError(
             f"{example.place}: it {problem} Remove it from the row (data.on_bad_row=skip leaves "
             "such rows out), or set model.tokenizer to a tokenizer of this model without it.",
@@ -308,44 +304,6 @@ class ExampleEncoder:
     def _shortener(self) -> PromptCutter:
         data = self._data
         return PromptCutter(self._renderer, limit=data.seq_len, side=data.truncate_prompt)
-
-    def _columns(
-        self, examples: list[Example], sequences: list[TokenSequence], num_tokens: int
-    ) -> dict[Column, np.ndarray]:
-        """The task's columns of a block. Those by token are 0 where the task gave no tokens: only
-        it knows their values."""
-        schema, task = self._schema, self._task
-        arrays: dict[Column, np.ndarray] = {}
-        for column in schema.per("token"):
-            arrays[column] = np.zeros((num_tokens, *column.shape), column.numpy_dtype)
-            stop = 0
-            for sequence in sequences:
-                start, stop = stop, stop + len(sequence.tokens)
-                if column in sequence.columns:
-                    arrays[column][start:stop] = sequence.columns[column]
-        for column in schema.per("sequence"):
-            column_values: list[Any] = []
-            for example in examples:
-                example_values, count = example.columns[column.name], len(example.sequences)
-                if not hasattr(example_values, "__len__") or len(example_values) != count:
-                    raise ConfigError(
-                        f"task={task}: the column {column.name} has a value for each sequence of "
-                        f"an example, here {count}; encode() gave {example_values!r}."
-                    )
-                column_values.extend(example_values)
-            arrays[column] = column.array(column_values, count=len(column_values), task=task)
-        for column in schema.per("example"):
-            column_values = [example.columns[column.name] for example in examples]
-            arrays[column] = column.array(column_values, count=len(column_values), task=task)
-        return arrays
-
-
-def _is_text(example: Example) -> bool:
-    return len(example.sequences) == 1 and isinstance(example.sequences[0], Document)
-
-
-def _holds_text(batch: Batch) -> bool:
-    return bool(batch.examples) and _is_text(batch.examples[0])
 
 
 def _sequences(batch: Batch) -> list[ExampleSequence]:

@@ -1,9 +1,7 @@
 """Loads the tokenizer of an experiment, and tells tokenizers apart by content.
 
-A directory that holds nothing but a vocabulary, as older models were published, is read here:
-``vocab.json`` and ``merges.txt`` are a byte-level BPE of GPT-2's kind, ``vocab.txt`` a WordPiece
-of BERT's kind. Neither file names its special tokens, so they are taken by their usual names; a
-vocabulary without an EOS token is refused with what to write.
+A directory that holds nothing but a vocabulary, as older models were published, is read here. Its
+files do not name the special tokens, so they are taken by their usual names.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ HOW = (
     "A tokenizer is a directory with tokenizer.json and tokenizer_config.json, as "
     "`save_pretrained` writes it"
 )
-_WORDPIECE = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]",
-              "cls_token": "[CLS]", "mask_token": "[MASK]"}  # fmt: skip
+WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+"""The special tokens of BERT, with its ids 0 to 4."""
 
 
 def vocabulary_tokenizer(directory: Path) -> tuple[Any, str] | None:
@@ -42,11 +40,57 @@ def vocabulary_tokenizer(directory: Path) -> tuple[Any, str] | None:
     any other directory. Raises ConfigError where the vocabulary cannot be read or used."""
     if any((directory / name).exists() for name in DESCRIBED):
         return None
-    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        return _byte_level(directory)
-    if (directory / "vocab.txt").is_file():
-        return _wordpiece(directory)
+    for file_names, kind, read in (
+        (("vocab.json", "merges.txt"), "a byte-level BPE like GPT-2's", _byte_level),
+        (("vocab.txt",), "a WordPiece like BERT's", _wordpiece),
+    ):
+        if not all((directory / name).is_file() for name in file_names):
+            continue
+        reading = f"{' and '.join(file_names)} as {kind}"
+        try:
+            tokenizer = read(directory)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ConfigError(
+                f"{printable(str(directory), keep='')}: cannot read {reading} "
+                f"({first_line(error)[:-1]}). {HOW}."
+            ) from error
+        return tokenizer, f"{reading}, EOS {tokenizer.eos_token}"
     return None
+
+
+def _byte_level(directory: Path) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    if missing := [c for c in map(chr, byte_of_character()) if c not in vocab]:
+        raise ValueError(f"{len(missing)} of 256 bytes have no token")
+    usual = {"eos_token": "<|endoftext|>"}
+    if "<s>" in vocab or "<|endoftext|>" not in vocab:
+        usual = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>",
+                 "unk_token": "<unk>", "mask_token": "<mask>"}  # fmt: skip
+    if usual["eos_token"] not in vocab:
+        raise ValueError("it has no EOS token: neither <|endoftext|> nor </s>")
+    backend = Tokenizer(
+        models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {name: token for name, token in usual.items() if token in vocab}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def _wordpiece(directory: Path) -> Any:
+    from transformers import BertTokenizer
+
+    # Not splitlines(): a token may be a line break of another kind.
+    lines = (directory / "vocab.txt").read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    vocab = {line.rstrip("\r"): index for index, line in enumerate(lines)}
+    if missing := [token for token in WORDPIECE if token not in vocab]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    # What the vocabulary cannot write in capitals was lower case when it was made.
+    capitals = any(token.isascii() and token.isalpha() and not token.islower() for token in vocab)
+    return BertTokenizer(vocab=vocab, do_lower_case=not capitals, eos_token="[SEP]")
 
 
 def what_is_there(directory: Path) -> str:
@@ -56,79 +100,6 @@ def what_is_there(directory: Path) -> str:
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     return f"there is {names(file_names)}" if file_names else "it is empty"
-
-
-def _byte_level(directory: Path) -> tuple[Any, str]:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    place = printable(str(directory), keep="")
-    vocab = _vocab(directory / "vocab.json")
-    if missing := [c for c in map(chr, byte_of_character()) if c not in vocab]:
-        raise ConfigError(
-            f"{place}: vocab.json and merges.txt are no byte-level BPE ({len(missing)} of 256 "
-            f"bytes have no token), and which other tokenizer they belong to is unknown. {HOW}."
-        )
-    ends = ("</s>", "<|endoftext|>") if "<s>" in vocab else ("<|endoftext|>", "</s>")
-    end = next((token for token in ends if token in vocab), None)
-    if end is None:
-        raise ConfigError(
-            f"{place}: neither <|endoftext|> nor </s> is in vocab.json, so its EOS token and its "
-            f"pattern for words are not known. {HOW}: bring those two files, too."
-        )
-    try:
-        model = models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
-    except Exception as error:  # the library raises Exception itself
-        raise ConfigError(
-            f"{place}: merges.txt does not fit vocab.json ({printable(str(error))}). Copy both "
-            "again."
-        ) from error
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    usual = {"eos_token": end}
-    if end == "</s>":
-        usual |= {"bos_token": "<s>", "pad_token": "<pad>", "unk_token": "<unk>",
-                  "mask_token": "<mask>"}  # fmt: skip
-    special = {name: token for name, token in usual.items() if token in vocab}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    return tokenizer, f"vocab.json and merges.txt as a byte-level BPE like GPT-2's, EOS {end}"
-
-
-def _wordpiece(directory: Path) -> tuple[Any, str]:
-    from transformers import BertTokenizer
-
-    place = printable(str(directory), keep="")
-    try:
-        text = (directory / "vocab.txt").read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}: vocab.txt cannot be read ({error}).") from error
-    # Not splitlines(): a token may be a line break of another kind.
-    lines = text.removesuffix("\n").split("\n")
-    vocab = {line.rstrip("\r"): index for index, line in enumerate(lines)}
-    if missing := [token for token in _WORDPIECE.values() if token not in vocab]:
-        raise ConfigError(
-            f"{place}: vocab.txt has no {', '.join(missing)}, so it is no WordPiece vocabulary of "
-            f"BERT's kind. {HOW}."
-        )
-    # What the vocabulary cannot write in capitals was lower case when it was made.
-    capitals = any(token.isascii() and token.isalpha() and not token.islower() for token in vocab)
-    tokenizer = BertTokenizer(vocab=vocab, do_lower_case=not capitals, eos_token="[SEP]")
-    case = "with capitals" if capitals else "in lower case"
-    return tokenizer, f"vocab.txt as a WordPiece like BERT's ({case}), EOS [SEP]"
-
-
-def _vocab(path: Path) -> dict[str, int]:
-    try:
-        vocab = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{printable(str(path))} cannot be read ({error}).") from error
-    if not isinstance(vocab, dict) or not all(isinstance(index, int) for index in vocab.values()):
-        raise ConfigError(
-            f"{printable(str(path))} is no vocabulary, which is an object of tokens and their "
-            "numbers. Copy it again."
-        )
-    return vocab
 
 
 HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"

@@ -28,6 +28,7 @@ from llmx.data.format.templates import TEMPLATES, choose_template
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import Row
 from llmx.data.split import DatasetSplit
+from llmx.data.tokenize.tokenizer import WORDPIECE
 from llmx.errors import ConfigError, DataError, exit_code
 from llmx.run.rundir import load_yaml
 
@@ -145,11 +146,7 @@ BASE_BYTES = 300 << 20
 """Memory of the process before it learns."""
 BYTES_A_WORD_BYTE = 90
 """Memory that the library takes for a byte of the different words (measured on Chinese)."""
-MIN_MEMORY_GIB = 0.5
-MIN_BYTES = 1 << 16
 END, PAD = "<|endoftext|>", "<|pad|>"
-WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-"""The special tokens of BERT, with its ids 0 to 4."""
 _MARKERS = re.compile(r"<\|\w+\|>")
 
 
@@ -202,22 +199,14 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
             f"tokenizer.vocab_size={config.vocab_size}: {smallest} are taken by bytes and special "
             "tokens; words need room too. 32000 to 128000 is usual."
         )
-    if config.max_bytes < MIN_BYTES:
-        raise ConfigError(f"tokenizer.max_bytes={config.max_bytes}: at least {MIN_BYTES}.")
-    if config.max_memory_gib < MIN_MEMORY_GIB:
-        raise ConfigError(
-            f"tokenizer.max_memory_gib={config.max_memory_gib}: at least {MIN_MEMORY_GIB}."
-        )
     started = time.monotonic()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
             directory = Path(name)
             sample = _sampled(config, data, seed, directory)
-            train = _bbpe if config.kind == "bbpe" else _wordpiece
-            backend = train(sample, config, special)
             ready = directory / "tokenizer"
-            tokenizer = _saved(backend, config, data, special, ready)
+            tokenizer = _saved(_learned(sample, config, special), config, data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof, exact=config.kind != "wordpiece")
             sample.close()
@@ -253,7 +242,7 @@ def _output(config: TokenizerConfig, data: DataConfig) -> Path:
 
 
 def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Path) -> TextSample:
-    source = DatasetSplit.of(data, seed, "train")
+    source = DatasetSplit(data, seed, "train")
     sample = TextSample(directory, max_bytes=config.max_bytes, seed=seed)
     meter = source.meter
     title = f"Reading {data.name or source.path}"
@@ -280,38 +269,30 @@ def _special_tokens(template: str, kind: str) -> list[str]:
     return list(dict.fromkeys([END, PAD, *markers]))
 
 
-def _bbpe(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _learned(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
+    """The tokenizer that the library learns from the sample."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
-    )
-    backend.train_from_iterator(iter(sample), trainer)
-    return backend
-
-
-def _wordpiece(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
-    """BERT's: words at white space and punctuation, a Chinese character is one."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
+    limits: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "min_frequency": config.min_frequency,
+        "special_tokens": special,
+        "show_progress": sys.stderr.isatty(),
+    }
+    trainer: Any
+    if config.kind == "bbpe":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **limits)
+    else:  # BERT's: words at white space and punctuation, a Chinese character is one
+        backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         # The rarest characters are unknown where the vocabulary has no room for all.
-        limit_alphabet=max(1, (config.vocab_size - len(special)) // 2),
-        special_tokens=special,
-        show_progress=sys.stderr.isatty(),
-    )
+        most = max(1, (config.vocab_size - len(special)) // 2)
+        trainer = trainers.WordPieceTrainer(limit_alphabet=most, **limits)
     backend.train_from_iterator(iter(sample), trainer)
     return backend
 

@@ -1,14 +1,11 @@
 """Examples of more than ``data.seq_len`` tokens: cut, dropped or refused, each counted by reason.
 
 The sequences of an example are cut together. What may go of a sequence is said by its example
-(``Example.cut``): its end, its start, of its prompt (all before the first target; a completion
-stays whole), or nothing. ``data.truncate_prompt`` says from which side a prompt is cut.
+(``Example.cut``): its end, its start, its prompt, or nothing. A start or an end is cut here, token
+by token. The prompt that the conversations of an example share is cut as text, before they are
+tokenized (``PromptCutter``): what the chat template writes stays, and the prompt stays shared.
 
-Prompts of conversations with the same turns before the answer are cut as text, before they are
-tokenized (``PromptCutter``): what the chat template writes stays, and a prompt that is shared stays
-shared. Everything else is cut here, token by token.
-
-Tried by ``python -m pytest tests/unit/test_data_prompts.py tests/unit/test_data_examples.py``.
+Tried by ``python -m pytest tests/unit/test_data_examples.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from llmx.config import DataConfig
 from llmx.data.examples import Example, ExampleSequence
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
-from llmx.data.tokenize.conversations import Renderer, TokenSequence, own_backend
+from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 
@@ -76,13 +73,6 @@ class Fates:
         self.overflow[-(-length // LENGTH_STEP) * LENGTH_STEP] += 1
 
 
-def too_long_to_cut(example: Example) -> str:
-    """The reason for which an example is dropped that cannot be made to fit."""
-    if "prompt" not in example.cuts:
-        return NEVER_CUT
-    return ANSWER_TOO_LONG if len(example.sequences) == 1 else COMPLETIONS_TOO_LONG
-
-
 class Truncation:
     """Applies ``data.over_long`` block by block; ``fates`` counts what was cut and dropped."""
 
@@ -96,14 +86,14 @@ class Truncation:
         splits: bool = False,
         wraps: bool = False,
     ) -> None:
-        """``bos``: the tokens that begin every text, which a cut prompt keeps; ``eos``: those that
-        end every document and are kept where its end is cut. ``splits``: documents become several
-        sequences; ``wraps``: each of these begins with ``bos`` and ends with ``eos``."""
+        """``eos``: the tokens that end every document and are kept where its end is cut.
+        ``splits``: documents become several sequences; ``wraps``: each of these begins with
+        ``bos`` and ends with ``eos``."""
         self._data = data
         self._fates = fates
-        self._bos, self._eos = list(bos), list(eos)
+        self._eos = list(eos)
         self._splits = splits
-        self._wrap = (self._bos, self._eos) if wraps else ([], [])
+        self._wrap = (list(bos), self._eos) if wraps else ([], [])
         self._capacity = data.seq_len - sum(map(len, self._wrap))
         if splits and self._capacity < 1:
             raise ConfigError(
@@ -163,47 +153,27 @@ class Truncation:
         if over_long == "drop":
             self._fates.dropped[TOO_LONG] += 1
             return None
+        # Cut from the longest of those that may be cut.
         places = list(zip(spans, example.cuts, strict=True))
-        prompts = [
-            self._prompt(block, *span) if cut == "prompt" else range(0) for span, cut in places
-        ]
-        losses = _equal_cuts([len(prompt) for prompt in prompts], total - limit)
-        cuts_left = self._data.truncate_prompt != "right"
-        parts = [
-            slice(prompt.start, prompt.start + lost)
-            if cuts_left
-            else slice(prompt.stop - lost, prompt.stop)
-            for prompt, lost in zip(prompts, losses, strict=True)
-        ]
-        # What is over now is taken from the longest of those that may be cut at an end.
-        over = total - limit - sum(losses)
         lengths = [stop - start if cut in ("end", "start") else 0 for (start, stop), cut in places]
-        end_losses = _level_cuts(lengths, over)
-        for ((start, stop), cut), lost in zip(places, end_losses, strict=True):
+        losses = _level_cuts(lengths, total - limit)
+        if sum(losses) < total - limit:
+            self._fates.dropped[NEVER_CUT] += 1
+            return None
+        parts: list[slice] = []
+        for ((start, stop), cut), lost in zip(places, losses, strict=True):
             if cut == "start":
                 parts.append(slice(start, start + lost))
             elif lost:
                 stop -= self._kept_end(block, start, stop, lost)
                 parts.append(slice(stop - lost, stop))
-        if over > sum(end_losses):
-            self._fates.dropped[too_long_to_cut(example)] += 1
-            return None
-        return [part for part in parts if part.stop > part.start]
+        return parts
 
     def _kept_end(self, block: TokenBlock, start: int, stop: int, lost: int) -> int:
         """Tokens at the end of a sequence that stay where ``lost`` of those before them go."""
         count = len(self._eos)
         ends = count > 0 and block.tokens[stop - count : stop].tolist() == self._eos
         return count if ends and stop - start >= lost + count else 0
-
-    def _prompt(self, block: TokenBlock, start: int, stop: int) -> range:
-        """The tokens of a sequence's prompt that may go."""
-        targets = np.flatnonzero(block.targets[start + 1 : stop])
-        has_bos = block.tokens[start : start + len(self._bos)].tolist() == self._bos
-        # One token must stand before the first target.
-        first = start + max(1, len(self._bos) if has_bos else 0)
-        stop_of_prompt = start + 1 + int(targets[0]) if len(targets) else stop
-        return range(first, max(first, stop_of_prompt))
 
     def _split(self, block: TokenBlock) -> TokenBlock:
         """Documents as runs of at most ``seq_len`` tokens, one after the other."""
@@ -249,23 +219,9 @@ def _all_answered(
     )
 
 
-def _equal_cuts(rooms: list[int], over: int) -> list[int]:
-    """Equal cuts, as far as each has room: the smallest that sum to at least ``over``, or all."""
-    low, high = 0, max(rooms)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(min(room, middle) for room in rooms) >= over:
-            high = middle
-        else:
-            low = middle + 1
-    return [min(room, low) for room in rooms]
-
-
 def _level_cuts(lengths: list[int], over: int) -> list[int]:
     """Cuts that shorten the longest to the length of the next, until ``over`` is lost; one token of
     each stays."""
-    if over <= 0 or not any(lengths):
-        return [0] * len(lengths)
     low, high = 1, max(lengths)  # the length that none is longer than
     while low < high:
         middle = (low + high + 1) // 2
@@ -314,7 +270,6 @@ class PromptCutter:
         self._renderer = renderer
         self._limit = limit
         self._from_left = side == "left"
-        self._backend = own_backend(renderer.tokenizer, plain=True)
 
     def shortened(
         self, *conversations: Conversation
@@ -345,7 +300,7 @@ class PromptCutter:
 
     def _cut(self, text: str, over: int) -> str:
         """The text without at least one character, and without about ``over`` tokens."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._renderer.plain_backend.encode(text, add_special_tokens=False)
         offsets = encoding.offsets
         if over >= len(offsets):
             return ""
