@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -372,9 +373,9 @@ def waits(context: Context) -> Iterator[Measure]:
         "grpo, server": grpo,
     }
     for title, words in runs.items():
-        before = partial(_watch_phases, title.endswith("server"))
+        before = partial(_count_waits, title.endswith("server"), steps)
         run = train(context, _slug(f"waits {title}"), *words, before=before)
-        found = run.json("ranks/synchronisations-000.json") if context.cuda else {}
+        found = run.json(WAITS) if context.cuda else {}
         phases = Counter(step=0)
         for place, count in found.items():
             phases[place.split()[0]] += count
@@ -387,18 +388,39 @@ def waits(context: Context) -> Iterator[Measure]:
             yield Measure(f"{title}: {place}", count / quiet, "a step")
 
 
-def _watch_phases(with_server: bool, launch: Any) -> None:
-    """Have llmx count its waits from after step 3, each with its phase before it."""
+WAITS = "waits.json"
+"""File of a run directory: phase and line of code -> waits for the GPU."""
+
+
+def _count_waits(with_server: bool, steps: int, launch: Any) -> None:
+    """Count what torch's debug mode of synchronisations warns of, from after step 3 to before the
+    last one, where no line is logged."""
     if with_server:
         _with_server(launch)
-    from llmx.train import synchronisations
+    import torch
 
-    def count(watch: Any, message: Any, _category: Any, file: str, line: int, *_: Any) -> None:
+    from llmx.train.status import RankStatus
+
+    counts: Counter[str] = Counter()
+    at_step, shown = RankStatus.at_step, warnings.showwarning
+
+    def count(message: Any, _category: Any, file: str, line: int, *_: Any) -> None:
         if "synchroniz" in str(message):
-            watch._counts[f"{_phase()} {'/'.join(Path(file).parts[-3:])}:{line}"] += 1
+            counts[f"{_phase()} {'/'.join(Path(file).parts[-3:])}:{line}"] += 1
 
-    os.environ[synchronisations.VARIABLE] = "3"
-    synchronisations.SynchronisationWatch._count = count  # type: ignore[assignment]
+    def watched(status: RankStatus, step: int) -> None:
+        if step == 3:
+            warnings.simplefilter("always")
+            warnings.showwarning = count
+            torch.cuda.set_sync_debug_mode("warn")
+        elif step == steps - 1:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning = shown
+            (launch.run_dir.root / WAITS).write_text(json.dumps(counts), encoding="utf-8")
+        at_step(status, step)
+
+    if torch.cuda.is_available():
+        RankStatus.at_step = watched  # type: ignore[method-assign]
 
 
 def _phase() -> str:

@@ -132,8 +132,6 @@ ENVIRONMENT = {
         "it are skipped.",
         "LLMX_REAL_DATA": "The folder of real data sets. Without it, tests that need it are "
         "skipped and benchmarks refuse to start.",
-        "LLMX_WATCH_SYNCHRONISATIONS": "In launch.env: from which step on to count, by line "
-        "of code, where a training waits for the GPU (benchmarks/gpu does).",
         "LLMX_DEBUG": "1 shows the traceback behind an error message.",
         "LLMX_RECORD_GOLDEN": "1 records the golden files of the tests again (make golden).",
         "LLMX_BENCHMARK_RESULTS": "Where benchmarks write; default: benchmarks/results.",

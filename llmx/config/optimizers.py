@@ -104,29 +104,23 @@ def _muon_needs(exp: Experiment) -> Iterator[str]:
         )
 
 
-_MADE = "llmx.train.engine.optimizer"
+OWN = "llmx.train.engine.optimizer:own"
 # PyTorch's AdamW without its fused kernel makes the denominator twice; Lion makes its update. A row
 # and a column of a matrix (Adafactor) are next to nothing.
-ADAMW = Optimizer(f"{_MADE}:adamw", state_bytes=8, unfused_bytes=8)
-CPU_ADAM = Optimizer(f"{_MADE}:cpu_adam", state_bytes=8, compiled="c++")
-FUSED_ADAM = Optimizer(
-    f"{_MADE}:fused_adam", state_bytes=8, compiled="cuda", needs=_fused_adam_needs
-)
-LION = Optimizer(
-    f"{_MADE}:lion", state_bytes=4, temporary_bytes=4, reads=("betas",), lr_factor=0.25
-)
-SGD = Optimizer(f"{_MADE}:sgd", state_bytes=0, reads=(), lr=1e-2)
+ADAMW = Optimizer(OWN, state_bytes=8, unfused_bytes=8)
+CPU_ADAM = Optimizer(OWN, state_bytes=8, compiled="c++")
+FUSED_ADAM = Optimizer(OWN, state_bytes=8, compiled="cuda", needs=_fused_adam_needs)
+LION = Optimizer(OWN, state_bytes=4, temporary_bytes=4, reads=("betas",), lr_factor=0.25)
+SGD = Optimizer(OWN, state_bytes=0, reads=(), lr=1e-2)
 MUON = Optimizer(
-    f"{_MADE}:muon",
+    OWN,
     state_bytes=8,
     matrices_apart=True,
     needs=_muon_needs,
     reads=("betas", "eps", "muon_lr", "muon_momentum", "muon_adjust_lr"),
 )
-ADAFACTOR = Optimizer(
-    f"{_MADE}:adafactor", state_bytes=0, reads=(), lr=1e-2, needs=_adafactor_needs
-)
-ADAM8BIT = Optimizer(f"{_MADE}:adam8bit", state_bytes=2, needs=_adam8bit_needs)
+ADAFACTOR = Optimizer(OWN, state_bytes=0, reads=(), lr=1e-2, needs=_adafactor_needs)
+ADAM8BIT = Optimizer(OWN, state_bytes=2, needs=_adam8bit_needs)
 
 
 EMBEDDINGS, HEAD = "embeddings", "head"

@@ -14,7 +14,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,15 @@ from llmx.config.model_rules import (
     output_head_target,
     short_names,
 )
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.initialise import module_seed
-from llmx.models.parameters import output_embedding, tower_parameters, vocabulary_parameters
+from llmx.models.parameters import (
+    matching_parameters,
+    output_embedding,
+    tower_parameters,
+    vocabulary_parameters,
+)
 from llmx.models.pooling import head_names
 from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
 from llmx.models.spec import CAUSAL_LM
@@ -82,15 +86,10 @@ def add_adapter(
         warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
         peft.inject_adapter_in_model(config, network)
     network.requires_grad_(False)
-    layers = [
-        (name, module)
-        for name, module in network.named_modules()
-        if isinstance(module, peft.tuners.lora.LoraLayer)
-    ]
-    adapted = {name for name, _ in layers}
-    if adapted != set(targets):
-        raise RuntimeError(f"peft adapted {len(adapted)} layers of {len(targets)} that were chosen")
-    for name, layer in layers:
+    layers = _lora_layers(network)
+    if set(layers) != set(targets):
+        raise RuntimeError(f"peft adapted {len(layers)} layers of {len(targets)} that were chosen")
+    for name, layer in layers.items():
         _prepare(layer, name=name, seed=seed, dtype=dtype, dora=adapter.dora)
     for name in saved_modules:
         network.get_submodule(name).requires_grad_(True)
@@ -106,11 +105,16 @@ def add_adapter(
     )
 
 
+def _lora_layers(network: nn.Module) -> dict[str, Any]:
+    """The adapted layers by name."""
+    kind = _peft().tuners.lora.LoraLayer
+    return {name: module for name, module in network.named_modules() if isinstance(module, kind)}
+
+
 def reach_line(network: nn.Module) -> str:
     """Which share of the weights an adapter reaches, where experts are not among them: it adapts
     linear layers, and fused experts are none. Empty without such."""
-    lora = _peft().tuners.lora.LoraLayer
-    layers: list[Any] = [module for module in network.modules() if isinstance(module, lora)]
+    layers = _lora_layers(network).values()
     others = {
         name: parameter
         for name, parameter in network.named_parameters()
@@ -245,13 +249,13 @@ def _modules_to_save(
     ]
 
 
-def _names_for_peft(network: nn.Module, targets: list[str]) -> list[str]:
-    """The ends of the names where they mean the same modules, else the whole names."""
-    ends = short_names(targets)
+def _names_for_peft(network: nn.Module, chosen: list[str]) -> list[str]:
+    """The ends of the names of modules where these mean no others, else the whole names."""
+    ends = short_names(chosen)
     modules = [name for name, _ in network.named_modules()]
-    if matching(modules, ends) == targets and not any(end.isdecimal() for end in ends):
+    if matching(modules, ends) == chosen and not any(end.isdecimal() for end in ends):
         return sorted(ends)
-    return sorted(targets)
+    return sorted(chosen)
 
 
 @contextlib.contextmanager
@@ -303,13 +307,7 @@ def _description(config: Any, network: nn.Module, saved_modules: list[str]) -> d
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
     }
-    modules = [name for name, _ in network.named_modules()]
-    ends = short_names(saved_modules)
-    values["modules_to_save"] = (
-        (ends if matching(modules, ends) == saved_modules else saved_modules)
-        if saved_modules
-        else None
-    )
+    values["modules_to_save"] = _names_for_peft(network, saved_modules) or None
     values["inference_mode"] = True
     return {key: getattr(value, "value", value) for key, value in values.items()}
 
@@ -383,9 +381,7 @@ def _dtype_of(directory: Path) -> torch.dtype:
 @contextlib.contextmanager
 def without_adapter(network: nn.Module) -> Iterator[None]:
     """Inside, the network computes what its base does. Nothing is moved or changed."""
-    from peft.tuners.lora import LoraLayer
-
-    layers: list[Any] = [module for module in network.modules() if isinstance(module, LoraLayer)]
+    layers = _lora_layers(network).values()
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -417,21 +413,11 @@ def freeze(network: nn.Module, patterns: list[str]) -> None:
     Raises:
         ConfigError: a pattern matches nothing, or all is frozen.
     """
-    names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
     parameters = dict(network.named_parameters(remove_duplicate=False))
     for name in tower_parameters(network):
         parameters[name].requires_grad_(False)
     for pattern in patterns:
-        matches = [name for name in names if fnmatchcase(name, pattern)]
-        if not matches:
-            near = did_you_mean(pattern.strip("*.")[:100], names)
-            examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
-            raise ConfigError(
-                f"model.freeze: {pattern} matches none of the {len(names)} parameters: "
-                f"{', '.join(examples)}.{near} A star stands for any characters, as in "
-                "*.embed_tokens.*."
-            )
-        for name in matches:
+        for name in matching_parameters("model.freeze", pattern, list(parameters), "parameters"):
             parameters[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(

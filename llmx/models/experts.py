@@ -28,10 +28,7 @@ PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Routing:
-    """Records the routing of tokens in the micro batches of a step, on this rank.
-
-    Costs nothing for a model without experts.
-    """
+    """Records the routing of tokens in the micro batches of a step, on this rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = list(_routers(model))
@@ -47,19 +44,18 @@ class Routing:
         """Sum over the lines of the step so far: tokens of the line x its auxiliary loss."""
         self.load: torch.Tensor | None = None
         """[routers, experts]: how many tokens of the step each expert has had so far."""
-        for module, index in self.routers:
-            module.register_forward_hook(self._recorder(index))
+        self._has_hooks = False
 
     def begin_step(self) -> None:
         self.auxiliary_sum = self.load = None
 
     @contextmanager
-    def watch(self, segment_ids: torch.Tensor, *, active: bool = True) -> Iterator[None]:
-        """Inside, one forward of the lines that ``segment_ids`` [B, T] describe (0 is padding).
-        Nothing is recorded unless ``active``."""
-        if not (self.routers and active):
-            yield
-            return
+    def watch(self, segment_ids: torch.Tensor) -> Iterator[None]:
+        """Inside, one forward of the lines that ``segment_ids`` [B, T] describe (0 is padding)."""
+        if not self._has_hooks:  # behind those of DeepSpeed, which change what a module gives
+            self._has_hooks = True
+            for module, index in self.routers:
+                module.register_forward_hook(self._recorder(index))
         self._active, self._logits, self._chosen = True, [], []
         try:
             yield

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +54,8 @@ INDEPENDENT = 5e-3
 class TrialResult:
     """The methods of attention that are right for a model."""
 
-    packed: AttentionMethod | None
-    padded: AttentionMethod | None
+    packed: AttentionMethod | None = None
+    padded: AttentionMethod | None = None
     why_not_packed: str = ""
     """Why rows cannot be packed; empty if they are isolated or were not tried."""
     leaks: bool = False
@@ -68,19 +67,8 @@ class TrialResult:
     config_error: str = ""
     """Why this host cannot run what the config asks for; nothing was tried."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrialResult:
-        methods_by_layout = {
-            name: values[name] and AttentionMethod(**values[name]) for name in ("packed", "padded")
-        }
-        return cls(**{**values, **methods_by_layout})
-
-
-@dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     """Why a method is not right."""
 
     text: str
@@ -93,15 +81,14 @@ class _Trial:
     """A tiny model, and what it computes for single rows."""
 
     model: Any
-    batches: tuple[tuple[Sample, ...], ...]
-    loss: float
-    gradient: torch.Tensor
+    alone: Computed
+    """Loss and gradient of each row by itself."""
     device: torch.device
     dtype: torch.dtype
     remote: bool
     head: str
     causal: bool
-    refusals: dict[str, Exception | None]
+    refusals: dict[str, Exception | None] = field(default_factory=dict)
 
     def need(self, implementation: str) -> None:
         """Raise what building the model with this attention raises: switching is laxer."""
@@ -116,8 +103,7 @@ class _Trial:
                     )
             except Exception as error:
                 self.refusals[implementation] = error
-        refusal = self.refusals[implementation]
-        if refusal is not None:
+        if refusal := self.refusals[implementation]:
             raise refusal
 
 
@@ -153,38 +139,28 @@ def find_methods(
         )
         if isinstance(trial, TrialResult):
             return trial
-        right_methods: dict[str, AttentionMethod | None] = {"packed": None, "padded": None}
-        problems: dict[str, list[_Problem]] = {"packed": [], "padded": []}
+        result = TrialResult()
         for layout in layouts:
-            for method in (
-                candidate
+            candidates = [
+                method
                 for name in implementations
-                for candidate in methods(name, layout, causal=trial.causal)
-            ):
-                problem = _problem(trial, method)
-                if problem is None:
-                    right_methods[layout] = method
-                    break
-                problems[layout].append(problem)
-            if right_methods[layout]:
-                break
-    packed, padded = right_methods["packed"], right_methods["padded"]
-    no_problem = _Problem("")
-    not_packed = no_problem if packed or "packed" not in layouts else _worst(problems["packed"])
-    is_right = packed or padded or "padded" not in layouts
-    return TrialResult(
-        packed=packed,
-        padded=padded,
-        why_not_packed=not_packed.text,
-        leaks=not_packed.leaks,
-        why_not_trained="" if is_right else _worst(problems["padded"]).text,
-    )
-
-
-def _worst(problems: list[_Problem]) -> _Problem:
-    """The reason to tell: a difference of results before an exception of some fallback."""
-    leaks = [problem for problem in problems if problem.leaks]
-    return [*leaks, *problems, _Problem("nothing was tried")][0]
+                for method in methods(name, layout, causal=trial.causal)
+            ]
+            problems = []
+            for method in candidates:
+                if (problem := _problem(trial, method)) is None:
+                    if layout == "packed":
+                        return replace(result, packed=method)
+                    return replace(result, padded=method)
+                problems.append(problem)
+            # A difference of results says more than an exception of some fallback.
+            leaks = [problem for problem in problems if problem.leaks]
+            worst = [*leaks, *problems, _Problem("nothing was tried")][0]
+            if layout == "packed":
+                result = replace(result, why_not_packed=worst.text, leaks=worst.leaks)
+            else:
+                result = replace(result, why_not_trained=worst.text)
+        return result
 
 
 def _make_trial(
@@ -204,15 +180,8 @@ def _make_trial(
             tiny = tiny_config(config, per_kind=per_kind, **shape)
             model = tiny_model(tiny, remote=remote, head=head)
             model.to(device=device, dtype=dtype)
-            batches = tuple(
-                tuple(
-                    _sample(line, seed=10 * batch_number + line_number)
-                    for line_number, line in enumerate(lines)
-                )
-                for batch_number, lines in enumerate((PACKED, SINGLE))
-            )
             ahead = sees_ahead(model, device)
-            loss, gradient = _alone(model, batches, device, shifted=head == CAUSAL_LM)
+            alone = computed_alone(model, device, shifted=head == CAUSAL_LM)
         except Exception as error:
             failed = failed or f"{type(error).__name__}: {line_of(error)}"
             continue
@@ -224,12 +193,12 @@ def _make_trial(
             )
             if getattr(config, "is_decoder", True) is False:
                 text += " as long as model.config.is_decoder=false. Set it to true"
-            return TrialResult(None, None, why_not_packed=text, why_not_trained=text)
-        if not np.isfinite(loss):
+            return TrialResult(why_not_packed=text, why_not_trained=text)
+        if not np.isfinite(alone.loss):
             failed = "its loss is not finite"
             continue
-        return _Trial(model, batches, loss, gradient, device, dtype, remote, head, not ahead, {})
-    return TrialResult(None, None, unknown=f"no small model of its class could be tried ({failed})")
+        return _Trial(model, alone, device, dtype, remote, head, not ahead)
+    return TrialResult(unknown=f"no small model of its class could be tried ({failed})")
 
 
 def tiny_model(config: Any, *, remote: bool, head: str = CAUSAL_LM) -> Any:
@@ -292,6 +261,13 @@ def _sample(lengths: Sequence[int], *, seed: int) -> Sample:
     )
 
 
+def _batches() -> list[list[Sample]]:
+    return [
+        [_sample(line, seed=10 * number + place) for place, line in enumerate(lines)]
+        for number, lines in enumerate((PACKED, SINGLE))
+    ]
+
+
 def _tokens(row: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(row.astype(np.int64))[None].to(device)
 
@@ -313,27 +289,40 @@ def _scores(outputs: Any) -> torch.Tensor:
     return scores.float()
 
 
-def _alone(
-    model: Any,
-    batches: tuple[tuple[Sample, ...], ...],
-    device: torch.device,
-    *,
-    shifted: bool,
-) -> tuple[float, torch.Tensor]:
+@dataclass(frozen=True)
+class Computed:
+    """What a tiny model computes."""
+
+    loss: float
+    gradient: torch.Tensor
+
+    def difference(self, right: Computed, tolerances: tuple[float, float]) -> str | None:
+        """How far it is from what is ``right``, in words; None within the tolerances of loss and
+        gradient."""
+        if self.gradient.shape != right.gradient.shape:
+            return "other parameters are without a gradient"
+        loss = abs(self.loss - right.loss) / abs(right.loss)
+        gradient = float((self.gradient - right.gradient).norm() / right.gradient.norm())
+        # Written so that NaN is a difference, too.
+        is_equal = loss <= tolerances[0] and gradient <= tolerances[1]
+        return None if is_equal else f"loss {loss:.2%}, gradient {gradient:.2%} off"
+
+
+def computed_alone(model: Any, device: torch.device, *, shifted: bool = True) -> Computed:
     """Summed loss and gradient of each row by itself, as the model's authors compute it.
     ``shifted``: of the next token, else of the token itself."""
     model.zero_grad()
     total = 0.0
     with without_dropout(model):
-        for sample in (sample for batch in batches for sample in batch):
+        for sample in (sample for batch in _batches() for sample in batch):
             for tokens, _ in sample.sequences():
                 ids = _tokens(tokens, device)
                 scores = _scores(model(input_ids=ids))[0]
                 pairs = (scores[:-1], ids[0, 1:]) if shifted else (scores, ids[0])
                 loss = _cross_entropy(*pairs)
                 loss.backward()
-                total += float(loss)
-    return total, gradient_of(model)
+                total += float(loss.detach())
+    return Computed(total, gradient_of(model))
 
 
 def _cross_entropy(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -357,10 +346,10 @@ def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
         with without_dropout(model):
             model.zero_grad()
             total = 0.0
-            for batch in trial.batches:
+            for batch in _batches():
                 loss = _batch_loss(trial, batch, method)
                 loss.backward()
-                total += float(loss)
+                total += float(loss.detach())
             if trial.dtype != torch.float32 and method.layout == "packed":
                 changed = _changed_by_others(trial, method)
                 if not changed <= INDEPENDENT:  # NaN is a problem, too
@@ -374,20 +363,14 @@ def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
     except Exception as error:
         text = f"{name} fails with {attention}: {type(error).__name__}: {line_of(error)}"
         return _Problem(text)
-    loss_tolerance, gradient_tolerance = TOLERANCES.get(trial.dtype, LOW_PRECISION)
-    difference = abs(total - trial.loss) / abs(trial.loss)
-    gradient = gradient_of(model)
-    if gradient.shape != trial.gradient.shape:
-        return _Problem(f"{name} leaves other parameters without a gradient ({attention})")
-    far = float((gradient - trial.gradient).norm() / trial.gradient.norm())
-    if not (difference <= loss_tolerance and far <= gradient_tolerance):
-        with_what = "packed with others" if method.layout == "packed" else "padded"
-        return _Problem(
-            f"the loss of a row of {name} changes when it is {with_what} (loss {difference:.1%}, "
-            f"gradient {far:.1%} off)",
-            leaks=True,
-        )
-    return None
+    tolerances = TOLERANCES.get(trial.dtype, LOW_PRECISION)
+    difference = Computed(total, gradient_of(model)).difference(trial.alone, tolerances)
+    if difference is None:
+        return None
+    with_what = "packed with others" if method.layout == "packed" else "padded"
+    return _Problem(
+        f"the loss of a row of {name} changes when it is {with_what} ({difference})", leaks=True
+    )
 
 
 def _batch_loss(trial: _Trial, samples: Sequence[Sample], method: AttentionMethod) -> torch.Tensor:

@@ -13,10 +13,9 @@ Shown by ``python -m pytest tests/unit/test_models_model.py``.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +42,7 @@ from llmx.models.loss import (
     without_rows,
 )
 from llmx.models.parameters import is_multimodal
-from llmx.models.pooling import has_score, pooled, pooled_tokens
+from llmx.models.pooling import has_score, pooled, pooled_tokens, sequence_numbers
 from llmx.models.sampling import Sampling
 from llmx.models.spec import BACKBONE as BACKBONE
 from llmx.models.spec import CAUSAL_LM as CAUSAL_LM
@@ -162,13 +161,23 @@ class Model:
     gradient_scale: float = 1.0
     """The known factor of the loss: gradients that are computed in the forward pass are kept at
     that scale."""
-    for_generation: Weights = contextlib.nullcontext
+    for_generation: Weights = nullcontext
     """Inside, an engine holds this network whole, where that has room (``weights_for_generation``).
     """
+    liger_kernel: bool = False
+    """Liger-Kernel's modules take the place of its own in an engine (``llmx.models.liger``)."""
     sampler: Sampler | None = None
     """Draws the completions of ``sample`` in place of the ranks (``llmx.rollout``)."""
     rows: int = BATCH
     """Completions that are drawn at once (``DrawnSamples.rows`` of the plan)."""
+
+    def connect(self, forward: Any) -> None:
+        """Take the forward of an engine, which has its hooks in the network already."""
+        self.forward = forward
+        if self.liger_kernel:
+            from llmx.models.liger import apply_liger
+
+            apply_liger(self.module)
 
     def inputs(self, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
         """Keyword arguments of the forward, on the device; and the labels (``model_inputs``).
@@ -207,7 +216,7 @@ class Model:
         if weights is not None:
             weights = weights.reshape(-1)[batch["labels"].reshape(-1) != IGNORE]
         inputs, labels = self.inputs(batch)
-        noise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        noise: AbstractContextManager[None] = nullcontext()
         if embedding_noise:
             lines, seeds = batch["segment_ids"], batch[SEEDS]
             noise = noisy_embeddings(self.module, lines, seeds, alpha=embedding_noise)
@@ -352,7 +361,9 @@ class Model:
         """Inside, one forward: without a graph for a frozen model; routers are watched where they
         are trained, not in an evaluation."""
         graph = torch.is_grad_enabled() and self.spec.trained
-        with torch.set_grad_enabled(graph), self.routing.watch(batch["segment_ids"], active=graph):
+        is_watched = graph and self.routing.routers
+        watch = self.routing.watch(batch["segment_ids"]) if is_watched else nullcontext()
+        with torch.set_grad_enabled(graph), watch:
             yield
 
 
@@ -405,12 +416,6 @@ class ForwardOf:
     def __call__(self, **inputs: Any) -> Any:
         return self.engine(network_name=self.name, **inputs)
 
-    def eval(self) -> None:
-        self.module.eval()
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
-
 
 @dataclass
 class ForwardOfBase:
@@ -422,12 +427,6 @@ class ForwardOfBase:
     def __call__(self, **inputs: Any) -> Any:
         with base_alone(self.module):
             return self.forward(**inputs)
-
-    def eval(self) -> None:
-        self.module.eval()
-
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
 
 
 def base_of(model: Model, *, name: str, spec: ModelSpec) -> Model:
@@ -441,19 +440,6 @@ def base_of(model: Model, *, name: str, spec: ModelSpec) -> Model:
         of_base=True,
         fused_loss=False,
     )
-
-
-def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The number of each token's sequence in the micro batch, int64 [B, T], -1 in the padding; and
-    the number of sequences. They are numbered line by line, in their order.
-
-    Args:
-        segment_ids: int [B, T]: 1, 2, ... for the sequences of a line, 0 in the padding.
-    """
-    by_line = segment_ids.max(dim=1).values.to(torch.long)
-    first = torch.cumsum(by_line, 0) - by_line
-    numbers = first[:, None] + segment_ids - 1
-    return numbers.where(segment_ids > 0, -1), int(by_line.sum())
 
 
 AUTO_CLASSES = {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from llmx.config.model_rules import LANGUAGE_SECTION
+from llmx.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +70,22 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
     """The head of a model of Transformers that gives the logits; None where it has none."""
     head: nn.Module | None = cast("PreTrainedModel", model).get_output_embeddings()
     return head
+
+
+def matching_parameters(key: str, pattern: str, names: list[str], noun: str) -> list[str]:
+    """The ``names`` that ``pattern``, a value of ``key``, matches.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if matches := [name for name in names if fnmatchcase(name, pattern)]:
+        return matches
+    near = did_you_mean(pattern.strip("*.")[:100], names)
+    examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
+    raise ConfigError(
+        f"{key}: {pattern} matches none of the {len(names)} {noun}: {', '.join(examples)}.{near} A "
+        "star stands for any characters, as in '*.embed_tokens.*'."
+    )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

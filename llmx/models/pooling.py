@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.models.loss import to_device
+from llmx.models.loss import to_device, without_rows
 from llmx.models.tiny import tiny_config
 
 MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
@@ -35,6 +35,19 @@ _PUBLISHED = {
 _NAMES = {"mean": MEAN, "cls": CLS, "lasttoken": LAST}
 
 
+def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The number of each token's sequence in the micro batch, int64 [B, T], -1 in the padding; and
+    the number of sequences. They are numbered line by line, in their order.
+
+    Args:
+        segment_ids: int [B, T]: 1, 2, ... for the sequences of a line, 0 in the padding.
+    """
+    by_line = segment_ids.max(dim=1).values.to(torch.long)
+    first = torch.cumsum(by_line, 0) - by_line
+    numbers = first[:, None] + segment_ids - 1
+    return numbers.where(segment_ids > 0, -1), int(by_line.sum())
+
+
 def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> torch.Tensor:
     """fp32 [sequences, H]: a vector for each sequence, line by line, as they lie.
 
@@ -44,14 +57,13 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
             padding.
         pooling: of ``POOLINGS``.
     """
-    lines, length = segment_ids.shape
-    flat = hidden.reshape(lines * length, -1)
-    real = segment_ids.reshape(-1) > 0
-    if not bool(real.any()):  # the collectives of ZeRO need a graph
-        return flat[:0].float() + flat.float().sum() * 0.0
+    flat = hidden.reshape(segment_ids.numel(), -1)
+    numbers = sequence_numbers(segment_ids)[0].reshape(-1)
+    real = numbers >= 0
+    if not bool(real.any()):
+        return without_rows(flat.float())
     # Each sequence is a stretch of the tokens that are no padding.
-    of_line = segment_ids.to(torch.long) + torch.arange(lines)[:, None] * (length + 1)
-    _, counts = torch.unique_consecutive(of_line.reshape(-1)[real], return_counts=True)
+    _, counts = torch.unique_consecutive(numbers[real], return_counts=True)
     places = torch.nonzero(real).squeeze(1)
     stops = torch.cumsum(counts, 0)
     if pooling == MEAN:
@@ -168,22 +180,16 @@ def pooled_tokens(
     As in transformers: the last that is not ``pad_id``, the ``pad_token_id`` of the config; the
     last one where the config has none.
     """
-    length = segment_ids.shape[1]
-    by_line = segment_ids.max(dim=1).values.to(torch.long)
-    before = torch.cumsum(by_line, 0) - by_line
-    numbers = (before[:, None] + segment_ids - 1).reshape(-1)
-    real = segment_ids.reshape(-1) > 0
-    counts = (
-        real if input_ids is None or pad_id is None else real & (input_ids.reshape(-1) != pad_id)
-    )
-    places = torch.arange(len(numbers))
-    count = int(by_line.sum())
-    first = torch.full((count,), len(numbers)).scatter_reduce(
-        0, numbers[real], places[real], "amin"
-    )
-    last = torch.full((count,), -1).scatter_reduce(0, numbers[counts], places[counts], "amax")
+    by_token, count = sequence_numbers(segment_ids)
+    numbers, places = by_token.reshape(-1), torch.arange(by_token.numel())
+    real = counted = numbers >= 0
+    if input_ids is not None and pad_id is not None:
+        counted = real & (input_ids.reshape(-1) != pad_id)
+    ends = torch.full((count,), len(numbers)), torch.full((count,), -1)
+    first = ends[0].scatter_reduce(0, numbers[real], places[real], "amin")
+    last = ends[1].scatter_reduce(0, numbers[counted], places[counted], "amax")
     last = torch.where(last < 0, first, last)  # nothing but padding tokens
-    return last // length, last % length
+    return last // segment_ids.shape[1], last % segment_ids.shape[1]
 
 
 def pools_itself(config: Any, *, trust_remote_code: bool = False) -> str | None:

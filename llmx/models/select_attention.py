@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -35,11 +35,9 @@ from llmx.models.varlen import (
 )
 from llmx.plan.types import Plan
 
-ON_CUDA = (VARLEN, "flash_attention_2", "flash_attention_3", "flex_attention")
-"""Tried on the device itself: they have no kernel, or no backward pass, on a CPU."""
+ON_CUDA = (VARLEN, "flash_attention_3", "flash_attention_2", "flex_attention")
+"""Implementations without a kernel, or a backward pass, on a CPU; the preferred one first."""
 PLAIN = ("sdpa", "eager")
-CPU: dict[str, Any] = {}
-"""Conditions of a trial that show the most: the CPU, in fp32."""
 
 
 def select_attention(
@@ -60,12 +58,11 @@ def select_attention(
         try:
             trial = try_on_this_host(model, data, plan, config, device=device, head=head)
         except ConfigError as error:  # sent to the others, which wait for a result
-            trial = TrialResult(None, None, config_error=str(error))
-    everyone = all_gather(trial.to_dict() if trial else None)
+            trial = TrialResult(config_error=str(error))
     by_host = {
-        plan.ranks[rank].host: TrialResult.from_dict(values)
-        for rank, values in enumerate(everyone)
-        if values is not None
+        plan.ranks[rank].host: result
+        for rank, result in enumerate(all_gather(trial))
+        if result is not None
     }
     for host, result in by_host.items():
         if result.config_error:
@@ -151,14 +148,9 @@ def try_on_this_host(
     head: str = CAUSAL_LM,
 ) -> TrialResult:
     """The result of the trials on this host."""
-
-    def conditions(name: str) -> dict[str, Any]:
-        if name not in ON_CUDA:
-            return CPU
-        return {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
-
     packing = candidates(model.attention, plan, device) if data.layout != "padded" else ()
-    return try_layouts(model, data, config, packing=packing, conditions=conditions, head=head)
+    on_cuda = {"device": device, "dtype": DTYPES[plan.precision], "real_heads": True}
+    return try_layouts(model, data, config, packing=packing, on_cuda=on_cuda, head=head)
 
 
 def try_layouts(
@@ -167,10 +159,12 @@ def try_layouts(
     config: Any,
     *,
     packing: Sequence[str],
-    conditions: Callable[[str], dict[str, Any]] = lambda _name: CPU,
+    on_cuda: Mapping[str, Any] | None = None,
     head: str = CAUSAL_LM,
 ) -> TrialResult:
     """Packed rows with each implementation of ``packing``, until one is right; else padded ones.
+    Trials are made on the CPU, in fp32, which shows the most; those of ``ON_CUDA`` as ``on_cuda``
+    says.
 
     A trial that could not be made (``unknown``) does not end the search, and never allows packing:
     rows are packed where isolation was shown. A leak that was shown says more than it.
@@ -185,7 +179,8 @@ def try_layouts(
         name := pools_itself(config, trust_remote_code=model.trust_remote_code)
     ):
         packing, why = (), f"{name} pools a sequence in its own way, one sequence a line"
-    for where, names in groupby(packing, key=conditions):
+    for needs_cuda, names in groupby(packing, key=ON_CUDA.__contains__):
+        where = on_cuda if needs_cuda and on_cuda else {}
         trial = find_methods(
             config, implementations=list(names), layouts=["packed"], **where, **options
         )
@@ -197,7 +192,7 @@ def try_layouts(
     if not why and unknown:
         why = f"it could not be shown that rows are then isolated: {unknown}"
     if data.layout == "packed":
-        return TrialResult(None, None, why_not_packed=why)
+        return TrialResult(why_not_packed=why)
     padded = find_methods(
         config,
         # In lines of their own, which need no mask.
@@ -211,48 +206,40 @@ def try_layouts(
 def candidates(attention: str, plan: Plan, device: torch.device) -> list[str]:
     """Implementations of attention for packed rows on this device, the preferred one first."""
     if attention != "auto":
-        return [_possible(IMPLEMENTATIONS.get(attention, attention), attention, device)]
+        implementation = IMPLEMENTATIONS.get(attention, attention)
+        if problem := _problem(implementation, device):
+            raise ConfigError(f"model.attention={attention} {problem}")
+        return [implementation]
     if device.type != "cuda":
         return list(PLAIN)
     device_name = plan.ranks[int(os.environ.get("RANK", "0"))].device
-    first = IMPLEMENTATIONS.get(plan.attention_on(device_name), SEGMENTS)
-    kernels = [first] if first == VARLEN and _has_varlen(device) else []
-    if first == VARLEN:
-        kernels += [name for name in ("flash_attention_3", "flash_attention_2") if _installed(name)]
-        kernels.append("flex_attention")
+    has_flash = plan.attention_on(device_name) == "varlen"
+    kernels = [name for name in ON_CUDA if has_flash and not _problem(name, device)]
     return [*kernels, SEGMENTS, *PLAIN]
 
 
-def _possible(name: str, chosen: str, device: torch.device) -> str:
-    """``name``; ConfigError where it cannot run on this device or is not installed."""
-    if name in ON_CUDA and device.type != "cuda":
+def _problem(implementation: str, device: torch.device) -> str | None:
+    """Why an implementation of attention cannot run on this device; None where it can."""
+    if implementation in ON_CUDA and device.type != "cuda":
         # Flex attention has no backward pass on a CPU (torch 2.13 fails while it compiles one).
-        raise ConfigError(
-            f"model.attention={chosen} trains on CUDA only, this run is on {device.type}. "
-            "Set model.attention=auto."
+        return f"trains on CUDA only, this run is on {device.type}. Set model.attention=auto."
+    if implementation.startswith("flash_attention") and not _installed(implementation):
+        return (
+            "needs the package flash-attn, which is not installed on this host. Set "
+            "model.attention=varlen (PyTorch's own kernel), or auto."
         )
-    if name.startswith("flash_attention") and not _installed(name):
-        raise ConfigError(
-            f"model.attention={chosen} needs the package flash-attn, which is not installed on "
-            "this host. Set model.attention=varlen (PyTorch's own kernel), or auto."
+    too_old = implementation == VARLEN and torch.cuda.get_device_capability(device) < (8, 0)
+    if implementation == VARLEN and (too_old or not has_kernel()):
+        return (
+            f"needs PyTorch 2.12 or newer (here: {torch.__version__}) and a GPU of compute "
+            "capability 8.0 or higher. Set model.attention=auto."
         )
-    if name == VARLEN and not _has_varlen(device):
-        raise ConfigError(
-            f"model.attention={chosen} needs PyTorch 2.12 or newer (here: {torch.__version__}) and "
-            "a GPU of compute capability 8.0 or higher. Set model.attention=auto."
-        )
-    return name
+    return None
 
 
 def _installed(name: str) -> bool:
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     return importlib.util.find_spec(package[name]) is not None
-
-
-def _has_varlen(device: torch.device) -> bool:
-    if not has_kernel():
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _untried(config: Any, head: str) -> AttentionMethod:

@@ -127,10 +127,6 @@ class RunDir:
         """``ranks/rank-000.json``: state of one rank, replaced atomically (see RankStatus)."""
         return self.ranks / f"rank-{rank:03d}.json"
 
-    def synchronisations(self, rank: int) -> Path:
-        """``ranks/synchronisations-000.json``: where a watched run waited for the GPU."""
-        return self.ranks / f"synchronisations-{rank:03d}.json"
-
     def checkpoint(self, step: int) -> Path:
         """``checkpoints/step-00000120/``: one committed checkpoint."""
         return self.checkpoints / f"step-{step:08d}"

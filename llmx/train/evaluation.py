@@ -74,38 +74,20 @@ def evaluate_task(
     engine.engine.eval()
     measures = task.evaluate(engine.models, batches())
     engine.engine.train()
-    return None if stopped else together(measures, device=engine.device)
+    return None if stopped else together(measures)
 
 
-def together(
-    measures: Mapping[str, Mean | Accumulator], *, device: torch.device
-) -> dict[str, Mean | Accumulator]:
-    """The measures of all ranks: means added up, accumulators merged in the order of the ranks.
-    Collective."""
-    means = {name: measure for name, measure in measures.items() if isinstance(measure, Mean)}
-    merged: dict[str, Mean | Accumulator] = {**summed(means, device=device)}
-    accumulators = {
-        name: measure for name, measure in measures.items() if isinstance(measure, Accumulator)
-    }
-    if accumulators:
-        first, *other_ranks = all_gather(accumulators)
-        for other in other_ranks:
-            for name, accumulator in first.items():
-                accumulator.merge(other[name])
-        merged.update(first)
+def together(measures: Mapping[str, Mean | Accumulator]) -> dict[str, Mean | Accumulator]:
+    """The measures of all ranks, added up in their order. Collective."""
+    merged, *other_ranks = all_gather(dict(measures))
+    for other in other_ranks:
+        for name, measure in merged.items():
+            addend = other[name]
+            if isinstance(measure, Accumulator):
+                measure.merge(addend)
+            elif isinstance(addend, Mean):
+                measure.add(addend.sum, addend.weight)
     return merged
-
-
-def summed(means: dict[str, Mean], *, device: torch.device) -> dict[str, Mean]:
-    """Sums and weights added up over the ranks, in fp64. Collective."""
-    names = sorted(means)
-    table = torch.tensor(
-        [value for name in names for value in (means[name].sum, means[name].weight)],
-        dtype=torch.float64,
-    ).to(device)
-    torch.distributed.all_reduce(table)
-    values = table.tolist()
-    return {name: Mean(*values[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
 
 
 def complete_eval_prompts(session: Session, *, when: str | None) -> dict[str, float]:

@@ -36,7 +36,6 @@ from llmx.train.status import RankStatus, ShutdownRequest, exit_interrupted
 from llmx.train.step import seed_step, train_step, transform_of, weighed
 from llmx.train.step_log import StepLog
 from llmx.train.stopping import Diverged, EarlyStop
-from llmx.train.synchronisations import SynchronisationWatch
 
 
 def run(
@@ -103,7 +102,6 @@ def train(session: Session) -> None:
     # Also where the checkpoint is of the step at which training ended.
     early = None if stopping or done == total else early_stop(session)
     step_log = StepLog(session, total=total)
-    waits = SynchronisationWatch(session.run_dir.synchronisations(session.rank), last_step=last)
     rank, interval = session.rank, log_interval(exp.task, total)
     steps = steps_of(session, start.step, last)
     try:
@@ -140,7 +138,6 @@ def train(session: Session) -> None:
                 step_log.watch_split()
                 steps.close()
                 steps = steps_of(session, done, last)
-            waits.after_step(done)
             session.status.at_step(done)
             flags = session.consensus.read()
             stopping = flags.stop

@@ -49,7 +49,6 @@ from llmx.train.engine.build import (
     Engine,
     build_networks,
     layout_of,
-    models_of,
     seed_everything,
     with_source,
 )
@@ -83,8 +82,9 @@ def frozen_models(
     exp = replace(exp, model=replace(exp.model, activation_checkpointing="none"))
     device = device_of(plan)
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
-    built = build_networks(exp, plan, ds_config, specs=specs, tokenizer=tokenizer, device=device)
-    combined = NetworksByName({name: part.network for name, part in built.items()}, frozen=[*specs])
+    models = build_networks(exp, plan, ds_config, specs=specs, tokenizer=tokenizer, device=device)
+    networks = {name: model.module for name, model in models.items()}
+    combined = NetworksByName(networks, frozen=[*specs])
     engine = None
     if sharded := ds_config["zero_optimization"]["stage"] == 3:
         import deepspeed
@@ -100,16 +100,8 @@ def frozen_models(
         )
     (engine or combined).eval()
     try:
-        models = models_of(
-            built,
-            specs=specs,
-            tokenizer=tokenizer,
-            device=device,
-            forwards={
-                name: ForwardOf(engine, name, part.network) if engine else part.network
-                for name, part in built.items()
-            },
-        )
+        for name, model in models.items():
+            model.connect(ForwardOf(engine, name, model.module) if engine else model.module)
         yield FrozenModels(models, sharded)
     finally:
         if engine is not None:
@@ -120,7 +112,7 @@ def frozen_models(
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             if hasattr(parameter, "ds_tensor"):  # this rank's part under ZeRO-3
                 parameter.ds_tensor = None
-        del engine, built, combined
+        del engine, models, networks, combined
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -168,7 +168,7 @@ class Saver:
         return Flags(
             save=due and self.session.topology.rank == 0,
             stop=bool(self.session.stop.requested),
-            busy=self.busy,
+            busy=self._job is not None and self.busy,
         )
 
     def post_flags(self) -> None:

@@ -166,7 +166,8 @@ class ShutdownRequest:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._enabled = False
-        self._requested = ""
+        self.requested = ""
+        """The signal of the first request; empty where there was none."""
 
     def enable(self, can_save: bool) -> None:
         """Let the loop handle requests: it checks at every step, saves and exits."""
@@ -178,19 +179,14 @@ class ShutdownRequest:
         else an empty string."""
         with self._lock:
             self._enabled = False
-            return self._requested
+            return self.requested
 
     def request(self, name: str) -> bool:
         """Record a request; False where the loop does not handle requests."""
         with self._lock:
             if self._enabled:
-                self._requested = self._requested or name
+                self.requested = self.requested or name
             return self._enabled
-
-    @property
-    def requested(self) -> str:
-        """The signal of the first request; empty where there was none."""
-        return self._requested
 
 
 class TermSignals:

@@ -105,24 +105,25 @@ def train_step(
     auxiliary_factor = world * count / max(step.tokens, 1)
     phase = contextlib.nullcontext if timed is None else timed.phase
     engine.set_micro_steps(count)
+    routings = [model.routing for model in models.values() if model.routing.routers]
+    fused = [model for model in models.values() if model.fused_loss]
     losses = []
     for update in range(1, task.updates + 1):
         joint = None
         if isinstance(task, JointTask) and task.joint:
             joint = JointStep(task, models, step.micro_batches, group=group)
         loss_of = joint or task.loss
-        for model in models.values():
-            model.routing.begin_step()
+        for routing in routings:
+            routing.begin_step()
         loss_sum = torch.zeros((), device=engine.device)
         for number, micro_batch in enumerate(step.micro_batches, start=1):
-            scale = factor / count * engine.loss_scale()
-            for model in models.values():
-                model.gradient_scale = scale
+            for model in fused:
+                model.gradient_scale = factor / count * engine.loss_scale()
             with phase("forward"):
                 loss = loss_of(models, micro_batch)
             objective = loss.sum * factor
-            for model in models.values():
-                objective = model.routing.objective(objective, factor=auxiliary_factor)
+            for routing in routings:
+                objective = routing.objective(objective, factor=auxiliary_factor)
             with phase("backward"):
                 engine.backward(objective)
             if number == count and update == task.updates:
@@ -130,7 +131,7 @@ def train_step(
             with phase("update"):
                 engine.engine.step()
             loss_sum += loss.sum.detach()
-            if metrics is not None:
+            if metrics is not None and loss.metrics:
                 metrics.add(loss)
         losses.append(loss_sum)
     return torch.stack(losses).mean()

@@ -90,10 +90,6 @@ def install(devices: Devices) -> None:
     def set_device(device: Any) -> None:
         devices.current = devices.whole(device).index
 
-    def set_sync_debug_mode(mode: int | str) -> None:
-        # llmx watches its steps by this (llmx.train.synchronisations).
-        report.watching = mode == "warn"
-
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
@@ -130,7 +126,6 @@ def install(devices: Devices) -> None:
         "mem_get_info": memory,
         "memory_stats": lambda *_: {},
         "set_device": set_device,
-        "set_sync_debug_mode": set_sync_debug_mode,
         "stream": Context,
         "synchronize": lambda *_: report.wait("cuda.synchronize"),
         "nvtx": SimpleNamespace(range_push=nothing, range_pop=nothing),

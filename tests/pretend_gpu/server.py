@@ -30,13 +30,28 @@ def be_rank(run_dir: Path) -> None:
     rank = int(os.environ["RANK"])
     host = plan.ranks[rank].host
     peers = [other.rank for other in plan.ranks if other.host == host]
-    values = yaml.safe_load(run.config.read_text())["hardware"]
-    device = values["devices"][values["hosts"][host]["device"]]
+    values = yaml.safe_load(run.config.read_text())
+    hardware = values["hardware"]
+    device = hardware["devices"][hardware["hosts"][host]["device"]]
     DEVICES.local_rank, DEVICES.count = peers.index(rank), len(peers)
     major, minor = str(float(device["compute_capability"])).split(".")
     DEVICES.capability = int(major), int(minor)
     os.environ.update(LOCAL_RANK=str(DEVICES.local_rank), LOCAL_SIZE=str(DEVICES.count))
     DEVICES.report.open(run.ranks / f"pretended-{rank:03d}.jsonl")
+    watch_steps(values["task"])
+
+
+def watch_steps(task: dict[str, Any]) -> None:
+    """Let the report watch from after step 2 to before the last step, where no line is logged."""
+    from llmx.train.status import RankStatus
+
+    last, at_step = task["stop_at_step"] or task["steps"], RankStatus.at_step
+
+    def watched(status: RankStatus, step: int) -> None:
+        DEVICES.report.watching = status.state == "training" and 2 <= step < last - 1
+        at_step(status, step)
+
+    RankStatus.at_step = watched  # type: ignore[method-assign]
 
 
 def tell_phases() -> None:

@@ -163,7 +163,7 @@ def prepared(case: str, rows: Path) -> tuple[dict[str, Any], tuple[tuple[str, in
 def trained_on(server: Server, run: RunDir, hosts: tuple[tuple[str, int], ...]) -> RunDir:
     """Run it; every rank ends well, mixes no devices and calls what the others call."""
     count = sum(slots for _, slots in hosts)
-    codes = server.start(run, ranks=count, LLMX_WATCH_SYNCHRONISATIONS="2").wait()
+    codes = server.start(run, ranks=count).wait()
     seen = reports(run)
     assert codes == [0] * count, logs(run)
     assert len(seen) == count

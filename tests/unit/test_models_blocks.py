@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from llmx.config import AdapterConfig, DataConfig, ModelConfig
+from llmx.config import AdapterConfig, ModelConfig
 from llmx.models.adapter import add_adapter
 from llmx.models.attention import AttentionMethod, model_inputs
 from llmx.models.blocks import recompute, stack_of
+from llmx.models.experts import Routing
+from llmx.models.model import Model, Models, ModelSpec
 from llmx.models.spec import CAUSAL_LM
 from llmx.models.varlen import SEGMENTS, register
-from llmx.train.engine.build import BuiltNetwork, check_gradient_order, gradient_order
+from llmx.train.engine.build import check_gradient_order, gradient_order
 from tests.rundirs import PARITY_MODELS
 from tests.saved_activations import SMALL, WITH_EXPERTS, small_inputs, small_model
 from tests.small_models import CONVERTED
@@ -162,7 +164,7 @@ def test_another_graph_is_another_order() -> None:
 class Small(torch.nn.Module):
     """A network that asks nothing of its values."""
 
-    config = SimpleNamespace()
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=8))
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,9 +178,19 @@ class Small(torch.nn.Module):
 def test_networks_are_tried_on_the_device_of_their_rank() -> None:
     """They are built in host memory; a GPU's attention runs nowhere else. Here a device that
     computes shapes only."""
-    network, method = Small(), AttentionMethod("eager", "none")
-    exp: Any = SimpleNamespace(data=DataConfig(seq_len=8))
-    part = BuiltNetwork(exp, network, network.config, method, "fp32", False, 8)
+    network = Small()
+    model = Model(
+        name="policy",
+        spec=ModelSpec(),
+        module=network,
+        forward=network,
+        config=network.config,
+        vocab_size=8,
+        attention=AttentionMethod("eager", "none"),
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        routing=Routing(network),
+    )
     plan: Any = SimpleNamespace(checkpointing=(("v100_32g", "full"),))
-    check_gradient_order({"policy": part}, plan, device=torch.device("meta"))
+    check_gradient_order(Models(policy=model), plan, seq_len=8)
     assert {one.device.type for one in network.parameters()} == {"meta"}

@@ -285,8 +285,8 @@ def test_a_frozen_network_of_another_architecture(tmp_path: Path) -> None:
     made = build(exp, spec)
     assert made.config.model_type == "gpt2"
     assert made.config.vocab_size == VOCABULARY
-    assert {parameter.dtype for parameter in made.network.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in made.network.parameters())
+    assert {parameter.dtype for parameter in made.module.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in made.module.parameters())
 
 
 def test_a_wrong_source_is_named(tmp_path: Path) -> None:

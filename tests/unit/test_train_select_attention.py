@@ -222,7 +222,7 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(monkeypatch: pytest.Monk
     for name in (SEGMENTS, VARLEN):
         monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, raising=False)
     found = TrialResult(AttentionMethod(SEGMENTS, "cu_seq_lens"), None)
-    others = Others(monkeypatch, [found.to_dict(), None])
+    others = Others(monkeypatch, [found, None])
     others.rank(1, local=1)
     exp, config = experiment(), tiny_config(full_config("llama"))
     method = select_attention(exp.model, exp.data, plan_of(0, 0), config, device=CPU)
@@ -233,7 +233,7 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(monkeypatch: pytest.Monk
 
 def test_a_host_that_could_pack_pads_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own trial stopped at packed rows: how to pad them is tried then."""
-    Others(monkeypatch, [PACKED.to_dict(), LEAKS.to_dict()]).rank(0, local=1)
+    Others(monkeypatch, [PACKED, LEAKS]).rank(0, local=1)
     exp, config = experiment(layout="auto"), full_config("roberta")
     method = select_attention(exp.model, exp.data, plan_of(0, 1), config, device=CPU)
     assert method == AttentionMethod("sdpa", "padding_mask", "padded")
@@ -242,7 +242,7 @@ def test_a_host_that_could_pack_pads_with_the_others(monkeypatch: pytest.MonkeyP
 def test_what_one_host_refuses_is_raised_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others would wait for its result."""
     exp, errors = experiment(attention="flex_attention"), set()
-    others, tries = Others(monkeypatch, [PACKED.to_dict(), None, None]), module.try_on_this_host
+    others, tries = Others(monkeypatch, [PACKED, None, None]), module.try_on_this_host
     for rank, local in ((2, 0), (0, 0), (1, 1)):
         others.rank(rank, local=local)
         on_host = tries if rank == 2 else lambda *_, **__: PACKED

@@ -36,8 +36,7 @@ from llmx.collectives import all_gather, first_problem
 from llmx.config import Experiment, ModelConfig
 from llmx.config.accelerators import ACCELERATORS
 from llmx.errors import ConfigError
-from llmx.models.adapter import Adapter, add_adapter, freeze
-from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.adapter import add_adapter, freeze
 from llmx.models.blocks import Stack
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
@@ -48,7 +47,7 @@ from llmx.models.factory import (
     vocab_rows,
 )
 from llmx.models.isolation import line_of, tiny_model, turn_dropout_off
-from llmx.models.liger import apply_liger, wants_liger
+from llmx.models.liger import wants_liger
 from llmx.models.loss import fused_loss_problem, output_head_problem, without_cache
 from llmx.models.model import (
     LANGUAGE_MODELS,
@@ -290,40 +289,37 @@ def build_engine(
     seed_everything(exp.seed, deterministic=exp.deterministic, accelerator=plan.accelerator)
     bases = are_bases(specs, exp.adapter, exp.model)
     own_specs = {name: spec for name, spec in specs.items() if name not in bases}
-    parts = build_networks(
+    models = build_networks(
         exp, plan, ds_config, specs=own_specs, tokenizer=tokenizer, device=device
     )
-    networks = {name: part.network for name, part in parts.items()}
+    networks = {name: model.module for name, model in models.items()}
     for name, network in networks.items():
         if not own_specs[name].dropout:
             turn_dropout_off(network)
     frozen = [name for name, spec in own_specs.items() if not spec.trained]
     is_single = len(networks) == 1
-    combined = (
-        next(iter(networks.values())) if is_single else NetworksByName(networks, frozen=frozen)
-    )
-    if ds_config["zero_optimization"]["stage"] == 3:
+    combined = models.main.module if is_single else NetworksByName(networks, frozen=frozen)
+    stage = ds_config["zero_optimization"]["stage"]
+    if stage == 3:
         gather_experts_together(combined)
-    if computes_by_device(plan) and ds_config["zero_optimization"]["stage"] in (1, 2):
-        check_gradient_order(parts, plan, device=device)
-    fused = [
-        name
-        for name, part in parts.items()
-        if own_specs[name].head in LANGUAGE_MODELS
-        and fused_loss(exp.model, plan.accelerator)
-        and _can_fuse(part, head=own_specs[name].head)
-    ]
+    if computes_by_device(plan) and stage in (1, 2):
+        check_gradient_order(models, plan, seq_len=exp.data.seq_len)
+    for model in models.values():
+        model.fused_loss = (
+            model.spec.head in LANGUAGE_MODELS
+            and fused_loss(exp.model, plan.accelerator)
+            and _can_fuse(model, with_source(exp, model.spec).model)
+        )
     # Dropout draws differ from rank to rank, and not with how the model was built.
     torch.manual_seed(exp.seed + 1 + torch.distributed.get_rank())
     load_muon_uncompiled()
     optimizer = build_optimizer(
         combined,
         exp.optim,
-        apart=lr_scales(exp.optim, exp.adapter, [part.network for part in parts.values()]),
+        apart=lr_scales(exp.optim, exp.adapter, networks.values()),
         accelerator=plan.accelerator,
         offloaded=exp.zero.offload_optimizer != "none",
     )
-    stage = ds_config["zero_optimization"]["stage"]
     check_states(optimizer, partitioned=stage > 0)
     matrices = hidden_matrices(combined) if isinstance(optimizer, Muon) else set()
     shapes = {name: whole_shape(p) for name, p in combined.named_parameters() if id(p) in matrices}
@@ -337,21 +333,9 @@ def build_engine(
     grow_after_step(engine)
     know_passes_apart(engine)
     if isinstance(optimizer, Muon):
-        optimizer.distribute(
-            state_layout(engine), matrices=shapes.keys(), shapes=shapes, device=device
-        )
-    models = models_of(
-        parts,
-        specs=own_specs,
-        tokenizer=tokenizer,
-        device=device,
-        forwards={
-            name: engine if is_single else ForwardOf(engine, name, part.network)
-            for name, part in parts.items()
-        },
-    )
-    for name in fused:
-        models[name].fused_loss = True
+        optimizer.distribute(state_layout(engine), shapes=shapes, device=device)
+    for name, model in models.items():
+        model.connect(engine if is_single else ForwardOf(engine, name, model.module))
     for name in sorted(bases):
         models[name] = base_of(models.main, name=name, spec=specs[name])
     built = Engine(
@@ -372,16 +356,14 @@ def computes_by_device(plan: Plan) -> bool:
     return bool(plan.checkpointing) or len({way for _, way in plan.attention}) > 1
 
 
-def check_gradient_order(
-    parts: Mapping[str, BuiltNetwork], plan: Plan, *, device: torch.device
-) -> None:
+def check_gradient_order(models: Models, plan: Plan, *, seq_len: int) -> None:
     """Raise ConfigError where gradients of the networks do not become ready in the same order on
     all ranks: DeepSpeed would add up different parameters. A few tokens each. Collective."""
-    for part in parts.values():
-        network = part.network
+    for model in models.values():
+        network = model.module
         if not any(parameter.requires_grad for parameter in network.parameters()):
             continue
-        order, problem = _order_of(part, device=device)
+        order, problem = _order_of(model, seq_len=seq_len)
         orders = all_gather((order, problem))
         expected = (orders[0][0], "")
         differing = [rank for rank, of_rank in enumerate(orders) if of_rank != expected]
@@ -402,20 +384,15 @@ def check_gradient_order(
         )
 
 
-def _order_of(part: BuiltNetwork, *, device: torch.device) -> tuple[list[str], str]:
+def _order_of(model: Model, *, seq_len: int) -> tuple[list[str], str]:
     """The order of a network's gradients; or why it is not known."""
-    network, config = part.network, part.exp.data
+    network, device = model.module, model.device
     if next(network.parameters()).device.type != device.type:
         network.to(device)  # as DeepSpeed will; attention may have a kernel there only
     was_training = network.training
     network.train()  # else nothing is computed again
     try:
-        inputs, _ = model_inputs(
-            _few_tokens(config.seq_len),
-            method=part.attention,
-            dtype=DTYPES[part.precision],
-            device=device,
-        )
+        inputs, _ = model.inputs(_few_tokens(seq_len))
         if has_score(network):
             at = torch.zeros(1, dtype=torch.long, device=device)
             inputs["pool_at"] = at, at
@@ -433,22 +410,6 @@ def _difference(order: list[str], other: list[str]) -> str:
         if name != other_name:
             return f"gradient {place} is {other_name} there and {name} on rank 0"
     return "the order is the same"
-
-
-@dataclass(frozen=True)
-class BuiltNetwork:
-    """A network with its weights in place, not yet in an engine."""
-
-    exp: Experiment
-    """With its own ``model`` group."""
-    network: nn.Module
-    config: Any
-    attention: AttentionMethod
-    precision: str
-    with_liger: bool
-    vocab_rows: int
-    """Rows of the vocabulary, without those that pad it."""
-    adapter: Adapter | None = None
 
 
 def check_spec(spec: ModelSpec, *, precision: str) -> None:
@@ -535,13 +496,13 @@ def build_networks(
     specs: Mapping[str, ModelSpec],
     tokenizer: Any,
     device: torch.device,
-) -> dict[str, BuiltNetwork]:
-    """The networks of ``specs`` by name. Collective.
+) -> Models:
+    """The networks of ``specs`` by name, not yet in an engine (``Model.connect``). Collective.
 
     Raises:
         ConfigError: one cannot be built; the message names one that has a source of its own.
     """
-    networks = {}
+    models = Models()
     for name, spec in specs.items():
         try:
             check_spec(spec, precision=plan.precision)
@@ -549,8 +510,8 @@ def build_networks(
             if spec.source is not None:
                 check_source(own_exp.model)
                 check_tokenizer(own_exp.model, tokenizer)
-            networks[name] = _build_network(
-                own_exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
+            models[name] = _build_network(
+                name, own_exp, plan, ds_config, spec=spec, tokenizer=tokenizer, device=device
             )
         except ConfigError as error:
             if spec.source is None and spec.precision is None:
@@ -565,43 +526,11 @@ def build_networks(
             raise ConfigError(
                 f"The model {name!r} of the task, ModelSpec({', '.join(words)}): {error}"
             ) from error
-    return networks
-
-
-def models_of(
-    built: Mapping[str, BuiltNetwork],
-    *,
-    specs: Mapping[str, ModelSpec],
-    tokenizer: Any,
-    device: torch.device,
-    forwards: Mapping[str, Any],
-) -> Models:
-    """The models that a task computes with. ``forwards``: name -> ``Model.forward``."""
-    models = Models(
-        {
-            name: Model(
-                name=name,
-                spec=specs[name],
-                module=part.network,
-                forward=forwards[name],
-                config=part.config,
-                vocab_size=part.vocab_rows,
-                attention=part.attention,
-                dtype=DTYPES[part.precision],
-                device=device,
-                routing=Routing(part.network),
-                adapter=part.adapter,
-            )
-            for name, part in built.items()
-        }
-    )
-    for name, model in models.items():
-        if built[name].with_liger:
-            apply_liger(model.module)
     return models
 
 
 def _build_network(
+    name: str,
     exp: Experiment,
     plan: Plan,
     ds_config: dict[str, Any],
@@ -609,14 +538,13 @@ def _build_network(
     spec: ModelSpec,
     tokenizer: Any,
     device: torch.device,
-) -> BuiltNetwork:
+) -> Model:
     """One network with its weights, adapter and frozen parts. Collective."""
     config = model_config(exp.model, exp.data, tokenizer=tokenizer, spec=spec)
     attention = select_attention(exp.model, exp.data, plan, config, device=device, head=spec.head)
     precision = spec.precision or plan.precision
-    with_liger = wants_liger(exp.model, config, device=device, dtype=DTYPES[precision])
-    text = network_config(exp.model).get_text_config()
-    rows = vocab_rows(exp.model, text, tokenizer)
+    dtype = DTYPES[precision]
+    liger_kernel = wants_liger(exp.model, config, device=device, dtype=dtype)
     network = build_model(
         exp.model,
         exp.seed,
@@ -639,12 +567,26 @@ def _build_network(
             exp.adapter,
             exp.seed,
             ds_config=ds_config,
-            dtype=DTYPES[precision],
+            dtype=dtype,
             head=spec.head,
         )
     else:
         freeze(network, exp.model.freeze)
-    return BuiltNetwork(exp, network, config, attention, precision, with_liger, rows, adapter)
+    text = network_config(exp.model).get_text_config()
+    return Model(
+        name=name,
+        spec=spec,
+        module=network,
+        forward=network,
+        config=config,
+        vocab_size=vocab_rows(exp.model, text, tokenizer),
+        attention=attention,
+        dtype=dtype,
+        device=device,
+        routing=Routing(network),
+        adapter=adapter,
+        liger_kernel=liger_kernel,
+    )
 
 
 def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
@@ -658,19 +600,19 @@ def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _can_fuse(part: BuiltNetwork, *, head: str) -> bool:
+def _can_fuse(model: Model, choice: ModelConfig) -> bool:
     """Whether head and loss of this network can be computed together; logs why not. Collective.
 
     A small one of its class is tried: an error of a forward inside an engine of ZeRO-3, even one
     that is caught, leaves weights that DeepSpeed can no longer free.
     """
-    choice, kind = part.exp.model, type(part.network).__name__
-    problem = output_head_problem(part.network)
+    kind = type(model.module).__name__
+    problem = output_head_problem(model.module)
     if problem is None:
         try:
-            tiny = tiny_config(part.config)
+            tiny = tiny_config(model.config)
             tiny._attn_implementation = "eager"
-            small = tiny_model(tiny, remote=choice.trust_remote_code, head=head)
+            small = tiny_model(tiny, remote=choice.trust_remote_code, head=model.spec.head)
         except Exception as error:
             problem = f"no small model of its class could be tried ({line_of(error)})"
         else:

@@ -14,7 +14,7 @@ Tried by ``python -m pytest tests/unit/test_train_optimizer.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,18 +137,17 @@ class Muon(torch.optim.Optimizer):
         self,
         layout: StateLayout,
         *,
-        matrices: Collection[str],
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
     ) -> None:
         """Learn which parts of which matrices are in which tensor of which rank. Collective.
 
         Args:
-            matrices: names of what Muon updates.
+            shapes: those of the whole matrices that Muon updates, by name.
             device: where the ranks exchange, and the matrices are computed.
         """
         number = {id(owner): index for index, owner in enumerate(layout.owners)}
-        pieces = [piece for piece in layout.trained if piece.name in matrices]
+        pieces = [piece for piece in layout.trained if piece.name in shapes]
         local_pieces = [(number[id(p.owner)], p.name, p.start, p.length, p.offset) for p in pieces]
         holders: dict[str, set[int]] = {}
         pieces_by_rank = all_gather(local_pieces) if layout.partitioned else [local_pieces]
@@ -166,9 +165,7 @@ class Muon(torch.optim.Optimizer):
                 self._split.setdefault(place[name], []).append(part)
             elif part.length:
                 self._mine.setdefault(place[name], []).append(part)
-        self.state_names = lambda name: (
-            (MOMENTUM,) if name in matrices else ("exp_avg", "exp_avg_sq")
-        )
+        self.state_names = lambda name: (MOMENTUM,) if name in shapes else ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

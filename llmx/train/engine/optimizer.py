@@ -21,10 +21,10 @@ from torch import nn
 from llmx.config import AdapterConfig, OptimConfig
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor, layer_number, optimizer_of
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError
 from llmx.models.adapter_names import is_added
-from llmx.models.parameters import whole_shape
-from llmx.train.engine.muon import MATRICES, Muon, hidden_matrices
+from llmx.models.parameters import matching_parameters, whole_shape
+from llmx.train.engine.muon import MATRICES, hidden_matrices
 
 
 class Lion(torch.optim.Optimizer):
@@ -81,7 +81,6 @@ def load_muon_uncompiled() -> None:
         compiler.compile = real
 
 
-Groups = list[dict[str, Any]]
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its part of the learning rate; left out where it is all of it."""
 
@@ -101,17 +100,14 @@ def parameter_groups(
     apart = apart or {}
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for scale in dict.fromkeys((1.0, *apart.values())):
-        lr_scale = {} if scale == 1.0 else {LR_SCALE: scale}
         for by_muon in (True, False) if matrices else (False,):
-            mark = {MATRICES: by_muon} if matrices else {}
             for decays in (True, False):
-                decay = weight_decay if decays else 0.0
-                groups[scale, by_muon, decays] = {
-                    "params": [],
-                    "weight_decay": decay,
-                    **lr_scale,
-                    **mark,
-                }
+                group = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+                if scale != 1.0:
+                    group[LR_SCALE] = scale
+                if matrices:
+                    group[MATRICES] = by_muon
+                groups[scale, by_muon, decays] = group
     for parameter in model.parameters():
         if parameter.requires_grad:
             decays = len(whole_shape(parameter)) > 1
@@ -145,13 +141,11 @@ def build_optimizer(
     groups = parameter_groups(
         model, weight_decay=optim.weight_decay, apart=apart, matrices=matrices
     )
-    module, _, name = kind.factory.partition(":")
-    make = getattr(importlib.import_module(module), name)
     if kind.compiled:
         _need_compiler(optim.kind)
     fused = ACCELERATORS[accelerator].is_gpu or offloaded
     try:
-        optimizer: torch.optim.Optimizer = make(groups, optim, fused=fused)
+        optimizer: torch.optim.Optimizer = imported(kind.factory)(groups, optim, fused=fused)
     except (RuntimeError, OSError, ImportError) as error:
         if not kind.compiled:
             raise
@@ -162,57 +156,48 @@ def build_optimizer(
     return optimizer
 
 
-def adamw(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, **_adam(optim), fused=fused or None)
-
-
-def sgd(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=optim.lr)
-
-
-def adafactor(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=optim.lr)
-
-
-def lion(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return Lion(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]))
-
-
-def muon(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    momentum, adjust = optim.muon_momentum, optim.muon_adjust_lr
-    return Muon(groups, **_adam(optim), momentum=momentum, adjust=adjust, fused=fused or None)
-
-
-def adam8bit(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+def own(groups: list[dict[str, Any]], optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
+    """The factory of all kinds in ``CLASSES``."""
+    path, keywords = CLASSES[optim.kind]
+    values = {
+        "lr": optim.lr,
+        "betas": (optim.betas[0], optim.betas[1]),
+        "eps": optim.eps,
+        "fused": fused or None,
+        "momentum": optim.muon_momentum,
+        "adjust": optim.muon_adjust_lr,
+    }
     try:
-        from bitsandbytes.optim import AdamW8bit
+        make = imported(path)
     except (ImportError, RuntimeError, OSError) as error:
+        if optim.kind != "adam8bit":
+            raise
         raise ConfigError(
             f"optim.kind=adam8bit needs the package bitsandbytes, which cannot be imported here "
             f"({error}). Run `pip install llmx[qlora]` in the Python of every host."
         ) from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **_adam(optim))
+    optimizer: torch.optim.Optimizer = make(groups, **{name: values[name] for name in keywords})
     return optimizer
 
 
-def cpu_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **_adam(optim), adamw_mode=True)
-    return optimizer
-
-
-def fused_adam(groups: Groups, optim: OptimConfig, *, fused: bool) -> torch.optim.Optimizer:
-    if not fused:
-        raise ConfigError("optim.kind=fused_adam needs CUDA. Set optim.kind=adamw.")
-    from deepspeed.ops.adam import FusedAdam
-
-    optimizer: torch.optim.Optimizer = FusedAdam(groups, **_adam(optim), adam_w_mode=True)
-    return optimizer
+ADAM = ("lr", "betas", "eps")
+CLASSES = {
+    "adamw": ("torch.optim:AdamW", (*ADAM, "fused")),
+    "cpu_adam": ("deepspeed.ops.adam:DeepSpeedCPUAdam", ADAM),
+    "fused_adam": ("deepspeed.ops.adam:FusedAdam", ADAM),
+    "lion": (f"{__name__}:Lion", ("lr", "betas")),
+    "sgd": ("torch.optim:SGD", ("lr",)),
+    "muon": ("llmx.train.engine.muon:Muon", (*ADAM, "fused", "momentum", "adjust")),
+    "adafactor": ("torch.optim:Adafactor", ("lr",)),
+    "adam8bit": ("bitsandbytes.optim:AdamW8bit", ADAM),
+}
+"""Value of ``optim.kind`` -> the class, and the settings that it takes."""
 
 
-def _adam(optim: OptimConfig) -> dict[str, Any]:
-    return {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
+def imported(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _need_compiler(kind: str) -> None:
@@ -245,7 +230,9 @@ def lr_scales(
         for name, parameter in network.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     ]
-    _check_patterns(optim, [name for name, _, _ in trained_parameters])
+    for pattern in optim.lr_scale:
+        names = [name for name, _, _ in trained_parameters]
+        matching_parameters("optim.lr_scale", pattern, names, "trained parameters")
     trained = {id(network): network for _, _, network in trained_parameters}
     decays = {key: LayerDecay(network, optim) for key, network in trained.items()}
     beside_adapter = 1.0
@@ -296,16 +283,3 @@ def _embeddings(network: nn.Module) -> Iterator[str]:
     for name, module in network.named_modules():
         if isinstance(module, nn.Embedding) or "embed" in name.rpartition(".")[2]:
             yield name
-
-
-def _check_patterns(optim: OptimConfig, names: list[str]) -> None:
-    for pattern in optim.lr_scale:
-        if any(fnmatchcase(name, pattern) for name in names):
-            continue
-        near = did_you_mean(pattern.strip("*.")[:100], names)
-        examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
-        raise ConfigError(
-            f"optim.lr_scale: {pattern} matches none of the {len(names)} trained parameters: "
-            f"{', '.join(examples)}.{near} A star stands for any characters, as in "
-            "'*.embed_tokens.*'."
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -115,14 +115,7 @@ def choose_gpu(plan: Plan, *, rank: int, local_rank: int) -> int:
     """The number of this rank's GPU among those that it sees; ConfigError where none can do."""
     gpus = gpus_here()
     host = socket.gethostname()
-    facts = {
-        "capabilities": list(gpus.capabilities),
-        "driver": gpus.driver,
-        "torch": gpus.torch,
-        "cuda": gpus.cuda,
-        "arch_list": list(gpus.arch_list),
-        "works": bool(gpus.capabilities),
-    }
+    facts = {**asdict(gpus), "works": bool(gpus.capabilities)}
     if problems := cuda_builds.problems({host: facts}):
         raise ConfigError("\n".join(problems))
     slots = plan.hosts[plan.ranks[rank].host].slots
