@@ -101,7 +101,7 @@ def leftovers_of(report: Report) -> dict[str, dict[str, list[Any]]]:
     processes of dead runs."""
     leftovers = {}
     for name, facts in report.facts.items():
-        pids = [pid for run in facts["runs"] if run["is_dead"] for pid in run["pids"]]
+        pids = [rank["pid"] for rank in facts["runs"] if rank["is_dead"]]
         if facts["stale_locks"] or pids:
             leftovers[name] = {"locks": facts["stale_locks"], "pids": pids}
     return leftovers
@@ -179,13 +179,25 @@ def _examine_hosts(
     remove: Mapping[str, Mapping[str, list[Any]]],
 ) -> None:
     from llmx.hardware.compare import compare_hosts, runs_on
+    from llmx.launch.agents.connection import AgentError, request_all
     from llmx.launch.agents.preflight import check_disks, clock_offsets, survey_hosts
     from llmx.launch.environment import gpus_of_hosts
 
-    report.facts, problems = survey_hosts(spec, connections, runs=True, remove=remove)
+    locks = {name: leftovers["locks"] for name, leftovers in remove.items()}
+    report.facts, problems = survey_hosts(spec, connections, remove=locks)
     report.errors += problems
     for name, facts in report.facts.items():
         report.warnings += [f"{name}: {text}" for text in facts["removed"]]
+    for connection, reply in request_all(
+        [connection for connection in connections if connection.name in report.facts],
+        "busy",
+        timeout_s=30,
+        message=lambda each: {"kill": remove.get(each.name, {}).get("pids", [])},
+    ):
+        name = connection.name
+        answer = {"ranks": [], "ended": []} if isinstance(reply, AgentError) else reply
+        report.facts[name]["runs"] = answer["ranks"]
+        report.warnings += [f"{name}: ended process {pid}" for pid in answer["ended"]]
     report.clock_offsets_s = clock_offsets(connections)
     findings = compare_hosts(
         spec.exp,
@@ -198,7 +210,7 @@ def _examine_hosts(
     (report.warnings if spec.exp.launch.allow_busy else report.errors).extend(findings.busy)
     report.warnings += findings.warnings
     for name, facts in report.facts.items():
-        report.warnings += runs_on(name, facts)
+        report.warnings += runs_on(name, facts["runs"])
     with report.collect():
         report.warnings += check_disks(spec, report.facts, is_restart=False)
 

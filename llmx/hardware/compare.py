@@ -373,16 +373,23 @@ def _infiniband(exp: Experiment, name: str, facts: Mapping[str, Any]) -> Iterato
         )
 
 
-def runs_on(name: str, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Runs of llmx that have processes on a host."""
-    for run in facts.get("runs", ()):
-        pids, where = " ".join(map(str, run["pids"])), run["run_dir"] or "another run"
-        if run["has_agent"]:
-            yield f"{name}: {where} trains here now (processes {pids}). Wait, or use other hosts."
+def runs_on(name: str, ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Other runs of llmx on a host. ``ranks``: as its agent lists them (``Agent.do_busy``)."""
+    runs: dict[tuple[str, bool], list[str]] = {}
+    for rank in ranks:
+        runs.setdefault((rank["run_dir"], rank["is_dead"]), []).append(str(rank["pid"]))
+    for (run_dir, is_dead), pids in runs.items():
+        processes = " ".join(pids)
+        if is_dead:
+            yield (
+                f"{name}: processes of {run_dir} are here, without an agent of its supervisor. If "
+                f"python -m llmx status {run_dir} says that the run is dead, end them: kill -9 "
+                f"{processes}"
+            )
         else:
             yield (
-                f"{name}: processes of {where} are here, without an agent of its supervisor. If "
-                f"python -m llmx status {where} says that the run is dead, end them: kill -9 {pids}"
+                f"{name}: {run_dir} trains here now (processes {processes}). Wait, or use other "
+                "hosts."
             )
 
 

@@ -6,11 +6,11 @@ environment's own Python runs it, so that a host needs neither llmx nor the code
     python llmx/hardware/survey.py /path/of/the/run [/path/of/the/package/llmx] ['{"torch": true}']
 
 The third argument asks for what takes time: ``torch`` imports it, in a process of its own,
-``aio`` compiles a line against libaio, ``nvme`` names a directory to look at, ``gpu_processes`` and
-``runs`` list what runs here (``gpu_processes`` also the state of the GPUs); ``remove`` names locks
-and processes of dead runs to be removed first; ``env`` has variables of the ranks. ``known`` has
-the facts of an earlier survey that was asked the same: what takes time is taken from it while the
-environment is the same (``stamp``), all else is looked at again.
+``aio`` compiles a line against libaio, ``nvme`` names a directory to look at, ``gpu_processes``
+lists what runs on the GPUs, and their state; ``remove`` names stale locks to be removed first;
+``env`` has variables of the ranks. ``known`` has the facts of an earlier survey that was asked the
+same: what takes time is taken from it while the environment is the same (``stamp``), all else is
+looked at again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -70,7 +69,7 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
     looked at besides."""
     needs = needs or {}
     os.environ.update(needs.get("env") or {})  # compilers and locks are where ranks look for them
-    removed = remove_leftovers(**needs["remove"]) if needs.get("remove") else []
+    removed = remove_locks(needs.get("remove") or [])
     stamp = environment_stamp()
     earlier = needs.get("known") or {}
     if earlier.get("stamp") != stamp:
@@ -106,7 +105,6 @@ def survey(run_dir: str, package: str = "", needs: dict[str, Any] | None = None)
         "infiniband": infiniband_ports(),
         "gpu_processes": gpu_processes() if needs.get("gpu_processes") else [],
         "gpu_states": gpu_states() if needs.get("gpu_processes") else [],
-        "runs": other_runs() if needs.get("runs") else [],
         "ninja": which("ninja"),
         "compiler": any(which(name) for name in ("c++", "g++", "clang++")),
         "nvcc": once("nvcc", nvcc),
@@ -407,51 +405,15 @@ def _process(pid: int) -> dict[str, str]:
     return {"user": user, "command": command or "in a container"}
 
 
-def other_runs() -> list[dict[str, Any]]:
-    """Runs of llmx with ranks on this host: their directories, processes, and whether an agent of
-    their supervisor is here. ``is_dead``: without one, not in a job of a scheduler, where none
-    is, and of this user."""
-    supervised = _text("/proc/net/unix")
-    runs: dict[str, dict[str, Any]] = {}
-    for path in glob.glob("/proc/[0-9]*/environ"):  # noqa: PTH207
-        environ = _text(path)
-        match = re.search(r"(?:^|\0)LLMX_RUN_TOKEN=([^\0]+)", environ)
-        # A container or a namespace with the same process table is another host.
-        if match and _link(path.replace("environ", "ns/uts")) == _link("/proc/self/ns/uts"):
-            pid, token = int(path.split("/")[2]), match.group(1)
-            words = _text(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
-            tag = hashlib.blake2b(token.encode(), digest_size=8).hexdigest()  # tag_of, agent.py
-            has_agent = f"@llmx-agent-{tag}-" in supervised
-            is_mine = re.search(rf"(?m)^Uid:\s+{os.getuid()}\s", _text(f"/proc/{pid}/status"))
-            in_job = re.search(
-                r"(?:^|\0)(SLURM_JOB_ID|KUBERNETES_SERVICE_HOST|LSB_JOBID)=", environ
-            )
-            new = {"pids": [], "run_dir": "", "has_agent": has_agent, "is_dead": not has_agent}
-            run = runs.setdefault(token, new)
-            run["is_dead"] = run["is_dead"] and not in_job and bool(is_mine)
-            run["pids"].append(pid)
-            if len(words) > 1 and re.search(r"llmx[./]worker", words[-2]):
-                run["run_dir"] = words[-1]
-    return list(runs.values())
-
-
-def remove_leftovers(locks: list[str], pids: list[int]) -> list[str]:
-    """Remove stale locks and end processes of dead runs, those of the lists that still are such;
-    what was done, in sentences."""
+def remove_locks(locks: list[str]) -> list[str]:
+    """Remove those of the locks that still are stale; what was done, in sentences."""
     done = []
-    dead = [pid for run in other_runs() if run["is_dead"] for pid in run["pids"]]
     for lock in sorted(set(locks) & set(stale_locks())):
         try:
             os.unlink(lock)  # noqa: PTH108
             done.append(f"removed {lock}")
         except OSError as error:
             done.append(f"{lock} is not removed: {error.strerror}")
-    for pid in sorted(set(pids) & set(dead)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-            done.append(f"ended process {pid}")
-        except OSError as error:
-            done.append(f"process {pid} is not ended: {error.strerror}")
     return done
 
 

@@ -35,8 +35,8 @@ statuses: a rank that is killed may have been up to 5 s further.
 ``supervisor.json``, replaced at each change and every few seconds, for ``status``:
 ``{"state": "preparing|running|waiting|ending|finished", "attempt": 2, "pid": 1, "host": "...",
 "time": t, "until": t, "why": "..."}``; ``until`` may be null; ``why`` of ``running`` says that a
-step is overdue. Where the disk is full it is written over in place. ``supervisor.lock`` (flock;
-JSON with host, pid, time) is held while a supervisor lives: a second one refuses.
+step is overdue. ``supervisor.lock`` (flock; JSON with host, pid, time) is held while a supervisor
+lives: a second one refuses.
 
 Shutdown of an attempt: on a request of the user every agent sends SIGUSR1 to the ranks of its host,
 which have ``launch.stop_grace_s`` to save and exit; after a failure SIGINT, and 3 s. Processes that

@@ -75,8 +75,7 @@ class CheckpointSync:
         """After the ranks have exited: pull what is missing from the hosts that answer."""
         if self._thread is not None:
             self._thread.join()  # two threads must not write into one directory
-        names = {connection.name for connection in self.private}
-        self.private = [c for c in connections if c.name in names]
+        self.private = [c for c in self.private if c in connections]
         if not self.private:
             return
         self._stop.clear()
@@ -111,9 +110,7 @@ class CheckpointSync:
             return
         for connection in self.private:
             inside = f"checkpoints/{directory.name}/"
-            files_there = connection.request("list_files", patterns=[f"{inside}**"], timeout_s=60)[
-                "files"
-            ]
+            files_there = _files_on(connection, f"{inside}**")
             missing = [
                 name
                 for name in sorted(self._needed(manifest, connection))
@@ -126,7 +123,9 @@ class CheckpointSync:
                     f"sync: {connection.name}: sending {plural(len(missing), 'file')} of "
                     f"{directory.name}"
                 )
-                self._push(connection, directory, missing)
+                # The manifest last: without it the directory is not a checkpoint.
+                self._push(connection, directory, [name for name in missing if name != MANIFEST])
+                self._push(connection, directory, [name for name in missing if name == MANIFEST])
 
     def _needed(self, manifest: Manifest, connection: Connection) -> set[str]:
         """The files of a checkpoint that the ranks of a host read."""
@@ -137,35 +136,27 @@ class CheckpointSync:
         return set(manifest.files) - (written - of_host if same_ranks else set())
 
     def _push(self, connection: Connection, directory: Path, names: list[str]) -> None:
-        """Send these files of a checkpoint to a host, where no rank runs now."""
-        target = self._pool.at(connection.name, directory)
+        """Send files of a directory to a host, where no rank runs now."""
+        if not names:
+            return
         parents = {directory, *((directory / name).parent for name in names)}
         paths = sorted(self.spec.path_on(connection.hosts[0], path) for path in parents)
         connection.request("mkdir", paths=paths, timeout_s=60)
-        # The manifest last: without it the directory is not a checkpoint.
-        for part in ([name for name in names if name != MANIFEST], [MANIFEST]):
-            if set(part) & set(names):
-                self._pool.run(
-                    ["--files-from=-", f"{directory}/", f"{target}/"],
-                    label=f"{directory.name} to {connection.name}",
-                    stdin="\n".join(part),
-                    host=connection.name,
-                )
+        self._pool.run(
+            ["--files-from=-", f"{directory}/", f"{self._pool.at(connection.name, directory)}/"],
+            label=f"{directory.name} to {connection.name}",
+            stdin="\n".join(names),
+            host=connection.name,
+        )
 
     def _push_metrics(self, connection: Connection) -> None:
         """Rank 0 truncates its metrics where it resumes, so its host needs them."""
         if self.spec.plan.ranks[0].host not in connection.hosts:
             return
-        names = [p.name for p in (self.spec.run_dir.metrics, self.spec.run_dir.samples)]
-        files_there = connection.request("list_files", patterns=names, timeout_s=60)["files"]
-        for name in names:
-            path = self.spec.run_dir.root / name
-            if path.exists() and path.stat().st_size > files_there.get(name, -1):
-                self._pool.run(
-                    [str(path), self._pool.at(connection.name, path)],
-                    label=f"{name} to {connection.name}",
-                    host=connection.name,
-                )
+        paths = [self.spec.run_dir.metrics, self.spec.run_dir.samples]
+        there = _files_on(connection, *(path.name for path in paths))
+        longer = [p.name for p in paths if p.exists() and p.stat().st_size > there.get(p.name, -1)]
+        self._push(connection, self.spec.run_dir.root, longer)
 
     def _loop(self) -> None:
         # At a low priority: hashing must not take a core from the ranks.
@@ -184,16 +175,13 @@ class CheckpointSync:
         """Pull and verify the newest checkpoint that all hosts have committed; prune old copies."""
         hosts_of_step: dict[str, set[str]] = {}
         for connection in self.private:
-            files = connection.request(
-                "list_files", patterns=["checkpoints/step-*/manifest.json"], timeout_s=30
-            )["files"]
-            for path in files:
+            for path in _files_on(connection, "checkpoints/step-*/manifest.json"):
                 if match := _STEP.fullmatch(path):
                     hosts_of_step.setdefault(match[1], set()).add(connection.name)
         names = {connection.name for connection in self.private}
-        for path in self.spec.run_dir.checkpoints.glob(".step-*.pull"):
-            if path.name[1:-5] not in hosts_of_step:
-                shutil.rmtree(path, ignore_errors=True)  # pruned there before the copy was complete
+        for copy in self.spec.run_dir.checkpoints.glob(".step-*.pull"):
+            if copy.name[1:-5] not in hosts_of_step:
+                shutil.rmtree(copy, ignore_errors=True)  # pruned there before the copy was complete
         everywhere = sorted(
             (step for step, have in hosts_of_step.items() if have >= names), reverse=True
         )
@@ -282,3 +270,9 @@ class CheckpointSync:
         for path in self.spec.run_dir.checkpoints.glob("step-*"):
             if path.name not in names_there and path.name < newest:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _files_on(connection: Connection, *patterns: str) -> dict[str, int]:
+    """Files of the run directory on a host: relative path -> bytes."""
+    reply = connection.request("list_files", patterns=patterns, timeout_s=60)
+    return dict(reply["files"])

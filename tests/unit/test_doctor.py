@@ -30,9 +30,9 @@ from llmx.cli.words import parse
 from llmx.errors import ConfigError
 from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
-from llmx.hardware.survey import other_runs
 from llmx.launch.agents.mesh import Fault, Mesh, Node
 from llmx.run.rundir import RunDir
+from tests.agents import Rig
 from tests.composing import composed
 from tests.launches import experiment, spec_of
 
@@ -94,11 +94,10 @@ def rank_of(run_dir: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_run_that_nobody_supervises(tmp_path: Path) -> None:
-    with rank_of(tmp_path) as rank:
-        runs = [run for run in other_runs() if rank.pid in run["pids"]]
-    run = {"pids": [rank.pid], "run_dir": str(tmp_path), "has_agent": False, "is_dead": True}
-    assert runs == [run]
-    (line,) = runs_on("node-a", {"runs": runs})
+    with rank_of(tmp_path) as rank, Rig(tmp_path / "own") as agent:
+        ranks = [found for found in agent.ask("busy")["ranks"] if found["pid"] == rank.pid]
+    assert [(found["run_dir"], found["is_dead"]) for found in ranks] == [(str(tmp_path), True)]
+    (line,) = runs_on("node-a", ranks)
     assert line.startswith(f"node-a: processes of {tmp_path} are here, without an agent")
     assert line.endswith(f"kill -9 {rank.pid}")
 

@@ -48,7 +48,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "torch_build": CUDA12, "driver": "570.86.15", "cpu": "Big CPU avx2",
         "free_bytes": 500 * GIB, "checkpoints": 0, "ram_available_bytes": 500 * GIB,
         "shm_bytes": 64 * GIB, "open_files": 65536, "locked_bytes": -1, "infiniband": [],
-        "gpu_processes": [], "gpu_states": [], "container": "", "runs": [],
+        "gpu_processes": [], "gpu_states": [], "container": "",
         "removed": [], "ninja": True, "compiler": True, "nvcc": "12.6", "skips_cuda_check": False,
         "libaio": None, "nvme": None, "modules": ["flash_attn"], "stale_locks": [],
         "code": "0123456789ab",

@@ -20,6 +20,7 @@ import pytest
 
 from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AGENT, AgentError
+from llmx.run.rundir import write_json
 from tests.agents import Rig, is_running, wait_until
 
 STUBBORN = (
@@ -237,7 +238,7 @@ def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
     for path in (log, status):
         path.parent.mkdir()
         path.write_text("of an earlier attempt\n")
-    rig.ask("watch", stream=True)
+    rig.ask("watch", stream=True, statuses=[0, 1])
     assert not status.exists()
     big = "x" * 200_000
     with log.open("a") as stream:
@@ -246,11 +247,10 @@ def test_files_of_a_private_disk_are_streamed(rig: Rig) -> None:
     while not text.endswith(b"x\n"):
         text += sent(rig.event("append"))
     assert text.decode() == f"first\n{big}\n"
-    (rig.directory / "ranks/tmp").write_text('{"state": "training"}')
-    (rig.directory / "ranks/tmp").replace(status)
-    message = rig.event("replace")
-    assert message["path"] == "ranks/rank-001.json"
-    assert json.loads(sent(message)) == {"state": "training"}
+    for state in ("training", "finished"):
+        write_json(status, {"state": state})
+        message = rig.event("status")
+        assert (message["rank"], message["status"]) == (1, {"state": state})
     with log.open("a") as stream:
         stream.write("last words\n")
     rig.ask("flush")

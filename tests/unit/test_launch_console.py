@@ -17,8 +17,8 @@ import pytest
 from llmx.launch.agents.agent import REPLACED, STREAMED
 from llmx.launch.supervision.console import Console, train_line
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
-from llmx.launch.supervision.tail import LineReader, StatusReader, apply_update
-from llmx.run.rundir import RunDir, write_json
+from llmx.launch.supervision.tail import LineReader, apply_update
+from llmx.run.rundir import RunDir
 from tests import tracked_run
 
 TRAIN: dict[str, Any] = {
@@ -55,17 +55,6 @@ def test_a_flood_of_words_does_not_fill_the_memory(tmp_path: Path) -> None:
     (tmp_path / "bar").write_bytes(b"\r 10 %" * 200_000)
     (line,) = endless.read()
     assert len(line) == 1_200_000
-
-
-def test_statuses_are_of_this_attempt(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    write_json(run_dir.rank_status(0), {"state": "finished"})
-    reader = StatusReader(run_dir, 2)
-    reader.clear()
-    assert reader.read() == {}
-    for state in ("training", "finished"):
-        write_json(run_dir.rank_status(1), {"state": state})
-        assert reader.read() == {1: {"state": state}}
 
 
 def test_updates_of_private_disks(tmp_path: Path) -> None:

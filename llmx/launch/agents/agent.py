@@ -54,10 +54,9 @@ STREAMED = ("metrics.jsonl", "rollouts.jsonl", "logs/rank-*.log", "logs/rollout-
 MIN_TOKEN = 7
 PIPE_BYTES = 4096  # a pipe that is writable takes so many without blocking
 RANKS_ENDED = "ranks/ended.json"  # of the run directory: when and why the ranks here were ended
-REPLACED = (
-    "ranks/rank-*.json", "samples.json", "tables.json", "inputs.json", "data.json", "balance.json",
-)  # fmt: skip
+REPLACED = ("samples.json", "tables.json", "inputs.json", "data.json", "balance.json")
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+JOBS = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "LSB_JOBID"}  # where no agent may be
 QUEUE = "llmx-queue-"  # names of runs that wait for this host end with the time since when
 PROBES = 64  # connections of this host that are tried at once
 PORTS = range(20000, 32700)  # below the kernel's ports for outgoing connections
@@ -226,6 +225,7 @@ class Agent:
         self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
+        self.statuses: dict[int, bytes] = {}  # by rank, as sent
         self.setup_env: dict[str, str] = {}
         self.children: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self.offsets: dict[str, int] = {}
@@ -403,8 +403,12 @@ class Agent:
 
     def do_busy(self, message: Message) -> Message:
         """The ranks of other runs on this host, of every user: a command line is public. And how
-        many runs wait for this host since before ``queued_at``, where this one waits, too."""
-        ranks = []
+        many runs wait for this host since before ``queued_at``, where this one waits, too.
+
+        ``is_dead``: it is known to have no agent, as it would outside a job of a scheduler. Those
+        of ``kill`` are ended."""
+        ranks, ended = [], []
+        bound = _bytes("/proc/net/unix").decode("utf-8", "replace")
         queued_at = message.get("queued_at", 0)
         if queued_at and self.turn is None:
             self.turn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -418,20 +422,35 @@ class Agent:
                 continue
             if host and _link(f"/proc/{entry}/ns/uts") not in ("", host):
                 continue
+            pid, environ = int(entry), _environ(entry)
+            token, user = environ.get("LLMX_RUN_TOKEN", ""), _user_id(pid)
+            is_dead = (
+                token != ""
+                and user == os.getuid()
+                and not JOBS.intersection(environ)
+                and f"@llmx-agent-{tag_of(token)}-" not in bound
+            )
+            if is_dead and pid in message.get("kill", ()):
+                _signal(pid, signal.SIGKILL)
+                ended.append(pid)
+                continue
             ranks.append(
                 {
+                    "pid": pid,
                     "run_dir": argv[-1],
-                    "user": _user_name(_user_id(int(entry))),
+                    "user": _user_name(user),
                     "since": time.time() - _age_s(stat[2]),
-                    "device": _device_of(entry),
+                    "device": _device_of(environ),
+                    "is_dead": is_dead,
                 }
             )
         waiting = [
             int(name.partition("@" + QUEUE)[2])
-            for name in _bytes("/proc/net/unix").decode("utf-8", "replace").split()
+            for name in bound.split()
             if name.startswith("@" + QUEUE) and name[len(QUEUE) + 1 :].isdigit()
         ]
-        return {"ranks": ranks, "ahead": sum(since < queued_at for since in waiting)}
+        ahead = sum(since < queued_at for since in waiting)
+        return {"ranks": ranks, "ahead": ahead, "ended": ended}
 
     def do_reserve_port(self, message: Message) -> Message:
         """A free port, reserved against other runs as long as this process lives."""
@@ -537,20 +556,21 @@ class Agent:
         return {}
 
     def do_watch(self, message: Message) -> Message:
-        """Begin to report ranks, and (on a private disk) to stream the files that they write.
+        """Begin to report ranks and the statuses of ``statuses``, and (on a private disk) to stream
+        the files that they write.
 
         ``offsets``, ``ranks``: what the supervisor has received already, where this agent takes
         over from another one."""
         self._write_token()
         self.streaming = message.get("stream", False)
         self.port = message.get("port", self.port)
+        self.statuses = dict.fromkeys(message.get("statuses", ()), b"")
         if "offsets" in message:
             self.offsets = dict(message["offsets"])
             self.ranks = {int(rank): pid for rank, pid in message["ranks"].items()}
         elif self.streaming:
-            for name in ("ranks/rank-*.json", "ranks/.rank-*.tmp", RANKS_ENDED):
-                for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
-                    os.unlink(path)  # of an earlier attempt
+            for path in self._matches(("ranks/rank-*.json", "ranks/.rank-*.tmp", RANKS_ENDED)):
+                os.unlink(os.path.join(self.run_dir, path))  # of an earlier attempt
             for path in self._matches(STREAMED):
                 status = os.stat(os.path.join(self.run_dir, path))
                 self.offsets[path], self.inodes[path] = status.st_size, status.st_ino
@@ -677,8 +697,7 @@ class Agent:
         save = message.get("save", False)
         counts = self.shut_down(message.get("grace_s", self.grace_s), self.grace_ended, save=save)
         self.stopped = True
-        if self.streaming:
-            self.stream()
+        self.stream()
         return counts
 
     def shut_down(
@@ -718,8 +737,7 @@ class Agent:
         if self.table is None:
             return
         ended = self._ended_children() if self.children else self._ended_processes(self.table)
-        if self.streaming:
-            self.stream()
+        self.stream()  # what a rank wrote is sent before its end
         for rank, code in ended.items():
             pid, self.ranks[rank] = self.ranks[rank], 0
             self.send(
@@ -753,8 +771,15 @@ class Agent:
         return {rank: None for rank, pid in self.ranks.items() if pid and pid not in pids}
 
     def stream(self) -> None:
-        """Send what ranks wrote since the last poll; replaced files as a whole."""
-        for path in self._matches(STREAMED):
+        """Send the statuses that changed since the last poll, and of a private disk what ranks
+        wrote since then; replaced files as a whole."""
+        for rank, before in self.statuses.items():
+            # Opened each time: a network disk shows a new one late otherwise.
+            text = _bytes(os.path.join(self.run_dir, f"ranks/rank-{rank:03d}.json"))
+            if text not in (before, b""):
+                self.statuses[rank] = text
+                self.send({"event": "status", "rank": rank, "status": json.loads(text)})
+        for path in self._matches(STREAMED) if self.streaming else ():
             with contextlib.suppress(OSError), open(os.path.join(self.run_dir, path), "rb") as file:
                 status = os.fstat(file.fileno())
                 inode = self.inodes.setdefault(path, status.st_ino)
@@ -770,7 +795,7 @@ class Agent:
                 while offset < end and (data := file.read(CHUNK)):
                     self.send_file({"event": "append", "path": path, "offset": offset}, data)
                     self.offsets[path] = offset = offset + len(data)
-        for path in self._matches(REPLACED):
+        for path in self._matches(REPLACED) if self.streaming else ():
             with contextlib.suppress(OSError):
                 full = os.path.join(self.run_dir, path)
                 status = os.stat(full)
@@ -852,11 +877,15 @@ def _user_name(user_id: int | None) -> str:
         return str(user_id)
 
 
-def _device_of(pid: str) -> str | None:
-    """The GPU of a rank, as CUDA_VISIBLE_DEVICES names it; empty for a rank on the CPU, None where
-    it is not known (another user's environment cannot be read)."""
-    environ = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace").split("\0")
-    values = dict(part.split("=", 1) for part in environ if "=" in part)
+def _environ(pid: str) -> dict[str, str]:
+    """The environment of a process; empty where it is another user's."""
+    text = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace")
+    return dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
+
+
+def _device_of(values: dict[str, str]) -> str | None:
+    """The GPU of a rank by its environment, as CUDA_VISIBLE_DEVICES names it; empty for a rank on
+    the CPU, None where it is not known."""
     if not values:
         return None
     hosts = values.get("LLMX_GPUS", "").split(":")

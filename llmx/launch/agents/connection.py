@@ -67,6 +67,8 @@ class Connection:
     """Clock of the host minus the clock of this machine."""
     shared: bool = True
     """Whether the host shares the run directory with this machine."""
+    statuses: list[int] = field(default_factory=list)
+    """Ranks whose statuses the agent sends."""
     session: str = ""
     """An id of the attempt, the same for all its agents."""
     lost_at: float | None = None

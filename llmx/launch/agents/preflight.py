@@ -199,8 +199,7 @@ def take_over(spec: LaunchSpec, connection: Connection) -> None:
     connection.request(
         "watch",
         timeout_s=20,
-        stream=not connection.shared,
-        port=spec.port,
+        **_watch_message(connection, spec.port),
         ranks=connection.ranks,
         offsets=connection.offsets,
     )
@@ -220,57 +219,59 @@ def _unreachable(spec: LaunchSpec, connection: Connection, stderr: str) -> str:
 
 def _host_problems(spec: LaunchSpec, connection: Connection) -> list[str]:
     """Problems that prevent ranks from starting on a host that answered."""
-    name, info = connection.name, connection.host_info
+    info = connection.host_info
     problems = [
-        f"{name}: {path} is not there. Copy it there, or correct data and model of the host."
+        f"{path} is not there. Copy it there, or correct data and model of the host."
         for path in info["absent"]
     ]
     if info["setup_error"]:
         setup = spec.host(connection.hosts[0]).setup
         problems.append(
-            f"{name}: the setup script {setup} fails ({info['setup_error']}). Try it there: "
+            f"the setup script {setup} fails ({info['setup_error']}). Try it there: "
             f"bash -c '. {setup}'"
         )
-    if not connection.is_remote:
-        return problems
-    index = connection.hosts[0]
-    run_dir = spec.path_on(index, spec.run_dir.root)
-    code = spec.path_on(index, spec.worker_path)
-    python = info.get("python") or {}
-    if "error" in python:
-        problems.append(
-            f"{name}: {spec.python_on(index)} does not run there ({python['error']}). Install the "
-            "same environment at the same path on every host, or set python of the host to its "
-            "path there, e.g. /opt/venv/bin/python (launch.python: of all hosts)."
+    if connection.is_remote:
+        index, syncs = connection.hosts[0], spec.exp.launch.sync == "rsync"
+        program, python = spec.python_on(index), info.get("python") or {}
+        run_dir, code = (
+            spec.path_on(index, path) for path in (spec.run_dir.root, spec.worker_path)
         )
-    elif python.get("missing"):
-        problems.append(
-            f"{name}: {spec.python_on(index)} has no {', '.join(python['missing'])}. Install the "
-            "same packages on every host (pip install -c constraints.txt ...)."
+        facts = (
+            (
+                "error" in python,
+                f"{program} does not run there ({python.get('error')}). Install the same "
+                "environment at the same path on every host, or set python of the host to its path "
+                "there, e.g. /opt/venv/bin/python (launch.python: of all hosts).",
+            ),
+            (
+                python.get("missing"),
+                f"{program} has no {', '.join(python.get('missing', ()))}. Install the same "
+                "packages on every host (pip install -c constraints.txt ...).",
+            ),
+            (
+                info["cannot_write"] and (connection.shared or syncs),
+                f"the run directory is not writable there ({info['cannot_write']}). Make it "
+                "writable for this user (chown, chmod, the mount's options), set user of the host, "
+                "or set run_dir to another directory.",
+            ),
+            (
+                syncs and not info["rsync"],
+                "launch.sync=rsync needs rsync there. Install it: apt-get install rsync.",
+            ),
+            (
+                not syncs and not connection.shared,
+                f"does not see the run directory {run_dir}: it is not on a shared file system. Set "
+                "launch.sync=rsync, or set run_dir to a directory on a shared one (root of the "
+                "host, where it is at another path there).",
+            ),
+            (
+                not syncs and connection.shared and not info["sees_code"],
+                f"does not see the code ({code}). Set launch.sync=rsync, or install llmx on every "
+                "host.",
+            ),
         )
-    if info["cannot_write"] and (connection.shared or spec.exp.launch.sync == "rsync"):
-        problems.append(
-            f"{name}: the run directory is not writable there ({info['cannot_write']}). Make it "
-            "writable for this user (chown, chmod, the mount's options), set user of the host, or "
-            "set run_dir to another directory."
-        )
-    if spec.exp.launch.sync == "rsync":
-        if not info["rsync"]:
-            problems.append(
-                f"{name}: launch.sync=rsync needs rsync there. Install it: apt-get install rsync."
-            )
-    elif not connection.shared:
-        problems.append(
-            f"{name}: does not see the run directory {run_dir}: it is not on a shared file system. "
-            "Set launch.sync=rsync, or set run_dir to a directory on a shared one (root of the "
-            "host, where it is at another path there)."
-        )
-    elif not info["sees_code"]:
-        problems.append(
-            f"{name}: does not see the code ({code}). Set launch.sync=rsync, or "
-            "install llmx on every host."
-        )
-    return problems
+        problems += [problem for is_so, problem in facts if is_so]
+    return [f"{connection.name}: {problem}" for problem in problems]
 
 
 def kill_leftovers(spec: LaunchSpec, connections: list[Connection], log: RunLog) -> None:
@@ -453,45 +454,45 @@ def survey_hosts(
     spec: LaunchSpec,
     connections: list[Connection],
     *,
-    runs: bool = False,
     is_alone: bool = False,
-    remove: Mapping[str, Mapping[str, Any]] | None = None,
+    remove: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[dict[str, Message], list[str]]:
     """Host -> its survey, by the agents; all hosts at once. And why others have none.
 
-    ``runs``: list other runs there, too; ``is_alone``: there is no host to compare with, and the
-    ranks themselves check what torch was built for; ``remove``: host -> leftovers that are removed
-    first.
+    ``is_alone``: there is no host to compare with, and the ranks themselves check what torch was
+    built for; ``remove``: host -> stale locks that are removed first.
     """
-    used = [connection for connection in connections if connection.hosts]
-    questions = {agent.name: {**_questions(spec, agent.hosts[0]), "runs": runs} for agent in used}
-    if is_alone:
-        questions = {name: {**values, "torch": False} for name, values in questions.items()}
-    names = {
-        agent.name: survey_request(spec.python_on(agent.hosts[0]), questions[agent.name])
-        for agent in used
-    }
-    records = {agent.name: HostRecord(spec.plan.hosts[agent.hosts[0]]) for agent in used}
+    used = {connection.name: connection for connection in connections if connection.hosts}
+    asked: dict[str, Message] = {}
+    records: dict[str, HostRecord] = {}
+    names: dict[str, str] = {}
+    for name, connection in used.items():
+        index = connection.hosts[0]
+        asked[name] = _questions(spec, index)
+        if is_alone:
+            asked[name]["torch"] = False
+        records[name] = HostRecord(spec.plan.hosts[index])
+        names[name] = survey_request(spec.python_on(index), asked[name])
 
     def request(connection: Connection) -> Message:
         index, name = connection.hosts[0], connection.name
-        paths = [spec.run_dir.root, Path(spec.worker_path).parent]
+        earlier = {"known": records[name].survey(names[name]), "remove": (remove or {}).get(name)}
+        paths = (spec.run_dir.root, Path(spec.worker_path).parent)
         arguments = [spec.path_on(index, path) for path in paths]
-        known_facts = records[name].survey(names[name])
-        leftovers = (remove or {}).get(name)
-        arguments.append(json.dumps({**questions[name], "known": known_facts, "remove": leftovers}))
+        arguments.append(json.dumps({**asked[name], **earlier}))
         return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
 
     surveys, problems = {}, []
     for connection, reply in request_all(
-        used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
+        used.values(), "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
+        name = connection.name
         if isinstance(reply, AgentError):
             python = spec.python_on(connection.hosts[0])
-            problems.append(f"{connection.name}: {python} cannot survey this host: {reply}")
+            problems.append(f"{name}: {python} cannot survey this host: {reply}")
             continue
-        surveys[connection.name] = reply["facts"]
-        records[connection.name].note_survey(names[connection.name], reply["facts"])
+        surveys[name] = reply["facts"]
+        records[name].note_survey(names[name], reply["facts"])
     return surveys, problems
 
 
@@ -520,7 +521,7 @@ def resolve_network(spec: LaunchSpec, connections: list[Connection]) -> LaunchSp
     """Reserve a port on the host of rank 0, find the interfaces, and probe the network between the
     hosts; writes the final files. LaunchError where two hosts do not reach each other."""
     spec = dataclasses.replace(spec, port=reserve_port(spec, connections))
-    nodes = _checked_network(spec, connections)
+    nodes = check_network(spec, connections)
     interfaces = tuple(
         nodes[host.name].interface if host.name in nodes else host.interface
         for host in spec.plan.hosts
@@ -534,37 +535,31 @@ def network_problem(spec: LaunchSpec, connections: list[Connection]) -> str:
     """What keeps the hosts from reaching each other now (``launch.probe``), with the likely cause;
     empty where nothing does, or where an agent does not answer."""
     try:
-        _checked_network(dataclasses.replace(spec, port=0), connections)
+        check_network(dataclasses.replace(spec, port=0), connections)
     except LaunchError as error:
         lost = any(connection.lost_at is not None for connection in connections)
         return "" if lost else str(error)
     return ""
 
 
-def _checked_network(spec: LaunchSpec, connections: list[Connection]) -> dict[str, Node]:
-    """The interfaces of the hosts; LaunchError where they do not reach each other."""
-    hosts = spec.plan.hosts
-    nodes = find_nodes(hosts, connections) if len(hosts) > 1 else {}
-    check_network(spec, nodes, connections)
+def check_network(spec: LaunchSpec, connections: list[Connection]) -> dict[str, Node]:
+    """The interfaces of the hosts; LaunchError where a host does not reach the rendezvous
+    (``spec.port``; 0: there is none), or another host (``launch.probe``). The ranks themselves
+    would find that out after hours."""
+    if len(spec.plan.hosts) < 2:
+        return {}
+    nodes = find_nodes(spec.plan.hosts, connections)
+    if connection_to(connections, 0) is not None and len(nodes) > 1:
+        mesh = probe_mesh(
+            nodes,
+            connections,
+            port=spec.port,
+            rendezvous=spec.rendezvous,
+            pairs=spec.exp.launch.probe,
+        )
+        if problems := mesh_problems(mesh):
+            raise LaunchError("\n".join(problems))
     return nodes
-
-
-def check_network(
-    spec: LaunchSpec, nodes: Mapping[str, Node], connections: list[Connection]
-) -> None:
-    """LaunchError where a host does not reach the rendezvous (``spec.port``; 0: there is none), or
-    another host (``launch.probe``). The ranks themselves would find that out after hours."""
-    if connection_to(connections, 0) is None or len(nodes) < 2:
-        return
-    mesh = probe_mesh(
-        nodes,
-        connections,
-        port=spec.port,
-        rendezvous=spec.rendezvous,
-        pairs=spec.exp.launch.probe,
-    )
-    if problems := mesh_problems(mesh):
-        raise LaunchError("\n".join(problems))
 
 
 def start_ranks(spec: LaunchSpec, connections: list[Connection]) -> None:
@@ -591,10 +586,14 @@ def start_watching(connections: list[Connection], log: RunLog, *, port: int) -> 
         connections,
         "watch",
         timeout_s=30,
-        message=lambda each: {"stream": not each.shared, "port": port},
+        message=lambda each: _watch_message(each, port),
     ):
         if isinstance(reply, AgentError):
             log.debug(f"{connection.name}: does not monitor its ranks: {reply}")
+
+
+def _watch_message(connection: Connection, port: int) -> Message:
+    return {"stream": not connection.shared, "port": port, "statuses": connection.statuses}
 
 
 def connection_to(connections: list[Connection], host: int) -> Connection | None:

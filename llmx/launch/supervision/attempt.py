@@ -38,7 +38,6 @@ from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
 from llmx.launch.supervision.outcome import AttemptRecord, Evidence
-from llmx.launch.supervision.place import RunPlace
 from llmx.launch.supervision.rollout_pool import RolloutPool
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
@@ -265,9 +264,7 @@ class Attempt:
         """Poll until the attempt is over, or its end is requested."""
         assert self.monitor is not None
         monitor = self.monitor
-        place = RunPlace(self.spec.run_dir, self.log, self.shutdown)
         while True:
-            place.check()
             monitor.poll()
             self.journal.heartbeat(monitor.stall)
             if self.shutdown.count:

@@ -19,9 +19,8 @@ from llmx.launch.supervision.tail import tail_text
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.text import plural
 
-REPORT = (sys.executable, "-m", "llmx.cli.main", "report")
 REPORT_TIMEOUT_S = 120.0
-_LATER: list[subprocess.Popen[bytes]] = []
+_LATER: list[subprocess.Popen[str]] = []
 """Reports that are written in the background."""
 TRACEBACK_LINES = 25
 CAUSE_LINES = 5
@@ -74,23 +73,17 @@ def print_report(run_dir: RunDir, stream: TextIO | None) -> str | None:
     again = f"run it again: python -m llmx report {shlex.quote(str(run_dir.root))}"
     # Directly to stdout where that is a terminal, for colours and the width.
     direct = stream is sys.stdout and stream.isatty()
+    report = _start_report(run_dir, None if direct else subprocess.PIPE, subprocess.PIPE)
     try:
-        done = subprocess.run(
-            [*REPORT, str(run_dir.root)],
-            stdin=subprocess.DEVNULL,
-            stdout=None if direct else subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=REPORT_TIMEOUT_S,
-            check=False,
-        )
+        tables, errors = report.communicate(timeout=REPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
+        report.kill()
         return f"the report took longer than {REPORT_TIMEOUT_S:.0f} s; {again}"
     if stream is not None and not direct:
         with contextlib.suppress(OSError):  # the reader has closed the pipe
-            print(done.stdout, file=stream, end="", flush=True)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            print(tables, file=stream, end="", flush=True)
+    if report.returncode != 0:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
         return f"no report ({last}); {again}"
     return None
 
@@ -102,15 +95,18 @@ def start_report(run_dir: RunDir) -> None:
     if not _LATER:
         atexit.register(_wait_for_reports)
     with contextlib.suppress(OSError), (run_dir.logs / "report.log").open("wb") as log:
-        _LATER.append(
-            subprocess.Popen(
-                [*REPORT, str(run_dir.root)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        )
+        _LATER.append(_start_report(run_dir, log, log))
+
+
+def _start_report(run_dir: RunDir, stdout: Any, stderr: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "llmx.cli.main", "report", str(run_dir.root)],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
 
 
 def _wait_for_reports() -> None:

@@ -155,11 +155,8 @@ class Journal:
 
     def _write(self) -> None:
         self._written_at = time.monotonic()
-        try:
+        with contextlib.suppress(OSError):
             write_json(self.run_dir.supervisor, self._now)
-        except OSError:
-            with contextlib.suppress(OSError):
-                overwrite_json(self.run_dir.supervisor, self._now)
         self._append()
 
 
@@ -177,19 +174,6 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
         except OSError:
             os.ftruncate(stream.fileno(), size)
             raise
-
-
-def overwrite_json(path: Path, value: dict[str, Any]) -> None:
-    """Write into the block that the file has, for a full disk, where no second file can be written.
-
-    In one write, padded with spaces: a reader sees the old content or the new.
-    """
-    text = json.dumps(value, ensure_ascii=False).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.pwrite(descriptor, text.rjust(os.fstat(descriptor).st_size), 0)
-    finally:
-        os.close(descriptor)
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -8,13 +8,21 @@ connection breaks is connected anew, and its ranks are taken over.
 from __future__ import annotations
 
 import base64
+import contextlib
 import queue
 import threading
 import time
+from typing import Any
 
 from llmx.failures.diagnose import Failure
+from llmx.launch.agents.agent import RANKS_ENDED
 from llmx.launch.agents.connection import AgentError, Connection, Message
-from llmx.launch.agents.preflight import network_problem, start_watching, take_over
+from llmx.launch.agents.preflight import (
+    connection_to,
+    network_problem,
+    start_watching,
+    take_over,
+)
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.hang import (
@@ -33,12 +41,12 @@ from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
     LineReader,
-    StatusReader,
     apply_update,
     tail_text,
 )
 from llmx.launch.transports import transport_of
 from llmx.run.metrics.lines import MetricsTail
+from llmx.run.rundir import write_json
 from llmx.text import duration
 
 SUSPENDED_S = 5.0
@@ -48,9 +56,7 @@ MESSAGES_S = 1.0
 SETTLE_S = 5.0
 """Time from the first failure to the shutdown: an earlier failure may still be reported."""
 SHARED_DELAY_S = 3.0
-"""How much later than the exit of a process its last status may appear on a network disk."""
-LOCAL_DELAY_S = 0.5
-"""``SHARED_DELAY_S`` on a disk of this machine, or where the agent sends the status."""
+"""How much later than the exit of a launcher the last status may appear on a network disk."""
 ALL_REPORTED_S = 1.0
 """``SETTLE_S`` where every rank has a final status or has exited."""
 EXIT_S = 60.0
@@ -117,7 +123,6 @@ class RankMonitor:
         """Monotonic clock at the first failure."""
         self.exiting_at: float | None = None
         """When a rank was found to exit because of a signal from outside."""
-        self._statuses = StatusReader(self.run_dir, self.plan.world_size)
         self._metrics = MetricsTail(self.run_dir.metrics)
         self.progress = Progress(
             hang_timeout_s=spec.exp.launch.hang_timeout_s,
@@ -138,8 +143,6 @@ class RankMonitor:
         }
         """Rank -> bytes of its log that are of earlier attempts."""
         self._started = self._polled_at = self._resumed_at = time.monotonic()
-        self._exit_reported_at: dict[int, float] = {}
-        """Rank -> when its exit was reported, by the monotonic clock."""
         self._renewals: dict[str, Renewal] = {}
         """Host -> its last renewal, also one that is over."""
         self._ranks_ended_at: dict[str, float] = {}
@@ -157,7 +160,12 @@ class RankMonitor:
 
     def start(self) -> None:
         """Remove the statuses of an earlier attempt; the agents begin to report."""
-        self._statuses.clear()
+        for path in (*self.run_dir.ranks.glob("*rank-*"), self.run_dir.root / RANKS_ENDED):
+            path.unlink(missing_ok=True)
+        for rank in self.plan.ranks:
+            # The agent of this machine reads what ranks without one (Slurm) write.
+            agent = connection_to(self.connections, rank.host) or self.connections[0]
+            agent.statuses.append(rank.rank)
         start_watching(self.connections, self.log, port=self.spec.port)
         self._started = time.monotonic()
 
@@ -166,8 +174,6 @@ class RankMonitor:
         if time.monotonic() - self._polled_at > SUSPENDED_S:
             self._resumed_at = time.monotonic()
         self._receive(wait_s=0.0 if final else 0.1, limit_s=None if final else MESSAGES_S)
-        self._statuses.read()
-        self.evidence.statuses = self._statuses.statuses
         now = time.monotonic()
         self.progress.update(self.evidence.statuses, now)
         if self.progress.is_loading and (since_s := now - self._sized_at) > SIZES_S:
@@ -259,10 +265,6 @@ class RankMonitor:
         """Say that a step is overdue and who is waited for, again and again
         (``Progress.notice_due``). From ``NOTICE_S`` on look whether the hosts reach each other."""
         overdue_s = self.progress.overdue_s(now)
-        if overdue_s is not None and not self.stall and not self.progress.is_loading:
-            self._statuses.refresh()
-            self.progress.update(self.evidence.statuses, now)
-            overdue_s = self.progress.overdue_s(now)
         if overdue_s is None:
             if self.stall:
                 self.log.info("training goes on")
@@ -392,9 +394,8 @@ class RankMonitor:
             if status.get("state") == "interrupted" and self.exiting_at is None:
                 self.exiting_at = now
                 self.log.debug(f"rank {rank} received a signal and is exiting")
-        for rank, reported_at in self._exit_reported_at.items():
-            state = self.evidence.statuses.get(rank, {}).get("state")
-            if state not in FINAL_STATES and now - reported_at > self._delay_s(rank):
+        for rank in self.evidence.exits:
+            if self.evidence.statuses.get(rank, {}).get("state") not in FINAL_STATES:
                 return f"rank {rank} exited without an error message"
         return self._find_lost_host(now)
 
@@ -456,11 +457,6 @@ class RankMonitor:
             self._mark_lost(connection)
         return True
 
-    def _delay_s(self, rank: int) -> float:
-        host = self.plan.ranks[rank].host
-        remote = any(c.is_remote and c.shared for c in self.connections if host in c.hosts)
-        return SHARED_DELAY_S if remote else LOCAL_DELAY_S
-
     def _mark_lost(self, connection: Connection) -> None:
         silent_s = time.monotonic() - connection.last_message_at
         self.evidence.lost_hosts.setdefault(connection.name, time.time() - silent_s)
@@ -490,13 +486,20 @@ class RankMonitor:
                 except (OSError, ValueError) as error:
                     # A full disk, for example; at the end of the run whole files are copied.
                     self.log.debug(f"{connection.name}: {message['path']} is not written: {error}")
+            elif event == "status":
+                self._take_status(connection, message["rank"], message["status"])
             elif event == "rank_exit" and message["rank"] < self.plan.world_size:
                 self._record_exit(connection, message)
             elif event == "lost":
                 self.log.debug(f"{connection.name}: the connection to its agent closed")
 
+    def _take_status(self, connection: Connection, rank: int, status: dict[str, Any]) -> None:
+        self.evidence.statuses[rank] = status
+        if not connection.shared:
+            with contextlib.suppress(OSError):  # for those who look at the run
+                write_json(self.run_dir.rank_status(rank), status)
+
     def _record_exit(self, connection: Connection, message: Message) -> None:
-        self._exit_reported_at.setdefault(message["rank"], time.monotonic())
         oom_kills = message.get("oom_kills", 0) - connection.host_info.get("oom_kills", 0)
         self.evidence.exits.setdefault(
             message["rank"],

@@ -5,17 +5,15 @@ Only complete lines are read; a file that does not exist yet is empty.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from llmx.launch.agents.agent import RANKS_ENDED
 from llmx.run.rundir import RunDir, replacing
 
 _STREAMED = re.compile(
-    r"logs/(rank|rollout)-\d+\.log|ranks/rank-\d+\.json|(metrics|rollouts)\.jsonl"
+    r"logs/(rank|rollout)-\d+\.log|(metrics|rollouts)\.jsonl"
     r"|(samples|tables|inputs|data|balance)\.json",
     re.ASCII,
 )
@@ -54,41 +52,6 @@ class LineReader:
             lines.append(self._rest)
             self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
-
-
-class StatusReader:
-    """The latest status of every rank that has written one."""
-
-    def __init__(self, run_dir: RunDir, world_size: int) -> None:
-        self._run_dir = run_dir
-        self._paths = {rank: run_dir.rank_status(rank) for rank in range(world_size)}
-        self._stamps: dict[int, tuple[int, int]] = {}
-        self.statuses: dict[int, dict[str, Any]] = {}
-
-    def clear(self) -> None:
-        """Remove the statuses of an earlier attempt."""
-        # Temporary files are of ranks that were killed during a write.
-        leftovers = [*self._run_dir.ranks.glob(".rank-*.tmp"), self._run_dir.root / RANKS_ENDED]
-        for path in [*self._paths.values(), *leftovers]:
-            path.unlink(missing_ok=True)
-
-    def refresh(self) -> None:
-        """Read every file again: a network disk shows a new one late, unless it is opened."""
-        self._stamps.clear()
-        self.read()
-
-    def read(self) -> dict[int, dict[str, Any]]:
-        """Rank -> status; only files that changed are read again."""
-        for rank, path in self._paths.items():
-            try:
-                status = path.stat()
-                stamp = (status.st_mtime_ns, status.st_ino)
-                if self._stamps.get(rank) != stamp:
-                    self.statuses[rank] = json.loads(path.read_text(encoding="utf-8"))
-                    self._stamps[rank] = stamp
-            except (OSError, ValueError):
-                continue  # not there yet; a replaced file is always complete
-        return self.statuses
 
 
 def tail_text(path: Path, *, start: int = 0, max_bytes: int = 16384) -> str:
