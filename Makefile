@@ -98,7 +98,7 @@ bench: venv ## start-up, throughput, tokenizing and checkpoints against what oth
 	$(BIN)/python benchmarks/throughput.py sft
 	$(BIN)/python benchmarks/throughput.py lora --only defaults
 	$(BIN)/python benchmarks/throughput.py dpo --only "reference once"
-	$(BIN)/python benchmarks/grpo_throughput.py
+	$(BIN)/python benchmarks/throughput.py grpo
 	$(BIN)/python benchmarks/tokenization.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 

@@ -1,13 +1,13 @@
-"""The peer: Hugging Face's Trainer, TRL's SFTTrainer (with peft) or DPOTrainer, with DeepSpeed, on
-rows of an llmx store.
+"""The peer: Hugging Face's Trainer, TRL's SFTTrainer (with peft), DPOTrainer or GRPOTrainer, with
+DeepSpeed, on rows of an llmx store.
 
 Started by ``benchmarks/throughput.py`` on every rank:
 
     deepspeed --num_gpus 2 benchmarks/peers/trl_trainer.py JOB.json
 
 As their documentation shows it; the rows are tokenized already, by the same code as llmx's, so that
-only training is measured. Rank 0 writes the time, the count of non-padding tokens and the loss of
-every step to ``out`` of JOB.json, and how long the reference took.
+only training is measured. Rank 0 writes the time, the count of non-padding tokens and the loss (or
+the reward) of every step to ``out`` of JOB.json.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from vowels import vowels
 
 from llmx.data import SampleStore
+from llmx.train.rollout import prompts_of
 
 
 def chats(store: SampleStore) -> Dataset:
@@ -83,6 +85,21 @@ class Pairs(DPOTrainer):
         return dataset
 
 
+class Prompts(GRPOTrainer):
+    """GRPOTrainer for prompts that are tokenized: ``prompt`` of a row is their number."""
+
+    store: SampleStore
+
+    def _tokenize_prompts(self, prompts: list[str]) -> Any:
+        ids = [list(prompts_of(self.store[int(number)])[0].tokens) for number in prompts]
+        return ids, None, {}
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Rewards of the vowels in all completions, which TRL gives at once."""
+    return [vowels("", completion, "") for completion in completions]
+
+
 class Clock(TrainerCallback):
     """Notes (step, time, tokens of this rank) after every optimizer step."""
 
@@ -114,7 +131,7 @@ def main() -> None:
     common = {
         "output_dir": tempfile.mkdtemp(prefix="trl-"),
         "per_device_train_batch_size": job["rows_per_rank"],
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": job.get("accumulation", 1),
         "max_steps": job["steps"],
         "learning_rate": job["lr"],
         "lr_scheduler_type": "constant",
@@ -132,7 +149,7 @@ def main() -> None:
     store = SampleStore.open(Path(job["store"]))
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    clock, began = Clock(), time.time()
+    clock = Clock()
     if job["kind"] == "sft":
         trainer: Any = Trainer(
             model=model,
@@ -153,6 +170,24 @@ def main() -> None:
             peft_config=LoraConfig(task_type="CAUSAL_LM", **job["lora"]),
             callbacks=[clock],
         )
+    elif job["kind"] == "grpo":
+        trainer = Prompts(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(
+                **common,
+                seed=job["seed"],
+                num_generations=job["group_size"],
+                max_completion_length=job["max_new_tokens"],
+                beta=0.0,
+                loss_type="dapo",
+                epsilon_high=0.28,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(len(store))]),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.store = store
     else:
         trainer = Pairs(
             model=model,
@@ -161,8 +196,8 @@ def main() -> None:
             processing_class=tokenizer,
             callbacks=[clock],
         )
-    made_s = time.time() - began
-    count(trainer, clock)
+    if job["kind"] != "grpo":  # its samples count
+        count(trainer, clock)
     trainer.train()
 
     counts = torch.tensor([point[2] for point in clock.points])
@@ -174,8 +209,9 @@ def main() -> None:
             {"step": step, "time": at, "tokens": int(total)}
             for (step, at, _), total in zip(clock.points, counts, strict=True)
         ]
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        out = {"points": points, "trained": trained, "losses": losses, "made_s": made_s}
+        value = "reward" if job["kind"] == "grpo" else "loss"
+        values = [entry[value] for entry in trainer.state.log_history if value in entry]
+        out = {"points": points, "trained": trained, "values": values}
         Path(job["out"]).write_text(json.dumps(out))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
