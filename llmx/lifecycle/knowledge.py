@@ -1,5 +1,5 @@
 """Gathers what a plan rests on beside its experiment: traces of the micro step, finished runs, the
-speeds of a cluster, the tokenizer.
+tokenizer.
 
 A trace depends on the network, the task, its micro batch and what runs it; the same is never traced
 twice. It is made in a process of its own and kept in the cache. Where none can be had (a model that
@@ -33,7 +33,6 @@ from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
 from llmx.run.rundir import read_mapping, write_json
 from llmx.run.scratch import PACKAGES, ask
-from llmx.run.speeds import known_speeds
 
 PROGRAM = "llmx.train.memory_trace"
 TIME_LIMIT_S = 60.0
@@ -95,9 +94,8 @@ def gather(composed: Composed, *, make: bool, variants: bool) -> Knowledge:
     vocabulary = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
     known = replace(known, vocabulary=vocabulary)
     if plan.balance is not None and plan.balance.pending:
-        known = replace(known, speeds=known_speeds(exp, plan))
-        if known.speeds is not None:  # other micro batches than the data sheets give
-            plan = plan_experiment(exp, is_checked=True, knowledge=known).plan
+        # By finished runs other micro batches than by the data sheets.
+        plan = plan_experiment(exp, is_checked=True, knowledge=known).plan
     return replace(known, traces=_traces(exp, plan, make=make, variants=variants))
 
 

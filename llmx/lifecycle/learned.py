@@ -1,10 +1,11 @@
 """Keeps measurements of finished runs: ``learned.json`` in the cache (``$LLMX_CACHE``,
 ``~/.cache/llmx``).
 
-A run that ends well leaves the TFLOP/s that its devices have reached, and the speed of its
-collectives where it can be told; plans of later runs use them instead of assumptions, and say so.
-The file can be deleted at any time, or edited. ``LLMX_LEARNED=off`` neither reads nor writes it.
-It decides the predicted time in a ``plan.json``, and what ``auto`` takes where a run is planned.
+A run that ends well leaves the TFLOP/s that its devices have reached; plans of later runs use them
+instead of assumptions, and say so. The file can be deleted at any time, or edited.
+``LLMX_LEARNED=off`` neither reads nor writes it. It decides the predicted time in a ``plan.json``,
+what ``auto`` takes where a run is planned, and the split over unequal devices until the ranks have
+measured their speeds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from llmx.run.tail import read_records
 
 FORMAT = 1
 MOST_KEPT = 500
-LOCK_S = 5.0
 LEAST_STEPS = 5
 """Steps of a run that teaches, after its first logged line, which is a warm-up."""
 
@@ -70,7 +70,7 @@ def learn(run: RunDir, exp: Experiment) -> list[Observation]:
         if observations:
             new = [{**row.to_dict(), "time": round(time.time())} for row in observations]
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(path.parent):
+            with _locked(path.parent):
                 entries = [*_stored(path), *new][-MOST_KEPT:]
                 write_json(path, {"format": FORMAT, "observations": entries})
         return observations
@@ -78,20 +78,12 @@ def learn(run: RunDir, exp: Experiment) -> list[Observation]:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold a lock, so that runs that end together add their lines one after the other. A disk
-    without locks, or a holder that hangs, is not waited for: at worst a line is lost."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock, where the disk has locks, so that runs that end together lose no line."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + LOCK_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:
-                break
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -102,9 +94,7 @@ def read_observations(path: Path) -> list[Observation]:
     observations = []
     for row in _stored(path):
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            observations.append(
-                Observation.from_dict({k: v for k, v in row.items() if k != "time"})
-            )
+            observations.append(Observation.from_dict(row))
     return observations
 
 
@@ -115,34 +105,31 @@ def _stored(path: Path) -> list[Any]:
 
 
 def measured_of(records: Sequence[Mapping[str, Any]]) -> Measured | None:
-    """Medians over the ``train`` lines of a run since its hosts or its split last changed; None
-    where there are too few."""
-    begun, before = 0, 0
-    for number, line in enumerate(records):
-        if line.get("kind") == "start" or line.get("event") in OTHERWISE:
-            begun, before = number, line.get("resumed_from") or line.get("step") or 0
-    lines = [record for record in records[begun:] if record.get("kind") == "train"]
-    counts, steps, tokens, forward, contexts = [], [], [], [], []
-    for line in lines:
-        count, before = line["step"] - before, line["step"]
-        if count < 1 or not line.get("step_time_s"):
-            continue  # repeated after a restart
-        counts.append(count)
-        steps.append(line["step_time_s"] - (line.get("data_wait_s") or 0.0) / count)
-        tokens.append(line["tokens_per_s"] * line["step_time_s"])
-        forward.append(line.get("forward_s") or [])
-        contexts.append(line.get("context_gib") or [])
-    if sum(counts[1:]) < LEAST_STEPS:
+    """Medians over the ``train`` lines of a run since its hosts or its split last changed, without
+    the first of them; None where there are too few."""
+    done, lines = 0, list[dict[str, Any]]()
+    for record in records:
+        if record.get("kind") == "start" or record.get("event") in OTHERWISE:
+            done, lines = record.get("resumed_from") or record.get("step") or 0, []
+        elif record.get("kind") == "train":
+            count, done = record["step"] - done, record["step"]
+            if count >= 1 and record.get("step_time_s"):  # else repeated after a restart
+                lines.append({**record, "count": count})
+    lines = lines[1:]
+    if sum(line["count"] for line in lines) < LEAST_STEPS:
         return None
-    timed = [times for times in forward[1:] if times]
+    waits = [(line.get("data_wait_s") or 0.0) / line["count"] for line in lines]
+    timed = [line["forward_s"] for line in lines if line.get("forward_s")]
     is_uniform = len({len(times) for times in timed}) == 1
     return Measured(
-        step_s=statistics.median(steps[1:]),
-        tokens=statistics.median(tokens[1:]),
-        forward_s=tuple(statistics.median(rank) for rank in zip(*timed, strict=True))
-        if is_uniform
-        else (),
-        context_gib=tuple(map(min, zip(*contexts[1:], strict=True))),
+        step_s=statistics.median(
+            line["step_time_s"] - wait for line, wait in zip(lines, waits, strict=True)
+        ),
+        tokens=statistics.median(line["tokens_per_s"] * line["step_time_s"] for line in lines),
+        forward_s=tuple(map(statistics.median, zip(*timed, strict=True))) if is_uniform else (),
+        context_gib=tuple(
+            map(min, zip(*(line.get("context_gib") or [] for line in lines), strict=True))
+        ),
     )
 
 

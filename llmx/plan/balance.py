@@ -10,8 +10,10 @@ different machines compute the same. The method, and what it gains: docs/unequal
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -187,31 +189,22 @@ def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]
     if total < len(costs):
         raise _impossible(total, len(costs), sum(limits))
 
-    def within(time: int, rank: int) -> int:
-        """Samples that a rank computes in this time."""
-        (fixed, sample), limit = costs[rank], limits[rank]
-        full, remaining = divmod(time, fixed + limit * sample)
-        return int(full * limit + max(0, (remaining - fixed) // sample))
-
     everyone = range(len(costs))
-    low = max(fixed + sample for fixed, sample in costs)
-    if sum(within(low, rank) for rank in everyone) < total:
-        high = 2 * low
-        while sum(within(high, rank) for rank in everyone) < total:
-            low, high = high, 2 * high
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if sum(within(middle, rank) for rank in everyone) < total:
-                low = middle
-            else:
-                high = middle
-        low = high
-    counts = [within(low, rank) for rank in everyone]
+
+    def within(time: int) -> list[int]:
+        """Samples that each rank computes in this time."""
+        counts = []
+        for (fixed, sample), limit in zip(costs, limits, strict=True):
+            full, remaining = divmod(time, fixed + limit * sample)
+            counts.append(int(full * limit + max(0, (remaining - fixed) // sample)))
+        return counts
 
     def time(rank: int) -> int:
         fixed, sample = costs[rank]
         return -(-counts[rank] // limits[rank]) * fixed + counts[rank] * sample
 
+    least = max(fixed + sample for fixed, sample in costs)
+    counts = within(_least(lambda time: sum(within(time)) >= total, least))
     surplus = sum(counts) - total
     latest = [(-time(rank), -rank) for rank in everyone if counts[rank] > 1] if surplus else []
     heapq.heapify(latest)
@@ -226,6 +219,21 @@ def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]
         size, num_larger = divmod(count, steps)
         sizes.append((size + 1,) * num_larger + (size,) * (steps - num_larger))
     return tuple(sizes)
+
+
+def _least(is_enough: Callable[[int], bool], first: int, *, precision: int = 0) -> int:
+    """The smallest number from ``first`` on that is enough; all larger ones are, too. To one part
+    in ``precision``, where it is given."""
+    low, high = first - 1, first
+    while not is_enough(high):
+        low, high = high, 2 * high
+    while high - low > max(1, high // precision if precision else 1):
+        middle = (low + high) // 2
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def busy_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int) -> list[int]:
@@ -507,36 +515,23 @@ class _Filling:
         """Tokens of such a micro batch, padding included."""
         return (self.lines[first + size] - self.lines[first]) * self.lengths[first]
 
+    def _is_too_long(self, rank: int, first: int, budget: int, size: int) -> bool:
+        """Whether a micro batch has no room on a rank, or takes longer than ``budget``."""
+        has_no_room = self.tokens(first, size) > self.room[rank]
+        return has_no_room or self.time(rank, first, size) > budget
+
     def fill(self, time: int) -> list[int] | None:
         """Samples of each bin where no rank computes longer in a step; None: they do not fit."""
         first, sizes = 0, []
         for rank, _ in self.bins:
-            low, high = 0, len(self.order) - first
-            budget = time // self.steps[rank]
-            while low < high:
-                middle = (low + high + 1) // 2
-                if (
-                    self.tokens(first, middle) <= self.room[rank]
-                    and self.time(rank, first, middle) <= budget
-                ):
-                    low = middle
-                else:
-                    high = middle - 1
-            sizes.append(low)
-            first += low
+            too_long = partial(self._is_too_long, rank, first, time // self.steps[rank])
+            sizes.append(bisect_left(range(1, len(self.order) - first + 1), True, key=too_long))
+            first += sizes[-1]
         return sizes if first == len(self.order) else None
 
     def places(self) -> Places:
-        low, high = 0, 1
-        while (sizes := self.fill(high)) is None:
-            low, high = high, 2 * high
-        while high - low > max(1, high // PRECISION):
-            middle = (low + high) // 2
-            filled = self.fill(middle)
-            if filled is None:
-                low = middle
-            else:
-                high, sizes = middle, filled
+        sizes = self.fill(_least(lambda time: self.fill(time) is not None, 1, precision=PRECISION))
+        assert sizes is not None
         places: list[list[tuple[int, ...]]] = [[()] * steps for steps in self.steps]
         first = 0
         for (rank, step), size in zip(self.bins, sizes, strict=True):

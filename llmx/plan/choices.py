@@ -156,7 +156,7 @@ def planned(exp: Experiment, name: str, knowledge: Knowledge) -> Choice | None:
     """A variant of the experiment that ``knowledge`` is of; None where it cannot be planned, or was
     not traced where others were. ``cost`` is seconds a token."""
     try:
-        plan = make_plan(exp, replace(knowledge, speeds=None))
+        plan = make_plan(exp, knowledge)
     except ConfigError:  # its batch cannot be cut so
         return None
     if not plan.memory or (knowledge.traces.found and not plan.memory[0].traced):

@@ -12,7 +12,7 @@ from llmx.config.schema import Experiment
 from llmx.plan.learned import Observation, contexts_gib, known_of
 from llmx.plan.step_time import LearnedSpeeds
 from llmx.plan.trace import NO_TRACES, Traces
-from llmx.plan.types import SUMMED, DrawnSamples, KnownSpeeds, NetworkBeside, Plan
+from llmx.plan.types import SUMMED, DrawnSamples, NetworkBeside, Plan
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class Knowledge:
     """Finished runs, the oldest first."""
     runs_file: str = ""
     """The path of their file, for a person."""
-    speeds: KnownSpeeds | None = None
-    """The speeds of the ranks where they will measure them: those of an earlier run."""
     vocabulary: int | None = None
     """Rows that the tokenizer needs; None: not known."""
 

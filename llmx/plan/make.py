@@ -34,7 +34,14 @@ from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
 from llmx.plan.memory import before_training_gib, memory_of, predict_memory, samples_of
 from llmx.plan.rollout_time import ROWS, server_problem
-from llmx.plan.step_time import micro_step_exchange_s, step_time, token_flops, traced_flops
+from llmx.plan.step_time import (
+    LearnedSpeeds,
+    flops_by_device,
+    micro_step_exchange_s,
+    step_time,
+    token_flops,
+    traced_flops,
+)
 from llmx.plan.storage import ModelSize, plan_storage
 from llmx.plan.trace import StepTrace, Traces
 from llmx.plan.types import (
@@ -43,7 +50,6 @@ from llmx.plan.types import (
     BatchPlan,
     DrawnSamples,
     HostPlan,
-    KnownSpeeds,
     MemoryPlan,
     NetworkBeside,
     Plan,
@@ -110,7 +116,7 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
         ranks = tuple(replace(rank, micro_batch=micro_batch) for rank in alike)
         return all(part.fits for part in _memory(exp, replace(plan, ranks=ranks), shape, ""))
 
-    batch, balance = _batch(exp, plan, shape, fits=fits, measured_speeds=knowledge.speeds)
+    batch, balance = _batch(exp, plan, shape, fits=fits, learned=knowledge.learned(exp, plan))
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
     plan = replace(plan, batch=batch, balance=balance, ranks=ranks)
     training = plan
@@ -393,10 +399,11 @@ def _batch(
     shape: Geometry | None,
     *,
     fits: Callable[[str, int], bool],
-    measured_speeds: KnownSpeeds | None,
+    learned: LearnedSpeeds,
 ) -> tuple[BatchPlan, BalancePlan | None]:
     """The split of a step over the ranks; evenly, or by their speeds. ``fits``: whether a micro
-    batch has room on a device type."""
+    batch has room on a device type; ``learned``: the speeds that finished runs have shown, by which
+    ranks share out until they have measured their own."""
     config, seq_len, world = exp.batch, exp.data.seq_len, plan.world_size
     placed = [plan.hosts[rank.host] for rank in plan.ranks]
     method = _method(config, set(plan.devices))
@@ -417,6 +424,13 @@ def _batch(
     if shape is not None and all(peaks) and method not in ("weights", "even"):
         scale = token_flops(exp, plan, shape).model * FS / USED_FLOPS
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
+    source = ""
+    if shape is not None and method == "measured" and set(plan.devices) <= set(learned.tflops):
+        source, flops = learned.source, flops_by_device(exp, plan, shape)
+        speeds = tuple(
+            RankSpeed(0, round(flops[name].run * FS / 1e12 / learned.tflops[name]))
+            for name in (host.device for host in placed)
+        )
     limits = {
         name: _limit(config.micro_batch, functools.partial(fits, name)) for name in plan.devices
     }
@@ -433,17 +447,11 @@ def _batch(
         micro_step_fs=exchange_fs or None,
         overlap=bool(overlap) and exp.zero.stage >= 2,
         pending=method == "measured",
+        source=source,
     )
     # What is not measured yet must not decide how many samples a step has.
     of_step = [1.0] * world if balance.pending else weights
     size = wanted_global_batch(config, seq_len=seq_len, weights=of_step)
-    if balance.pending and measured_speeds is not None and len(measured_speeds.speeds) == world:
-        balance = replace(
-            balance,
-            speeds=measured_speeds.speeds,
-            micro_step_fs=measured_speeds.micro_step_fs,
-            source=measured_speeds.source,
-        )
     return balanced_batch(size, balance, seq_len=seq_len), balance
 
 

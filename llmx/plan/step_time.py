@@ -94,8 +94,6 @@ class LearnedSpeeds:
 
     tflops: Mapping[str, float] = field(default_factory=dict)
     """TFLOP/s that a device reaches, by type; recomputed activations are counted."""
-    link_gb_per_s: float | None = None
-    """The speed of collectives of all ranks, for each rank."""
     with_unpacking: frozenset[str] = frozenset()
     """Devices whose speed is from runs that unpacked weights of 4 bits."""
     at_stage_3: frozenset[str] = frozenset()
@@ -592,11 +590,6 @@ class _Prediction:
         return [*gathers, reduced]
 
     def _seconds(self, exchange: _Sent) -> float:
-        if self.learned.link_gb_per_s is not None and exchange.link == "all":
-            self.sources.append(
-                f"collectives: {self.learned.link_gb_per_s:.3g} GB/s, {self.learned.source}"
-            )
-            return exchange.size / (self.learned.link_gb_per_s * GB)
         speeds = []
         if exchange.link in ("all", "inside"):
             speeds += [self._link(host.device) for host in self.plan.hosts if host.slots > 1]

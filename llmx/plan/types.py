@@ -134,18 +134,7 @@ class BalancePlan:
     """The ranks measure their speeds at the start; these are of the data sheet, or of ``source``.
     """
     source: str = ""
-    """The file of an earlier run that the speeds are of."""
-
-
-@dataclass(frozen=True)
-class KnownSpeeds:
-    """The speeds that an earlier run on the same hosts has measured."""
-
-    speeds: tuple[RankSpeed, ...]
-    """One a rank."""
-    micro_step_fs: int | None
-    source: str
-    """The file."""
+    """The finished runs whose speeds these are: ``learned from 3 runs in FILE``."""
 
 
 USABLE = 0.95

@@ -22,9 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmx.collectives import all_gather
@@ -33,7 +36,7 @@ from llmx.data import SampleStore
 from llmx.data.distributed import send_to_all
 from llmx.data.examples import Schema
 from llmx.data.source.files import digest_of
-from llmx.data.store.precomputed import Precomputed, Values, check_values, place
+from llmx.data.store.precomputed import Precomputed, Values, check_values
 from llmx.data.store.spec import cache_directory, fingerprint_of
 from llmx.errors import ConfigError
 from llmx.models.experts import gather_experts_together
@@ -131,7 +134,7 @@ memory than a step of training, and keeps a GPU busy."""
 RECORD_S = 30.0
 """Seconds between two records of what is done."""
 PROGRESS_S = 10.0
-"""Seconds between two lines of progress."""
+"""Shortest time between two lines of progress."""
 NOT_OF_VALUES = (
     *("name", "tokenizer", "trained_dtype", "attention", "activation_checkpointing", "fused_loss"),
     *("liger_kernel", "compile"),
@@ -276,26 +279,54 @@ def compute(
     shares = (1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches
     owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
     done = all_gather(precomputed.recorded() if rank == 0 else 0, group=group)[0]
-    progress = Progress(title, store, done, log)
+    first = _sequences(store, done)
+    already = f", {first:,} already done" if done else ""
+    log(f"{title}: {store.num_sequences:,} sequences{already}")
     max_rounds = max(1, precomputed.window // (size * len(owners)))
     num_rounds = 1
+    began = shown = time.perf_counter()
     while done < len(store):
-        began = time.perf_counter()
+        round_began = time.perf_counter()
         samples = range(done, min(len(store), done + num_rounds * size * len(owners)))
-        values = precomputed.zeros(samples.start, samples.stop)
-        for indices in groups_of(rank, samples, size=size, owners=owners, even=frozen.sharded):
-            _forward(precomputed, task, frozen, layout, indices, values, samples.start)
-            progress.show(indices.stop)
-        _sum(values, group)
-        if rank == 0:
+        parts = [
+            (indices.start, _values_of(precomputed, task, frozen, layout, indices))
+            for indices in groups_of(rank, samples, size=size, owners=owners, even=frozen.sharded)
+        ]
+        if values := _gathered(parts, group=group):
             precomputed.record(values, samples.start, samples.stop)
-        seconds = max(all_gather(time.perf_counter() - began, group=group)) / num_rounds
+        seconds = time.perf_counter() - round_began
+        seconds = max(all_gather(seconds, group=group)) / num_rounds
         num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds)))
         done = samples.stop
-    progress.end()
+        if time.perf_counter() - shown >= PROGRESS_S:
+            shown = time.perf_counter()
+            part = _sequences(store, done) / store.num_sequences
+            rate = (_sequences(store, done) - first) / (shown - began)
+            left_s = (1 - part) * store.num_sequences / rate
+            log(f"{title}: {part:.0%}, {rate:,.1f} sequences/s, {clock(left_s)} left")
+    took_s = time.perf_counter() - began
+    rate = (store.num_sequences - first) / max(took_s, 1e-3)
+    log(f"{title}: done in {clock(took_s)}, {rate:,.1f} sequences/s")
     if rank == 0:
-        precomputed.publish(facts={"seconds": round(progress.seconds, 3)})
+        precomputed.publish(facts={"seconds": round(took_s, 3)})
     send_to_all(precomputed.path, group=group)
+
+
+def _gathered(parts: list[tuple[int, Values]], *, group: Any) -> Values:
+    """The values of all ranks in the order of their samples, on rank 0; empty on the others.
+    Collective. ``parts``: the first sample and the values of each group of this rank."""
+    is_first = torch.distributed.get_rank() == 0
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.gather_object(parts, of_ranks if is_first else None, group=group)
+    if not is_first:
+        return {}
+    ordered = [values for _, values in sorted(chain.from_iterable(of_ranks), key=itemgetter(0))]
+    return {name: np.concatenate([values[name] for values in ordered]) for name in ordered[0]}
+
+
+def _sequences(store: SampleStore, samples: int) -> int:
+    """The number of sequences of the first ``samples``."""
+    return int(store.span("sequence", 0, samples).stop)
 
 
 def group_size(seq_len: int) -> int:
@@ -323,77 +354,17 @@ def groups_of(
     return groups
 
 
-class Progress:
-    """A line now and then: how much is done, how fast, and how long it will take."""
-
-    def __init__(
-        self, title: str, store: SampleStore, done: int, log: Callable[[str], None]
-    ) -> None:
-        self._title, self._store, self._log = title, store, log
-        self._began = self._shown = time.perf_counter()
-        self._first = self._sequences(done)
-        already = f", {self._first:,} already done" if done else ""
-        log(f"{title}: {store.num_sequences:,} sequences{already}")
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    def _sequences(self, samples: int) -> int:
-        return int(self._store.span("sequence", 0, samples).stop)
-
-    def _rate(self, sequences: int) -> float:
-        return (sequences - self._first) / max(self.seconds, 1e-3)
-
-    def show(self, samples: int) -> None:
-        """``samples`` are done, over all ranks, as far as this one knows."""
-        if time.perf_counter() - self._shown < PROGRESS_S:
-            return
-        self._shown = time.perf_counter()
-        total, done = self._store.num_sequences, self._sequences(samples)
-        rate = self._rate(done)
-        left = clock((total - done) / rate) if rate else "?"
-        self._log(f"{self._title}: {done / total:.0%}, {rate:,.1f} sequences/s, {left} left")
-
-    def end(self) -> None:
-        """Log how long the computation took."""
-        rate = self._rate(self._store.num_sequences)
-        self._log(f"{self._title}: done in {clock(self.seconds)}, {rate:,.1f} sequences/s")
-
-
 @torch.no_grad()
-def _forward(
-    precomputed: Precomputed,
-    task: Task,
-    frozen: FrozenModels,
-    layout: Layout,
-    indices: range,
-    values: Values,
-    base: int,
-) -> None:
-    """The values of these samples, into ``values``, which begin with those of sample ``base``."""
-    store, columns = precomputed.store, precomputed.columns
+def _values_of(
+    precomputed: Precomputed, task: Task, frozen: FrozenModels, layout: Layout, indices: range
+) -> Values:
+    """The values of these samples."""
+    store = precomputed.store
     batch = layout.collate([store[index] for index in indices], columns=store.batch_columns)
+    spans = {
+        per: store.span(per, indices.start, indices.stop)
+        for per in ("sequence", "example", "target")
+    }
+    counts = {per: span.stop - span.start for per, span in spans.items()}
     computed = task.precompute(frozen.models, batch)
-    first, last = indices.start, indices.stop
-    counts = {}
-    for per in ("sequence", "example", "target"):
-        span = store.span(per, first, last)
-        counts[per] = span.stop - span.start
-    by_column = check_values(computed, columns, counts, task=task.name)
-    for column in columns:
-        before = precomputed.rows(column, base, first)
-        start = before.stop - before.start
-        values[column.name][start : start + counts[place(column)]] = by_column[column.name]
-
-
-PIECE_BYTES = 64 << 20
-"""Bytes that are summed over the ranks at once."""
-
-
-def _sum(values: Values, group: Any) -> None:
-    """Values of all ranks added up. It is exact: only one of them is not zero. Collective."""
-    for column in values.values():
-        flat = torch.from_numpy(column.reshape(-1))
-        for piece in flat.split(PIECE_BYTES // column.itemsize) if len(flat) else ():
-            torch.distributed.all_reduce(piece, group=group)
+    return check_values(computed, precomputed.columns, counts, task=task.name)

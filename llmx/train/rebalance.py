@@ -17,24 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmx.collectives import all_gather
-from llmx.plan.balance import corrected_speeds, is_of, planned_fs, with_balance
+from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.metrics.lines import read_metrics, step_of
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.train.balance import described, record
+from llmx.train.speeds import Change, described, record
 from llmx.train.step_times import LEAST_S, LINES
 
 LEAST_GAIN = 0.05
 """What another split must save of the step time: a change costs new shapes of tensors, and the last
 bits of a sum of gradients."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the split after a step."""
-
-    step: int
-    speeds: tuple[RankSpeed, ...]
 
 
 @dataclass(frozen=True)
@@ -142,24 +134,6 @@ def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:
         steps = [step_of(line) for line in read_metrics(run_dir.metrics) if line["kind"] == "train"]
         last_step = max(steps, default=0)
     return all_gather(last_step, group=group)[0]
-
-
-def recorded_changes(run_dir: RunDir, plan: Plan, *, rank: int, group: Any) -> list[Change]:
-    """The changes in ``balance.json``, where it is of these ranks, by step. Collective."""
-    changes: list[Change] = []
-    if rank == 0:
-        try:
-            values = read_json(run_dir.balance)
-            if is_of(values, plan):
-                changes = [
-                    Change(
-                        int(change["step"]), tuple(RankSpeed(**speed) for speed in change["speeds"])
-                    )
-                    for change in values.get("changes", ())
-                ]
-        except (OSError, ValueError, KeyError, TypeError):
-            changes = []
-    return sorted(all_gather(changes, group=group)[0], key=lambda change: change.step)
 
 
 def record_change(

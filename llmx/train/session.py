@@ -22,16 +22,16 @@ from llmx.run.metrics.declared import check_checkpoint_metric, check_declared
 from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.spread import StorageTopology, find_topology
 from llmx.tasks import Task, task_of, tokenizer_of
-from llmx.train.balance import Subject, described, with_measured_speeds
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
-from llmx.train.rebalance import Rebalance, changed, recorded_changes, trained_until
+from llmx.train.rebalance import Rebalance, changed, trained_until
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.rollout import open_servers
 from llmx.train.saver import Consensus, Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length
+from llmx.train.speeds import Subject, described, read_record, with_measured_speeds
 from llmx.train.status import RankStatus, ShutdownRequest
 from llmx.train.stopping import EarlyStopping
 
@@ -293,7 +293,8 @@ def open_rebalance(
         )
         return plan, None
     rank = torch.distributed.get_rank()
-    changes = recorded_changes(run_dir, plan, rank=rank, group=group)
+    recorded = read_record(run_dir, plan, group=group)
+    changes = recorded.changes if recorded else ()
     if past := [change for change in changes if change.step <= step]:
         plan = changed(plan, past[-1].speeds)
         log(f"balance: as changed at step {past[-1].step}. {described(plan)}")

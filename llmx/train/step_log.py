@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from llmx.collectives import all_gather
-from llmx.models.flops import model_flops
 from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
 from llmx.train.batches import Step
@@ -19,14 +18,17 @@ from llmx.train.metrics import context_gib, memory_gib
 from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
+from llmx.train.speeds import network_flops, width_of
 from llmx.train.step import StepMetrics
 from llmx.train.step_times import (
+    FIRST,
     PHASES,
-    DriftWatch,
+    Products,
     SpeedProbe,
     StepTimes,
     StragglerWatch,
     idle_share,
+    usual_probes,
 )
 from llmx.train.stopping import NonFiniteWatch, SpikeWatch, raise_if_not_finite
 
@@ -34,8 +36,6 @@ LEAST_IDLE = 0.05
 """Idle share from which on the console shows it."""
 SHOWN_RANKS = 8
 """Ranks whose times a warning shows."""
-FORWARD_PART = 1 / 3
-"""Part of the operations of training that the forward pass of a frozen model takes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RankValues:
     phases_s: dict[str, float]
     """Seconds of each phase of a step; empty where they are not timed."""
     probe_s: float
-    """``SpeedProbe.at_line``."""
+    """``SpeedProbe.at_line``; 0 where nothing is probed."""
     clock: float
     metrics: dict[str, tuple[float, float]]
     """Sum and weight of each metric of the loss, by name."""
@@ -76,32 +76,27 @@ class StepLog:
         plan, engine = session.plan, session.engine
         self.watch = NonFiniteWatch(engine.device, gradients=engine.precision != "fp16")
         self.spikes = SpikeWatch(session.exp.task.spike_factor, losses=start.losses)
-        self.flops = [
-            (
-                model_flops(model.module, causal=model.attention.causal),
-                1.0 if model.spec.trained else FORWARD_PART,
-            )
-            for model in engine.models.values()
-        ]
+        self.flops = network_flops(engine)
         measures = plan.world_size > 1 and session.exp.batch.balance != "off"
         # A rank's forward passes wait for no other rank.
         independent = measures and engine.stage < 3 and not session.task.joint
         self.timed = StepTimes(engine.device) if independent else None
         # Where they wait for others, it times a piece of work of its own.
-        self.probe = SpeedProbe(
-            engine.device,
-            engine.dtype,
-            width=getattr(engine.config, "hidden_size", 0),
-            active=measures and not independent,
-        )
-        self.drift = drift_watch(plan) if self.probe.active else None
+        self.probe: SpeedProbe | None = None
+        if measures and not independent:
+            products = Products(engine.device, engine.dtype, width=width_of(engine))
+            self.probe = SpeedProbe(products)
+        self.probes: list[list[float]] = []
+        """The first probes of all ranks."""
+        self.stragglers = StragglerWatch(())
+        """A watch by what each rank should take, as soon as that is known."""
         self.watch_split()
         self.restart()
 
     def watch_split(self) -> None:
         """Expect of each rank what the current plan gives it."""
-        plan = self.session.plan
-        self.stragglers = StragglerWatch(expected_work(plan)) if self.timed else None
+        if self.timed:
+            self.stragglers = StragglerWatch(expected_work(self.session.plan))
 
     def restart(self) -> None:
         """Start a new interval now."""
@@ -213,7 +208,7 @@ class StepLog:
             phases_s={name: s / self.steps for name, s in self.timed.take().items()}
             if self.timed
             else {},
-            probe_s=self.probe.at_line(),
+            probe_s=self.probe.at_line() if self.probe else 0.0,
             clock=time.perf_counter(),
             metrics=self.metrics.sums(),
         )
@@ -238,28 +233,35 @@ class StepLog:
             for name in PHASES:
                 timings[f"{name}_s"] = [round(rank.phases_s[name], 6) for rank in ranks]
             timings["idle_share"] = round(idle_share([r.phases_s["forward"] for r in ranks]), 4)
-        if self._probed(ranks):
+        if min(rank.probe_s for rank in ranks) > 0:
             timings["probe_s"] = [float(f"{rank.probe_s:.4g}") for rank in ranks]
         return timings
-
-    def _probed(self, ranks: Sequence[RankValues]) -> bool:
-        """Whether every rank has timed its own piece of work for this line."""
-        return self.drift is not None and min(rank.probe_s for rank in ranks) > 0
 
     def _watch_speeds(self, ranks: Sequence[RankValues], *, step: int) -> Line | None:
         """Report stragglers. Returns how long each rank computed where that is measured."""
         clock, line = ranks[0].clock, None
-        if self.stragglers is not None:
+        if self.timed:
             line = Line([r.phases_s["forward"] for r in ranks], [r.work for r in ranks], clock)
-            now = time.perf_counter()
-            for rank, factor in self.stragglers.see(line.seconds, line.work, now=now):
+            for rank, factor in self.stragglers.see(line.seconds, line.work, now=clock):
                 report_straggler(self.session, rank, factor, line.seconds, step=step)
-        if self.drift is not None and self._probed(ranks):
-            probe_s = [rank.probe_s for rank in ranks]
-            for rank, factor in self.drift.see(probe_s, now=clock):
-                report_straggler(self.session, rank, factor, probe_s, step=step, probed=True)
-        self.probe.after_line(clock)
+        if self.probe:
+            self._watch_probes([rank.probe_s for rank in ranks], step=step, now=clock)
+            self.probe.after_line(clock)
         return line
+
+    def _watch_probes(self, probe_s: list[float], *, step: int, now: float) -> None:
+        """Report ranks that have become slower, or are slower than others on the same type of
+        device."""
+        if min(probe_s) <= 0:
+            return
+        if len(self.probes) < FIRST:
+            self.probes.append(probe_s)
+            devices = [rank.device for rank in self.session.plan.ranks]
+            expected = usual_probes(self.probes, devices, planned_speeds(self.session.plan))
+            self.stragglers = StragglerWatch(expected)
+            return
+        for rank, factor in self.stragglers.see(probe_s, now=now):
+            report_straggler(self.session, rank, factor, probe_s, step=step, probed=True)
 
 
 def mean_over(ranks: Sequence[RankValues], name: str) -> float | None:
@@ -277,12 +279,12 @@ def expected_work(plan: Plan) -> list[float]:
     return [float(busy) for busy in busy_fs(sizes, plan.balance.speeds, plan.batch.seq_len)]
 
 
-def drift_watch(plan: Plan) -> DriftWatch:
-    """A watch of the ranks of a plan, by what was measured at the start."""
-    balance, expected = plan.balance, [1.0] * plan.world_size
-    if balance is not None and balance.method == "measured":
-        expected = [float(sample_fs(speed, plan.batch.seq_len)) for speed in balance.speeds]
-    return DriftWatch([rank.device for rank in plan.ranks], expected)
+def planned_speeds(plan: Plan) -> list[float]:
+    """How long each rank takes for the same work, in any unit, where that was measured; else 1."""
+    balance = plan.balance
+    if balance is None or balance.method != "measured":
+        return [1.0] * plan.world_size
+    return [float(sample_fs(speed, plan.batch.seq_len)) for speed in balance.speeds]
 
 
 def report_straggler(

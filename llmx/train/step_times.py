@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 TIMES_LONGER = 1.5
-"""A rank that computes this many times as long as it should is reported."""
+"""Factor of the expected time from which on a rank is reported."""
 LINES = 3
-"""Lines in a row at which it does so, before it is reported."""
+"""Lines in a row at which a rank is that slow, before it is reported."""
 LEAST_S = 30.0
-"""Seconds for which it does so, before it is reported: a neighbour comes and goes."""
+"""Seconds for which a rank is that slow, before it is reported: a neighbour comes and goes."""
 
 
 PHASES = ("forward", "backward", "update")
@@ -61,7 +61,7 @@ class StepTimes:
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call."""
         if self._events:
-            torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             for name, begin, end in self._events:
                 self._seconds[name] += begin.elapsed_time(end) / 1e3
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
@@ -121,104 +121,101 @@ def _times_longer(seconds: Sequence[float], expected: Sequence[float]) -> list[f
         rank_s / planned if planned else 0.0
         for rank_s, planned in zip(seconds, expected, strict=True)
     ]
-    usual = sorted(rates)[(len(rates) - 1) // 2]
+    usual = _typical(rates)
     return [rate / usual if usual > 0 else 0.0 for rate in rates]
 
 
 EVERY_S = 30.0
-"""Not more often."""
+"""Shortest time between two probes."""
 PIECE_S = {"cuda": 0.01, "cpu": 0.1}
-"""It takes about so long when it is first timed."""
+"""Duration of a probe when it is first timed."""
 LEAST_WIDTH, MOST_WIDTH = 256, 2048
 """Three matrices of 2048 x 2048 take 24 MiB in 16 bits."""
 MOST_PRODUCTS = 10_000
 FIRST = 3
-"""A rank's own first values are its usual ones."""
+"""Probes from which the usual time of each rank follows."""
 
 
-class SpeedProbe:
-    """Times the same piece of work again and again."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, width: int, active: bool
-    ) -> None:
+
+class Products:
+    """A small fixed piece of work: products of two matrices. It communicates nothing and draws no
+    random numbers."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, width: int) -> None:
         self._device = device
-        self.active = self._due = active
-        self._probed = self._before = -math.inf
-        self._products = 1
-        if not active:
-            return
         size = min(MOST_WIDTH, max(LEAST_WIDTH, width))
-        # No random numbers: those of the run stay as they are.
         values = torch.arange(size * size, device=device).remainder(17).sub(8).div(8 * size)
         self._one = values.view(size, size).to(dtype)
         self._other, self._product = self._one.t().contiguous(), torch.empty_like(self._one)
-        self._seconds()  # a kernel is chosen
-        products = PIECE_S[device.type] / max(self._seconds(), 1e-7)
-        self._products = min(MOST_PRODUCTS, max(1, round(products)))
+        self.count = 1
+        self.seconds()  # a kernel is chosen
+        count = PIECE_S[device.type] / max(self.seconds(), 1e-7)
+        self.count = min(MOST_PRODUCTS, max(1, round(count)))
+        self.flops = 2.0 * size**3 * self.count
 
     @torch.no_grad()
-    def _seconds(self) -> float:
-        """Seconds that one product takes now."""
-        if self._device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self._multiply()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3 / self._products
-        began = time.perf_counter()
-        self._multiply()
-        return (time.perf_counter() - began) / self._products
-
-    def _multiply(self) -> None:
-        for _ in range(self._products):
+    def run(self) -> None:
+        """Multiply, and wait for the result."""
+        for _ in range(self.count):
             torch.mm(self._one, self._other, out=self._product)
+        synchronize(self._device)
+
+    def seconds(self) -> float:
+        """Seconds that one product takes now."""
+        synchronize(self._device)
+        began = time.perf_counter()
+        self.run()
+        return (time.perf_counter() - began) / self.count
+
+
+class SpeedProbe:
+    """Times the same matrix products now and then."""
+
+    def __init__(self, products: Products) -> None:
+        self._products = products
+        self._due = True
+        self._probed = self._before = -math.inf
 
     def at_line(self) -> float:
-        """Seconds of one product, where it is time to look; else 0."""
-        return self._seconds() if self._due else 0.0
+        """Seconds of one product, where a probe is due; else 0."""
+        return self._products.seconds() if self._due else 0.0
 
     def after_line(self, now: float) -> None:
-        """``now``: seconds by the clock of rank 0, so that all ranks look at the same lines."""
+        """``now``: seconds by the clock of rank 0, so that all ranks probe at the same lines."""
         if self._due:
             self._probed = now
         # By when the next line comes, if it takes as long as this one.
         gap = now - self._before if math.isfinite(self._before) else 0.0
         self._before = now
-        self._due = self.active and now + gap - self._probed >= EVERY_S
+        self._due = now + gap - self._probed >= EVERY_S
 
 
-class DriftWatch:
-    """Finds ranks that have become slower, or are slower than others on the same type of device."""
+def usual_probes(
+    probes: Sequence[Sequence[float]], devices: Sequence[str], planned: Sequence[float]
+) -> list[float]:
+    """The time of a probe that each rank should take, by the first of all ranks: its own, but not
+    more than ranks on the same type of device take, for their planned speeds.
 
-    def __init__(self, devices: Sequence[str], expected: Sequence[float]) -> None:
-        """``devices``: the type of each rank's. ``expected``: what the plan says of how long each
-        takes for the same work, in any unit."""
-        self._devices, self._expected = devices, expected
-        self._first: list[Sequence[float]] = []
-        self._watch = StragglerWatch([1.0] * len(devices))
-
-    def see(self, seconds: Sequence[float], *, now: float) -> list[tuple[int, float]]:
-        """Ranks that are stragglers ``now`` and were not before, each with how many times longer it
-        takes: than before, where others have not changed, or than others like it."""
-        changed = [1.0] * len(seconds)
-        if len(self._first) < FIRST:
-            self._first.append(tuple(seconds))
-        else:
-            usual = [_typical(values) for values in zip(*self._first, strict=True)]
-            changed = [now_ / then for now_, then in zip(seconds, usual, strict=True)]
-        rates = [rank_s / planned for rank_s, planned in zip(seconds, self._expected, strict=True)]
-        alike = {
-            name: _typical([r for r, d in zip(rates, self._devices, strict=True) if d == name])
-            for name in dict.fromkeys(self._devices)
-        }
-        typical_change = _typical(changed)
-        factors = [
-            max(change / typical_change, rate / alike[name])
-            for change, rate, name in zip(changed, rates, self._devices, strict=True)
-        ]
-        return self._watch.see(factors, now=now)
+    Args:
+        probes: the first lines, each with a time for every rank.
+        devices: the type of each rank's device.
+        planned: how long each rank takes for the same work by the plan, in any unit.
+    """
+    own = [_typical(values) for values in zip(*probes, strict=True)]
+    rates = [seconds / plan for seconds, plan in zip(own, planned, strict=True)]
+    alike = {
+        name: _typical([r for r, device in zip(rates, devices, strict=True) if device == name])
+        for name in devices
+    }
+    return [
+        min(seconds, alike[name] * plan)
+        for seconds, name, plan in zip(own, devices, planned, strict=True)
+    ]
 
 
 def _typical(values: Sequence[float]) -> float:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,15 +25,13 @@ from llmx.plan.balance import (
     sample_fs,
     share_out,
     step_fs,
-    with_balance,
 )
 from llmx.plan.batch import apportion, solve_batch, wanted_global_batch
 from llmx.plan.knowledge import Knowledge
+from llmx.plan.learned import Observation
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
-from llmx.run.speeds import keep_speeds, known_speeds
 from tests.composing import composed
 from tests.effort import at_most
-from tests.rundirs import experiment
 
 SPEED = st.builds(
     RankSpeed,
@@ -247,28 +244,31 @@ def test_what_is_gained_is_against_an_even_split_that_fits_on_every_rank() -> No
     assert max(batch.micro_batches) == 2
 
 
-def test_a_plan_takes_the_speeds_of_an_earlier_run(tmp_path: Path) -> None:
-    """And says so; another model, other hosts or another stage has none."""
-    exp = experiment(
-        tmp_path / "run",
-        batch={"global_batch": 12, "micro_batch": 12, "accumulation": None, "balance": "measured"},
-        zero={"stage": 1},
+def test_a_plan_shares_out_by_what_finished_runs_have_shown() -> None:
+    """Until its ranks have measured, and it says so; where all types of devices have been seen."""
+
+    def seen(device: str, tflops: float) -> Observation:
+        return Observation(device, "bf16", "sft", "llama", 20.0, "sdpa", 2, 1024, tflops)
+
+    words = [*MIXED, "model=llama3_8b", "zero=stage1"]
+    done = composed(words)
+    runs = tuple(
+        replace(seen(device, tflops), precision=done.plan.precision)
+        for device, tflops in (("a100_40g", 60.0), ("v100_32g", 10.0))
     )
-    plan = make_plan(exp)
-    assert known_speeds(exp, plan) is None
-    measured = replace(plan.balance, speeds=(RankSpeed(0, 10), RankSpeed(0, 50)), pending=False)
-    keep_speeds(exp, with_balance(plan, measured), run_dir=tmp_path / "run")
-    known = known_speeds(exp, make_plan(exp))
-    found = make_plan(exp, Knowledge(speeds=known))
-    assert [sum(found.batch.sizes_of(rank)) for rank in range(2)] == [10, 2]
-    assert "as an earlier run here has measured" in balance_line(found)
-    assert known.source in balance_line(found)
-    assert "by the data sheets" in balance_line(plan)
-    for groups in ({"zero": {"stage": 2}}, {"data": {"seq_len": 64}}, {"precision": "bf16"}):
-        other = experiment(tmp_path / "run", **{"batch": {"balance": "measured"}, **groups})
-        assert known_speeds(other, make_plan(other)) is None
-    Path(known.source).write_text("{")
-    assert known_speeds(exp, plan) is None
+    by_sheets, found, half = (
+        make_plan(done.experiment, Knowledge(runs=known, runs_file="learned.json"))
+        for known in ((), runs, runs[:1])
+    )
+    assert [sum(found.batch.sizes_of(rank)) for rank in range(4)] == [12, 12, 2, 2]
+    assert found.batch != by_sheets.batch
+    assert half.balance == by_sheets.balance
+    until_then = "measured by the ranks at the start; until then"
+    assert balance_line(found) == f"{until_then} learned from 2 runs in learned.json"
+    assert balance_line(by_sheets) == f"{until_then} by the data sheets"
+    spec = composed([*words, "batch.balance=spec"])
+    with_runs = make_plan(spec.experiment, Knowledge(runs=runs))
+    assert with_runs.batch == spec.plan.batch
 
 
 # --- Samples of different lengths -----------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_stage_3_takes_time_for_every_module() -> None:
     times = {}
     for stage, at in itertools.product((2, 3), (frozenset[str](), frozenset({"cpu"}))):
         done = composed([*words, f"zero=stage{stage}"])
-        known = LearnedSpeeds(tflops={"cpu": 0.01}, link_gb_per_s=1e6, at_stage_3=at)
+        known = LearnedSpeeds(tflops={"cpu": 0.01}, at_stage_3=at)
         found = step_time(done.experiment, done.plan, learned=known)
         times[stage, bool(at)] = found.computing_s
     layers = done.experiment.model.config["num_hidden_layers"]
@@ -207,7 +207,7 @@ def test_without_a_peak_the_missing_key_is_named() -> None:
     done = composed(["hardware=cpu2"])
     assert done.plan.time.step_s == 0
     assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in done.plan.time.unknown
-    known = LearnedSpeeds(tflops={"cpu": 0.05}, link_gb_per_s=1.0, source="learned from 2 runs")
+    known = LearnedSpeeds(tflops={"cpu": 0.05}, source="learned from 2 runs")
     found = step_time(done.experiment, done.plan, learned=known)
     assert found.step_s > 0
     assert not found.unknown

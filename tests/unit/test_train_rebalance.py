@@ -3,11 +3,9 @@ repeated."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -23,50 +21,55 @@ from llmx.plan import make_plan
 from llmx.plan.balance import corrected_speeds, evened, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.train import session
-from llmx.train.balance import BLOCK_S, LEAST_S, LONGEST_S, AtOnce, mean_time, record
-from llmx.train.rebalance import Change, Line, Rebalance, record_change
+from llmx.train import session, speeds
+from llmx.train.rebalance import Line, Rebalance, record_change
+from llmx.train.speeds import (
+    BLOCK_S,
+    LEAST_BLOCKS,
+    LONGEST_S,
+    Change,
+    Job,
+    mean_time,
+    record,
+    time_together,
+)
 from tests import forks
 from tests.rundirs import experiment
 
 
 def on_rank(rank: int, place: Path, goes_on: Event) -> None:
-    """Rank 0 is fast and times three micro batches; rank 1 is slow and fails at its second one.
+    """Rank 0 is fast and times three jobs; rank 1 is slow and fails at its second one.
 
     Rank 1 does not begin before rank 0 knows its time and goes on (``goes_on``).
     """
-    now, found = [0.0], {"ready": [], "ended": [], "took": []}
-    with AtOnce(None) as at_once:
+    now, calls = [0.0], [0]
+    speeds.mean_time = functools.partial(mean_time, clock=lambda: now[0])
 
-        def ready() -> Callable[[], bool]:
-            found["ready"].append(time.monotonic())
-            return at_once.ready()
+    def run() -> None:
+        calls[0] += 1
+        if rank == 1:
+            assert goes_on.wait(timeout=60)
+        elif now[0] > (LEAST_BLOCKS + 1) * (BLOCK_S + 0.02):
+            goes_on.set()
+        now[0] += (0.02, 1.0)[rank]
 
-        def run() -> None:
-            if rank == 1:
-                assert goes_on.wait(timeout=60)
-            elif found["ready"]:
-                goes_on.set()
-            now[0] += (0.02, 1.0)[rank]
+    def jobs() -> Iterator[Job]:
+        for number in range(3):
+            if (rank, number) == (1, 1):
+                raise MemoryError("no room")
+            yield Job(run, 10.0, 100.0)
 
-        with contextlib.suppress(MemoryError):
-            for number in range(3):
-                if (rank, number) == (1, 1):
-                    raise MemoryError
-                found["took"].append(mean_time(run, ready=ready, clock=lambda: now[0])[0])
-                found["ended"].append(time.monotonic())
-    if rank == 1:  # alone: interrupted, it does not wait for rank 0
-        with contextlib.suppress(KeyboardInterrupt), AtOnce(None):
-            raise KeyboardInterrupt
+    problem, table = time_together(jobs(), group=None)
+    found = {"problem": problem, "took": [[timing.seconds for timing in each] for each in table]}
     (place / f"{rank}.json").write_text(json.dumps(found))
 
 
 def test_a_fast_rank_goes_on_and_none_waits_for_one_that_failed(tmp_path: Path) -> None:
     forks.group(on_rank, tmp_path, forks.context.Event(), world=2)
-    fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert fast["ready"][0] < slow["ready"][0] <= fast["ended"][0]
-    assert fast["took"] == pytest.approx([0.02] * 3)
-    assert slow["took"] == pytest.approx([1.0])
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["problem"] == "rank 1: MemoryError: no room"
+        assert found["took"] == [pytest.approx([0.02] * 3), pytest.approx([1.0])]
 
 
 @pytest.mark.parametrize(("burst_ms", "run_ms"), [(100, 3), (50, 3), (25, 20)])
@@ -85,7 +88,7 @@ def test_a_rank_under_a_cpu_quota_is_measured(burst_ms: int, run_ms: int) -> Non
     assert seconds == pytest.approx(run_ms * 100 / burst_ms / 1000, rel=0.09)
     if burst_ms == 100:
         assert noise < 1e-3
-        assert took < LEAST_S + 2 * BLOCK_S
+        assert took < (LEAST_BLOCKS + 2) * BLOCK_S
     assert took < LONGEST_S + 2 * BLOCK_S
 
 

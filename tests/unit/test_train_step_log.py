@@ -79,7 +79,7 @@ class Recorded:
 def recorded(group: None, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     made, flops = Recorded(), SimpleNamespace(of_step=lambda **_: 0.0)
     monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(module, "model_flops", lambda *_args, **_kwargs: flops)
+    monkeypatch.setattr(module, "network_flops", lambda _engine: [(flops, 1.0)])
     return made
 
 
@@ -160,7 +160,7 @@ def test_where_forward_passes_wait_each_rank_times_work_of_its_own(recorded, mon
     assert "rank 1 (host-b) takes 2.0 times as long for a matrix product" in warning
     assert "rank 1 0.2 s, rank 0 0.1 s" in warning
     session.exp.batch.balance = "off"
-    assert not recorded.open().probe.active
+    assert recorded.open().probe is None
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import torch
 from llmx.train import step_times
 from llmx.train.step_times import (
     EVERY_S,
-    FIRST,
     LINES,
-    DriftWatch,
+    Products,
     SpeedProbe,
     StepTimes,
     StragglerWatch,
     idle_share,
+    usual_probes,
 )
 
 CPU = torch.device("cpu")
@@ -101,16 +101,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_probe_takes_time_and_nothing_else(short: None, dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
-    probe = SpeedProbe(CPU, dtype, width=64, active=True)
-    assert 0 < probe.at_line() < 1
+    products = Products(CPU, dtype, width=64)
+    assert 0 < SpeedProbe(products).at_line() < 1
+    assert products.flops == 2 * 256**3 * products.count
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.isfinite(probe._product).all()
-    assert not probe._product.requires_grad
+    assert torch.isfinite(products._product).all()
+    assert not products._product.requires_grad
 
 
 def test_a_probe_looks_at_few_lines_and_all_ranks_at_the_same(short: None) -> None:
     """Whatever clocks of their own say: that of rank 0 counts."""
-    probe, off = (SpeedProbe(CPU, torch.float32, width=64, active=on) for on in (True, False))
+    probe = SpeedProbe(Products(CPU, torch.float32, width=64))
     looked = []
     for number in range(100):
         if probe.at_line():
@@ -120,34 +121,22 @@ def test_a_probe_looks_at_few_lines_and_all_ranks_at_the_same(short: None) -> No
     gaps = {b - a for a, b in itertools.pairwise(looked)}
     assert min(gaps) * 7.0 >= EVERY_S
     assert max(gaps) <= EVERY_S // 7 + 1
-    assert off.at_line() == 0
-    off.after_line(10.0**6)
-    assert off.at_line() == 0
 
 
-def test_a_rank_that_becomes_slower_is_named() -> None:
-    """Against its own first values, where no other rank has its type of device; once."""
-    seen = Seen(DriftWatch(["a100", "v100"], [1.0, 1.0]))
-    assert seen.names([1.0, 3.0], times=FIRST + LINES) == []
-    assert seen.names([1.0, 6.0], times=LINES - 1) == []
-    assert seen.names([1.0, 6.0], times=LINES) == [(1, 2.0)]
-    assert seen.names([1.0, 3.0], times=LINES) == []
-    assert seen.names([2.0, 3.0], times=LINES) == [(0, 2.0)]
-
-
-def test_a_rank_that_was_slow_from_the_start_is_named_by_others_like_it() -> None:
-    seen = Seen(DriftWatch(["v100"] * 3 + ["a100"], [1.0] * 4))
-    assert seen.names([3.0, 3.0, 6.0, 1.0], times=LINES) == [(2, 2.0)]
-
-
-def test_what_the_plan_knows_is_no_drift() -> None:
-    """Ranks that were measured as slow have less to do."""
-    assert Seen(DriftWatch(["cpu", "cpu"], [1.0, 2.0])).names([1.0, 2.1], times=4 * LINES) == []
+def test_the_usual_probe_of_a_rank_is_its_own_first_one_or_that_of_ranks_like_it() -> None:
+    noisy = [[1.0, 3.0], [9.0, 3.1], [1.1, 2.9]]
+    assert usual_probes(noisy, ["a100", "v100"], [1.0, 1.0]) == [1.1, 3.0]
+    # Slow from the start: named by others on the same type of device.
+    devices, planned = ["v100"] * 3 + ["a100"], [1.0] * 4
+    usual = usual_probes([[3.0, 3.0, 6.0, 1.0]], devices, planned)
+    assert usual == [3.0, 3.0, 3.0, 1.0]
+    assert Seen(StragglerWatch(usual)).names([3.0, 3.0, 6.0, 1.0], times=LINES) == [(2, 2.0)]
+    # Ranks that were measured as slow have less to do.
+    assert usual_probes([[1.0, 2.1]], ["cpu", "cpu"], [1.0, 2.0]) == pytest.approx([1.0, 2.0])
 
 
 def test_all_slower_together_or_for_a_moment_is_no_straggler() -> None:
-    seen = Seen(DriftWatch(["cpu", "cpu"], [1.0, 1.0]))
-    assert seen.names([1.0, 1.0], times=FIRST) == []
+    seen = Seen(StragglerWatch([1.0, 1.0]))
     assert seen.names([2.0, 2.0], times=4 * LINES) == []
     assert seen.names([2.0, 9.0], times=LINES - 1) == []
     assert seen.names([2.0, 2.0], times=LINES) == []

@@ -76,15 +76,6 @@ class Precomputed:
         """The values of the samples ``first`` to ``last - 1`` among all of a column."""
         return self.store.span(place(column), first, last)
 
-    def zeros(self, first: int, last: int) -> Values:
-        """Zeros in the shape of the values of the samples ``first`` to ``last - 1``."""
-        values = {}
-        for column in self.columns:
-            rows = self.rows(column, first, last)
-            shape = (rows.stop - rows.start, *column.shape)
-            values[column.name] = np.zeros(shape, column.numpy_dtype)
-        return values
-
     @property
     def window(self) -> int:
         """Samples whose values take ``WINDOW_BYTES`` together, about; at least one."""

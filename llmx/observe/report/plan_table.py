@@ -193,10 +193,9 @@ def balance_line(plan: Plan) -> str:
     """What the samples of a step are shared out by; the predicted time says what that gains."""
     balance = plan.balance
     assert balance is not None
-    if balance.pending and balance.source:
-        return f"as an earlier run here has measured ({balance.source}); checked at the start"
     if balance.pending:
-        return "measured by the ranks at the start; until then by the data sheets"
+        until_then = balance.source or "by the data sheets"
+        return f"measured by the ranks at the start; until then {until_then}"
     return {
         "even": "evenly at the start (batch.rebalance)",
         "spec": "by the data sheets",

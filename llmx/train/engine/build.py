@@ -16,7 +16,7 @@ import contextlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -662,7 +662,7 @@ def weights_for_generation(engine: Engine, model: Model) -> Iterator[None]:
         yield
         return
     needed = sum(math.prod(whole_shape(p)) * p.element_size() for p in model.module.parameters())
-    free = all_gather(_free_bytes(engine.device))
+    free = all_gather(free_bytes(engine.device))
     rank = min(range(len(free)), key=free.__getitem__)
     fits = 2 * needed <= free[rank]
     if fits != engine.generates_whole and torch.distributed.get_rank() == 0:
@@ -680,7 +680,7 @@ def weights_for_generation(engine: Engine, model: Model) -> Iterator[None]:
         yield
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Free memory of the device; of RAM the share of a rank."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -700,16 +700,3 @@ def _without_backward_hooks(network: nn.Module) -> Iterator[None]:
     finally:
         for module, backward_hooks in hooks:
             module._backward_hooks = backward_hooks
-
-
-@contextlib.contextmanager
-def first_blocks(engine: Engine, stacks: Sequence[Stack], count: int) -> Iterator[None]:
-    """Inside, networks have the first ``count`` blocks of their stacks only, and every rank holds
-    what is left of them whole. Collective. As ``whole_weights``, where that has no room."""
-    with contextlib.ExitStack() as all_blocks:
-        for stack in stacks:
-            all_blocks.callback(stack.restore)
-            stack.cut(count)
-        # Before DeepSpeed's hooks are back, which belong on every block.
-        with whole_weights(engine), all_blocks.pop_all():
-            yield
