@@ -30,10 +30,10 @@ from llmx.config.groups import PIPELINES, key_problem
 from llmx.config.yaml_files import read_yaml
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.errors import ConfigError, LlmxError, did_you_mean
-from llmx.observe.status.observer import Observer
-from llmx.observe.status.view import interpret
+from llmx.observe.run import Run
+from llmx.observe.status.show import evaluated
 from llmx.run.rundir import RunDir, read_mapping, write_json
-from llmx.text import duration, number
+from llmx.text import duration
 
 RECORD = "pipeline.json"  # the words of each stage
 _VALUE = re.compile(r"\$\{(\w+)\}")
@@ -200,8 +200,7 @@ def table(stages: Sequence[Stage]) -> Iterator[str]:
     """A line for each stage: its state, how long it took, what its last evaluation measured."""
     yield f"{'stage':<12}  {'state':<12}  {'time':<12}  last evaluation"
     for stage in stages:
-        view = interpret(Observer(str(stage.run.root)).facts())
-        loss = [] if view.eval_loss is None else [f"loss {number(view.eval_loss)}"]
-        measured = ", ".join([*loss, *(f"{title} {value}" for title, value in view.eval_metrics)])
-        took = "-" if view.took_s is None else duration(view.took_s)
-        yield f"{stage.name:<12}  {view.state:<12}  {took:<12}  {measured or view.why}".rstrip()
+        run = Run(stage.run.root)
+        took = "-" if run.took_s is None else duration(run.took_s)
+        last = ", ".join(evaluated(run)) or run.standing.why
+        yield f"{stage.name:<12}  {run.state:<12}  {took:<12}  {last}".rstrip()

@@ -17,9 +17,9 @@ from llmx.errors import ConfigError
 from llmx.observe.page import Block, block, table
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
-from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console, print_blocks
-from llmx.run.metrics.equality import DIFFER, Outcome, compare_runs
+from llmx.observe.run import Run, load_run
+from llmx.run.metrics.equality import compare_runs
 from llmx.run.provenance.differences import (
     MEANING,
     Difference,
@@ -48,10 +48,10 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     if out is not None:
         check_writable(out, fix="Set --out to a file, e.g. --out compare.png.")
     a, b = load_run(run_a), load_run(run_b)
-    if a.run.root.resolve() == b.run.root.resolve():
-        raise ConfigError(f"{a.run.root} is compared with itself. Give two run directories.")
+    if a.dir.root.resolve() == b.dir.root.resolve():
+        raise ConfigError(f"{a.dir.root} is compared with itself. Give two run directories.")
     console = open_console(sys.stdout, width=width)
-    console.print(f"A  {a.run.root}\nB  {b.run.root}\n", soft_wrap=True)
+    console.print(f"A  {a.dir.root}\nB  {b.dir.root}\n", soft_wrap=True)
     tables, notes = difference_of(a, b)
     for title, content in tables.items():
         if content is None:
@@ -69,13 +69,13 @@ def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | N
     return 0
 
 
-def difference_of(a: RunData, b: RunData) -> tuple[dict[str, Block | None], list[str]]:
+def difference_of(a: Run, b: Run) -> tuple[dict[str, Block | None], list[str]]:
     """Compare configs, environments, outcomes and logged values: a table for each of the first
     three, None where nothing differs, and sentences on the rest."""
     config = config_rows(a.config, b.config)
     tables, notes = {"config": _table(config)}, []
-    records = [read_mapping(data.run.provenance, data.warnings) for data in (a, b)]
-    ds_configs = [read_mapping(data.run.ds_config, data.warnings) for data in (a, b)]
+    records = [read_mapping(data.dir.provenance, data.damage) for data in (a, b)]
+    ds_configs = [read_mapping(data.dir.ds_config, data.damage) for data in (a, b)]
     try:
         rows = environment_rows(records, plans=(a.plan, b.plan), ds=ds_configs, config=config)
         differing = [(row.what, row.then, row.now, MEANING[row.severity]) for row in rows]
@@ -87,7 +87,8 @@ def difference_of(a: RunData, b: RunData) -> tuple[dict[str, Block | None], list
         )
     if missing := sorted({name for record in records for name in not_recorded(record)}):
         notes.append(f"not recorded by both: {', '.join(missing)}")
-    notes.append(curves(compare_runs(a.run, b.run)))
+    losses = compare_runs(a.dir, b.dir).summary("in A", "in B")
+    notes.append(f"losses: {losses}")
     tables["outcome"] = _table(outcome_rows(a, b))
     return tables, notes
 
@@ -96,30 +97,10 @@ def _table(rows: Sequence[Sequence[str]], *heads: str) -> Block | None:
     return table(rows, heads=["", "A", "B", *heads], kinds=["name", *[""] * (2 + len(heads))])
 
 
-def curves(outcome: Outcome) -> str:
-    """Compare the logged values of two runs, in words; the runs need not be the same."""
-    if not outcome.lines:
-        return "losses: the two runs have no logged step in common."
-    if outcome.identical:
-        return f"losses: {outcome.summary()}"
-    first = outcome.first
-    parts = [f"losses: {outcome.lines} lines in common, up to step {outcome.last_step}."]
-    if first is not None:
-        where = "from the start" if first.step <= 1 else f"first at step {first.step}"
-        parts.append(f"They differ {where} ({first.shown('in A', 'in B')}).")
-    elif outcome.weights == DIFFER:
-        parts.append("All logged values are identical, but the weights are not.")
-    largest = outcome.largest
-    if largest is not None and largest != first:
-        values = largest.shown("in A", "in B")
-        parts.append(f"Largest difference, at step {largest.step}: {values}.")
-    return " ".join(parts)
-
-
-def _picture(a: RunData, b: RunData, out: Path | None) -> Path | None:
+def _picture(a: Run, b: Run, out: Path | None) -> Path | None:
     """Draw to ``out``, else into B's directory, else here where that cannot be written."""
-    name = f"compare_{a.run.root.name}.png"
-    places = [out] if out else [b.run.root / name, Path.cwd() / name]
+    name = f"compare_{a.dir.root.name}.png"
+    places = [out] if out else [b.dir.root / name, Path.cwd() / name]
     for place in places:
         try:
             return place if draw_losses([a, b], place) else None
@@ -162,20 +143,20 @@ def environment_rows(
     return rows
 
 
-def outcome_rows(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
+def outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """The summaries of both reports side by side: name, value of A, value of B."""
     rows_a, rows_b = dict(_rows(a)), dict(_rows(b))
     names = [*rows_a, *(name for name in rows_b if name not in rows_a)]
     return [(name, rows_a.get(name, "-"), rows_b.get(name, "-")) for name in names]
 
 
-def _rows(data: RunData) -> list[tuple[str, str]]:
+def _rows(data: Run) -> list[tuple[str, str]]:
     headline = wording.headline(data)
     rows = [("outcome", headline.line)]
     if headline.cause:
         rows.append(("cause", headline.cause.splitlines()[0]))
     rows += wording.summary_rows(data)
-    restarts = (data.result or {}).get("restarts")
+    restarts = data.result.get("restarts")
     if restarts:
         rows.append(("restarts", str(restarts)))
     ranks, hosts = data.plan.get("ranks") or [], data.plan.get("hosts") or []

@@ -12,13 +12,10 @@ import argparse
 import shlex
 import sys
 import time
-from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.observe.status import Source, location_of
-from llmx.observe.status.mirror import RunLocation
-from llmx.observe.status.view import FINAL, interpret
-from llmx.run.rundir import RunDir
+from llmx.observe.run import FINAL, Run
+from llmx.observe.source import Source, location_of
 from llmx.run.sweepdir import holds_lock
 from llmx.text import printable
 
@@ -30,9 +27,9 @@ SHOWN_BYTES = 8192
 def attach(options: argparse.Namespace) -> int:
     """Show the console of a run until it ends; returns the exit code of the run."""
     try:
-        with Source(_location(options)) as source:
-            facts = _running(source, "attach")
-            log = RunDir(source.root).console_log
+        with Source(location_of(options)) as source:
+            run = _running(source)
+            log = run.dir.console_log
             if not log.exists():
                 raise ConfigError(
                     f"{source.location}: the run prints into the terminal that it was started in. "
@@ -46,10 +43,10 @@ def attach(options: argparse.Namespace) -> int:
                 offset += len(printed)
                 sys.stdout.write(printable(printed.decode("utf-8", "replace"), keep="\n\t\r"))
                 sys.stdout.flush()
-                if _is_over(source, facts):
-                    return int((facts["result"] or {}).get("exit_code", 1))
+                if _is_over(run):
+                    return int(run.result.get("exit_code", 1))
                 time.sleep(POLL_S)
-                facts = source.facts()
+                run = source.run()
     except KeyboardInterrupt:
         print("\nThe run goes on.", file=sys.stderr)
         raise
@@ -58,17 +55,17 @@ def attach(options: argparse.Namespace) -> int:
 def stop(options: argparse.Namespace) -> int:
     """End a run with a checkpoint and wait for it; 0 where it ended so, or finished before."""
     try:
-        with Source(_location(options)) as source:
-            facts = _running(source, "stop")
+        with Source(location_of(options)) as source:
+            run = _running(source)
             source.write_stop()
             print(f"{source.location} saves a checkpoint and ends ...", flush=True)
-            while not _is_over(source, facts):
+            while not _is_over(run):
                 time.sleep(POLL_S)
-                facts = source.facts()
+                run = source.run()
+            result = run.result  # before the copy of a far run is gone
     except KeyboardInterrupt:
         print("\nThe run still saves a checkpoint and ends.", file=sys.stderr)
         raise
-    result = facts["result"] or {}
     outcome, cause = result.get("outcome", "ended without a result"), result.get("cause", "")
     print(printable(f"{outcome}: {cause}"))
     if result.get("fix"):
@@ -76,37 +73,26 @@ def stop(options: argparse.Namespace) -> int:
     return 0 if outcome in ("interrupted", "ok") else 1
 
 
-def _location(options: argparse.Namespace) -> RunLocation:
-    location = location_of(options)
-    assert location is not None
-    return location
-
-
-def _running(source: Source, command: str) -> dict[str, Any]:
-    """The facts of a run whose supervisor lives; ConfigError for any other."""
-    facts = source.facts()
-    if "runs" in facts:
-        raise ConfigError(
-            f"{source.location} is not a run directory. `python -m llmx status` lists the runs."
-        )
-    if facts["supervisor"] is None or _is_over(source, facts):
-        outcome = (facts["result"] or {}).get("outcome")
+def _running(source: Source) -> Run:
+    """The run, whose supervisor lives; ConfigError for any other."""
+    run = source.run()
+    if not run.supervisor or _is_over(run):
+        outcome = run.result.get("outcome")
         state = f"it has ended ({outcome})" if outcome else "no supervisor of it is running"
-        path = shlex.quote(facts["path"])
         raise ConfigError(
-            f"{source.location} is not running: {state}. To resume it: python -m llmx resume {path}"
+            f"{source.location} is not running: {state}. To resume it: python -m llmx resume "
+            f"{shlex.quote(str(run.path))}"
         )
-    return facts
+    return run
 
 
-def _is_over(source: Source, facts: dict[str, Any]) -> bool:
+def _is_over(run: Run) -> bool:
     """Whether the supervisor has ended."""
-    supervisor, alive = facts["supervisor"], facts["supervisor_alive"]
-    if alive is False or (facts["result"] and supervisor["state"] == "finished"):
+    if run.has_supervisor is False or (run.result and run.supervisor["state"] == "finished"):
         return True
-    if interpret(facts).state not in FINAL:
+    if run.state not in FINAL:
         return False
     # It is silent: it copies files, or its number is that of another process now.
-    if alive is None or source.location.host:
-        return alive is None
-    return not holds_lock(RunDir(source.root).supervisor_lock, supervisor["pid"])
+    if run.has_supervisor is None or run.is_far:
+        return run.has_supervisor is None
+    return not holds_lock(run.dir.supervisor_lock, run.supervisor["pid"])

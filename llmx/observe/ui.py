@@ -14,7 +14,6 @@ import hmac
 import itertools
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -25,27 +24,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-import yaml
-
 from llmx import text as human
 from llmx.errors import ConfigError, LlmxError
 from llmx.observe.compare import difference_of
+from llmx.observe.mirror import parse_location
 from llmx.observe.page import Json, block, changes, document, page, plain, table, thinned
 from llmx.observe.page.run import MAX_POINTS, curves, has_steps, run_page
 from llmx.observe.page.sweep import sweep_page
-from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import SweepReader
-from llmx.observe.status import outputs
-from llmx.observe.status.mirror import parse_location
-from llmx.observe.status.observer import Facts, Observer, find_runs
+from llmx.observe.run import LIVE, Run, find_runs, load_run
+from llmx.observe.source import outputs
 from llmx.observe.status.show import activity_rows, cells_of, progress_rows
 from llmx.observe.status.sweep import look
-from llmx.observe.status.view import LIVE, interpret
 from llmx.redact import redact
-from llmx.run.metrics import declared_in, measured, metric_of
+from llmx.run.metrics import measured, metric_of
 from llmx.run.rundir import RunDir
 from llmx.run.sweepdir import Trial, is_sweep
-from llmx.run.tail import read_records
 
 LOCAL = "127.0.0.1"
 EVERY_S = 1.0
@@ -181,7 +175,7 @@ class Views:
         self._lock = threading.Lock()
         self._rows: dict[str, tuple[Any, Json]] = {}
         self._pages: dict[tuple[str, str], tuple[Any, Json]] = {}
-        self._observers: dict[str, Observer] = {}
+        self._runs: dict[str, Run] = {}
         self._sweeps: dict[str, SweepReader] = {}
 
     def view(self, query: Query) -> Json:
@@ -236,7 +230,7 @@ class Views:
                 if problem := self._link_out(root):
                     hidden.append(problem)
                     continue
-                row = self._row(Observer(root, brief=True).facts(), root)
+                row = self._row(Run(root, is_brief=True))
                 cached = self._rows[name] = (stamp, plain(row))
             rows[name] = cached[1]
         live = sum(row["state"] in LIVE for row in rows.values())
@@ -245,54 +239,57 @@ class Views:
         content = page(title, "", {"Not shown": [block("list", hidden)]})
         return {**content, "runs": rows, "order_of_runs": order}
 
-    def _row(self, facts: Facts, root: Path) -> Json:
+    def _row(self, run: Run) -> Json:
         """The cells of a run; a list has the text of a cell and the value that sorts it."""
-        view, started = interpret(facts), ""
-        if view.started is not None:
-            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(view.started))
-        tags, metric = _settings(root)
-        state, step, loss, speed, took = cells_of(view)
+        started = ""
+        if run.started is not None:
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+        state, step, loss, speed, took = cells_of(run)
+        hosts, parent = ", ".join(name for name, _ in run.hosts[:3]), run.dir.root.parent
+        if len(run.hosts) > 3:
+            hosts += f" and {len(run.hosts) - 3} more"
         return {
-            "name": view.name,
+            "name": run.name,
             "state": state,
-            "step": [step, view.step],
-            "loss": [loss, view.loss],
-            "curve": thinned(facts["metrics"]["losses"], lambda point: point[1], POINTS_OF_ROW),
-            "evaluation": _evaluation(facts, metric),
-            "started": [started, view.started],
-            "time": [took, view.took_s if view.left_s is None else view.left_s],
-            "speed": [speed, view.tokens_per_s],
-            "hosts": ", ".join(name for name, _ in view.hosts[:3])
-            + (f" and {len(view.hosts) - 3} more" if len(view.hosts) > 3 else ""),
-            "sweep": self._id(root.parent) if is_sweep(root.parent) else "",
-            "tags": ", ".join(tags),
-            "why": view.why,
+            "step": [step, run.step],
+            "loss": [loss, run.last.get("loss")],
+            "curve": thinned(run.losses, lambda point: point[1], POINTS_OF_ROW),
+            "evaluation": _evaluation(run),
+            "started": [started, run.started],
+            "time": [took, run.took_s if run.left_s is None else run.left_s],
+            "speed": [speed, run.last.get("tokens_per_s")],
+            "hosts": hosts,
+            "sweep": self._id(parent) if is_sweep(parent) else "",
+            "tags": ", ".join(map(str, run.settings.get("tags") or [])),
+            "why": run.standing.why,
         }
 
     # --- Runs ------------------------------------------------------------------------------------
 
     def _run(self, name: str, log: str) -> Json:
         root = self._inside(name)
-        observer = self._observers.setdefault(name, Observer(root))
-        view = interpret(observer.facts())
-        content = self._cached("run", name, lambda: run_page(load_run(root)))
-        activity = {"Checkpoints, hosts and events": [table(activity_rows(view))]}
-        run, sections = RunDir(root), {**content["sections"], **activity}
+        # The lines of a run that was shown a moment ago are not read again.
+        run = self._runs[name] = Run(root, before=self._runs.pop(name, None))
+        if len(self._runs) > MANY:
+            del self._runs[next(iter(self._runs))]
+        content = self._cached("run", name, lambda: run_page(run))
+        activity = {"Checkpoints, hosts and events": [table(activity_rows(run))]}
+        sections = {**content["sections"], **activity}
         order, folded = [*content["order"]], [*content["folded"]]
-        if run.result.is_file() and view.state not in LIVE:
+        if run.result and not run.is_live:
             folded += activity
             order += activity
         else:
-            sections["Now"] = [table(progress_rows(view))]
+            sections["Now"] = [table(progress_rows(run))]
             order = ["Now", *order[: len(order) - len(folded)], *activity, *folded]
         content = {**content, "sections": sections, "order": order, "folded": folded}
-        if view.state in LIVE:
-            content |= {"title": f"{content['name']}: {view.state}", "state": view.state}
+        if run.is_live:
+            content |= {"title": f"{content['name']}: {run.state}", "state": run.state}
         # That of the launcher has the environment of the ranks.
-        logs = sorted(path.name for path in run.logs.glob("*.log") if path != run.launcher_log)
-        content["logs"] = logs
-        if log in logs:
-            content["log"] = _end_of(run.logs / log)
+        logs = run.dir.logs.glob("*.log")
+        content["logs"] = sorted(path.name for path in logs if path != run.dir.launcher_log)
+        if log in content["logs"]:
+            content["log"] = _end_of(run.dir.logs / log)
         return content
 
     def _several(self, names: list[str]) -> Json:
@@ -348,7 +345,7 @@ def _real(path: Path) -> Path:
 
 
 def _curves(root: Path, limit: int) -> Json:
-    return curves(read_records(RunDir(root).metrics), limit=limit)
+    return curves(Run(root).records, limit=limit)
 
 
 def _difference(a: Path, b: Path) -> Json:
@@ -361,27 +358,16 @@ def _difference(a: Path, b: Path) -> Json:
     return page("", "", {**sections, "Notes": [block("list", notes)]})
 
 
-def _settings(root: Path) -> tuple[list[str], str]:
-    """``tracking.tags`` of a run, and the metric of ``checkpoint.metric``. Only their lines are
-    parsed: a table may have 1,000 runs."""
-    try:
-        text = RunDir(root).config.read_text(encoding="utf-8", errors="replace")
-        lines = re.search(r"^  tags:\n((?:  - .*\n)+)", text, re.M)
-        metric = re.search(r"^  metric: eval/(\S+)$", text, re.M)
-        tags = [str(tag) for tag in yaml.safe_load(lines[1])] if lines else []
-        return tags, metric[1] if metric else ""
-    except (OSError, yaml.YAMLError):
-        return [], ""
-
-
-def _evaluation(facts: Facts, name: str) -> list[Any]:
-    """The newest value of the metric ``name``, else of the first one that the task measures, else
-    of the loss: its text, and the value. Without an evaluation, of what is measured in training."""
-    line, declared = facts["metrics"]["eval"] or {}, declared_in(facts["metrics"]["start"] or {})
-    values = measured(line or facts["metrics"]["last"] or {}, declared)
+def _evaluation(run: Run) -> list[Any]:
+    """The newest value of ``checkpoint.metric``, else of the first metric that the task measures,
+    else of the loss: its text, and the value. Without an evaluation, of what is measured in
+    training."""
+    line = run.evals[-1] if run.evals else {}
+    values = measured(line or run.last, run.declared)
     if values:
+        name = str(run.settings.get("metric")).removeprefix("eval/")
         name = name if name in values else next(iter(values))
-        metric = metric_of(name, declared)
+        metric = metric_of(name, run.declared)
         return [f"{metric.title} {metric.shown(values[name])}", values[name]]
     loss = line.get("loss")
     return ["", None] if loss is None else [f"loss {human.number(loss)}", loss]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.observe.status import Source, location_of, outputs
-from llmx.observe.status.mirror import RunLocation
-from llmx.observe.status.observer import find_runs, is_over, is_run
-from llmx.observe.status.view import View, interpret
+from llmx.observe.mirror import RunLocation
+from llmx.observe.run import FINAL, Run, find_runs, is_run, live_first
+from llmx.observe.source import Source, location_of
+from llmx.observe.status import show
 from llmx.text import printable
 
 T = TypeVar("T")
@@ -35,58 +35,49 @@ def run(options: argparse.Namespace) -> int:
     """Watch until the run is over; 0 where it finished, 1 where not."""
     from llmx.observe.status import sweep
 
-    location = location_of(options) or _newest()
+    location = location_of(options)
     if sweep.is_here(location):
         snapshots = sweep.snapshots(location.path, every_s=options.every)
-        last = follow(snapshots, picture=sweep.Seen.panel, news=sweep.news)
+        last = follow(snapshots, picture=sweep.Snapshot.panel, news=sweep.news)
         return last.code if last is not None else 1
-    if not location.host and Path(location.path).is_dir() and not is_run(location.path):
+    if not location.host and not is_run(location.path):
         location = _newest(location.path)
-    views = _views(location, every_s=options.every)
-    view = follow(views, picture=_picture, news=_news)
-    return 0 if view is not None and view.state == "finished" else 1
+    run = follow(_runs(location, every_s=options.every), picture=_picture, news=_news)
+    return 0 if run is not None and run.state == "finished" else 1
 
 
-def _newest(base: str | None = None) -> RunLocation:
+def _newest(base: str) -> RunLocation:
     """The run under ``base`` that lives, or else the newest."""
-    base = base or outputs()
-    runs = find_runs(Path(base).expanduser().absolute())
+    runs = live_first(find_runs(Path(base).expanduser().absolute()))
     if not runs:
         raise ConfigError(
             f"no run under {base} to watch. Give its directory, here or as user@host:path."
         )
-    live = [run for run in runs if not is_over(run)]
-    return RunLocation(str((live or runs)[0]))
+    return RunLocation(str(runs[0]))
 
 
-def _views(location: RunLocation, *, every_s: float) -> Iterator[View | str]:
-    """Yield the view of a run until it is over; a text while there is no connection."""
+def _runs(location: RunLocation, *, every_s: float) -> Iterator[Run | str]:
+    """Yield a run again and again until it is over; a text while there is no connection."""
     pause, tries = threading.Event(), 0
     with Source(location) as source:
         while True:
             try:
-                facts = source.facts()
+                run = source.run()
             except LaunchError as error:
                 pause_s = min(LONGEST_PAUSE_S, 2.0**tries)
                 tries += 1
                 yield from _again_in(pause_s, str(error))
                 continue
-            if "runs" in facts:
-                raise ConfigError(
-                    f"{location} is not a run directory. Runs there: "
-                    f"python -m llmx status {location.host}:{facts['base']}"
-                )
             tries = 0
-            view = interpret(facts)
-            yield view
-            if view.is_over or _only_planned(view):
+            yield run
+            if run.state in FINAL or _is_only_planned(run):
                 return
             pause.wait(every_s)
 
 
-def _only_planned(view: View) -> bool:
-    """Nobody starts it any more: there is nothing to watch."""
-    return view.state == "planned" and view.now - (view.started or 0.0) > START_S
+def _is_only_planned(run: Run) -> bool:
+    """Whether nobody starts it any more, so that there is nothing to watch."""
+    return run.state == "planned" and run.now - (run.started or 0.0) > START_S
 
 
 def _again_in(pause_s: float, why: str) -> Iterator[str]:
@@ -142,26 +133,25 @@ def follow(
     return last
 
 
-def _picture(view: View, plain: bool) -> Any:
-    from llmx.observe.status.show import panel
-
-    return panel(view, plain=plain)
+def _picture(run: Run, plain: bool) -> Any:
+    return show.panel(run, plain=plain)
 
 
-def _news(view: View, before: View | None) -> Iterator[str]:
-    """Damage and events since the view before, and a line whenever a number of it has changed."""
-    from llmx.observe.status.show import plain_line
-
-    if before is None or view.damage != before.damage:
-        yield from view.damage
+def _news(run: Run, before: Run | None) -> Iterator[str]:
+    """Damage and events since the time before, and a line whenever a number has changed."""
+    if before is None or run.damage != before.damage:
+        yield from run.damage
     if before is not None:
-        newest_s = max((when for when, _ in before.events), default=0.0)
-        for when, words in view.events:
+        newest_s = max((event.get("time") or 0.0 for event in before.events), default=0.0)
+        for event in run.events:
+            when = event.get("time") or 0.0
             if when > newest_s:
-                yield f"{time.strftime('%H:%M:%S', time.localtime(when))} {words}"
-    if before is None or _numbers(view) != _numbers(before):
-        yield plain_line(view)
+                clock = time.strftime("%H:%M:%S", time.localtime(when))
+                yield f"{clock} {show.event_text(event)}"
+    if before is None or _numbers(run) != _numbers(before):
+        yield show.plain_line(run)
 
 
-def _numbers(view: View) -> tuple[Any, ...]:
-    return view.state, len(view.losses), view.loss, view.restarts, bool(view.why)
+def _numbers(run: Run) -> tuple[Any, ...]:
+    loss, is_held = run.last.get("loss"), bool(run.standing.why)
+    return run.state, len(run.train), loss, len(run.restarts), is_held

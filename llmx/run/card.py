@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from llmx.redact import is_secret
 from llmx.run.exported import ADAPTER_CONFIG
 from llmx.run.metrics.declared import declared_of, measured, metric_of
 from llmx.run.metrics.lines import Record, read_metrics, step_of
+from llmx.run.provenance.differences import flattened
 from llmx.run.rundir import RunDir, read_mapping, write_text
 from llmx.text import plural
 
@@ -45,6 +46,7 @@ _PIPELINES = {
 }
 """The Hub's pipeline and the class that loads a model, by the ending of its class or by the kind of
 an adapter."""
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "peft")
 
 
 def write_card(run: RunDir, directory: Path, *, step: int | None = None, former: str = "") -> None:
@@ -71,35 +73,35 @@ def model_card(run: RunDir, directory: Path, *, step: int | None = None) -> str:
     """The card of the model in ``directory``, of which the run's files tell what is known."""
     from huggingface_hub import ModelCard
 
-    config = read_mapping(run.config)
+    config = flattened(read_mapping(run.config))
     records = [
         record
         for record in read_metrics(run.metrics)
         if step is None or "step" not in record or step_of(record) <= step
     ]
     last = max((step_of(record) for record in records if record.get("kind") == "train"), default=0)
-    model, task = _of(config, "model"), public(_of(config, "task").get("kind") or "a task")
     relation = "An adapter for" if _is_adapter(directory) else "A fine-tune of"
-    names = [model.get("path"), model.get("name"), model.get("kind"), "a model"]
-    if model.get("init") == "scratch":
+    names = [config.get(f"model.{key}") for key in ("path", "name", "kind")]
+    if config.get("model.init") == "scratch":
         relation, names = "Trained from scratch with the architecture of", names[1:]
-    base = public(next(name for name in names if name))
+    base = public(next(filter(None, names), "a model"))
     where = f" The weights are those of step {step or last}." if step or last else ""
-    parts = [
-        f"---\n{_metadata(config, directory)}\n---\n{MARK}",
-        f"# {public(config.get('name') or 'A model of llmx')}",
-        f"\n{relation} `{base}` (task `{task}`).{where}",
-        f"\n## How to load it\n\n{_loading(directory)}",
-    ]
     tables = {
-        "Training": _table("what | value", _training(run, config, records)),
-        "Results": _table("metric | last evaluation", _results(records)),
-        "Made with": _table("what | value", _versions(run)),
+        "Training": ("what | value", [*_training(run, config, records)]),
+        "Results": ("metric | last evaluation", [*_results(records)]),
+        "Made with": ("what | value", [*_versions(run)]),
     }
-    parts += [f"\n## {title}\n\n{table}" for title, table in tables.items() if table]
-    lines = "\n".join(parts).split("\n")
-    text = "\n".join(line for line in lines if not is_secret("", line)) + "\n"
-    return str(ModelCard(text))
+    text = (
+        f"---\n{_metadata(config, directory)}\n---\n{MARK}\n"
+        f"# {public(config.get('name') or 'A model of llmx')}\n\n"
+        f"{relation} `{base}` (task `{public(config.get('task.kind') or 'a task')}`).{where}\n\n"
+        f"## How to load it\n\n{_loading(directory)}\n"
+    )
+    for title, (head, rows) in tables.items():
+        lines = [f"| {name} | {value.replace('|', '/')} |\n" for name, value in rows]
+        if lines:
+            text += f"\n## {title}\n\n| {head} |\n|---|---|\n{''.join(lines)}"
+    return str(ModelCard("".join(x for x in text.splitlines(True) if not is_secret("", x))))
 
 
 def public(value: object) -> str:
@@ -114,36 +116,29 @@ def _metadata(config: Mapping[str, Any], directory: Path) -> str:
     """The metadata that the Hub reads, as YAML."""
     from huggingface_hub import ModelCardData
 
-    model = _of(config, "model")
-    inherited = _base_metadata(model)
-    pipeline, _ = _pipeline(directory)
-    adapter, sentences = _is_adapter(directory), (directory / "modules.json").is_file()
-    base = model.get("path") if model.get("init") == "pretrained" else None
-    base = base if base and _HUB_ID.fullmatch(str(base)) else inherited.get("base_model")
-    library = "peft" if adapter else "sentence-transformers" if sentences else "transformers"
-    if list(directory.glob("*.gguf")):
-        library, pipeline = "gguf", "text-generation"
-    elif (directory / "model.onnx").is_file():
-        library = "onnx"
+    path, inherited = config.get("model.path"), _base_metadata(config)
+    library, pipeline, _ = _library(directory)
+    is_hub = config.get("model.init") == "pretrained" and _HUB_ID.fullmatch(str(path))
+    base = path if is_hub else inherited.get("base_model")
     data = ModelCardData(
         library_name=library,
-        pipeline_tag="sentence-similarity" if sentences else pipeline,
+        pipeline_tag=pipeline,
         base_model=base,
-        base_model_relation=("adapter" if adapter else "finetune") if base else None,
-        license=model.get("license") or inherited.get("license"),
+        base_model_relation=("adapter" if library == "peft" else "finetune") if base else None,
+        license=config.get("model.license") or inherited.get("license"),
         language=inherited.get("language"),
         datasets=[path for path in _sources(config) if _HUB_ID.fullmatch(path)] or None,
-        tags=["llmx", "deepspeed", public(_of(config, "task").get("kind") or "model"), library],
+        tags=["llmx", "deepspeed", public(config.get("task.kind") or "model"), library],
     )
     return str(data.to_yaml())
 
 
-def _base_metadata(model: Mapping[str, Any]) -> dict[str, Any]:
+def _base_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """Licence and languages of the base, where it is a directory here with a card."""
     from huggingface_hub import ModelCard
 
-    path = str(model.get("path") or "")
-    if not path.startswith("/") or model.get("init") != "pretrained":
+    path = str(config.get("model.path") or "")
+    if not path.startswith("/") or config.get("model.init") != "pretrained":
         return {}
     try:
         values = ModelCard.load(Path(path) / CARD).data.to_dict()
@@ -155,22 +150,19 @@ def _base_metadata(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loading(directory: Path) -> str:
     """Code that loads the model."""
-    _, auto = _pipeline(directory)
-    if files := sorted(directory.glob("*.gguf")):
-        return f"```bash\nllama-cli -m {files[0].name}\n```"
-    package = "transformers"
-    if (directory / "model.onnx").is_file():
+    library, _, auto = _library(directory)
+    if library == "gguf":
+        return f"```bash\nllama-cli -m {min(directory.glob('*.gguf')).name}\n```"
+    if library == "onnx":
         code = 'import onnxruntime\n\nsession = onnxruntime.InferenceSession("model.onnx")'
-    elif (directory / "modules.json").is_file():
+    elif library == "sentence-transformers":
         code = (
             "from sentence_transformers import SentenceTransformer\n\n"
             'model = SentenceTransformer("PATH_OR_ID")'
         )
     else:
-        if _is_adapter(directory):
-            package, auto = "peft", auto.replace("Auto", "AutoPeft", 1)
         code = (
-            f"from {package} import {auto}\nfrom transformers import AutoTokenizer\n\n"
+            f"from {library} import {auto}\nfrom transformers import AutoTokenizer\n\n"
             f'model = {auto}.from_pretrained("PATH_OR_ID")\n'
             'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_ID")'
         )
@@ -182,22 +174,22 @@ def _training(
     run: RunDir, config: Mapping[str, Any], records: list[Record]
 ) -> Iterator[tuple[str, str]]:
     plan = read_mapping(run.plan)
-    batch, ranks = _of(plan, "batch"), plan.get("ranks") or []
-    options = _of(_of(config, "task"), "options")
     if sources := _sources(config):
         yield "data", ", ".join(f"`{public(path)}`" for path in sources)
-    for key in [*SHOWN, *(f"task.options.{name}" for name in options)]:
-        group, _, name = key.rpartition(".")
-        values = options if group == "task.options" else _of(config, group) if group else config
-        value, idle = values.get(name), group == "adapter" and values.get("kind") == "none"
-        if value not in (None, "", [], {}, "none") and not idle and not is_secret(key, str(value)):
+    is_idle = config.get("adapter.kind") == "none"
+    for key in (*SHOWN, *(key for key in config if key.startswith("task.options."))):
+        value, is_of_idle = config.get(key), is_idle and key.startswith("adapter.")
+        if (
+            value not in (None, "", [], {}, "none")
+            and not is_of_idle
+            and not is_secret(key, str(value))
+        ):
             yield key, f"`{public(value)}`"
-    if batch.get("global_batch"):
-        yield "samples a step", str(batch["global_batch"])
+    if samples := flattened(plan).get("batch.global_batch"):
+        yield "samples a step", str(samples)
     if plan.get("precision"):
         yield "precision", str(plan["precision"])
-    devices = Counter(str(rank.get("device")) for rank in ranks if isinstance(rank, Mapping))
-    if devices:
+    if devices := Counter(str(rank["device"]) for rank in plan.get("ranks") or []):
         listed = ", ".join(f"{count} x {device}" for device, count in sorted(devices.items()))
         yield "hardware", f"{listed} on {plural(len(plan.get('hosts') or []), 'host')}"
     if plan.get("num_parameters"):
@@ -218,48 +210,41 @@ def _results(records: list[Record]) -> Iterator[tuple[str, str]]:
 
 
 def _versions(run: RunDir) -> Iterator[tuple[str, str]]:
-    provenance = read_mapping(run.provenance)
-    packages = _of(provenance, "packages")
-    names = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "peft")
-    versions = {
-        "llmx": provenance.get("llmx"),
-        "commit": _of(provenance, "git").get("commit"),
-        **{name: packages.get(name) for name in names},
-        "Python": _of(provenance, "python").get("version"),
-    }
-    yield from ((name, str(version)) for name, version in versions.items() if version)
+    values = flattened(read_mapping(run.provenance))
+    names = {"llmx": "llmx", "git.commit": "commit"}
+    names |= {f"packages.{name}": name for name in PACKAGES}
+    names["python.version"] = "Python"
+    yield from ((title, str(values[key])) for key, title in names.items() if values.get(key))
 
 
 def _sources(config: Mapping[str, Any]) -> list[str]:
     """Paths of the data; what comes from the Hub as its id."""
-    data = _of(config, "data")
-    sources = [source for source in data.get("sources") or [] if isinstance(source, Mapping)]
-    paths = [str(source["path"]) for source in sources or [data] if source.get("path")]
-    return [path.removeprefix("hub:") for path in paths]
+    sources = config.get("data.sources") or [{"path": config.get("data.path")}]
+    return [str(s["path"]).removeprefix("hub:") for s in sources if s.get("path")]
 
 
-def _pipeline(directory: Path) -> tuple[str | None, str]:
-    """The Hub's pipeline, and the class that loads the model."""
+def _library(directory: Path) -> tuple[str, str | None, str]:
+    """The Hub's library and pipeline, and the class that loads the model."""
     config = read_mapping(directory / "config.json")
     adapter = read_mapping(directory / ADAPTER_CONFIG)
     name = str(adapter.get("task_type") or (config.get("architectures") or [""])[0])
-    for ending, pipeline in _PIPELINES.items():
-        if name.endswith(ending):
-            return pipeline
+    pipeline, auto = None, "AutoModel"
     # A network from scratch does not name its class; ``llmx.models.model`` takes it for a language
     # model.
-    return _PIPELINES["CAUSAL_LM"] if config and not name else (None, "AutoModel")
+    for ending, found in _PIPELINES.items():
+        if (name or ("CAUSAL_LM" if config else "")).endswith(ending):
+            pipeline, auto = found
+            break
+    if any(directory.glob("*.gguf")):
+        return "gguf", "text-generation", auto
+    if (directory / "model.onnx").is_file():
+        return "onnx", pipeline, auto
+    if (directory / "modules.json").is_file() and not _is_adapter(directory):
+        return "sentence-transformers", "sentence-similarity", auto
+    if _is_adapter(directory):
+        return "peft", pipeline, auto.replace("Auto", "AutoPeft", 1)
+    return "transformers", pipeline, auto
 
 
 def _is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
-
-
-def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"| {name} | {value.replace('|', '/')} |" for name, value in rows]
-    return "\n".join([f"| {head} |", "|---|---|", *lines]) if lines else ""
-
-
-def _of(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    part = values.get(key)
-    return part if isinstance(part, Mapping) else {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llmx.errors import LlmxError
 from llmx.observe.report.screen import is_plain, open_console
 from llmx.observe.report.sweep_data import SweepReader
-from llmx.observe.status.sweep import look, progress_line
+from llmx.observe.status.sweep import look
 from llmx.text import printable
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class Screen:
         self.line(text, failed=failed)
         if self._live is None:
             with contextlib.suppress(LlmxError, OSError):
-                sweep = self._reader.read()
-                if len(sweep.trials) > 1:
-                    self.line(f"  {progress_line(sweep, now=time.time())}")
+                snapshot = look(self._reader)
+                if len(snapshot.sweep.trials) > 1:
+                    self.line(f"  {snapshot.line()}")
         self.tick(now=True)
 
     def tick(self, *, now: bool = False) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmx.launch.supervision.journal import read_attempts
-from llmx.observe.status.observer import Observer
-from llmx.observe.status.view import interpret
+from llmx.observe.run import Run
 from llmx.run.rundir import RunDir, read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until
@@ -213,9 +212,9 @@ def test_a_network_that_fails_between_the_hosts(make_cluster: Make, tmp_path: Pa
     until_attempt(run, 1, step=0)
 
     def shown(words: str) -> bool:
-        view = interpret(Observer(str(run.dir.root)).facts())
-        assert not (view.why and view.left_s)
-        return words in view.why
+        view = Run(run.dir.root)
+        assert not (view.standing.why and view.left_s)
+        return words in view.standing.why
 
     far.block_high_ports()
     wait_until(lambda: shown("no step for"), timeout_s=120, what="the stall is said")

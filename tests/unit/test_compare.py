@@ -50,7 +50,8 @@ def test_config_environment_outcome_and_curves(runs, capsys) -> None:
     for words in (
         "zero.stage", "launch.env.NCCL_X  not set  1", "torch", "failed (oom) after 3 of 90 steps",
         "CUDA out of memory", "restarts", "no result.json yet",
-        "2 lines in common, up to step 2. They differ first at step 2 (loss 2 in A, 2.5",
+        "losses: differs first at step 2: loss 2 in A, 2.5 in B",
+        "2 of 3 logged lines up to step 2 of 3",
     ):  # fmt: skip
         assert words in said
     assert "run_dir" not in said
@@ -95,7 +96,7 @@ def test_what_cannot_be_done_is_one_line(runs, tmp_path, capsys, monkeypatch) ->
 
 
 def test_names_that_have_now_in_them_stay_whole() -> None:
-    gap = Gap(3, "eval", "unknown_rate", 0.5, 0.25)
+    gap = Gap(3, "eval", "unknown_rate", 0.5, 0.25, 0.25, 0.5)
     assert gap.shown("in A", "in B") == (
         "eval unknown_rate 0.5 in A, 0.25 in B: off by 0.25 (0.5 relative)"
     )

@@ -26,12 +26,10 @@ from llmx.launch.supervision.progress import Progress
 from llmx.observe.compare import outcome_rows
 from llmx.observe.page.run import run_page
 from llmx.observe.report import wording
-from llmx.observe.report.run_data import load_run
 from llmx.observe.report.sweep_data import measure
 from llmx.observe.report.sweep_table import to_csv, to_markdown
-from llmx.observe.status.observer import Observer
-from llmx.observe.status.show import panel
-from llmx.observe.status.view import interpret
+from llmx.observe.run import Run, load_run
+from llmx.observe.status.show import evaluated, panel, shown_metrics
 from llmx.run.metrics import Metric, declared_in, declared_of, measured, metric_of
 from llmx.run.metrics.declared import check_checkpoint_metric, check_declared, loss_title
 from llmx.run.metrics.equality import compare
@@ -375,9 +373,9 @@ def test_result_json_has_them_as_flat_keys() -> None:
 
 def test_status_shows_them(run: RunDir) -> None:
     for brief in (False, True):
-        view = interpret(Observer(str(run.root), brief=brief).facts())
-        assert dict(view.eval_metrics)["macro F1"] == "62.5 %"
-        assert view.train_metrics == [("accuracy", "90 %")]
+        view = Run(run.root, is_brief=brief)
+        assert "macro F1 62.5 %" in evaluated(view)
+        assert shown_metrics(view, view.last) == ["accuracy 90 %"]
     stream = io.StringIO()
     RichConsole(file=stream, width=200).print(panel(view))
     text = stream.getvalue()
@@ -441,4 +439,4 @@ def test_reproduce_compares_them() -> None:
     ):
         other = lines()
         other[at][name] = value
-        assert str(compare(lines(), other).first).startswith(said)
+        assert said in compare(lines(), other).summary()

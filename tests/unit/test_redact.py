@@ -17,7 +17,7 @@ from llmx.failures.diagnose import Failure
 from llmx.launch.environment import rank_env
 from llmx.launch.files import check_launch, write_rendered
 from llmx.launch.supervision.console import Console, RunLog
-from llmx.observe.report.run_data import load_run
+from llmx.observe.run import load_run
 from llmx.plan import make_plan
 from llmx.redact import is_secret, redact, redacted
 from llmx.run.rundir import RunDir
@@ -148,7 +148,7 @@ def test_what_is_written_and_shown_of_a_run_has_no_credential(tmp_path: Path) ->
     exp = experiment("local", (1,))
     shown = [
         screen.getvalue(), log.warnings, outcome, describe(ValueError(secret), Path("/runs/x")),
-        run_meta(run, "", exp.tracking, config), load_run(tmp_path),
+        run_meta(run, "", exp.tracking, config), vars(load_run(tmp_path)),
         *(path.read_text() for path in (*run.logs.iterdir(), tmp_path / "tracking.json")),
     ]  # fmt: skip
     for text in shown:

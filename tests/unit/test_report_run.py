@@ -22,8 +22,8 @@ from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.observe.page.run import run_page
 from llmx.observe.report import figure, wording
-from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.step_time import MAX_RANKS, steps_by_rank
+from llmx.observe.run import Run, load_run
 from llmx.plan.types import MemoryPlan
 from llmx.run.metrics.declared import RESERVED
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -306,7 +306,7 @@ def test_hosts_that_draw_against_the_plan(begun: RunDir, share: float, expected:
 # --- The timeline of a step by rank ----------------------------------------------------------
 
 
-def timed(root: Path, **last: Any) -> RunData:
+def timed(root: Path, **last: Any) -> Run:
     """A run whose last logged step has these times."""
     run = tracked_run.write_start(root)
     lines = tracked_run.lines()

@@ -151,8 +151,8 @@ def test_one_value_that_differs_is_the_first_difference(name: str) -> None:
     other[3][name] = math.nextafter(float(other[3][name]), 1e9)
     outcome = compare(lines(), other)
     assert not outcome.identical
-    assert outcome.first is not None
-    assert (outcome.first.step, outcome.first.name) == (20, name)
+    assert outcome.first_difference is not None
+    assert (outcome.first_difference.step, outcome.first_difference.name) == (20, name)
     assert f"differs first at step 20: {name}" in outcome.summary()
 
 
@@ -162,13 +162,13 @@ def test_the_largest_is_of_a_loss_and_said_with_its_step() -> None:
     other[4]["loss"] *= 1.01
     other[5]["loss"] *= 1.5
     outcome = compare(lines(), other)
-    assert outcome.first is not None
-    assert outcome.largest is not None
-    assert (outcome.first.step, outcome.first.name) == (10, "grad_norm")
-    assert (outcome.largest.step, outcome.largest.name) == (40, "loss")
-    assert outcome.largest.relative == pytest.approx(1 / 3)
+    assert outcome.first_difference is not None
+    assert outcome.largest_difference is not None
+    assert (outcome.first_difference.step, outcome.first_difference.name) == (10, "grad_norm")
+    assert (outcome.largest_difference.step, outcome.largest_difference.name) == (40, "loss")
+    assert outcome.largest_difference.relative == pytest.approx(1 / 3)
     assert "Largest difference, at step 40" in outcome.summary()
-    assert outcome.gaps == 3
+    assert outcome.values_that_differ == 3
 
 
 def test_a_run_cut_short_is_compared_as_far_as_it_went() -> None:
@@ -184,7 +184,7 @@ def test_a_step_without_a_line_is_missing_and_one_trained_again_counts_as_it_was
     assert compare(lines(), other).identical
     other = [line for line in lines() if not (line["kind"] == "train" and line["step"] == 20)]
     outcome = compare(lines(), other)
-    assert (outcome.missing, outcome.identical) == ((20,), False)
+    assert (outcome.missing, outcome.identical) == ([20], False)
     assert "The second run logged nothing at step 20." in outcome.summary()
 
 
@@ -198,8 +198,8 @@ def test_a_loss_that_is_no_number_is_only_equal_to_another() -> None:
     nan = lines(loss=None, nonfinite=True)
     assert compare(nan, copy.deepcopy(nan)).identical
     outcome = compare(lines(), nan)
-    assert outcome.first is not None
-    assert math.isnan(outcome.first.relative)
+    assert outcome.first_difference is not None
+    assert outcome.first_difference.relative is None
     assert "no number now" in outcome.summary()
     assert outcome.to_dict()["first_difference"]["relative"] is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 
 from llmx.__main__ import main
 from llmx.errors import ConfigError
-from llmx.observe.status import observer as observing
-from llmx.observe.status.mirror import parse_location
-from llmx.observe.status.show import plain_line, sparkline
-from llmx.observe.status.view import View, interpret
+from llmx.observe.mirror import parse_location
+from llmx.observe.run import BRIEF_BYTES, FINAL, Run
+from llmx.observe.source import Source
+from llmx.observe.status.show import event_text, host_rows, plain_line, sparkline
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import tracked_run
 
@@ -62,29 +63,34 @@ def run(tmp_path: Path) -> RunDir:
     return training(tmp_path / "run")
 
 
-def view_of(run: RunDir, **facts: Any) -> View:
-    """``facts``: in the place of those that were observed, such as the time."""
-    return interpret({**observing.Observer(str(run.root)).facts(), **facts})
+def view_of(run: RunDir, *, now: float | None = None) -> Run:
+    """The run as it would be at ``now``."""
+    view = Run(run.root)
+    view.now = now or view.now
+    return view
 
 
 def ended(**values: Any) -> dict[str, Any]:
     return {**tracked_run.result(), "started": time.time() - 90, "ended": time.time(), **values}
 
 
-def test_training(run: RunDir) -> None:
+def test_training(run: RunDir, capsys) -> None:
     view = view_of(run)
-    assert (view.state, view.why, view.is_over) == ("training", "", False)
+    assert (view.state, view.standing.why, view.is_live) == ("training", "", True)
     assert (view.name, view.step, view.total) == ("tiny-演示", 24, 40)
     assert view.left_s == pytest.approx(16 * 0.25)
-    assert view.loss == tracked_run.train_line(20)["loss"]
+    assert view.last["loss"] == tracked_run.train_line(20)["loss"]
     assert len(view.losses) == 10
     assert view.waited_for_data == pytest.approx(0.001 / (2 * 0.25))
-    assert (view.saved_step, view.kept, view.saved_bytes) == (16, 2, 3_000_000)
-    assert view.saved_ago_s == pytest.approx(100, abs=5)
-    assert view.hosts == [("localhost", "ranks 0-1 training at step 24")]
-    assert view.memory_gib == [0.41, 0.43]
+    newest = view.checkpoints["newest"]
+    assert (newest["step"], view.checkpoints["steps"], newest["bytes"]) == (16, [8, 16], 3_000_000)
+    assert host_rows(view) == [("localhost", "ranks 0-1 training at step 24")]
+    main(["status", str(run.root)])
+    printed = capsys.readouterr().out
+    assert re.search(r"step 16, 1 min 4\d s ago, 2.9 MiB; 2 kept", printed)
+    assert "0.43 GiB at most (rank 1), 0.41 at least" in printed
     write_json(run.rank_status(1), {**read_json(run.rank_status(1)), "step": 26})
-    assert view_of(run).hosts == [("localhost", "ranks 0-1 training at steps 24 to 26")]
+    assert host_rows(view_of(run)) == [("localhost", "ranks 0-1 training at steps 24 to 26")]
     supervised(run, "ending")
     assert (view_of(run).state, view_of(run).step) == ("ending", 24)  # not back at the last line
 
@@ -113,7 +119,7 @@ def test_what_the_slowest_rank_does(run: RunDir) -> None:
     view = view_of(run, now=now)
     assert view.state == "loading"
     assert view.left_s is None
-    assert view.hosts == [
+    assert host_rows(view) == [
         ("localhost", "rank 0 training at step 24; rank 1 loading, silent for 50 s")
     ]
     run.rank_status(1).unlink()
@@ -129,8 +135,8 @@ def test_waiting_and_restarts(run: RunDir) -> None:
     line |= {"decision": "restart", "ended": time.time(), "first_step": 0, "wait_s": 20}
     write_text(run.attempts, json.dumps(line) + "\n" + '{"torn')
     view = view_of(run, now=now)
-    assert (view.state, view.restarts) == ("waiting", 1)
-    assert view.why == "restart 1 of 3 (in 20 s)"
+    assert (view.state, len(view.restarts)) == ("waiting", 1)
+    assert view.standing.why == "restart 1 of 3 (in 20 s)"
     assert view.left_s is None
 
 
@@ -141,8 +147,8 @@ def test_dead(run: RunDir, capsys) -> None:
     supervised(run, pid=gone.pid)
     view = view_of(run)
     assert view.state == "dead"
-    assert f"process {gone.pid} on {HERE}" in view.why
-    assert view.fix == f"python -m llmx resume {run.root}"
+    assert f"process {gone.pid} on {HERE}" in view.standing.why
+    assert view.standing.fix == f"python -m llmx resume {run.root}"
     # On another host there is no process to look at: its silence tells.
     supervised(run, host="elsewhere", pid=1)
     assert view_of(run).state == "training"
@@ -163,7 +169,7 @@ def test_the_end(run: RunDir, capsys, outcome: str, state: str, code: int) -> No
     assert view_of(run).state == "training", "the result is of an earlier attempt"
     supervised(run, "finished", pid=os.getppid())
     view = view_of(run)
-    assert (view.state, view.is_over, view.left_s) == (state, True, None)
+    assert (view.state, view.state in FINAL, view.left_s) == (state, True, None)
     assert main(["status", str(run.root)]) == code
     said = capsys.readouterr().out
     assert state in said
@@ -173,8 +179,8 @@ def test_the_end(run: RunDir, capsys, outcome: str, state: str, code: int) -> No
 def test_planned_only(tmp_path: Path) -> None:
     run = tracked_run.write_start(tmp_path / "run")
     view = view_of(run)
-    assert (view.state, view.step, view.is_over) == ("planned", None, False)
-    assert view.fix == f"to start it: python -m llmx resume {run.root}"
+    assert (view.state, view.step, view.state in FINAL) == ("planned", None, False)
+    assert view.standing.fix == f"to start it: python -m llmx resume {run.root}"
     # Nobody starts it any more: there is nothing to watch.
     os.utime(run.config, (time.time() - 60,) * 2)
     assert main(["watch", str(run.root)]) == 1
@@ -182,21 +188,22 @@ def test_planned_only(tmp_path: Path) -> None:
 
 def test_metrics_after_a_resume(run: RunDir) -> None:
     """The file is cut back and written anew: no step twice, the events named."""
-    observer = observing.Observer(str(run.root))
-    assert len(observer.facts()["metrics"]["losses"]) == 10
+    before = Run(run.root)
+    assert len(before.losses) == 10
     kept = [r for r in tracked_run.lines() if r["kind"] != "end" and r.get("step", 0) <= 16]
     kept.append({"kind": "event", "event": "resumed", "step": 16, "attempt": 2, "time": 5.0})
     kept.append({"kind": "event", "event": "damaged", "checkpoint": 18, "reason": "bit"})
     kept.append({**tracked_run.train_line(18), "loss": None, "nonfinite": True})
     write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in kept))
     ranks(run, "loading", step=0)
-    view = interpret(observer.facts())
-    assert len(view.losses) == 9
-    assert view.losses[-1] is None
-    assert view.lost
-    words = [words for _, words in view.events]
+    view = Run(run.root, before=before)
+    losses = [loss for _, loss in view.losses]
+    assert len(losses) == 9
+    assert losses[-1] is None
+    assert view.is_lost
+    words = [event_text(event) for event in view.events]
     assert words == ["resumed from step 16, attempt 2", "The checkpoint of step 18 is damaged: bit"]
-    assert sparkline(view.losses).endswith("x")
+    assert sparkline(losses).endswith("x")
 
 
 def test_a_step_that_is_overdue(run: RunDir) -> None:
@@ -204,7 +211,7 @@ def test_a_step_that_is_overdue(run: RunDir) -> None:
     why = "no step for 50 s (usually 0.25 s); waiting for gpu-2"
     supervised(run, why=why)
     view = view_of(run)
-    assert (view.state, view.why, view.left_s) == ("training", why, None)
+    assert (view.state, view.standing.why, view.left_s) == ("training", why, None)
     assert why in plain_line(view)
 
 
@@ -221,7 +228,7 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
         supervised(new, "finished")
     long = new.metrics.read_text().splitlines()
     new.metrics.write_text("\n".join([long[0], *long[2:] * 200, long[-1]]) + "\n")
-    assert new.metrics.stat().st_size > 4 * observing.BRIEF_BYTES
+    assert new.metrics.stat().st_size > 4 * BRIEF_BYTES
     for age_s, run in ((300, old), (200, alive), (100, new)):
         os.utime(run.config, (time.time() - age_s,) * 2)
     assert main(["status"]) == 0
@@ -231,8 +238,8 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
         "sweeps/today/0_zero-stage2", "new-0", "new-1", "old",
     ]  # fmt: skip
     assert [row[:2] for row in rows[:2]] == [["training", "24/40"], ["failed", "20/40"]]
-    runs, found = observing.chosen_runs(Path("outputs").absolute(), 2)
-    assert (found, len(runs), runs[0]) == (4, 2, alive.root)
+    runs, found = Source(parse_location("outputs")).runs(2)
+    assert (found, len(runs), runs[0].dir) == (4, 2, alive)
 
 
 @pytest.mark.parametrize("count", [100, 160, 170, 200, 5000])
@@ -240,8 +247,7 @@ def test_a_long_file_is_read_in_parts(tmp_path: Path, count: int) -> None:
     """Some lines of the whole run, none twice or torn, and all of the newest."""
     run = tracked_run.write_start(tmp_path / "run")
     tracked_run.append(run, [tracked_run.train_line(step) for step in range(1, count + 1)])
-    observer = observing.Observer(str(run.root), brief=True)
-    steps = [step for step, _ in observer.facts()["metrics"]["losses"]]
+    steps = [record["step"] for record in Run(run.root, is_brief=True).train]
     assert steps == sorted(set(steps))
     assert steps[-20:] == list(range(count - 19, count + 1))
     assert len([step for step in steps if step <= count / 2]) >= 14
@@ -251,7 +257,8 @@ def test_json_is_for_scripts(run: RunDir, capsys) -> None:
     main(["status", str(run.root), "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["supervisor"]["state"] == "running"
-    assert interpret(facts).step == 24
+    assert facts["metrics"]["last"]["step"] == 20
+    assert [rank["step"] for rank in facts["ranks"]] == [24, 24]
 
 
 def test_watch_follows_to_the_end(run: RunDir) -> None:

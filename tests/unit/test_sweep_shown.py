@@ -23,7 +23,7 @@ from llmx.observe.page import document
 from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.sweep_data import axes, load_sweep, measure
 from llmx.observe.report.sweep_table import to_csv, to_markdown
-from llmx.observe.status.sweep import progress_line, progress_of, sweep_progress
+from llmx.observe.status.sweep import Snapshot
 from llmx.run.rundir import RunDir, write_json, write_text
 from llmx.run.sweepdir import Sweep, Trial, is_sweep
 from tests import sweepdirs
@@ -137,7 +137,7 @@ def test_odd_grids_are_shown(trials: list[Trial], objective: str) -> None:
     assert len(rows) == len(trials) + 1
     assert len({len(row) for row in rows}) == 1
     to_markdown(trials)
-    progress_line(sweep, now=1.0)
+    Snapshot(sweep, now=1.0).line()
 
 
 # --- The table -------------------------------------------------------------------------------
@@ -302,23 +302,23 @@ def running(count: int, *, done: int, at_once: int, took: float = 100.0) -> list
 )  # fmt: skip
 def test_the_time_that_is_left(count: int, done: int, at_once: int, left_s: float | None) -> None:
     trials = running(count, done=done, at_once=at_once)
-    seen = progress_of(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
+    seen = Snapshot(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
     assert seen.left_s == (None if left_s is None else pytest.approx(left_s))
-    assert (seen.over, len(seen.running), seen.waiting) == (done, at_once, count - done - at_once)
+    assert (seen.done, len(seen.running), seen.waiting) == (done, at_once, count - done - at_once)
 
 
 def test_pruned_trials_take_no_time_and_say_nothing_of_the_others() -> None:
     trials = [*running(4, done=1, at_once=1), trial(4, "pruned"), trial(5, "same", same_as=0)]
-    seen = progress_of(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
+    seen = Snapshot(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
     assert seen.left_s == pytest.approx(60 + 200)
-    assert (seen.count("pruned"), seen.count("same"), seen.over) == (1, 1, 3)
+    assert {"1 pruned", "1 the same as another"} <= {text for text, _ in seen.counts()}
+    assert seen.done == 3
 
 
-def shown(trials: list[Trial], **values: Any) -> str:
+def shown(trials: list[Trial], *, plain: bool = False) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=100).print(
-        sweep_progress(Sweep(HERE, trials, "tokens_per_s"), now=1000.0, **values)
-    )
+    snapshot = Snapshot(Sweep(HERE, trials, "tokens_per_s"), now=1000.0)
+    Console(file=stream, width=100).print(snapshot.panel(plain))
     return stream.getvalue()
 
 
@@ -328,7 +328,7 @@ def test_the_live_table(golden) -> None:
         trial(8, "oom", cause="rank 0: out of memory", overrides=("zero=stage8",), ended=900.0),
         trial(9, "pruned", cause="larger than trial 8"),
     ]
-    text = shown(trials, title="outputs/sweeps/one")
+    text = shown(trials)
     for words in (
         "5 of 10 trials", "3 done, 2 running, 1 failed, 1 pruned, 3 left", "to go (done ",
         "[3]", "zero=stage3", "step 8/20", "40 s", "[8] zero=stage8: oom: rank 0: out of memory",

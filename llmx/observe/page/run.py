@@ -16,7 +16,7 @@ from llmx import text as human
 from llmx.config import Experiment, to_dict
 from llmx.observe.page import Block, Json, block, page, table, thinned, tiles
 from llmx.observe.report import plan_table, step_time, wording
-from llmx.observe.report.run_data import RunData, last_of_each_step
+from llmx.observe.run import Run, last_of_each_step
 from llmx.plan.types import Plan
 from llmx.redact import redact
 from llmx.run.metrics import Metric, declared_of, measured, metric_of
@@ -39,42 +39,42 @@ CURVES = {"loss": "", "loss_mean": "", "lr": "Learning rate", "grad_norm": "Grad
 """Keys of ``train`` lines -> title of their chart; the first two are in that of the loss."""
 
 
-def run_page(data: RunData) -> Json:
+def run_page(run: Run) -> Json:
     """The whole page, from the headline to the files of the run."""
-    headline = wording.headline(data)
-    columns = curves(data.records)
+    headline = wording.headline(run)
+    columns = curves(run.records)
     files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
     # Many runs have the name of their experiment; the directory is the run's directory.
-    directory = data.run.root.name
-    name = directory if data.name in directory else f"{directory} ({data.name})"
+    directory = run.dir.root.name
+    name = directory if run.name in directory else f"{directory} ({run.name})"
     content = page(
         f"{name}: {headline.line}",
         headline.state,
         {
             "Outcome": [table(headline.reasons)],
-            "Summary": [tiles(wording.summary_rows(data))],
+            "Summary": [tiles(wording.summary_rows(run))],
             "Curves": [],
-            "Warnings": [block("list", wording.warnings(data))],
+            "Warnings": [block("list", wording.warnings(run))],
         },
         folded={
-            "Traceback": [block("code", wording.traceback_excerpt(data))],
-            "One step by rank": step_time.steps_blocks(data),
-            "Evaluation": _tables(data),
-            "Completions": completions(data, count=MAX_COMPLETIONS, limit=LONGEST_COMPLETION),
-            step_of_samples(data): generated(data, limit=LONGEST_COMPLETION),
-            "Attempts": [_attempts(data), block("list", wording.events(data))],
-            "Data": _data(data),
-            "Config": _config(data),
-            "Plan": _plan(data.plan),
-            "Files and commands": [table(wording.locations(data), kinds=("name", "code"))],
-            "Evaluations": [_evaluations(data)],
+            "Traceback": [block("code", wording.traceback_excerpt(run))],
+            "One step by rank": step_time.steps_blocks(run),
+            "Evaluation": _tables(run),
+            "Completions": completions(run, count=MAX_COMPLETIONS, limit=LONGEST_COMPLETION),
+            step_of_samples(run): generated(run, limit=LONGEST_COMPLETION),
+            "Attempts": [_attempts(run), block("list", wording.events(run))],
+            "Data": _data(run),
+            "Config": _config(run),
+            "Plan": _plan(run.plan),
+            "Files and commands": [table(wording.locations(run), kinds=("name", "code"))],
+            "Evaluations": [_evaluations(run)],
             "Files": [
                 block("fold", {"title": name, "code": text})
                 for name in files
-                if (text := _text_of(data, name))
+                if (text := _text_of(run, name))
             ],
         },
-        curves={data.name: columns} if has_steps(columns) else {},
+        curves={run.name: columns} if has_steps(columns) else {},
     )
     return {**content, "name": name}
 
@@ -140,28 +140,38 @@ def _rounded(value: Any, scale: int) -> float | None:
     return float(f"{scale * value:.6g}")
 
 
-def _tables(data: RunData) -> list[Block | None]:
+def _tables(run: Run) -> list[Block | None]:
     """The tables of the newest evaluation, such as a confusion matrix."""
     blocks: list[Block | None] = []
-    for entry in data.tables:
+    for entry in run.tables.get("tables") or []:
+        title = f"{entry['title']}, step {run.tables.get('step') or 0:,}"
+        names, heads, values = entry["rows"], entry["columns"], entry["values"]
+        if not _is_rectangular(names, heads, values):
+            blocks.append(block("text", f"{title}: not shown, since values of it are missing"))
+            continue
         rows = [
-            [name, *(f"{value:,g}" for value in values)]
-            for name, values in zip(entry.rows, entry.values, strict=True)
+            [name, *(f"{value:,g}" for value in row)]
+            for name, row in zip(names, values, strict=True)
         ]
-        kinds = ["name", *["number"] * len(entry.columns)]
-        blocks.append(block("text", f"{entry.title}, step {data.tables_step:,}"))
-        blocks.append(table(rows, heads=["", *entry.columns], kinds=kinds))
+        blocks.append(block("text", title))
+        blocks.append(table(rows, heads=["", *heads], kinds=["name", *["number"] * len(heads)]))
     return blocks
 
 
-def completions(data: RunData, *, count: int, limit: int) -> list[Block | None]:
+def _is_rectangular(names: Any, heads: Any, rows: Any) -> bool:
+    if None in (names, heads, rows) or len(names) != len(rows):
+        return False
+    return all(row and len(row) == len(heads) and None not in row for row in rows)
+
+
+def completions(run: Run, *, count: int, limit: int) -> list[Block | None]:
     """Eval prompts: the expected completion, that before training, that after it.
 
     Args:
         count: so many of them, evenly chosen, because neighbours are often of one kind.
         limit: characters of a text.
     """
-    prompts: list[Record] = data.samples.get("rows") or []
+    prompts: list[Record] = run.samples.get("rows") or []
     chosen = prompts
     if len(prompts) > count:
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
@@ -175,7 +185,7 @@ def completions(data: RunData, *, count: int, limit: int) -> list[Block | None]:
         for row in chosen
     ]
     omitted = len(prompts) - len(rows)
-    note = f" and {omitted:,} more in {data.run.samples}" if omitted else ""
+    note = f" and {omitted:,} more in {run.dir.samples}" if omitted else ""
     heads = ["prompt", "expected", "before", "after"]
     return [table(rows, heads=heads, kinds=[""] * 4), block("text", note)]
 
@@ -191,9 +201,9 @@ def _completion(row: Record, when: str, limit: int) -> str:
     return f"{'✓' if text.strip() == expected.strip() else '✗'} {short}"
 
 
-def generated(data: RunData, *, count: int | None = None, limit: int) -> list[Block | None]:
+def generated(run: Run, *, count: int | None = None, limit: int) -> list[Block | None]:
     """Samples of the newest step that were trained on, with each part of their reward."""
-    samples = data.rollouts[:count]
+    samples = run.rollouts[:count]
     names = list(dict.fromkeys(name for row in samples for name in row["rewards"]))
     rows = [
         [
@@ -208,9 +218,9 @@ def generated(data: RunData, *, count: int | None = None, limit: int) -> list[Bl
     return [table(rows, heads=heads, kinds=["", "", *["number"] * (len(names) + 1)])]
 
 
-def step_of_samples(data: RunData) -> str:
+def step_of_samples(run: Run) -> str:
     """Title of ``generated``."""
-    return f"Samples of step {data.rollouts[0]['step'] if data.rollouts else 0:,}"
+    return f"Samples of step {run.rollouts[0]['step'] if run.rollouts else 0:,}"
 
 
 def _reward(value: float | None) -> str:
@@ -223,11 +233,11 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
-def _attempts(data: RunData) -> Block | None:
+def _attempts(run: Run) -> Block | None:
     """One row per attempt with its end and what followed, if there was more than one."""
     rows = []
-    if len(data.attempts) > 1 or any(line.get("decision") == "restart" for line in data.attempts):
-        rows = [_attempt(line) for line in data.attempts]
+    if len(run.attempts) > 1 or any(line.get("decision") == "restart" for line in run.attempts):
+        rows = [_attempt(line) for line in run.attempts]
     heads = ["attempt", "steps", "outcome", "cause", "then", "checkpoint", "began", "took"]
     kinds = ["number", "short", "short", "", "short", "number", "short", "short"]
     return table(rows, heads=heads, kinds=kinds)
@@ -253,34 +263,34 @@ def _attempt(line: dict[str, Any]) -> list[str]:
     ]
 
 
-def _data(data: RunData) -> list[Block | None]:
+def _data(run: Run) -> list[Block | None]:
     names = {"train": "training split", "eval": "evaluation split"}
     blocks: list[Block | None] = []
-    for split, rows in data.data.items():
-        title = names.get(split, split) if len(data.data) > 1 else ""
+    for split, rows in run.data.items():
+        title = names.get(split, split) if len(run.data) > 1 else ""
         blocks += [block("heading", title), table(rows)]
     return blocks
 
 
-def _config(data: RunData) -> list[Block | None]:
+def _config(run: Run) -> list[Block | None]:
     """Show the typed overrides, the values that are no defaults, and the changes by resume."""
     defaults = flattened(to_dict(Experiment()))
     settings = [
         (key, short_value(value, limit=200))
-        for key, value in flattened(data.config).items()
+        for key, value in flattened(run.config).items()
         if not key.startswith(NOT_SHOWN)
         and value not in ({}, [])
         and (key not in defaults or value != defaults[key])
     ]
     changed = [
         [f"{change.get('step') or 0:,}", key, short_value(old), short_value(new)]
-        for change in data.changes
+        for change in run.changes
         for key, (old, new) in (change.get("changes") or {}).items()
     ]
     heads, kinds = ["from step", "key", "before", "after"], ["number", "short", "short", "short"]
     return [
-        block("text", "Typed:" if data.typed else ""),
-        block("code", shlex.join(data.typed)),
+        block("text", "Typed:" if run.overrides else ""),
+        block("code", shlex.join(run.overrides)),
         block("text", "All that is not a default:" if settings else ""),
         table(settings),
         block("heading", "Changed by resume" if changed else ""),
@@ -288,9 +298,9 @@ def _config(data: RunData) -> list[Block | None]:
     ]
 
 
-def _evaluations(data: RunData) -> Block | None:
+def _evaluations(run: Run) -> Block | None:
     """Every number of every evaluation."""
-    rows = [(step_of(record), scalars(record)) for record in data.evals]
+    rows = [(step_of(record), scalars(record)) for record in run.evals]
     names = list(dict.fromkeys(name for _, values in rows for name in values))
     cells = [
         [f"{step:,}", *(f"{values[name]:.5g}" if name in values else "" for name in names)]
@@ -316,9 +326,9 @@ def _plan(values: Mapping[str, Any]) -> list[Block | None]:
         return []
 
 
-def _text_of(data: RunData, name: str) -> str:
+def _text_of(run: Run, name: str) -> str:
     try:
-        text = (data.run.root / name).read_text(encoding="utf-8", errors="replace")
+        text = (run.dir.root / name).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     if len(text) <= LONGEST_FILE:

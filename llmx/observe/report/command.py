@@ -20,7 +20,6 @@ from llmx.observe.page.run import completions, generated, run_page, step_of_samp
 from llmx.observe.page.sweep import PAGE, write_report
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
-from llmx.observe.report.run_data import RunData, load_run
 from llmx.observe.report.screen import open_console, print_blocks
 from llmx.observe.report.sweep_data import CSV, load_sweep
 from llmx.observe.report.sweep_table import (
@@ -29,6 +28,7 @@ from llmx.observe.report.sweep_table import (
     metrics_of,
     print_sweep,
 )
+from llmx.observe.run import Run, load_run
 from llmx.run.rundir import RunDir, write_text
 from llmx.run.sweepdir import Sweep
 
@@ -87,37 +87,37 @@ def with_objective(sweep: Sweep, objective: str) -> Sweep:
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:
-    data = load_run(run_dir)
+    run = load_run(run_dir)
     code = 0
     try:
-        draw_losses([data], data.run.loss_curve)  # where there is a loss
-        write_text(data.run.report, document(data.name, run_page(data)))
+        draw_losses([run], run.dir.loss_curve)  # where there is a loss
+        write_text(run.dir.report, document(run.name, run_page(run)))
     except OSError as error:
         # A full or read-only disk: what can be printed is printed all the same.
-        data.warnings.append(f"{error.filename or data.run.root}: not written ({error.strerror}).")
+        run.damage.append(f"{error.filename or run.dir.root}: not written ({error.strerror}).")
         code = DiskFullError.exit_code if disk_is_full(error) else 0
-    print_report(data, width=width)
+    print_report(run, width=width)
     return code
 
 
-def print_report(data: RunData, *, width: int | None = None) -> None:
+def print_report(run: Run, *, width: int | None = None) -> None:
     """Print the end of a run: result, completions, summary, warnings, where it all lies."""
     from rich.text import Text
 
     console = open_console(sys.stdout, width=width)
-    headline = wording.headline(data)
+    headline = wording.headline(run)
     mark, style = MARKS[headline.state]
     console.print()
-    console.print(Text(f"{mark} {data.name}: {headline.line}", style=style))
+    console.print(Text(f"{mark} {run.name}: {headline.line}", style=style))
     limit = 3 * min(console.width, WIDEST_TABLE) // 5  # about three lines of a cell
     print_blocks(console, [table(headline.reasons)])
     blocks = [
-        block("code", wording.traceback_excerpt(data)),
-        *completions(data, count=SHOWN_COMPLETIONS, limit=limit),
-        block("heading", step_of_samples(data) if data.rollouts else ""),
-        *generated(data, count=SHOWN_SAMPLES, limit=limit),
-        table(wording.summary_rows(data, is_brief=True)),
-        block("list", wording.warnings(data)),
-        table(wording.locations(data), kinds=("name", "code")),
+        block("code", wording.traceback_excerpt(run)),
+        *completions(run, count=SHOWN_COMPLETIONS, limit=limit),
+        block("heading", step_of_samples(run) if run.rollouts else ""),
+        *generated(run, count=SHOWN_SAMPLES, limit=limit),
+        table(wording.summary_rows(run, is_brief=True)),
+        block("list", wording.warnings(run)),
+        table(wording.locations(run), kinds=("name", "code")),
     ]
     print_blocks(console, blocks, is_blank=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.observe.report.run_data import RunData
+from llmx.observe.run import Run
 from llmx.run.metrics.declared import loss_title
 from llmx.run.metrics.lines import Record, step_of
 from llmx.run.rundir import replacing
@@ -22,18 +22,18 @@ STYLES = (("tab:blue", "tab:orange", "-"), ("tab:green", "tab:red", "--"))
 run is dashed: where both are equal, both are seen."""
 
 
-def draw_losses(runs: Sequence[RunData], path: Path) -> bool:
+def draw_losses(runs: Sequence[Run], path: Path) -> bool:
     """Write the picture of one run, or of two (A and B), to ``path``; False where none has a loss
     yet."""
     names = ("",) if len(runs) == 1 else ("A, ", "B, ")
     curves = [
-        (name, points(data.train, "loss"), points(data.evals, "loss"))
-        for name, data in zip(names, runs, strict=True)
+        (name, points(run.train, "loss"), points(run.evals, "loss"))
+        for name, run in zip(names, runs, strict=True)
     ]
     losses = [value for _, train, evals in curves for _, value in train + evals]
     if not losses:
         return False
-    with loss_axes(path, title=loss_title(data.records for data in runs)) as axes:
+    with loss_axes(path, title=loss_title(run.records for run in runs)) as axes:
         from matplotlib.ticker import MaxNLocator
 
         for (name, train, evals), style in zip(curves, STYLES, strict=False):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from llmx import text as human
 from llmx.observe.page import Block, block, table
-from llmx.observe.report.run_data import RunData
+from llmx.observe.run import Run
 from llmx.run.metrics.declared import is_number
 from llmx.run.metrics.lines import step_of
 from llmx.text import plural
@@ -54,13 +54,13 @@ class Steps:
         return max(self.ranks, key=lambda rank: (rank.idle, -rank.rank))
 
 
-def steps_by_rank(data: RunData) -> Steps | None:
+def steps_by_rank(run: Run) -> Steps | None:
     """Read the newest ``train`` line with times; None where the ranks did not measure them.
 
     A backward pass contains waiting. The rank whose backward pass is shortest against its forward
     pass waits least, so what it takes is computing; every rank's is taken to be in that proportion.
     """
-    for record in reversed(data.train):
+    for record in reversed(run.train):
         parts = [record.get(name) for name in ("forward_s", "backward_s", "update_s")]
         if not all(isinstance(values, list) and all(map(is_number, values)) for values in parts):
             continue
@@ -72,7 +72,7 @@ def steps_by_rank(data: RunData) -> Steps | None:
         ranks = []
         for rank, ahead in enumerate(forward):
             computing = min(backward[rank], ratio * ahead)
-            host, device = _place(data, rank)
+            host, device = _place(run, rank)
             ranks.append(
                 RankStep(
                     rank=rank,
@@ -90,9 +90,9 @@ def steps_by_rank(data: RunData) -> Steps | None:
     return None
 
 
-def _place(data: RunData, rank: int) -> tuple[str, str]:
+def _place(run: Run, rank: int) -> tuple[str, str]:
     """Host and device type of a rank; empty where the plan does not say it."""
-    ranks, hosts = data.plan.get("ranks") or [], data.plan.get("hosts") or []
+    ranks, hosts = run.plan.get("ranks") or [], run.plan.get("hosts") or []
     if rank >= len(ranks):
         return "", ""
     number = ranks[rank].get("host", -1)
@@ -110,9 +110,9 @@ def idle_text(steps: Steps) -> str:
     return text
 
 
-def steps_blocks(data: RunData) -> list[Block | None]:
+def steps_blocks(run: Run) -> list[Block | None]:
     """The parts of a step for each rank; empty where the ranks did not measure them."""
-    steps = steps_by_rank(data)
+    steps = steps_by_rank(run)
     if steps is None:
         return []
     ranks = sorted(steps.ranks, key=lambda rank: (rank.idle, rank.rank))
@@ -120,7 +120,7 @@ def steps_blocks(data: RunData) -> list[Block | None]:
     if omitted > 0:
         ranks = ranks[: MAX_RANKS // 2] + ranks[-(MAX_RANKS // 2) :]
     ranks.sort(key=lambda rank: rank.rank)
-    newest = next((line for line in data.train[::-1] if line.get("memory_gib")), {})
+    newest = next((line for line in run.train[::-1] if line.get("memory_gib")), {})
     memory: list[float] = newest.get("memory_gib", [])
     heads = ["rank", "host", "device", *(f"{name}, ms" for name in PARTS), "idle", "peak GiB"]
     rows = [

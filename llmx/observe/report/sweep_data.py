@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import LlmxError
-from llmx.observe.report.run_data import load_run
+from llmx.observe.run import load_run
 from llmx.run.metrics.lines import step_of
 from llmx.run.rundir import RunDir
 from llmx.run.sweepdir import NOT_RUN, WAITING, Sweep, Trial, load
@@ -27,33 +27,33 @@ def measure(trial: Trial, *, has_ended: bool = False) -> None:
     and not of an earlier one. ``has_ended``: it is.
     """
     try:
-        data = load_run(trial.run_dir)
+        run = load_run(trial.run_dir)
     except LlmxError:
         return
-    values, result = data.summary, data.result or {}
+    values, result = run.summary, run.result
     ended = result.get("ended") or 0.0
     if not trial.outcome and result and (has_ended or ended >= (trial.started or 0.0)):
         trial.outcome = str(result.get("outcome") or "")
         trial.cause, trial.fix = str(result.get("cause") or ""), str(result.get("fix") or "")
         trial.ended = trial.ended or ended
     trial.steps, trial.total_steps = values.get("steps"), values.get("total_steps")
-    loss = data.train[-1].get("loss_mean") if data.train else None
+    loss = run.last.get("loss_mean")
     trial.loss = loss if loss is not None else values.get("final_loss")
     trial.eval_loss = values.get("final_eval_loss")
-    points = data.metric_points("eval")
+    points = run.metric_points("eval")
     trained = {name: [point for point in pairs if point[0] > 0] for name, pairs in points.items()}
     trial.metrics = {name: pairs[-1][1] if pairs else None for name, pairs in trained.items()}
-    trial.trained = data.train[-1] if data.train else {}
-    trial.declared = data.declared
+    trial.trained = run.last
+    trial.declared = run.declared
     trial.tokens_per_s = values.get("tokens_per_s")
     trial.memory_gib = values.get("memory_gib_max")
-    if trial.memory_gib is None and data.config.get("dry_run"):
-        trial.memory_gib = data.predicted_gib
+    if trial.memory_gib is None and run.config.get("dry_run"):
+        trial.memory_gib = run.predicted_gib
     if trial.outcome:
         took = ended - (result.get("started") or 0.0)
         took = took if took > 0 else (trial.ended or 0.0) - (trial.started or 0.0)
         trial.seconds = took if took > 0 else None
-    trial.curve = [(step_of(record), _loss(record)) for record in data.train]
+    trial.curve = [(step_of(record), _loss(record)) for record in run.train]
 
 
 def _loss(record: Mapping[str, Any]) -> float:

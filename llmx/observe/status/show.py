@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
-from llmx.observe.status.view import LIVE, View, duration_text
+from llmx.observe.run import FINAL, LIVE, SILENT_S, Run, duration_text
+from llmx.run.metrics import measured, metric_of
+from llmx.run.metrics.lines import Record
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -25,12 +28,14 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = ".:-=+*#@"
 SHOWN_RESTARTS = 4
 SHOWN_EVENTS = 4
+MAX_COUNTS = 16
+"""Ranks whose samples are listed."""
 WIDTH = 44
 """Columns of the loss curve."""
 Rows = list[tuple[str, str]]
 
 
-def panel(view: View, *, plain: bool = False) -> Group:
+def panel(run: Run, *, plain: bool = False) -> Group:
     """Everything about one run: its state, progress, numbers, hosts and events. ``plain``: ASCII
     only."""
     from rich.console import Group
@@ -39,198 +44,299 @@ def panel(view: View, *, plain: bool = False) -> Group:
     from llmx.observe.report.screen import pairs_table
 
     mark = ""
-    if view.state in LIVE:
+    if run.is_live:
         mark = "* " if plain else "● "
-    style = STYLES.get(view.state, "bold cyan")
-    head = Text.assemble((f"{mark}{view.state}", style), "  ", (view.name, "bold"))
-    if view.took_s is not None:
-        head.append(f"  {duration_text(view.took_s)}", style="dim")
-    rows = [*progress_rows(view, plain=plain), *_figures(view, plain), *activity_rows(view)]
-    rows.append(("run", view.path))
-    if view.report and view.is_over:
-        rows.append(("report", f"{view.path}/report.html"))
+    style = STYLES.get(run.state, "bold cyan")
+    head = Text.assemble((f"{mark}{run.state}", style), "  ", (run.name, "bold"))
+    if run.took_s is not None:
+        head.append(f"  {duration_text(run.took_s)}", style="dim")
+    metrics = ", ".join(shown_metrics(run, run.last))
+    figures = [
+        ("loss", _loss(run, plain)),
+        ("metrics", metrics),
+        ("eval", _evaluation(run)),
+        ("speed", _speed(run)),
+        ("memory", _memory(run)),
+    ]
+    rows = [*progress_rows(run, plain=plain), *_known(figures), *activity_rows(run)]
+    rows.append(("run", str(run.path)))
+    if run.dir.report.exists() and run.state in FINAL:
+        rows.append(("report", f"{run.path}/report.html"))
     return Group(Text(""), head, pairs_table(rows))
 
 
-def progress_rows(view: View, *, plain: bool = False) -> Rows:
+def progress_rows(run: Run, *, plain: bool = False) -> Rows:
     """Name and value of why a run stands where it does, what helps, and its step."""
-    return _known(("why", view.why), ("do", view.fix), ("step", _progress(view, plain)))
+    rows = [("why", run.standing.why), ("do", run.standing.fix), ("step", _progress(run, plain))]
+    return _known(rows)
 
 
-def _figures(view: View, plain: bool) -> Rows:
-    """Name and value of loss, metrics, speed and memory."""
-    metrics = ", ".join(f"{title} {value}" for title, value in view.train_metrics)
-    return _known(
-        ("loss", _loss(view, plain)),
-        ("metrics", metrics),
-        ("eval", _evaluation(view)),
-        ("speed", _speed(view)),
-        ("memory", _memory(view)),
-    )
-
-
-def activity_rows(view: View) -> Rows:
+def activity_rows(run: Run) -> Rows:
     """Name and value of checkpoints, restarts, hosts and events."""
-    events, damage = "\n".join(_events(view)), "\n".join(view.damage)
-    rows = [("saved", _saved(view)), ("restarts", _restarts(view)), *view.hosts]
-    return _known(*rows, ("events", events), ("damaged", damage))
+    newest = [
+        f"{_clock(record.get('time'))} {human.one_line(event_text(record), limit=76)}"
+        for record in run.events[-SHOWN_EVENTS:]
+    ]
+    rows = [("saved", _saved(run)), ("restarts", _restarts(run)), *host_rows(run)]
+    rows += [("events", "\n".join(newest)), ("damaged", "\n".join(run.damage))]
+    return _known(rows)
 
 
-def _known(*rows: tuple[str, str]) -> Rows:
+def _known(rows: Rows) -> Rows:
     return [(name, value) for name, value in rows if value]
 
 
-def _progress(view: View, plain: bool) -> str:
-    if view.step is None:
+def _clock(when: float | None) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when or 0.0))
+
+
+def shown_metrics(run: Run, line: Record) -> list[str]:
+    """Title and value of every metric of a line, as the run declares them."""
+    values = measured(line, run.declared, shown=True)
+    metrics = {name: metric_of(name, run.declared) for name in values}
+    return [f"{metric.title} {metric.shown(line[name])}" for name, metric in metrics.items()]
+
+
+def _progress(run: Run, plain: bool) -> str:
+    if run.step is None:
         return ""
-    text = f"{view.step:,}"
-    if view.total:
-        part = min(1.0, view.step / view.total)
+    text = f"{run.step:,}"
+    if run.total:
+        part = min(1.0, run.step / run.total)
         full, empty = ("#", ".") if plain else ("━", "─")
         size = round(20 * part)
-        text += f" of {view.total:,}   {full * size}{empty * (20 - size)} {part:.0%}"
-    if view.left_s is not None and view.step < (view.total or 0):
-        done = time.strftime("%a %H:%M", time.localtime(time.time() + view.left_s))
-        text += f"   {duration_text(view.left_s)} left, done {done}"
+        text += f" of {run.total:,}   {full * size}{empty * (20 - size)} {part:.0%}"
+    if run.left_s is not None and run.step < (run.total or 0):
+        done = time.strftime("%a %H:%M", time.localtime(time.time() + run.left_s))
+        text += f"   {duration_text(run.left_s)} left, done {done}"
     return text
 
 
-def _loss(view: View, plain: bool) -> str:
-    if view.loss is None and not view.lost:
+def _loss(run: Run, plain: bool) -> str:
+    loss, losses = run.last.get("loss"), [loss for _, loss in run.losses]
+    if loss is None and not run.is_lost:
         return ""
-    last = "not finite" if view.lost or view.loss is None else human.number(view.loss)
-    began = "" if view.first_loss is None else f"   from {human.number(view.first_loss)}"
-    return f"{last}   {sparkline(view.losses, plain=plain)}{began}"
+    last = "not finite" if loss is None else human.number(loss)
+    began = "" if losses[0] is None else f"   from {human.number(losses[0])}"
+    return f"{last}   {sparkline(losses, plain=plain)}{began}"
 
 
-def _evaluation(view: View) -> str:
-    parts = [] if view.eval_loss is None else [f"loss {human.number(view.eval_loss)}"]
-    parts += [f"{title} {value}" for title, value in view.eval_metrics]
-    return f"{', '.join(parts)} at step {view.eval_step or 0:,}" if parts else ""
+def _evaluation(run: Run) -> str:
+    parts = evaluated(run)
+    return f"{', '.join(parts)} at step {run.evals[-1].get('step') or 0:,}" if parts else ""
 
 
-def _speed(view: View) -> str:
-    if view.tokens_per_s is None:
+def evaluated(run: Run) -> list[str]:
+    """The loss and every metric of the last evaluation, in words."""
+    if not run.evals:
+        return []
+    loss = run.evals[-1].get("loss")
+    parts = [] if loss is None else [f"loss {human.number(loss)}"]
+    return [*parts, *shown_metrics(run, run.evals[-1])]
+
+
+def _speed(run: Run) -> str:
+    last = run.last
+    if last.get("tokens_per_s") is None:
         return ""
-    parts = [f"{human.count(view.tokens_per_s)} tokens/s"]
-    if view.mfu is not None:
-        parts.append(f"MFU {human.percent(view.mfu)}")
-    if view.step_time_s:
-        parts.append(f"{view.step_time_s:.3g} s a step")
-    if view.waited_for_data is not None:
-        parts.append(f"{view.waited_for_data:.1%} waiting for data")
+    parts = [f"{human.count(last['tokens_per_s'])} tokens/s"]
+    if last.get("mfu") is not None:
+        parts.append(f"MFU {human.percent(last['mfu'])}")
+    if run.step_time_s:
+        parts.append(f"{run.step_time_s:.3g} s a step")
+    if run.waited_for_data is not None:
+        parts.append(f"{run.waited_for_data:.1%} waiting for data")
     return ", ".join(parts)
 
 
-def _memory(view: View) -> str:
-    if not view.memory_gib:
+def _memory(run: Run) -> str:
+    peaks = run.last.get("memory_gib")
+    if not peaks:
         return ""
-    largest = max(view.memory_gib)
-    text = f"{human.gib(largest)} GiB at most"
-    if len(view.memory_gib) > 1:
-        text += (
-            f" (rank {view.memory_gib.index(largest)}), {human.gib(min(view.memory_gib))} at least"
-        )
+    text = f"{human.gib(max(peaks))} GiB at most"
+    if len(peaks) > 1:
+        text += f" (rank {peaks.index(max(peaks))}), {human.gib(min(peaks))} at least"
     return text
 
 
-def _saved(view: View) -> str:
+def _saved(run: Run) -> str:
     parts = []
-    if view.saved_step is not None:
-        ago = "" if view.saved_ago_s is None else f", {duration_text(view.saved_ago_s)} ago"
-        size = "" if not view.saved_bytes else f", {human.size(view.saved_bytes)}"
-        parts.append(f"step {view.saved_step:,}{ago}{size}; {view.kept} kept")
-    elif view.step and view.state != "finished":
-        parts.append("nothing yet" if view.state in LIVE else "nothing")
-    if view.saving_step is not None and view.saving_step != view.saved_step:
-        parts.append(f"step {view.saving_step:,} is being written")
-    low = view.disk_free_bytes is not None and view.disk_free_bytes < 4 * (view.saved_bytes or 0)
-    if low and view.state in LIVE:
-        parts.append(f"only {human.size(view.disk_free_bytes or 0)} of disk left")
+    newest, writing = run.checkpoints["newest"] or {}, run.checkpoints["writing"]
+    if newest:
+        ago = ""
+        if newest["time"]:
+            ago = f", {duration_text(max(0.0, run.now - newest['time']))} ago"
+        size = f", {human.size(newest['bytes'])}" if newest["bytes"] else ""
+        kept = len(run.checkpoints["steps"])
+        parts.append(f"step {newest['step']:,}{ago}{size}; {kept} kept")
+    elif run.step and run.state != "finished":
+        parts.append("nothing yet" if run.is_live else "nothing")
+    if run.is_live and writing not in (None, newest.get("step")):
+        parts.append(f"step {writing:,} is being written")
+    free = run.machine.free_bytes
+    if run.is_live and free is not None and free < 4 * newest.get("bytes", 0):
+        parts.append(f"only {human.size(free)} of disk left")
     return "; ".join(parts)
 
 
-def _restarts(view: View) -> str:
-    if not view.restarts:
+def _restarts(run: Run) -> str:
+    if not run.restarts:
         return ""
-    restarts = [line for line in view.attempts if line.get("decision") == "restart"]
-    lines = [str(view.restarts)]
-    for line in restarts[-SHOWN_RESTARTS:]:
-        when = time.strftime("%H:%M:%S", time.localtime(float(line.get("ended") or 0.0)))
+    lines = [str(len(run.restarts))]
+    for line in run.restarts[-SHOWN_RESTARTS:]:
         step = line.get("last_step")
         at = f" at step {step:,}" if isinstance(step, int) else ""
         cause = human.one_line(str(line.get("cause") or ""), limit=54)
-        lines.append(f"{when} {line.get('outcome')}{at}: {cause}")
+        lines.append(f"{_clock(line.get('ended'))} {line.get('outcome')}{at}: {cause}")
     return "\n".join(lines)
 
 
-def _events(view: View) -> list[str]:
-    return [
-        f"{time.strftime('%H:%M:%S', time.localtime(when))} {human.one_line(words, limit=76)}"
-        for when, words in view.events[-SHOWN_EVENTS:]
+def host_rows(run: Run) -> Rows:
+    """Name of each host, and what its ranks do."""
+    statuses = {status.get("rank"): status for status in run.ranks}
+    return [(name, _ranks_text(run, ranks, statuses)) for name, ranks in run.hosts]
+
+
+def _ranks_text(run: Run, ranks: Sequence[int], statuses: Mapping[Any, dict[str, Any]]) -> str:
+    """What the ranks of a host do, those that do the same together."""
+    groups: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+    for rank in ranks:
+        status, note = statuses.get(rank, {}), ""
+        state = str(status["state"]) if status else "no status yet"
+        if state == "failed" and status.get("error"):
+            note = f": {status['error'].get('type')}"
+        silent_s = run.now - float(status.get("time") or run.now)
+        if run.is_live and state in LIVE and silent_s > SILENT_S:
+            note += f", silent for {duration_text(silent_s)}"
+        together, steps = groups.setdefault((state, note), ([], []))
+        together.append(rank)
+        if state in ("training", "interrupted", "saving"):
+            steps.append(int(status.get("step") or 0))
+    parts = [
+        f"{_numbers(together)} {state}{_at(steps)}{note}"
+        for (state, note), (together, steps) in groups.items()
     ]
+    return "; ".join(parts) or "no rank"
 
 
-def table(views: list[View], *, num_runs: int) -> list[Text]:
+def _at(steps: Sequence[int]) -> str:
+    """Ranks tell their steps every few seconds, so those of one host differ a little."""
+    if not steps:
+        return ""
+    low, high = min(steps), max(steps)
+    return f" at step {low:,}" if low == high else f" at steps {low:,} to {high:,}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-3``, ``ranks 0, 2``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def event_text(event: Record) -> str:
+    """An ``event`` line of ``metrics.jsonl`` in words."""
+    kind, step, reason = event.get("event"), event.get("step") or 0, event.get("reason")
+    if kind == "saved":
+        stall = event.get("stall_s")
+        pause = "" if stall is None else f", training paused for {stall:.2g} s"
+        return f"saved step {step:,}{pause}"
+    if kind == "resumed":
+        return f"resumed from step {step:,}, attempt {event.get('attempt', '?')}"
+    if kind == "damaged":
+        return f"The checkpoint of step {event.get('checkpoint') or 0:,} is damaged: {reason}"
+    if kind == "save_failed":
+        return f"The checkpoint of step {step:,} could not be saved: {reason}"
+    if kind == "passed_over":
+        return f"No checkpoint at step {step:,}: the one before was still being written."
+    if kind == "early_stopped":
+        return f"Training ended early at step {step:,}: {reason}."
+    if kind == "straggler":
+        rank = f"Rank {event.get('rank')} ({event.get('host')})"
+        times = f"{event.get('factor')} times as long as the others"
+        return f"{rank} computed {times} for its share, at step {step:,}."
+    if kind == "rebalanced":
+        counts = [str(sum(sizes)) for sizes in event.get("sizes") or ()]
+        if len(counts) > MAX_COUNTS:
+            counts = [*counts[:MAX_COUNTS], "..."]
+        listed = ", ".join(counts)
+        return (
+            f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: {listed}."
+        )
+    if kind == "skipped":
+        first, end = event.get("samples") or (0, 0)
+        samples = human.plural(end - first, "sample")
+        return f"Step {step:,} was not trained: training diverged there ({samples})."
+    return f"{str(kind).replace('_', ' ')} step {step:,}"
+
+
+def table(runs: Sequence[Run], *, num_runs: int) -> list[Text]:
     """Two lines per run, its numbers and its path: live runs first, then the newest."""
     from rich.text import Text
 
     rows = [("state", "step", "loss", "tokens/s", "time", "restarts", "saved")]
-    ordered = sorted(views, key=lambda view: view.state not in LIVE)
-    for view in ordered:
-        saved = "" if view.saved_step is None else f"{view.saved_step:,}"
-        rows.append((*cells_of(view), str(view.restarts or ""), saved))
+    ordered = sorted(runs, key=lambda run: not run.is_live)
+    for run in ordered:
+        newest = run.checkpoints["newest"]
+        saved = f"{newest['step']:,}" if newest else ""
+        rows.append((*cells_of(run), str(len(run.restarts) or ""), saved))
     first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = []
     for state, *cells in rows:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
         texts.append("  ".join([state.ljust(first), *aligned]))
     lines = [Text(texts[0], style="bold")]
-    for view, text in zip(ordered, texts[1:], strict=True):
+    for run, text in zip(ordered, texts[1:], strict=True):
         line = Text(text)
-        line.stylize(STYLES.get(view.state, "bold cyan"), 0, len(view.state))
-        lines += [line, Text(f"  {view.path}")]
-    if num_runs > len(views):
-        lines.append(Text(f"{num_runs - len(views)} older runs are not shown (--all shows them)"))
+        line.stylize(STYLES.get(run.state, "bold cyan"), 0, len(run.state))
+        # What can be typed here; on another machine, relative to the directory of all.
+        path = human.shorter_path(run.path, start=run.machine.root if run.is_far else None)
+        lines += [line, Text(f"  {path}")]
+    if num_runs > len(runs):
+        lines.append(Text(f"{num_runs - len(runs)} older runs are not shown (--all shows them)"))
     return lines
 
 
-def cells_of(view: View) -> tuple[str, str, str, str, str]:
+def cells_of(run: Run) -> tuple[str, str, str, str, str]:
     """State, step, loss, tokens per second, and the time that is left or else that it took."""
-    step = "" if view.step is None else f"{view.step:,}"
-    took = "" if view.took_s is None else duration_text(view.took_s)
+    step = "" if run.step is None else f"{run.step:,}"
+    took = "" if run.took_s is None else duration_text(run.took_s)
+    speed = run.last.get("tokens_per_s")
     return (
-        view.state,
-        f"{step}/{view.total:,}" if step and view.total else step,
-        short_loss(view),
-        "" if view.tokens_per_s is None else human.count(view.tokens_per_s),
-        took if view.left_s is None else f"{duration_text(view.left_s)} left",
+        run.state,
+        f"{step}/{run.total:,}" if step and run.total else step,
+        short_loss(run),
+        "" if speed is None else human.count(speed),
+        took if run.left_s is None else f"{duration_text(run.left_s)} left",
     )
 
 
-def short_loss(view: View) -> str:
+def short_loss(run: Run) -> str:
     """The last logged loss in a few digits."""
-    if view.lost:
+    if run.is_lost:
         return "nan"
-    return "" if view.loss is None else human.number(view.loss)
+    loss = run.last.get("loss")
+    return "" if loss is None else human.number(loss)
 
 
-def plain_line(view: View) -> str:
+def plain_line(run: Run) -> str:
     """One line for a log file: the state, and what is known of the last logged step."""
-    parts = [time.strftime("%H:%M:%S", time.localtime()), view.state]
-    if view.step is not None:
-        parts.append(f"step {view.step}/{view.total}" if view.total else f"step {view.step}")
-    if view.loss is not None or view.lost:
-        parts.append(f"loss {short_loss(view)}")
-    if view.tokens_per_s is not None and view.state in LIVE:
-        parts.append(f"{human.count(view.tokens_per_s)} tokens/s")
-    if view.left_s is not None:
-        parts.append(f"{duration_text(view.left_s)} left")
-    if view.restarts:
-        parts.append(f"{view.restarts} restarts")
-    text = "  ".join(parts)
-    why = "; ".join(words for words in (view.why, view.fix) if words)
-    return f"{text}  {why}" if why else text
+    parts = [_clock(time.time()), run.state]
+    if run.step is not None:
+        parts.append(f"step {run.step}/{run.total}" if run.total else f"step {run.step}")
+    if loss := short_loss(run):
+        parts.append(f"loss {loss}")
+    if run.last.get("tokens_per_s") is not None and run.is_live:
+        parts.append(f"{human.count(run.last['tokens_per_s'])} tokens/s")
+    if run.left_s is not None:
+        parts.append(f"{duration_text(run.left_s)} left")
+    if run.restarts:
+        parts.append(f"{len(run.restarts)} restarts")
+    if why := "; ".join(text for text in (run.standing.why, run.standing.fix) if text):
+        parts.append(why)
+    return "  ".join(parts)
 
 
 def sparkline(values: list[float | None], *, plain: bool = False, width: int = WIDTH) -> str:

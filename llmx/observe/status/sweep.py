@@ -11,17 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
+from llmx.observe.mirror import RunLocation
 from llmx.observe.page import plain
 from llmx.observe.report.screen import is_plain, open_console
 from llmx.observe.report.sweep_data import SweepReader, axes
 from llmx.observe.report.sweep_table import known_of, settings_of
-from llmx.observe.status import observer
-from llmx.observe.status.mirror import RunLocation
-from llmx.observe.status.view import LIVE, duration_text, interpret
+from llmx.observe.run import Run, duration_text, is_alive, is_run
 from llmx.run.sweepdir import (
     FILE,
     NOT_RUN,
@@ -47,37 +47,132 @@ SILENT_S = 90.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-    """The trials of a sweep by what they do, and the time that is left."""
+class Snapshot:
+    """A sweep at one moment."""
 
-    trials: Sequence[Trial]
-    failed: list[Trial]
-    """The last that ended, last."""
-    running: list[Trial]
-    waiting: int
-    left_s: float | None
-    """Until the last trial ends; None where no trial has ended that could tell."""
-    best: Trial | None
+    sweep: Sweep
+    now: float
+    """Seconds since the epoch."""
+    is_over: bool = False
+    """Nothing of it runs any more."""
+    note: str = ""
+    """Says so, where trials are left."""
 
     @property
-    def over(self) -> int:
+    def code(self) -> int:
+        """The exit code: 1 where it is over, and a trial failed or was not run."""
+        return int(self.is_over and not all(trial.is_done for trial in self.sweep.trials))
+
+    @cached_property
+    def running(self) -> list[Trial]:
+        return [trial for trial in self.sweep.trials if trial.state == RUNNING]
+
+    @cached_property
+    def failed(self) -> list[Trial]:
+        """The last that ended, last."""
+        failed = [trial for trial in self.sweep.trials if trial.failed]
+        return sorted(failed, key=lambda trial: trial.ended or 0.0)
+
+    @property
+    def waiting(self) -> int:
+        return sum(trial.state == WAITING for trial in self.sweep.trials)
+
+    @property
+    def done(self) -> int:
         """Trials that nothing is left to do for."""
-        return len(self.trials) - len(self.running) - self.waiting
+        return len(self.sweep.trials) - len(self.running) - self.waiting
 
-    def count(self, *outcomes: str) -> int:
-        """Trials with one of these outcomes."""
-        return sum(trial.outcome in outcomes for trial in self.trials)
+    @cached_property
+    def left_s(self) -> float | None:
+        """Seconds until the last trial ends; None where no trial has ended that could tell."""
+        trials = self.sweep.trials
+        at_once = _at_once(trials)
+        return _left_s(trials, self.running, self.waiting, at_once=at_once, now=self.now)
+
+    def counts(self) -> list[tuple[str, str]]:
+        """Text and style of each count that is not 0."""
+
+        def count(*outcomes: str) -> int:
+            return sum(trial.outcome in outcomes for trial in self.sweep.trials)
+
+        kinds = [
+            (count(*WELL), "done", "green"),
+            (len(self.running), "running", "cyan"),
+            (len(self.failed), "failed", "bold red"),
+            (count("pruned"), "pruned", "yellow"),
+            (count("same"), "the same as another", "dim"),
+            (count(STOPPED), "stopped", "dim"),
+            (self.waiting, "left", ""),
+        ]
+        counts = [(f"{number} {word}", style) for number, word, style in kinds if number]
+        if self.left_s is not None and (self.running or self.waiting):
+            done = time.strftime("%a %H:%M", time.localtime(self.now + self.left_s))
+            counts.append((f"{human.duration(self.left_s)} to go (done {done})", "bold"))
+        return counts or [("no trial yet", "dim")]
+
+    def best_line(self) -> str:
+        """The best trial so far, what it is and what it measured; empty without one."""
+        best, names = self.sweep.best, axes(self.sweep.trials)
+        if best is None:
+            return ""
+        known = known_of(best, self.sweep.objective)
+        return f"best: {best.label} {settings_of(best, names)}  ({known})"
+
+    def line(self) -> str:
+        """One line for a log file: the counts, what is left, the best so far."""
+        counts = ", ".join(text for text, _ in self.counts())
+        parts = [f"{self.done}/{plural(len(self.sweep.trials), 'trial')}", counts, self.best_line()]
+        return "  ".join(filter(None, parts))
+
+    def panel(self, plain: bool = False) -> Group:
+        """The picture for a terminal; ``plain``: ASCII only."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        names, total = axes(self.sweep.trials), len(self.sweep.trials)
+        full, empty = ("#", ".") if plain else ("━", "─")
+        size = BAR * self.done // max(1, total)
+        bar = f"{self.done} of {plural(total, 'trial')}  {full * size}{empty * (BAR - size)}"
+        counts = Text(", ").join(Text(text, style) for text, style in self.counts())
+        parts: list[Text | Table] = [
+            Text(""),
+            Text.assemble((shorter_path(self.sweep.directory), "bold"), "  ", bar),
+            Text("  ").append_text(counts),
+        ]
+        if self.note:
+            parts.append(Text(f"  {self.note}", style="bold yellow"))
+        if self.running:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(no_wrap=True, style="cyan")
+            grid.add_column(overflow="fold")
+            for _ in range(3):
+                grid.add_column(no_wrap=True, justify="right")
+            for trial in self.running[:SHOWN_RUNNING]:
+                grid.add_row(*map(Text, _running(trial, names, now=self.now)))
+            parts += [Text(""), grid]
+            if len(self.running) > SHOWN_RUNNING:
+                parts.append(Text(f"  and {len(self.running) - SHOWN_RUNNING} more", style="dim"))
+        below = [Text(f"  {line}", style="red") for line in self._failures(names)]
+        if best := self.best_line():
+            below.append(Text(f"  {best}", style="bold"))
+        return Group(*parts, *([Text("")] if below else []), *below)
+
+    def _failures(self, names: Sequence[str]) -> Iterator[str]:
+        if len(self.failed) > SHOWN_FAILED:
+            yield f"and {len(self.failed) - SHOWN_FAILED} earlier failures"
+        for trial in self.failed[-SHOWN_FAILED:]:
+            cause = human.one_line(trial.cause, limit=100)
+            line = f"{trial.label} {settings_of(trial, names)}: {trial.outcome}"
+            yield f"{line}: {cause}" if cause else line
 
 
-def progress_of(sweep: Sweep, *, now: float) -> Progress:
-    """Count the trials and estimate the time that is left; pure."""
-    trials = sweep.trials
-    running = [trial for trial in trials if trial.state == RUNNING]
-    failed = [trial for trial in trials if trial.failed]
-    waiting = sum(trial.state == WAITING for trial in trials)
-    left_s = _left_s(trials, running, waiting, at_once=_at_once(trials), now=now)
-    failed.sort(key=lambda trial: trial.ended or 0.0)
-    return Progress(trials, failed, running, waiting, left_s, sweep.best)
+def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
+    step = "" if trial.steps is None else f"step {trial.steps:,}"
+    step += f"/{trial.total_steps:,}" if step and trial.total_steps else ""
+    speed = "" if trial.tokens_per_s is None else f"{human.count(trial.tokens_per_s)} tokens/s"
+    took = "" if not trial.started else human.duration(max(0.0, now - trial.started))
+    return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
 
 
 def _took(trial: Trial) -> float | None:
@@ -123,135 +218,18 @@ def _left_s(
     return max(ends)
 
 
-def sweep_progress(
-    sweep: Sweep, *, now: float, title: str = "", note: str = "", plain: bool = False
-) -> Group:
-    """The sweep at the moment ``now`` (seconds since the epoch) for a terminal.
-
-    ``note`` is a line below the head, e.g. that nothing runs any more; ``plain``: ASCII only.
-    """
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    progress = progress_of(sweep, now=now)
-    names = axes(sweep.trials)
-    head = Text.assemble((title, "bold"), "  " if title else "", _bar(progress, plain=plain))
-    counts = Text(", ").join(Text(text, style) for text, style in _counts(progress, now=now))
-    parts: list[Text | Table] = [Text(""), head, Text("  ").append_text(counts)]
-    if note:
-        parts.append(Text(f"  {note}", style="bold yellow"))
-    if progress.running:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="cyan")
-        grid.add_column(overflow="fold")
-        for _ in range(3):
-            grid.add_column(no_wrap=True, justify="right")
-        for trial in progress.running[:SHOWN_RUNNING]:
-            grid.add_row(*map(Text, _running(trial, names, now=now)))
-        parts += [Text(""), grid]
-        if len(progress.running) > SHOWN_RUNNING:
-            parts.append(Text(f"  and {len(progress.running) - SHOWN_RUNNING} more", style="dim"))
-    below = [Text(line, style="red") for line in _failed(progress, names)]
-    if best := _best(sweep, names):
-        below.append(Text(best, style="bold"))
-    return Group(*parts, *([Text("")] if below else []), *below)
-
-
-def progress_line(sweep: Sweep, *, now: float) -> str:
-    """One line for a log file: the counts, what is left, the best so far."""
-    progress = progress_of(sweep, now=now)
-    parts = [
-        f"{progress.over}/{plural(len(progress.trials), 'trial')}",
-        ", ".join(text for text, _ in _counts(progress, now=now)),
-        _best(sweep, axes(sweep.trials)).strip(),
-    ]
-    return "  ".join(filter(None, parts))
-
-
-def _bar(progress: Progress, *, plain: bool) -> str:
-    full, empty = ("#", ".") if plain else ("━", "─")
-    total = len(progress.trials)
-    size = BAR * progress.over // max(1, total)
-    return f"{progress.over} of {plural(total, 'trial')}  {full * size}{empty * (BAR - size)}"
-
-
-def _counts(progress: Progress, *, now: float) -> list[tuple[str, str]]:
-    """Text and style of each count that is not 0."""
-    kinds = [
-        (progress.count(*WELL), "done", "green"),
-        (len(progress.running), "running", "cyan"),
-        (len(progress.failed), "failed", "bold red"),
-        (progress.count("pruned"), "pruned", "yellow"),
-        (progress.count("same"), "the same as another", "dim"),
-        (progress.count(STOPPED), "stopped", "dim"),
-        (progress.waiting, "left", ""),
-    ]
-    counts = [(f"{count} {word}", style) for count, word, style in kinds if count]
-    if progress.left_s is not None and (progress.running or progress.waiting):
-        done = time.strftime("%a %H:%M", time.localtime(now + progress.left_s))
-        counts.append((f"{human.duration(progress.left_s)} to go (done {done})", "bold"))
-    return counts or [("no trial yet", "dim")]
-
-
-def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
-    step = "" if trial.steps is None else f"step {trial.steps:,}"
-    step += f"/{trial.total_steps:,}" if step and trial.total_steps else ""
-    speed = "" if trial.tokens_per_s is None else f"{human.count(trial.tokens_per_s)} tokens/s"
-    took = "" if not trial.started else human.duration(max(0.0, now - trial.started))
-    return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
-
-
-def _failed(progress: Progress, names: Sequence[str]) -> list[str]:
-    lines = []
-    for trial in progress.failed[-SHOWN_FAILED:]:
-        cause = human.one_line(trial.cause, limit=100)
-        line = f"  {trial.label} {settings_of(trial, names)}: {trial.outcome}"
-        lines.append(f"{line}: {cause}" if cause else line)
-    before = len(progress.failed) - len(lines)
-    return [f"  and {before} earlier failures", *lines] if before else lines
-
-
-def _best(sweep: Sweep, names: Sequence[str]) -> str:
-    best = sweep.best
-    if best is None:
-        return ""
-    return f"  best: {best.label} {settings_of(best, names)}  ({known_of(best, sweep.objective)})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """A sweep at one moment."""
-
-    sweep: Sweep
-    over: bool
-    """Nothing of it runs any more."""
-    note: str
-    now: float
-
-    @property
-    def code(self) -> int:
-        """The exit code: 1 where it is over, and a trial failed or was not run."""
-        return 1 if self.over and not all(trial.is_done for trial in self.sweep.trials) else 0
-
-    def panel(self, plain: bool) -> Any:
-        """The picture for a terminal; ``plain``: ASCII only."""
-        title = shorter_path(self.sweep.directory)
-        return sweep_progress(self.sweep, now=self.now, title=title, note=self.note, plain=plain)
-
-
 def is_here(location: RunLocation) -> bool:
     """Whether this is a sweep's directory on this machine."""
     path = Path(location.path).expanduser()
-    return not location.host and not observer.is_run(location.path) and is_sweep(path)
+    return not location.host and not is_run(path) and is_sweep(path)
 
 
-def look(reader: SweepReader) -> Seen:
+def look(reader: SweepReader) -> Snapshot:
     """Read the sweep; trials whose process is gone with the sweep's are not shown as running."""
     sweep, now = reader.read(), time.time()
     silent_s = None if sweep.complete else _silent_s(sweep, now)
     if silent_s is None:
-        return Seen(sweep, sweep.complete, "", now)
+        return Snapshot(sweep, now, sweep.complete)
     note = (
         f"The process of this sweep has ended (last update {duration_text(silent_s)} ago). "
         f"To run the remaining trials: python -m llmx sweep resume {shorter_path(sweep.directory)}"
@@ -263,19 +241,18 @@ def look(reader: SweepReader) -> Seen:
         else trial
         for trial in sweep.trials
     ]
-    return Seen(sweep, True, note, now)
+    return Snapshot(sweep, now, True, note)
 
 
 def _silent_s(sweep: Sweep, now: float) -> float | None:
     """Seconds since the last sign of life of a sweep that runs no more; None while it runs."""
     newest = _mtime(sweep.directory / FILE)
-    alive = observer.is_alive({"pid": sweep.pid, "host": sweep.host})
+    alive = is_alive({"pid": sweep.pid, "host": sweep.host})
     if alive:
         return None
     for trial in sweep.trials:
         if trial.state == RUNNING and trial.run_dir.is_dir():
-            facts = observer.Observer(trial.run_dir, brief=True).facts()
-            if interpret(facts).state in LIVE:
+            if Run(trial.run_dir, is_brief=True).is_live:
                 return None
             newest = max(newest, _mtime(trial.run_dir / "metrics.jsonl"), _mtime(trial.run_dir))
     silent_s = max(0.0, now - newest)
@@ -297,53 +274,49 @@ def status(path: str, *, as_json: bool) -> int:
         return 0
     console = open_console(sys.stdout)
     console.print(snapshot.panel(is_plain(console)))
-    if snapshot.over:
+    if snapshot.is_over:
         console.print(
             f"\n  the table and the page: python -m llmx report {shorter_path(Path(path))}"
         )
     return snapshot.code
 
 
-def _facts(snapshot: Seen) -> dict[str, Any]:
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
     """Facts of a sweep for scripts; numbers that are not finite are null."""
     sweep = snapshot.sweep
-    progress = progress_of(sweep, now=snapshot.now)
     apart = ("curve", "declared", "key", "rungs", "slots", "job")
     names = ["state", *(f.name for f in dataclasses.fields(Trial) if f.name not in apart)]
-    trials = [{name: getattr(trial, name) for name in names} for trial in sweep.trials]
     values = {
         "sweep": str(sweep.directory),
         "objective": sweep.objective,
         "mode": sweep.mode,
         "complete": sweep.complete,
-        "over": snapshot.over,
+        "over": snapshot.is_over,
         "note": snapshot.note,
-        "left_s": progress.left_s,
-        "best": progress.best.index if progress.best else None,
-        "trials": trials,
+        "left_s": snapshot.left_s,
+        "best": sweep.best.index if sweep.best else None,
+        "trials": [{name: getattr(trial, name) for name in names} for trial in sweep.trials],
     }
     return dict(plain(values))
 
 
-def snapshots(path: str, *, every_s: float) -> Iterator[Seen]:
+def snapshots(path: str, *, every_s: float) -> Iterator[Snapshot]:
     """The sweep again and again, until nothing of it runs."""
     reader, pause = SweepReader(Path(path)), threading.Event()
-    while True:
-        snapshot = look(reader)
+    while not (snapshot := look(reader)).is_over:
         yield snapshot
-        if snapshot.over:
-            return
         pause.wait(every_s)
+    yield snapshot
 
 
-def news(snapshot: Seen, before: Seen | None) -> Iterator[str]:
+def news(snapshot: Snapshot, before: Snapshot | None) -> Iterator[str]:
     """A line whenever a trial has begun or ended, and the note at the end."""
     if before is None or _ends(snapshot) != _ends(before):
         when = time.strftime("%H:%M:%S", time.localtime(snapshot.now))
-        yield f"{when}  {progress_line(snapshot.sweep, now=snapshot.now)}"
+        yield f"{when}  {snapshot.line()}"
     if snapshot.note:
         yield snapshot.note
 
 
-def _ends(snapshot: Seen) -> list[tuple[int, str, str]]:
+def _ends(snapshot: Snapshot) -> list[tuple[int, str, str]]:
     return [(trial.index, trial.state, trial.outcome) for trial in snapshot.sweep.trials]

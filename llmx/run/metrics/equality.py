@@ -7,13 +7,14 @@ speeds and memory do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmx.run.metrics.declared import Metric, declared_of, measured
 from llmx.run.metrics.lines import read_metrics
 from llmx.run.rundir import RunDir, read_mapping
+from llmx.text import plural
 
 Line = Mapping[str, Any]
 
@@ -34,128 +35,95 @@ class Gap:
     name: str
     then: float | None
     now: float | None
-
-    @property
-    def absolute(self) -> float:
-        """NaN where one of them is no number."""
-        if self.then is None or self.now is None:
-            return math.nan
-        return abs(self.now - self.then)
-
-    @property
-    def relative(self) -> float:
-        """The difference divided by the larger of the two; 0 for two zeros."""
-        if self.then is None or self.now is None:
-            return math.nan
-        size = max(abs(self.then), abs(self.now))
-        return self.absolute / size if size else 0.0
-
-    def __str__(self) -> str:
-        return self.shown("then", "now")
+    absolute: float | None
+    """None where one of them is no number."""
+    relative: float | None
+    """The difference divided by the larger of the two."""
 
     def shown(self, then: str, now: str) -> str:
         """Both values in words. ``then``, ``now``: what the two runs are called."""
         label = self.name if self.kind == "train" else f"{self.kind} {self.name}"
         values = f"{label} {_number(self.then)} {then}, {_number(self.now)} {now}"
-        if math.isnan(self.absolute):
+        if self.absolute is None:
             return values
         return f"{values}: off by {self.absolute:.3g} ({self.relative:.3g} relative)"
-
-    def to_dict(self) -> dict[str, Any]:
-        is_finite = not math.isnan(self.absolute)
-        extra = {
-            "absolute": self.absolute if is_finite else None,
-            "relative": self.relative if is_finite else None,
-        }
-        return {**asdict(self), **extra}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing two runs."""
+    """The result of comparing two runs, as ``reproduction.json`` has it."""
 
     lines: int
     """Lines that both have."""
     last_step: int
     """The last step that both logged."""
-    missing: tuple[int, ...]
+    missing: list[int]
     """Steps that the first run logged and the second passed without a line."""
-    first: Gap | None
-    largest: Gap | None
+    first_difference: Gap | None
+    largest_difference: Gap | None
     """The largest relative difference of a loss, else of any value."""
-    gaps: int
+    values_that_differ: int
     weights: str
     """``equal``, ``differ`` or ``unknown``."""
-    weights_at: int | None = None
+    weights_at_step: int | None
     """The last step at which both runs have a hash of the weights; the first that differs."""
-    lines_then: int = 0
-    """Lines that the first run has."""
-    last_step_then: int = 0
-    """The last step that the first run logged."""
+    lines_of_the_first_run: int
+    last_step_of_the_first_run: int
 
     @property
     def identical(self) -> bool:
         """Everything that both recorded is the same, and there is something."""
-        return self.lines > 0 and self.first is None and not self.missing and self.weights != DIFFER
+        is_same = self.first_difference is None and not self.missing and self.weights != DIFFER
+        return self.lines > 0 and is_same
 
     @property
     def is_proven(self) -> bool:
         """Equal down to the weights: equal losses alone do not say that the weights are."""
         return self.identical and self.weights == EQUAL
 
-    def summary(self) -> str:
-        """One to three sentences, with what was compared and what was not."""
+    def summary(self, then: str = "then", now: str = "now") -> str:
+        """One to three sentences, with what was compared and what was not. ``then``, ``now``: what
+        the two runs are called."""
         if not self.lines:
             return "nothing to compare: the two runs have no logged step in common."
-        of = f" of {self.lines_then:,}" if self.lines_then > self.lines else ""
-        noun = "line" if self.lines == 1 else "lines"
-        lines = f"{self.lines:,}{of} logged {noun}"
-        to = f"up to step {self.last_step:,}"
-        if self.last_step_then > self.last_step:
-            to += f" of {self.last_step_then:,}"
         if self.is_proven:
-            words = f"bitwise identical: {lines} {to}, and the "
-            words += f"hash of the weights at step {self.weights_at:,}."
-            if self.weights_at is not None and self.weights_at < self.last_step:
-                words += " Later weights were not compared."
-            return words
+            at = self.weights_at_step or 0
+            weights = f"the hash of the weights at step {at:,}"
+            text = f"bitwise identical: {self._compared()}, and {weights}."
+            return text if at >= self.last_step else f"{text} Later weights were not compared."
         if self.identical:
             return (
-                f"equal over the {lines} {to}. The weights were "
-                "not compared: the runs have no hash of them at the same step, so this is no "
-                "proof that they are equal."
+                f"equal over the {self._compared()}. The weights were not compared: the runs have "
+                "no hash of them at the same step, so this is no proof that they are equal."
             )
-        parts = []
-        if self.first is not None:
-            parts.append(f"differs first at step {self.first.step}: {self.first}.")
+        parts, first, largest = [], self.first_difference, self.largest_difference
+        if first is not None:
+            parts.append(f"differs first at step {first.step}: {first.shown(then, now)}.")
         elif self.weights == DIFFER:
             parts.append(
                 f"every logged value up to step {self.last_step} is identical, but the weights "
-                f"at step {self.weights_at} are not."
+                f"at step {self.weights_at_step} are not."
             )
-        if self.largest is not None and self.largest != self.first:
-            parts.append(f"Largest difference, at step {self.largest.step}: {self.largest}.")
+        if largest is not None and largest != first:
+            values = largest.shown(then, now)
+            parts.append(f"Largest difference, at step {largest.step}: {values}.")
         if self.missing:
             steps = ", ".join(map(str, self.missing[:5])) + (" ..." if self.missing[5:] else "")
             noun = "step" if len(self.missing) == 1 else "steps"
             parts.append(f"The second run logged nothing at {noun} {steps}.")
-        return " ".join(parts)
+        return " ".join([*parts, f"Compared: {self._compared()}."])
+
+    def _compared(self) -> str:
+        lines = plural(self.lines, "logged line")
+        if self.lines_of_the_first_run > self.lines:
+            lines = f"{self.lines:,} of {plural(self.lines_of_the_first_run, 'logged line')}"
+        lines += f" up to step {self.last_step:,}"
+        if self.last_step_of_the_first_run > self.last_step:
+            lines += f" of {self.last_step_of_the_first_run:,}"
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "identical": self.identical,
-            "summary": self.summary(),
-            "lines": self.lines,
-            "last_step": self.last_step,
-            "missing": list(self.missing),
-            "values_that_differ": self.gaps,
-            "first_difference": self.first and self.first.to_dict(),
-            "largest_difference": self.largest and self.largest.to_dict(),
-            "lines_of_the_first_run": self.lines_then,
-            "last_step_of_the_first_run": self.last_step_then,
-            "weights": self.weights,
-            "weights_at_step": self.weights_at,
-        }
+        return {"identical": self.identical, "summary": self.summary(), **asdict(self)}
 
 
 def compare_runs(run: RunDir, target: RunDir) -> Outcome:
@@ -203,23 +171,24 @@ def compare(
         for step, kind in sorted(old)
         if kind == "train" and step < reached and step not in steps_now and step not in ends
     ]
-    losses = [gap for gap in gaps if gap.name == "loss" and not math.isnan(gap.relative)]
-    comparable = losses or [gap for gap in gaps if not math.isnan(gap.relative)]
-    new_hashes, old_hashes = dict(hashes_now or {}), dict(hashes_then or {})
+    numbers = [gap for gap in gaps if gap.relative is not None]
+    losses = [gap for gap in numbers if gap.name == "loss"]
+    new_hashes, old_hashes = hashes_now or {}, hashes_then or {}
     shared = set(new_hashes) & set(old_hashes)
     other = {step for step in shared if new_hashes[step] != old_hashes[step]}
-    weights = DIFFER if other else EQUAL if shared else UNKNOWN
     return Outcome(
         lines=len(common),
         last_step=max((step for step, _ in common), default=0),
-        missing=tuple(missing),
-        first=gaps[0] if gaps else None,
-        largest=max(comparable, key=lambda gap: gap.relative, default=None),
-        gaps=len(gaps),
-        weights=weights,
-        weights_at=min(other) if other else max(shared, default=None),
-        lines_then=len(old),
-        last_step_then=max((step for step, _ in old), default=0),
+        missing=missing,
+        first_difference=gaps[0] if gaps else None,
+        largest_difference=max(
+            losses or numbers, key=lambda gap: gap.relative or 0.0, default=None
+        ),
+        values_that_differ=len(gaps),
+        weights=DIFFER if other else EQUAL if shared else UNKNOWN,
+        weights_at_step=min(other) if other else max(shared, default=None),
+        lines_of_the_first_run=len(old),
+        last_step_of_the_first_run=max((step for step, _ in old), default=0),
     )
 
 
@@ -235,14 +204,16 @@ def _by_place(lines: Iterable[Line]) -> dict[tuple[int, str], Line]:
 
 def _gaps(
     place: tuple[int, str], then: Line, now: Line, declared: Mapping[str, Metric]
-) -> list[Gap]:
-    step, kind = place
+) -> Iterator[Gap]:
     metrics = {**measured(then, declared), **measured(now, declared)}
-    return [
-        Gap(step, kind, name, then.get(name), now.get(name))
-        for name in (*COMPARED[kind], *metrics)
-        if name in then and name in now and not _same(then[name], now[name])
-    ]
+    for name in (*COMPARED[place[1]], *metrics):
+        if name in then and name in now and not _same(then[name], now[name]):
+            old, new = then[name], now[name]
+            absolute = relative = None
+            if old is not None and new is not None:
+                absolute = abs(new - old)
+                relative = absolute / (max(abs(old), abs(new)) or 1.0)
+            yield Gap(*place, name, old, new, absolute, relative)
 
 
 def _same(then: Any, now: Any) -> bool:

@@ -37,7 +37,6 @@ from llmx.config import Experiment, ModelConfig
 from llmx.config.accelerators import ACCELERATORS
 from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter, freeze
-from llmx.models.blocks import Stack
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,

@@ -61,7 +61,8 @@ class Machine:
     host: str
     now: float
     free_bytes: int | None
-    processes: frozenset[str]
+    processes: frozenset[str] | None
+    """The numbers of those that run there; None for this machine, which is asked for one."""
 
 
 class Mirror:
