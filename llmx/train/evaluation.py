@@ -80,6 +80,11 @@ def evaluate_task(
 def together(measures: Mapping[str, Mean | Accumulator]) -> dict[str, Mean | Accumulator]:
     """The measures of all ranks, added up in their order. Collective."""
     merged, *other_ranks = all_gather(dict(measures))
+    for name, measure in measures.items():
+        if isinstance(measure, Accumulator):
+            # In this rank's own, which may hold what is not sent.
+            vars(measure).update(vars(merged[name]))
+            merged[name] = measure
     for other in other_ranks:
         for name, measure in merged.items():
             addend = other[name]

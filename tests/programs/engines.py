@@ -41,6 +41,7 @@ from llmx.models.sampling import Sampling
 from llmx.plan import ds_config, make_plan
 from llmx.plan.memory import step_bytes
 from llmx.plan.types import Plan
+from llmx.tasks.base import Accumulator
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine, whole_weights
 from llmx.train.engine.process_group import join_process_group
@@ -359,10 +360,12 @@ def look_before_backward(engine: Engine) -> None:
     engine.backward = look  # type: ignore[method-assign]
 
 
-def evaluated(made: Built) -> None:
+def evaluated(made: Built) -> dict[str, Any]:
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=made.engine.layout)
     task, batch = task_of(made.exp), made.plan.batch
-    assert evaluate_task(made.engine, task, made.store, batch=batch, layout=layout)
+    measures = evaluate_task(made.engine, task, made.store, batch=batch, layout=layout)
+    assert measures
+    return measures
 
 
 @check
@@ -463,9 +466,13 @@ def joint_steps(out: Path) -> Any:
             "accumulation": accumulation,
             "zero": {"param_persistence_threshold": 0},
         }
-        engine, numbers = trained(job, out, steps=3)
-        answer[task][f"{stage}: {micro_batches} x {accumulation}"] = numbers
-        engine.engine.destroy()
+        made = built(job, out)
+        answer[task][f"{stage}: {micro_batches} x {accumulation}"] = made.train(0, 3)
+        if stage == 3:
+            measures = evaluated(made).values()
+            found = [m.values() for m in measures if isinstance(m, Accumulator)]
+            answer[task].setdefault("evaluated", []).append(found)
+        made.engine.engine.destroy()
     return answer
 
 
